@@ -1,0 +1,33 @@
+# `make demo` and `make test` set up everything they need in .venv.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test lint format clean
+
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,ray]'
+	touch $@
+
+demo: .venv/installed
+	OMP_NUM_THREADS= $(BIN)/python examples/arithmetic/demo.py
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint
+	$(BIN)/pytest -m "not soak"
+
+soak: .venv/installed
+	$(BIN)/pytest -m soak --timeout 7200
+
+clean:
+	rm -rf .venv build runs *.egg-info

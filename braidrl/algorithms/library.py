@@ -1,0 +1,1 @@
+"""Importing this module registers every algorithm that comes with Braid."""

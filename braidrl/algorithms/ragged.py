@@ -1,0 +1,100 @@
+"""Rows of different lengths as flat values and offsets: the one form in which payload columns are computed on.
+
+values_N   x0 x0 x0 | x1 | x2 x2          N = all entries, joined
+offsets    0          3    4       6      B + 1 numbers; row b is values[offsets[b]:offsets[b + 1]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """`values` (N, ...) holds the rows joined, `offsets` (B + 1, int64) where each begins and the last one ends."""
+
+    values: Tensor
+    offsets: Tensor
+
+    def __post_init__(self) -> None:
+        if self.offsets.dim() != 1 or self.offsets.dtype != torch.int64 or len(self.offsets) == 0:
+            raise ValueError(f"offsets must be int64 of shape (B + 1,), got {self.offsets.dtype} {self.offsets.shape}")
+        if int(self.offsets[-1]) != len(self.values):
+            raise ValueError(f"offsets end at {int(self.offsets[-1])} but there are {len(self.values)} values")
+
+    @staticmethod
+    def from_lengths(values: Tensor, lengths: Tensor) -> Ragged:
+        """Rows of `lengths` (B,) laid one after the other in `values` (N, ...)."""
+        return Ragged(values, offsets_of(lengths))
+
+    @staticmethod
+    def from_rows(rows: Sequence[Tensor | Sequence[float]], dtype: torch.dtype) -> Ragged:
+        """One row for each tensor or list; `dtype` also decides when there are none."""
+        tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+        lengths = torch.tensor([len(row) for row in tensors], dtype=torch.int64)
+        values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
+        return Ragged.from_lengths(values, lengths)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> Tensor:
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        row = row % len(self)
+        return self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
+
+    @property
+    def lengths(self) -> Tensor:
+        """Entries per row, (B,) int64."""
+        return self.offsets.diff()
+
+    def row_ids(self) -> Tensor:
+        """For each of the N values, the row that it belongs to, (N,) int64."""
+        rows = torch.arange(len(self), device=self.offsets.device)
+        return rows.repeat_interleave(self.lengths)
+
+    def spread(self, per_row: Tensor) -> Tensor:
+        """One number per row (B, ...) repeated over the row's entries, (N, ...)."""
+        return per_row.repeat_interleave(self.lengths, dim=0)
+
+    def row_sums(self) -> Tensor:
+        """Sum of each row, (B, ...); an empty row gives 0."""
+        sums = self.values.new_zeros((len(self), *self.values.shape[1:]))
+        return sums.index_add(0, self.row_ids(), self.values)
+
+    def row_means(self) -> Tensor:
+        """Mean of each row, (B, ...); an empty row gives 0."""
+        lengths = self.lengths.clamp(min=1).to(self.values.dtype)
+        return self.row_sums() / lengths.reshape(-1, *[1] * (self.values.dim() - 1))
+
+    def with_values(self, values: Tensor) -> Ragged:
+        """Other values at the same offsets."""
+        return Ragged(values, self.offsets)
+
+    def take(self, rows: Tensor) -> Ragged:
+        """The named rows (K,) int64, in the order given; a row may be named more than once."""
+        lengths = self.lengths[rows]
+        offsets = offsets_of(lengths)
+        shift = (self.offsets[:-1][rows] - offsets[:-1]).repeat_interleave(lengths)
+        return Ragged(self.values[torch.arange(len(shift), device=shift.device) + shift], offsets)
+
+    def to(self, device: torch.device | str) -> Ragged:
+        return Ragged(self.values.to(device), self.offsets.to(device))
+
+    def tolist(self) -> list[list[float]]:
+        return [self[row].tolist() for row in range(len(self))]
+
+    @staticmethod
+    def cat(parts: Sequence[Ragged]) -> Ragged:
+        """The rows of all parts, one part after the other."""
+        return Ragged.from_lengths(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """Running sum of `lengths` (B,) with a leading 0, (B + 1,) int64."""
+    return torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))

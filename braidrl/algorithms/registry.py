@@ -1,0 +1,143 @@
+"""Where algorithms are known by name, so that a recipe, a YAML flow or a user's own file can select them.
+
+A registered function is plain: its positional parameters are the columns that it reads, its keyword-only parameters
+are its settings. `writes` names what it returns.
+
+    @advantages.register(writes=["advantage"], scope="group")
+    def group_centered(reward: Tensor, group: Tensor) -> Tensor: ...
+
+A positional parameter with the default None is a column that is read when an earlier stage writes it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+Scope = Literal["row", "group", "batch"]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered function and what its signature says.
+
+    `sums` is for scope `batch` only: `sums(columns, **settings)` returns a dict of numbers or tensors that are added up over all
+    rows wherever they are; the function itself then receives the totals as its keyword `totals`.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    reads: tuple[str, ...]
+    optional: tuple[str, ...]
+    settings: dict[str, Any]
+    required: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+    scope: Scope = "row"
+    sums: Callable[..., Any] | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+
+    def column(self, parameter: str) -> str:
+        """The column that a positional parameter stands for: its own name unless `columns` says another."""
+        return self.columns.get(parameter, parameter)
+
+    def check(self, given: dict[str, Any]) -> None:
+        """Raises ValueError for a setting that the function does not have or that is missing."""
+        for name in given:
+            if name not in self.settings:
+                raise ValueError(f"{self.name} has no setting {name!r}. {suggest(name, self.settings)}")
+        for name in self.required:
+            if name not in given:
+                raise ValueError(f"{self.name} needs the setting {name!r}")
+
+
+class Registry:
+    """Functions of one family (`advantage`, `loss`, ...) by name."""
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+        self.entries: dict[str, Entry] = {}
+
+    def register(
+        self,
+        name: str | None = None,
+        *,
+        writes: Sequence[str] = (),
+        scope: Scope = "row",
+        sums: Callable[..., Any] | None = None,
+        columns: dict[str, str] | None = None,
+    ) -> Callable[[F], F]:
+        """Decorator; the name defaults to the function's own. Raises ValueError if another function has the name.
+
+        `columns` renames parameters that are no Python names: `{"baseline": "greedy.reward"}`.
+        """
+
+        def add(function: F) -> F:
+            entry = describe(name or function.__name__, function, tuple(writes), scope, sums, columns)
+            known = self.entries.get(entry.name)
+            if known and known.function.__module__ != function.__module__:
+                raise ValueError(f"{self.family} {entry.name!r} is registered already, by {known.function.__module__}")
+            self.entries[entry.name] = entry
+            return function
+
+        return add
+
+    def __getitem__(self, name: str) -> Entry:
+        if name not in self.entries:
+            raise KeyError(f"no {self.family} is called {name!r}. {suggest(name, self.entries)}")
+        return self.entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self.entries))
+
+
+def describe(
+    name: str,
+    function: Callable[..., Any],
+    writes: tuple[str, ...] = (),
+    scope: Scope = "row",
+    sums: Callable[..., Any] | None = None,
+    columns: dict[str, str] | None = None,
+) -> Entry:
+    """Reads columns and settings off the function's signature."""
+    reads: list[str] = []
+    optional: list[str] = []
+    required: list[str] = []
+    settings: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        has_default = parameter.default is not inspect.Parameter.empty
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            if parameter.name == "totals":
+                continue
+            settings[parameter.name] = parameter.default if has_default else None
+            if not has_default:
+                required.append(parameter.name)
+        elif parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            (optional if has_default else reads).append(parameter.name)
+        else:
+            raise ValueError(f"{name}: columns are plain parameters and settings keyword-only, not {parameter}")
+    return Entry(
+        name, function, tuple(reads), tuple(optional), settings, tuple(required), writes, scope, sums, columns or {}
+    )
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(names) or 'none'}."
+
+
+responses = Registry("data")
+advantages = Registry("advantage")
+shapes = Registry("shape")
+selections = Registry("select")
+losses = Registry("loss")
+aggregations = Registry("aggregation")
+corrections = Registry("correction")
+divergences = Registry("KL estimator")

@@ -1,0 +1,313 @@
+"""The whole configuration as typed models. Every key has a default that suits one machine; an unknown key is an error.
+
+flow: dapo                      # a recipe, a YAML flow, or module:function
+model: /models/Qwen2.5-0.5B     # any Hugging Face directory
+data: {train: data/train.parquet, eval: {test: data/test.parquet}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from braidrl.errors import UserError, suggest
+
+DType = Literal["float32", "bfloat16", "float64"]
+
+
+class Section(BaseModel):
+    """A part of the configuration; refuses keys that it does not have."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class VerifierConfig(Section):
+    """One rule reward."""
+
+    name: str
+    """A verifier (exact, gsm8k, math, format) or `module:function`."""
+    weight: float = 1.0
+    """Its share of `reward`."""
+    params: dict[str, Any] = {}
+    """Settings handed to it by keyword."""
+
+
+class SourceConfig(Section):
+    """One data file."""
+
+    path: Path
+    """A .jsonl or .parquet file."""
+    weight: float = Field(1.0, gt=0)
+    """How often a prompt is drawn from this source, relative to the others."""
+    verify: list[VerifierConfig] | None = None
+    """This source's own verifiers, in place of `reward.verify`."""
+    prompt_field: str = "prompt"
+    """Field with the prompt, text or chat messages. A dot enters nested fields."""
+    answer_field: str = "answer"
+    """Field with the reference answer; `reward_model.ground_truth` is taken where this one is absent."""
+    response_field: str = "response"
+    """Field with a given response, for supervised training."""
+
+    @field_validator("verify", mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return short_verifiers(value)
+
+
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    train: list[SourceConfig] = []
+    """One file, or several with weights."""
+    eval: dict[str, SourceConfig] = {}
+    """Held-out sets by name."""
+    system_prompt: str | None = None
+    """Put before every chat prompt."""
+    chat_template: bool = True
+    """Render prompts with the tokenizer's chat template where it has one; plain text otherwise."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Longer prompts are dropped, and the number dropped is reported."""
+    shuffle: bool = True
+    """A new seeded order each epoch; off keeps the file's."""
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: Any) -> Any:
+        many = value if isinstance(value, list) else [value]
+        return [short_source(item) for item in many]
+
+    @field_validator("eval", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        return {name: short_source(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+class RewardConfig(Section):
+    """How answers are checked."""
+
+    verify: list[VerifierConfig] = [VerifierConfig(name="exact")]
+    """One verifier or several; `reward` is their weighted sum."""
+    correct_score: float | None = None
+    """Score of a right answer where a verifier gives only right or wrong; by default the recipe's (GRPO 1, DAPO 1)."""
+    wrong_score: float | None = None
+    """Score of a wrong answer; by default the recipe's (GRPO 0, DAPO -1)."""
+    timeout_s: float = Field(10.0, gt=0)
+    """Seconds for one row; after them the row counts as failed and its process is replaced."""
+    processes: int = Field(1, ge=1)
+    """Processes that check answers beside generation."""
+
+    @field_validator("verify", mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return short_verifiers(value)
+
+
+class RolloutConfig(Section):
+    """How responses are sampled."""
+
+    engine: str = "embedded"
+    samples_per_prompt: int = Field(8, ge=1)
+    """Rows in a group."""
+    max_response_tokens: int = Field(512, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    """0 keeps all tokens."""
+    stop: list[str] = []
+    """A response ends where one of these texts appears."""
+    stop_token_ids: list[int] = []
+    """In addition to the tokenizer's end of sequence."""
+    slots: int = Field(64, ge=1)
+    """Rows that the embedded engine decodes at once."""
+    dtype: DType | None = None
+    """Of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
+
+
+class TrainerConfig(Section):
+    """How long, how much at once, and the optimizer."""
+
+    steps: int = Field(100, ge=0)
+    """Iterations."""
+    prompts_per_step: int = Field(32, ge=1)
+    """Groups in a batch, after selection."""
+    rows_per_update: int | None = Field(None, ge=1)
+    """Rows of one optimizer step; by default the whole batch."""
+    epochs: int = Field(1, ge=1)
+    """Passes over a batch."""
+    max_tokens_per_device: int = Field(8192, ge=1)
+    """Tokens of a micro-batch; the only dial for memory, without effect on the result."""
+    learning_rate: float = Field(1e-6, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after its warm-up, over `steps`."""
+    warmup_steps: int = Field(0, ge=0)
+    """Iterations over which the learning rate rises from 0."""
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = Field(1e-8, gt=0)
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """None does not clip."""
+    activation_checkpointing: bool = False
+    checkpoint_every: int = Field(50, ge=0)
+    """Iterations between checkpoints; 0 keeps only the one at the end."""
+    keep_checkpoints: int = Field(2, ge=1)
+    deterministic: bool = False
+    """Only deterministic kernels, so that a resumed run repeats the uninterrupted one to the bit."""
+    surplus: Literal["drop", "keep"] = "drop"
+    """What happens to selected groups that a batch has no room for."""
+    max_staleness: int = Field(0, ge=0)
+    """By how many versions a row may lag behind the weights it trains (streaming)."""
+
+
+class EvaluationConfig(Section):
+    """A second flow (generate, verify) with its own random numbers."""
+
+    every: int = Field(10, ge=0)
+    """Iterations between evaluations; 0 never."""
+    before_first_step: bool = True
+    samples: int = Field(8, ge=1)
+    """Responses per prompt: the k of avg@k; pass@ is reported for every power of two up to it."""
+    temperature: float = Field(1.0, ge=0)
+    """0 takes the likeliest token."""
+    top_p: float = Field(0.7, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    max_prompts: int | None = Field(None, ge=1)
+    """The first so many prompts of each set; all by default."""
+
+
+class RoleConfig(Section):
+    """Settings of one role that differ from the run's."""
+
+    model: Path | None = None
+    learning_rate: float | None = Field(None, ge=0)
+    dtype: DType | None = None
+
+
+class Config(Section):
+    """A run."""
+
+    flow: str
+    """A recipe's name, a .yaml flow, `module:function` or `file.py:function`."""
+    model: Path
+    """A Hugging Face directory: weights, configuration and tokenizer."""
+    algorithm: dict[str, Any] = {}
+    """Settings of the recipe, such as `clip_high`."""
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    roles: dict[str, RoleConfig] = {}
+    runtime: Literal["eager", "hybrid", "distributed", "streaming"] = "eager"
+    placement: str = "colocate"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: DType = "float32"
+    """Of the weights in the forward pass; master weights and optimizer state are never less than float32."""
+    seed: int = 0
+    output: Path = Path("runs")
+    """Run folders are made in it."""
+    name: str | None = None
+    """The run folder's name; by default the flow's with date and time."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of a process; by default all cores."""
+
+
+def short_verifiers(value: Any) -> Any:
+    """`gsm8k` and `[gsm8k, {name: format, weight: 0.1}]` are short for a list of verifiers."""
+    if value is None:
+        return None
+    many = value if isinstance(value, list) else [value]
+    return [{"name": item} if isinstance(item, str) else item for item in many]
+
+
+def short_source(value: Any) -> Any:
+    """A path is short for a source with nothing else set."""
+    return {"path": value} if isinstance(value, str | Path) else value
+
+
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
+    """Reads YAML, applies dotted `key=value` overrides, checks every key. Raises UserError with one line."""
+    tree: Any = {}
+    if path is not None:
+        path = Path(path)
+        if not path.is_file():
+            raise UserError(f"no configuration file {path}")
+        try:
+            tree = yaml.safe_load(path.read_text()) or {}
+        except yaml.YAMLError as error:
+            raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(tree, dict):
+            raise UserError(f"{path} must hold keys and values, as in `flow: dapo`")
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    """Checks a nested dict. Raises UserError naming the first key at fault."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(explain(error)) from None
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Sets `a.b=value` in a nested dict; the value is read as YAML. Raises UserError when it is not key=value."""
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"{override!r} is not key=value, as in trainer.steps=10")
+    *parents, last = key.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise UserError(f"{override!r}: {parent!r} holds a value, not a section")
+    try:
+        tree[last] = as_number(yaml.safe_load(value))
+    except yaml.YAMLError:
+        raise UserError(f"{override!r}: the value is not YAML") from None
+
+
+def as_number(value: Any) -> Any:
+    """YAML reads `1e-6` as text; people mean the number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def explain(error: ValidationError) -> str:
+    """One line for the first thing that is wrong."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {place!r}. {suggest(str(first['loc'][-1]), section_keys(first['loc'][:-1]))}"
+    if first["type"] == "missing":
+        return f"{place!r} is not set; give it in the file or as {place}=..."
+    return f"{place}: {first['msg']}, got {first['input']!r}"
+
+
+def section_keys(place: tuple[int | str, ...]) -> list[str]:
+    """The keys of the section at `place`."""
+    section: type[BaseModel] = Config
+    for part in place:
+        if isinstance(part, int) or part not in section.model_fields:
+            continue
+        found = section_type(section.model_fields[part].annotation)
+        section = found or section
+    return list(section.model_fields)
+
+
+def section_type(annotation: Any) -> type[BaseModel] | None:
+    """The section inside an annotation such as `dict[str, RoleConfig]`, if any."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for part in getattr(annotation, "__args__", ()):
+        found = section_type(part)
+        if found:
+            return found
+    return None

@@ -1,0 +1,1 @@
+"""Rows and columns, how they travel, and where prompts come from."""

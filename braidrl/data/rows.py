@@ -1,0 +1,150 @@
+"""The table: a row is one trajectory, a column is what one stage added to it.
+
+index column    Tensor (B,)     one fixed-size number per row; copied to whoever schedules
+payload column  Ragged          a variable number of values per row (tokens, log-probs); moves only where it is needed
+                Objects         one JSON value per row (prompt messages, metadata)
+
+`tokens` and `action_mask` hold one entry per token of the row, prompt and observations included. Everything that is said
+about actions (`rollout_log_probs`, `old_log_probs`, `ref_log_probs`, `values`, `advantages`, `returns`, `token_rewards`)
+holds one entry per *action token*, in order: what was not sampled takes no place and needs no mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braidrl.algorithms.ragged import Ragged
+
+IDENTITY = ("source", "group", "sample")
+
+
+class FinishReason(IntEnum):
+    """Why a trajectory ended; the `finish_reason` index column."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Objects:
+    """One JSON value per row."""
+
+    values: tuple[Any, ...]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.values[row]
+
+    def take(self, rows: Tensor) -> Objects:
+        return Objects(tuple(self.values[row] for row in rows.tolist()))
+
+
+Column = Tensor | Ragged | Objects
+
+
+class Rows:
+    """An immutable table. Columns may be added and rows taken; nothing is changed in place."""
+
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        """Raises ValueError when columns differ in their number of rows."""
+        self._columns = dict(columns)
+        sizes = {name: len(column) for name, column in self._columns.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"columns disagree on the number of rows: {sizes}")
+        self._size = next(iter(sizes.values()), 0)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._columns:
+            raise KeyError(f"no column {name!r} among {', '.join(self._columns)}")
+        return self._columns[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __repr__(self) -> str:
+        return f"Rows({len(self)}: {', '.join(self._columns)})"
+
+    def items(self) -> Iterator[tuple[str, Column]]:
+        return iter(self._columns.items())
+
+    def get(self, name: str) -> Any:
+        """The column, or None where there is none of that name."""
+        return self._columns.get(name)
+
+    def with_columns(self, columns: Mapping[str, Column]) -> Rows:
+        """The same rows with these columns added, or replaced by their next version."""
+        return Rows({**self._columns, **columns})
+
+    def only(self, names: Sequence[str]) -> Rows:
+        """The named columns. Raises KeyError for one that is not there."""
+        return Rows({name: self[name] for name in names})
+
+    def without(self, names: Sequence[str]) -> Rows:
+        return Rows({name: column for name, column in self._columns.items() if name not in names})
+
+    @property
+    def index(self) -> Rows:
+        """The index columns alone."""
+        return Rows({name: column for name, column in self._columns.items() if isinstance(column, Tensor)})
+
+    @property
+    def payload(self) -> Rows:
+        """The payload columns alone."""
+        return Rows({name: column for name, column in self._columns.items() if not isinstance(column, Tensor)})
+
+    def take(self, rows: Tensor | Sequence[int] | Sequence[bool]) -> Rows:
+        """Rows by number (K,) in the order given, or by a boolean mask (B,)."""
+        chosen = torch.as_tensor(rows)
+        if chosen.dtype == torch.bool:
+            chosen = chosen.nonzero().flatten()
+        chosen = chosen.to(torch.int64)
+        return Rows(
+            {
+                name: column[chosen] if isinstance(column, Tensor) else column.take(chosen)
+                for name, column in self._columns.items()
+            }
+        )
+
+    def uids(self) -> list[tuple[int, int, int]]:
+        """(source, group, sample) of each row: its identity through the whole run."""
+        return list(zip(*(self[name].tolist() for name in IDENTITY), strict=True))
+
+    def ordered(self) -> Rows:
+        """The rows by (group, sample): the one order in which a batch is trained on, whoever finished first."""
+        keys = list(zip(self["group"].tolist(), self["sample"].tolist(), strict=True))
+        return self.take(sorted(range(len(self)), key=keys.__getitem__))
+
+    @staticmethod
+    def cat(parts: Sequence[Rows]) -> Rows:
+        """All rows of all parts. Raises ValueError when a part lacks a column that another has."""
+        parts = [part for part in parts if len(part)] or list(parts[:1])
+        if not parts:
+            return Rows({})
+        for part in parts:
+            if set(part) != set(parts[0]):
+                raise ValueError(f"parts differ in columns: {sorted(set(part) ^ set(parts[0]))}")
+        return Rows({name: _cat([part[name] for part in parts]) for name in parts[0]})
+
+
+def _cat(columns: Sequence[Any]) -> Column:
+    if isinstance(columns[0], Ragged):
+        return Ragged.cat(columns)
+    if isinstance(columns[0], Objects):
+        return Objects(tuple(value for column in columns for value in column.values))
+    return torch.cat(list(columns))
