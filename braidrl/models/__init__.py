@@ -1,0 +1,1 @@
+"""A role's model: loading, attention over packed sequences, training and inference steps."""

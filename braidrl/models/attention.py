@@ -1,0 +1,214 @@
+"""The attention of every model that Braid loads: who attends to whom is a value that is passed to the model's forward.
+
+    model.model(input_ids=..., position_ids=..., use_cache=False, sequences=context)
+                                                                       |
+    each attention layer:  queries, keys, values ---> context.attend(...)
+
+`PackedSequences` is the context of training, inference and prompts: sequences laid one after the other in one row, nothing
+padded, each attending to itself alone. The rollout engine has a context of its own for decoding from slots.
+
+Shapes: N tokens packed, S sequences of one length, L that length, H query heads, K key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+ATTENTION = "braid"
+
+
+class AttentionContext(Protocol):
+    """Decides which keys each query sees."""
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """Queries (1, H, N, D), keys and values (1, K, N, D) to outputs (1, N, H, D); `window` limits how far back."""
+
+
+def braid_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    sequences: AttentionContext | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in each layer. Raises ValueError without `sequences`, and for attention that is not softmax alone."""
+    if sequences is None:
+        raise ValueError(f"a model with {ATTENTION!r} attention is called with sequences=, as in PackedSequences([n])")
+    if attention_mask is not None or softcap is not None or s_aux is not None or dropout != 0.0:
+        raise ValueError(f"{type(module).__name__}: masks, dropout, soft caps and attention sinks are not supported")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return sequences.attend(module, query, key, value, scaling, sliding_window), None
+
+
+AttentionInterface.register(ATTENTION, braid_attention)
+
+
+@dataclass(frozen=True)
+class PackedSequences:
+    """Causal attention within each of the sequences of `lengths`, which lie one after the other in one packed row."""
+
+    lengths: tuple[int, ...]
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        object.__setattr__(self, "lengths", tuple(int(length) for length in lengths if length))
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """Raises ValueError when the packed row is not as long as the sequences together."""
+        if query.shape[0] != 1 or query.shape[2] != sum(self.lengths):
+            raise ValueError(f"sequences of {sum(self.lengths)} tokens, but the input is {tuple(query.shape)}")
+        attend = self._variable_length if has_variable_length_kernel(query) else self._by_equal_lengths
+        return attend(_packed(query), _packed(key), _packed(value), scaling, window)[None]
+
+    def _variable_length(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        offsets = self._offsets(query.device)
+        longest = max(self.lengths)
+        back = -1 if window is None else window - 1
+        output = varlen_attn(
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            offsets,
+            offsets,
+            longest,
+            longest,
+            scale=scaling,
+            window_size=(back, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        assert isinstance(output, Tensor)
+        return output
+
+    def _by_equal_lengths(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """One call per length: sequences of one length form a batch. (N, heads, D) in, (N, H, D) out."""
+        sizes = [count * length for length, count in self._buckets]
+        # split, not slices: the backward of a split is one concatenation, that of a slice is N zeros each
+        queries, keys, values = (self._gathered(flat).split(sizes) for flat in (query, key, value))
+        outputs = [
+            _attend_equal(
+                queries[b].unflatten(0, (count, length)),
+                keys[b].unflatten(0, (count, length)),
+                values[b].unflatten(0, (count, length)),
+                scaling,
+                window,
+            )
+            for b, (length, count) in enumerate(self._buckets)
+        ]
+        return self._scattered(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """The sequences by length; as they are where equal lengths already lie together."""
+        seen: dict[int, list[int]] = {}
+        for number, length in enumerate(self.lengths):
+            seen.setdefault(length, []).append(number)
+        return [number for numbers in seen.values() for number in numbers]
+
+    @cached_property
+    def _buckets(self) -> list[tuple[int, int]]:
+        """(length, how many sequences have it), in the order of `_order`."""
+        return [(length, self.lengths.count(length)) for length in dict.fromkeys(self.lengths)]
+
+    @cached_property
+    def _permutation(self) -> tuple[Tensor, Tensor] | None:
+        """Where each token of the bucketed row comes from and the inverse; None where nothing moves."""
+        if self._order == sorted(self._order):
+            return None
+        tokens = torch.arange(sum(self.lengths)).split(list(self.lengths))
+        forward = torch.cat([tokens[number] for number in self._order])
+        return forward, forward.argsort()
+
+    def _gathered(self, flat: Tensor) -> Tensor:
+        if self._permutation is None:
+            return flat
+        return _Permuted.apply(flat, *(index.to(flat.device) for index in self._permutation))
+
+    def _scattered(self, flat: Tensor) -> Tensor:
+        if self._permutation is None:
+            return flat
+        return _Permuted.apply(flat, *(index.to(flat.device) for index in reversed(self._permutation)))
+
+    def _offsets(self, device: torch.device) -> Tensor:
+        """Where each sequence begins and the last one ends, (S + 1,) int32; copied to the device once."""
+        cached = self.__dict__.get("_device_offsets")
+        if cached is None or cached.device != device:
+            running = torch.tensor([0, *self.lengths]).cumsum(0).to(torch.int32)
+            cached = self.__dict__["_device_offsets"] = running.to(device)
+        return cached
+
+    def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
+        """Position of each packed token in its own sequence, (1, N) int64."""
+        return position_ids_of(self.lengths, device)
+
+
+def position_ids_of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """0, 1, ... anew for each sequence of `lengths`, (1, N) int64."""
+    if not len(lengths):
+        return torch.empty((1, 0), dtype=torch.int64, device=device)
+    return torch.cat([torch.arange(length) for length in lengths]).to(device)[None]
+
+
+def has_variable_length_kernel(states: Tensor) -> bool:
+    """True where torch has a variable-length kernel: half precision on CUDA."""
+    return states.is_cuda and states.dtype in (torch.float16, torch.bfloat16)
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in another order; the backward is the inverse gather, where index_select would add into zeros one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, forward: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return flat.index_select(0, forward)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return gradients[0].index_select(0, inverse), None, None
+
+
+def _packed(states: Tensor) -> Tensor:
+    """(1, heads, N, D) to (N, heads, D)."""
+    return states[0].transpose(0, 1)
+
+
+def _attend_equal(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+    """S sequences of L tokens, (S, L, heads, D) each, to (S * L, H, D)."""
+    length = query.shape[1]
+    mask = None
+    if window is not None and window < length:
+        positions = torch.arange(length, device=query.device)
+        back = positions[:, None] - positions[None, :]
+        mask = (back >= 0) & (back < window)
+    output = scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[2] != key.shape[2],
+    )
+    return output.transpose(1, 2).flatten(0, 1)
