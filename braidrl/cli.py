@@ -1,0 +1,131 @@
+"""The `braid` command: a thin face over the runtimes. A user's mistake ends in one line; `--debug` shows the traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from braidrl.errors import UserError
+
+app = typer.Typer(
+    help="Reinforcement-learning post-training of language models.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+)  # fmt: skip
+
+ConfigFile = Annotated[Path | None, typer.Argument(help="A YAML configuration; may be left out if overrides say it all.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted key=value, as in trainer.steps=10.")]
+RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+@app.command()
+def train(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with this run from its latest checkpoint.")] = None,
+    replay: Annotated[Path | None, typer.Option(help="Train on the rollouts that this run recorded.")] = None,
+    rollout_only: Annotated[bool, typer.Option("--rollout-only", help="Record rollouts; train nothing.")] = False,
+) -> None:
+    """Train by a flow. Prints the run folder first."""
+    from braidrl.config import load_config
+    from braidrl.runtimes.folders import run_config
+    from braidrl.runtimes.run import TrainingRun
+
+    if resume is not None:
+        if config is not None or overrides:
+            raise UserError("--resume takes its configuration from the run folder; leave out the other arguments")
+        settings = run_config(resume)
+    else:
+        settings = load_config(*split_config(config, overrides))
+    with TrainingRun(settings, resume=resume, replay=replay, rollout_only=rollout_only) as run:
+        run.train()
+
+
+@app.command(name="eval")
+def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Evaluate a model, or a checkpoint given as model=, on the sets under data.eval."""
+    from braidrl.config import load_config
+    from braidrl.runtimes.evaluation import evaluate_model
+
+    for name, value in evaluate_model(load_config(*split_config(config, overrides))).items():
+        typer.echo(f"{name}\t{value:.4f}")
+
+
+@app.command()
+def flow(
+    config: Annotated[str, typer.Argument(help="A recipe, a YAML flow, module:function, or a configuration file.")],
+    overrides: Overrides = None,
+    svg: Annotated[Path | None, typer.Option(help="Also draw the flow into this file.")] = None,
+    yaml: Annotated[bool, typer.Option("--yaml", help="Print the flow's YAML form.")] = False,
+) -> None:
+    """Show a flow: its stages, what each reads and writes, and what may run at the same time."""
+    from braidrl.flow import drawing
+    from braidrl.flow.yaml_form import to_yaml
+    from braidrl.runtimes.building import flow_by_name
+
+    shown = flow_by_name(config, overrides or [])
+    typer.echo(to_yaml(shown) if yaml else drawing.text(shown))
+    if svg is not None:
+        svg.write_text(drawing.svg(shown))
+        typer.echo(f"drawn in {svg}")
+
+
+@app.command()
+def report(run: RunFolder) -> None:
+    """Write RUN/report.html: curves, and sample responses over time."""
+    from braidrl.observe.report import write_report
+
+    typer.echo(write_report(run))
+
+
+@app.command()
+def export(
+    run: RunFolder,
+    folder: Annotated[Path, typer.Argument(help="A new folder for the Hugging Face model.")],
+    role: str = "actor",
+) -> None:
+    """Copy a role's model out of a run's latest checkpoint (or a checkpoint folder) as a Hugging Face directory."""
+    from braidrl.runtimes.export import export_model
+
+    typer.echo(export_model(run, folder, role))
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine: versions, devices, memory, and a training step on a tiny model."""
+    from braidrl.runtimes.doctor import examine
+
+    if not examine(typer.echo):
+        raise typer.Exit(1)
+
+
+def split_config(config: Path | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
+    """`braid train flow=grpo model=...` has no file: its first argument is an override too."""
+    if config is not None and "=" in str(config) and not config.exists():
+        return None, [str(config), *(overrides or [])]
+    return config, overrides or []
+
+
+def main() -> None:
+    """Entry point: maps mistakes and Ctrl-C to one line and an exit code."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    debug = len(arguments) < len(sys.argv) - 1 or os.environ.get("BRAID_DEBUG") == "1"
+    try:
+        app(arguments, standalone_mode=True)
+    except UserError as error:
+        if debug:
+            raise
+        typer.echo(f"braid: {error}", err=True)
+        sys.exit(EXIT_USER_ERROR)
+    except KeyboardInterrupt:
+        typer.echo("braid: interrupted", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

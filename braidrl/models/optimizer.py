@@ -1,0 +1,118 @@
+"""AdamW on master weights of at least float32, with sums accumulated per denominator and divided once.
+
+loss sums ──backward──▶ gradient sums per denominator ──step: / global count, clip──▶ master weights ──▶ model weights
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from braidrl.config import TrainerConfig
+
+
+def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:
+    """Rate of iteration 1, 2, ...: linear warm-up, then constant, linear or cosine decay to 0 after `steps`."""
+    if iteration <= config.warmup_steps:
+        return peak * iteration / config.warmup_steps
+    done = (iteration - 1 - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    done = min(max(done, 0.0), 1.0)
+    if config.schedule == "linear":
+        return peak * (1 - done)
+    if config.schedule == "cosine":
+        return peak * 0.5 * (1 + math.cos(math.pi * done))
+    return peak
+
+
+class MasterOptimizer:
+    """Holds the optimizer of one model; where the model is float32 or float64 its weights are the masters themselves."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], config: TrainerConfig, peak: float) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.config, self.peak = config, peak
+        self.masters = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in self.parameters]
+        self.optimizer = torch.optim.AdamW(
+            self.masters, lr=peak, betas=config.betas, eps=config.epsilon, weight_decay=config.weight_decay, fused=True
+        )
+        self.sums: dict[str, list[Tensor | None]] = {}
+        self.collecting: list[Tensor | None] = []
+        self.steps = 0
+        for i, parameter in enumerate(self.parameters):
+            # Moving each gradient as soon as it is there keeps one copy of all gradients, plus one parameter's.
+            parameter.register_post_accumulate_grad_hook(partial(self._collect, i))
+
+    def backward(self, losses: Mapping[str, Tensor]) -> None:
+        """Adds the gradients of loss sums, one scalar per denominator's name."""
+        names = [name for name, loss in losses.items() if loss.requires_grad]
+        for name in names:
+            self.collecting = self.sums.setdefault(name, [None] * len(self.parameters))
+            losses[name].backward(retain_graph=name != names[-1])
+
+    def _collect(self, i: int, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        known = self.collecting[i]
+        self.collecting[i] = gradient.to(self.masters[i].dtype) if known is None else known.add_(gradient)
+
+    def step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
+        """One update with every sum over its global count; returns the gradient norm before clipping.
+
+        A denominator of zero leaves its sum out; with nothing left, nothing is done and None returned.
+        Raises RuntimeError for a gradient that is not finite.
+        """
+        counted = {name: sums for name, sums in self.sums.items() if denominators[name] > 0}
+        self.sums = {}
+        if not counted:
+            return None
+        for i, master in enumerate(self.masters):
+            parts = [part.div_(denominators[name]) for name, sums in counted.items() if (part := sums[i]) is not None]
+            master.grad = sum(parts[1:], parts[0]) if parts else None
+        norm = self._clip()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(iteration, self.config, self.peak)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        self._publish()
+        return norm
+
+    def _clip(self) -> float:
+        gradients = [master.grad for master in self.masters if master.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if not torch.isfinite(norm):
+            raise RuntimeError(f"gradient norm is {norm.item()} at optimizer step {self.steps + 1}; nothing was updated")
+        if self.config.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.max_grad_norm, norm)
+        return float(norm)
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if parameter is not master:
+                parameter.copy_(master)
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that a resumed run needs, as flat tensors by name: masters that are copies, moments, counts."""
+        tensors = {"steps": torch.tensor(self.steps)}
+        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+            if parameter is not master:
+                tensors[f"{i}.master"] = master
+            for name, value in self.optimizer.state.get(master, {}).items():
+                tensors[f"{i}.{name}"] = value
+        return tensors
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restores `state()`. Raises KeyError or RuntimeError when it belongs to another model."""
+        self.steps = int(tensors["steps"])
+        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+            if parameter is not master:
+                master.copy_(tensors[f"{i}.master"])
+            names = [name for name in ("step", "exp_avg", "exp_avg_sq") if f"{i}.{name}" in tensors]
+            if names:
+                self.optimizer.state[master] = {name: tensors[f"{i}.{name}"].clone() for name in names}
+        self._publish()

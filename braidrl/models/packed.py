@@ -1,0 +1,50 @@
+"""Rows laid end to end for one forward pass: nothing is padded, and attention stays inside a sequence.
+
+tokens      p p p a a | p p a a a | p a          rows, or sequences of a row, joined
+actions           ^ ^       ^ ^ ^     ^          what was sampled; each is predicted from the position before it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from braidrl.algorithms.ragged import offsets_of
+from braidrl.data.rows import Rows
+
+
+@dataclass(frozen=True)
+class Packed:
+    """N tokens of B rows with A action tokens.
+
+    input_ids, position_ids (N,); sequence_lengths of all sequences; predictors (A,): positions whose hidden state predicts an action;
+    targets (A,): the actions; offsets (B + 1,): each row's part of the A actions.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    sequence_lengths: tuple[int, ...]
+    predictors: Tensor
+    targets: Tensor
+    offsets: Tensor
+
+
+def pack(rows: Rows, device: torch.device) -> Packed:
+    """Joins the rows' `tokens`. Raises ValueError where an action begins a sequence, since nothing predicts it."""
+    tokens, lengths = rows["tokens"], rows["sequence_lengths"].values
+    actions = rows["action_mask"].values.nonzero().flatten()
+    starts = offsets_of(lengths)
+    positions = torch.arange(len(tokens.values)) - starts[:-1].repeat_interleave(lengths)
+    if len(actions) and int(positions[actions].min()) == 0:
+        raise ValueError("an action token begins a sequence; a prompt must hold at least one token")
+    per_row = rows["action_mask"].with_values(rows["action_mask"].values.to(torch.int64)).row_sums()
+    return Packed(
+        tokens.values.to(device),
+        positions.to(device),
+        tuple(lengths.tolist()),
+        (actions - 1).to(device),
+        tokens.values[actions].to(device),
+        offsets_of(per_row).to(device),
+    )

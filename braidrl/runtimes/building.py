@@ -1,0 +1,95 @@
+"""From a configuration to the flow that runs: a recipe's stages with every default made explicit.
+
+What a stage leaves open is decided here, once, before any model loads: where the old log-probs come from, whether rollouts are
+corrected, and which scores stand for right and wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from braidrl.config import Config
+from braidrl.errors import UserError
+from braidrl.flow import Flow, Kind, Stage, actor
+from braidrl.flow.flow import is_optimized
+from braidrl.flow.recipes import load_flow
+from braidrl.flow.stages import loss_entry, make_stage
+from braidrl.flow.updates import check_sizes
+
+TRUNCATED = {"name": "truncated"}
+
+
+def build_flow(config: Config) -> Flow:
+    """The validated flow of a run. Raises UserError for anything that could not run."""
+    defaults = {
+        "max_response_tokens": config.rollout.max_response_tokens,
+        "samples_per_prompt": config.rollout.samples_per_prompt,
+    }
+    flow = load_flow(config.flow, config.algorithm, defaults)
+    if any(stage.kind is Kind.GENERATE for stage in flow.stages):
+        check_sizes(config.trainer.prompts_per_step, config.rollout.samples_per_prompt, config.trainer.rows_per_update)
+    stages = [resolve(stage, config) for stage in flow.stages]
+    return Flow(flow.name, with_recomputed(stages))
+
+
+def resolve(stage: Stage, config: Config) -> Stage:
+    """The stage with what it left open filled in from the configuration."""
+    if stage.type == "verify":
+        return with_params(stage, verify_params(stage, config))
+    if is_optimized(stage) and "old_log_probs" in loss_entry(stage.params["loss"]).reads:
+        return with_params(stage, update_params(stage, config))
+    return stage
+
+
+def verify_params(stage: Stage, config: Config) -> dict[str, Any]:
+    """The configuration's scores win over the recipe's, which win over 1 for right and 0 for wrong."""
+    right, wrong = config.reward.correct_score, config.reward.wrong_score
+    return {
+        "correct_score": stage.params.get("correct_score", 1.0) if right is None else right,
+        "wrong_score": stage.params.get("wrong_score", 0.0) if wrong is None else wrong,
+    }
+
+
+def update_params(stage: Stage, config: Config) -> dict[str, Any]:
+    """`old` by the rule of one update, one epoch and no staleness; a correction where the engine computes otherwise."""
+    filled: dict[str, Any] = {}
+    if "old" not in stage.params:
+        filled["old"] = "self" if single_update(config) else "recompute"
+    elif stage.params["old"] == "self" and not single_update(config):
+        raise UserError(
+            f"{stage.name}: old=self needs one update and one epoch per batch and max_staleness 0; write old=recompute"
+        )
+    if "correction" not in stage.params and not engine_is_trainer(config):
+        filled["correction"] = TRUNCATED
+    return filled
+
+
+def single_update(config: Config) -> bool:
+    """True when each batch is trained on in one optimizer step by the weights that generated it."""
+    rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+    one_step = config.trainer.rows_per_update in (None, rows) and config.trainer.epochs == 1
+    return one_step and config.trainer.max_staleness == 0
+
+
+def engine_is_trainer(config: Config) -> bool:
+    """True when generation runs the trainer's own weights and arithmetic."""
+    return config.rollout.engine == "embedded" and config.rollout.dtype in (None, config.dtype)
+
+
+def with_params(stage: Stage, params: dict[str, Any]) -> Stage:
+    made = make_stage(
+        stage.type, stage.role, {**stage.params, **params}, id=stage.name, when=stage.when, after=stage.after
+    )
+    return replace(made, name=stage.name)
+
+
+def with_recomputed(stages: Sequence[Stage]) -> list[Stage]:
+    """Puts `actor.log_probs()` before the first update where one asks for recomputed old log-probs that nobody writes."""
+    needed = any("old_log_probs" in stage.reads for stage in stages)
+    written = any("old_log_probs" in stage.writes for stage in stages)
+    if not needed or written:
+        return list(stages)
+    first = next(i for i, stage in enumerate(stages) if "old_log_probs" in stage.reads)
+    return [*stages[:first], actor.log_probs(), *stages[first:]]

@@ -1,0 +1,102 @@
+"""The run folder and its checkpoints: written whole or not at all, the last few kept, `latest` moved last."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from braidrl.config import Config, parse_config
+from braidrl.errors import UserError
+
+LATEST = "latest"
+
+
+def new_run_folder(config: Config) -> Path:
+    """Makes the run's folder with the resolved configuration in it. Raises UserError when it is there already."""
+    name = config.name or f"{Path(config.flow).stem.replace(':', '-')}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = config.output / name
+    try:
+        folder.mkdir(parents=True, exist_ok=config.name is None)
+    except FileExistsError:
+        raise UserError(f"{folder} exists; resume it with `--resume {folder}` or set another `name`") from None
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    return folder
+
+
+def run_config(folder: Path) -> Config:
+    """The configuration that a run was started with. Raises UserError when the folder is no run."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise UserError(f"{folder} is no run folder: it has no config.yaml")
+    return parse_config(yaml.safe_load(path.read_text()))
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill that appears at `path` only when the block ends without an error, and is then on disk."""
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for file in sorted(partial.rglob("*")):
+            if file.is_file():
+                sync(file)
+        shutil.rmtree(path, ignore_errors=True)
+        partial.rename(path)
+        sync(path.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's or folder's content is on disk; a full disk shows here at the latest."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces a small file in one move."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    sync(partial)
+    partial.replace(path)
+
+
+def checkpoint_folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step}"
+
+
+def finish_checkpoint(run: Path, step: int, keep: int) -> None:
+    """Points `latest` at a complete checkpoint, then removes the oldest beyond `keep`."""
+    write_whole(run / "checkpoints" / LATEST, f"step-{step}\n")
+    steps = sorted(int(folder.name.removeprefix("step-")) for folder in (run / "checkpoints").glob("step-*"))
+    for old in [s for s in steps if s <= step][:-keep]:
+        shutil.rmtree(checkpoint_folder(run, old))
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run, or None before the first."""
+    pointer = run / "checkpoints" / LATEST
+    return run / "checkpoints" / pointer.read_text().strip() if pointer.is_file() else None
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The run state of a checkpoint. Raises UserError for a folder that is none."""
+    path = checkpoint / "state.json"
+    if not path.is_file():
+        raise UserError(f"{checkpoint} is no checkpoint: it has no state.json")
+    state: dict[str, Any] = json.loads(path.read_text())
+    return state

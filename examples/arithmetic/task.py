@@ -1,0 +1,85 @@
+"""The arithmetic task: sums of two numbers, worked out column by column, with a teacher who errs in half of its examples.
+
+prompt    47+85=
+response  7+5=12 4+8+1=13 #### 132
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+SYMBOLS = [*"0123456789+= ", "####"]
+END, PAD = "<end>", "<pad>"
+
+
+def work_out(a: int, b: int, mistake: random.Random | None = None) -> str:
+    """The sum column by column; with `mistake` one column's result is off by one or two."""
+    columns = max(len(str(a)), len(str(b)))
+    wrong = mistake.randrange(columns) if mistake else -1
+    steps, digits, carry = [], [], 0
+    for column in range(columns):
+        x, y = a // 10**column % 10, b // 10**column % 10
+        total = x + y + carry
+        if column == wrong and mistake:
+            total = max(0, total + mistake.choice([-2, -1, 1, 2]))
+        steps.append(f"{x}+{y}" + ("+1" if carry else "") + f"={total}")
+        carry = total // 10
+        digits.append(total if column == columns - 1 else total % 10)
+    answer = int("".join(str(digit) for digit in reversed(digits)))
+    return " ".join(steps) + f" #### {answer}"
+
+
+def problems(count: int, digits: int, seed: int) -> list[tuple[int, int]]:
+    """Different pairs of numbers with up to `digits` digits."""
+    source = random.Random(seed)
+    pairs: dict[tuple[int, int], None] = {}
+    while len(pairs) < count:
+        pairs[source.randrange(1, 10**digits), source.randrange(1, 10**digits)] = None
+    return list(pairs)
+
+
+def demonstrations(pairs: Iterable[tuple[int, int]], mistakes: float, seed: int) -> Iterator[dict[str, str]]:
+    """What the teacher wrote, with a mistake in the given share of examples."""
+    source = random.Random(seed)
+    for a, b in pairs:
+        errs = source.random() < mistakes
+        yield {"prompt": f"{a}+{b}=", "response": work_out(a, b, source if errs else None), "answer": str(a + b)}
+
+
+def questions(pairs: Iterable[tuple[int, int]]) -> Iterator[dict[str, str]]:
+    for a, b in pairs:
+        yield {"prompt": f"{a}+{b}=", "answer": str(a + b)}
+
+
+def write_jsonl(path: Path, examples: Iterable[dict[str, str]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(example) + "\n" for example in examples))
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, one for the answer's mark, one for the end."""
+    vocabulary = {token: i for i, token in enumerate([PAD, END, *SYMBOLS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("####|."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
+
+
+def write_model(folder: Path, seed: int, layers: int = 3, width: int = 128) -> None:
+    """A small Qwen3 with random weights, and its tokenizer, as a Hugging Face directory."""
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=width // 4, max_position_embeddings=512,
+        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
