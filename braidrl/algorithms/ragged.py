@@ -23,7 +23,8 @@ class Ragged:
     def __post_init__(self) -> None:
         if self.offsets.dim() != 1 or self.offsets.dtype != torch.int64 or len(self.offsets) == 0:
             raise ValueError(f"offsets must be int64 of shape (B + 1,), got {self.offsets.dtype} {self.offsets.shape}")
-        if int(self.offsets[-1]) != len(self.values):
+        # On an accelerator the check would make the host wait for the device at every construction.
+        if self.offsets.device.type == "cpu" and int(self.offsets[-1]) != len(self.values):
             raise ValueError(f"offsets end at {int(self.offsets[-1])} but there are {len(self.values)} values")
 
     @staticmethod
@@ -56,11 +57,11 @@ class Ragged:
     def row_ids(self) -> Tensor:
         """For each of the N values, the row that it belongs to, (N,) int64."""
         rows = torch.arange(len(self), device=self.offsets.device)
-        return rows.repeat_interleave(self.lengths)
+        return rows.repeat_interleave(self.lengths, output_size=len(self.values))
 
     def spread(self, per_row: Tensor) -> Tensor:
         """One number per row (B, ...) repeated over the row's entries, (N, ...)."""
-        return per_row.repeat_interleave(self.lengths, dim=0)
+        return per_row.repeat_interleave(self.lengths, dim=0, output_size=len(self.values))
 
     def row_sums(self) -> Tensor:
         """Sum of each row, (B, ...); an empty row gives 0."""

@@ -1,0 +1,118 @@
+"""Advantages that are one number per row, from the scores of a prompt's samples. R̄ and s are a group's mean and deviation.
+
+`statistics_mask` (B,), where an earlier stage writes it, is 0 for rows that do not count in their group's statistics; those
+rows get the advantage 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from braidrl.algorithms.groups import Groups
+from braidrl.algorithms.registry import advantages
+
+
+def counted_rows(like: Tensor, statistics_mask: Tensor | None) -> Tensor:
+    """Rows that count in their group's statistics, (B,) bool."""
+    if statistics_mask is None:
+        return torch.ones_like(like, dtype=torch.bool)
+    return statistics_mask > 0
+
+
+def centered(reward: Tensor, group: Tensor, statistics_mask: Tensor | None) -> tuple[Tensor, Groups, Tensor]:
+    """R − R̄ (B,) in float64, exactly 0 in a group of equal scores; the groups; the rows that count (B,) bool."""
+    groups, counted, scores = Groups.of(group), counted_rows(reward, statistics_mask), reward.double()
+    difference = scores - groups.spread(groups.means(scores, counted))
+    return difference * groups.spread(groups.varies(scores, counted)) * counted, groups, counted
+
+
+@advantages.register(writes=["advantage"], scope="group")
+def group_normalized(
+    reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-6
+) -> Tensor:
+    """(R − R̄)/(s + epsilon) with the sample deviation s, (B,); 0 in a group of one or of equal scores.
+
+    GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476, equation 9.
+    """
+    difference, groups, counted = centered(reward, group, statistics_mask)
+    freedom = (groups.sums(counted.double()) - 1).clamp(min=1)
+    deviation = (groups.sums(difference**2) / freedom).sqrt()
+    return (difference / (groups.spread(deviation) + epsilon)).to(reward.dtype)
+
+
+@advantages.register(writes=["advantage"], scope="group")
+def group_centered(reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> Tensor:
+    """R − R̄, (B,). Dr. GRPO, arXiv 2503.20783."""
+    return centered(reward, group, statistics_mask)[0].to(reward.dtype)
+
+
+@advantages.register(writes=["advantage"], scope="group")
+def leave_one_out(reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> Tensor:
+    """R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one.
+
+    RLOO, arXiv 2402.14740.
+    """
+    difference, groups, counted = centered(reward, group, statistics_mask)
+    size = groups.sums(counted.double())
+    return (difference * groups.spread(size / (size - 1).clamp(min=1))).to(reward.dtype)
+
+
+@advantages.register(writes=["advantage"], scope="group")
+def optimal_baseline(
+    reward: Tensor, action_tokens: Tensor, group: Tensor, statistics_mask: Tensor | None = None
+) -> Tensor:
+    """R − Σ l_j R_j / Σ l_j with the lengths l in action tokens as weights, (B,). OPO, arXiv 2505.23585."""
+    groups, counted, scores = Groups.of(group), counted_rows(reward, statistics_mask), reward.double()
+    baseline = groups.spread(groups.means(scores, action_tokens * counted))
+    varies = groups.spread(groups.varies(scores, counted))
+    return ((scores - baseline) * varies * counted).to(reward.dtype)
+
+
+@advantages.register(writes=["advantage"], columns={"greedy_reward": "greedy.reward"})
+def remax(reward: Tensor, greedy_reward: Tensor) -> Tensor:
+    """R minus the reward of the same prompt's greedy response, (B,). ReMax, arXiv 2310.10505."""
+    return reward - greedy_reward
+
+
+@advantages.register(writes=["advantage"], scope="group")
+def maxrl(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> Tensor:
+    """(R − R̄)/R̄ on the successes R ∈ {0, 1}, (B,); 0 in a group without a success. MaxRL, arXiv 2602.02710."""
+    difference, groups, counted = centered(correct, group, statistics_mask)
+    mean = groups.spread(groups.means(correct.double(), counted))
+    return (difference / mean.masked_fill(mean == 0, 1)).to(floating(correct))
+
+
+@advantages.register(writes=["advantage"], scope="group")
+def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None, *, k: int = 4) -> Tensor:
+    """Mean normalised advantage of the k-subsets of the group that a sample is in, (B,), in closed form.
+
+    A subset scores 1 if any of its k samples is right. With n samples of which w are wrong, R̄ = 1 − C(w, k)/C(n, k) and
+    σ² = R̄(1 − R̄): a right sample gets (1 − R̄)/σ, a wrong one (1 − R̄ − C(w − 1, k − 1)/C(n − 1, k − 1))/σ, and every
+    sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, section 2.4. Raises ValueError for a group smaller than k.
+    """
+    groups, counted = Groups.of(group), counted_rows(correct, statistics_mask)
+    n = groups.sums(counted.double())
+    wrong = groups.sums(counted * (1 - correct.double()))
+    if bool(((n < k) & (n > 0)).any()):
+        raise ValueError(f"pass_at_k with k={k} needs at least {k} samples per prompt, a group has {int(n.min())}")
+    all_wrong = subset_share(wrong, n, k)
+    deviation = (all_wrong * (1 - all_wrong)).sqrt()
+    right = all_wrong
+    of_wrong = all_wrong - subset_share(wrong - 1, n - 1, k - 1)
+    scale = torch.where(deviation > 0, 1 / deviation.masked_fill(deviation == 0, 1), 0.0)
+    of_row = torch.where(correct > 0, groups.spread(right * scale), groups.spread(of_wrong * scale))
+    return (of_row * counted).to(floating(correct))
+
+
+def subset_share(part: Tensor, whole: Tensor, size: int) -> Tensor:
+    """C(part, size)/C(whole, size): the share of subsets of `size` from `whole` that lie in `part`; float64 (K,)."""
+    share = torch.ones_like(whole)
+    for taken in range(size):
+        share = share * (part - taken).clamp(min=0) / (whole - taken).clamp(min=1)
+    return share
+
+
+def floating(like: Tensor) -> torch.dtype:
+    """The dtype of an advantage made from `like`, which may be counted in integers."""
+    return like.dtype if like.is_floating_point() else torch.float32

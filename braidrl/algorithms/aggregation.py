@@ -1,0 +1,66 @@
+"""From per-token losses to a number: a weight for each action token, and what the weighted sum is divided by.
+
+loss = Σ over all micro-batches of Σ_N weight·loss, divided once by a count over the whole optimizer step. The sum does not know
+how it was cut into micro-batches or spread over devices, and neither does the result.
+
+`denominator[name]` is `tokens` (action tokens), `rows` or `groups`, counted over the step after masking. Weights are float64, so that they
+are exact for any loss; cast them to the loss's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from braidrl.algorithms.registry import aggregations
+
+denominator: dict[str, str] = {
+    "token-mean": "tokens",
+    "seq-mean-token-mean": "rows",
+    "seq-mean-token-sum": "rows",
+    "token-sum-norm": "rows",
+    "prompt-mean": "groups",
+}
+
+
+def per_token(offsets: Tensor, per_row: Tensor) -> Tensor:
+    """One weight per row (B,) at each of its tokens, (N,)."""
+    return per_row.double().repeat_interleave(offsets.diff())
+
+
+@aggregations.register("token-mean")
+def token_mean(offsets: Tensor) -> Tensor:
+    """1 for every token, over all tokens: long rows count more. DAPO, arXiv 2503.14476, equation 12."""
+    return per_token(offsets, torch.ones_like(offsets[1:]))
+
+
+@aggregations.register("seq-mean-token-mean")
+def seq_mean_token_mean(offsets: Tensor) -> Tensor:
+    """1/|o_i|, over rows: every row counts the same. GRPO, arXiv 2402.03300, equation 3."""
+    return per_token(offsets, 1 / offsets.diff().clamp(min=1).double())
+
+
+@aggregations.register("seq-mean-token-sum")
+def seq_mean_token_sum(offsets: Tensor) -> Tensor:
+    """1 for every token, over rows: the mean of row sums."""
+    return token_mean(offsets)
+
+
+@aggregations.register("token-sum-norm")
+def token_sum_norm(offsets: Tensor, *, max_tokens: int) -> Tensor:
+    """1/L_max, over rows: a constant instead of the lengths. Dr. GRPO, arXiv 2503.20783. `max_tokens` is L_max."""
+    return token_mean(offsets) / max_tokens
+
+
+@aggregations.register("prompt-mean")
+def prompt_mean(offsets: Tensor, group_tokens: Tensor) -> Tensor:
+    """1/(action tokens of the row's group), over groups: tokens averaged in a group, then over groups.
+
+    ScaleRL, arXiv 2510.13786. `group_tokens` (B,) is counted over the group's rows in the optimizer step, after masking.
+    """
+    return per_token(offsets, 1 / group_tokens.clamp(min=1).double())
+
+
+def weighted_sum(loss: Tensor, weights: Tensor) -> Tensor:
+    """Σ weight·loss of one micro-batch, a scalar: what is added up before the one division."""
+    return (loss * weights.to(loss.dtype)).sum()

@@ -1,0 +1,64 @@
+"""Weights for tokens that one set of numerics sampled and another trains on: ρ = π_old (trainer) / π_rollout (engine).
+
+At level `token` ρ is each token's own, at `sequence` the product over its row, at `geometric` the row's geometric mean.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from braidrl.algorithms.ratios import Level, ratio_at
+from braidrl.algorithms.registry import corrections
+
+Metrics = dict[str, Tensor]
+
+
+@corrections.register()
+def truncated(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, offsets: Tensor, *, level: Level = "token", cap: float = 2.0
+) -> tuple[Tensor, Metrics]:
+    """min(ρ, cap), (N,): truncated importance sampling."""
+    rho = ratio_at(level, old_log_probs, rollout_log_probs, offsets)
+    return rho.clamp(max=cap), correction_metrics(rho, rho > cap)
+
+
+@corrections.register()
+def masked(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    offsets: Tensor,
+    *,
+    level: Level = "token",
+    low: float = 0.5,
+    high: float = 2.0,
+) -> tuple[Tensor, Metrics]:
+    """ρ where low ≤ ρ ≤ high and 0 elsewhere, (N,): masked importance sampling, IcePop at level `token`."""
+    rho = ratio_at(level, old_log_probs, rollout_log_probs, offsets)
+    outside = (rho < low) | (rho > high)
+    return rho.masked_fill(outside, 0), correction_metrics(rho, outside)
+
+
+@corrections.register()
+def sequence_rejection(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    offsets: Tensor,
+    *,
+    level: Level = "geometric",
+    low: float = 0.5,
+    high: float = 2.0,
+) -> tuple[Tensor, Metrics]:
+    """1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows whose engine and trainer disagree are left out, others kept as they are.
+
+    Raises ValueError at level `token`, which would reject tokens and not sequences.
+    """
+    if level == "token":
+        raise ValueError("sequence_rejection works at level sequence or geometric, not token")
+    rho = ratio_at(level, old_log_probs, rollout_log_probs, offsets)
+    outside = (rho < low) | (rho > high)
+    return (~outside).to(rho.dtype), correction_metrics(rho, outside)
+
+
+def correction_metrics(rho: Tensor, changed: Tensor) -> Metrics:
+    """Per token: ρ and ρ² (effective sample size is made of them), and whether the correction cut it."""
+    return {"ratio": rho, "ratio_squared": rho**2, "cut_fraction": changed.to(rho.dtype)}

@@ -1,0 +1,32 @@
+"""Rows made from given responses instead of sampled ones: for SFT, reward models and DPO."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from braidrl.algorithms.ragged import Ragged, offsets_of
+from braidrl.algorithms.registry import responses
+
+
+@responses.register(writes=["tokens", "action_mask", "sequence_lengths", "length", "action_tokens"])
+def join_response(prompt: Ragged, response: Ragged) -> tuple[Ragged, Ragged, Ragged, Tensor, Tensor]:
+    """Prompt ids then response ids, as one sequence per row; the response's tokens are the actions.
+
+    Returns tokens (int64), the mask of actions (bool), the lengths of each row's sequences (here one), and per row the number of
+    tokens and of action tokens, (B,) int64.
+    """
+    length, offsets = prompt.lengths + response.lengths, offsets_of(prompt.lengths + response.lengths)
+    tokens = prompt.values.new_empty(len(prompt.values) + len(response.values))
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    mask[places(response, offsets[:-1] + prompt.lengths)] = True
+    tokens[mask] = response.values
+    tokens[~mask] = prompt.values
+    sequences = Ragged(length, torch.arange(len(length) + 1, device=length.device))
+    return Ragged(tokens, offsets), Ragged(mask, offsets), sequences, length, response.lengths
+
+
+def places(rows: Ragged, starts: Tensor) -> Tensor:
+    """Where each entry lands when row b begins at starts[b] (B,); (N,) int64."""
+    within = torch.arange(len(rows.values), device=starts.device) - rows.spread(rows.offsets[:-1])
+    return rows.spread(starts) + within

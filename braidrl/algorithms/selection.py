@@ -1,0 +1,27 @@
+"""Which groups a batch is made of: dynamic sampling. Each function returns the groups to drop, with the reason."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from braidrl.algorithms.groups import Groups
+from braidrl.algorithms.registry import selections
+
+
+@selections.register(scope="group")
+def informative_groups(correct: Tensor, group: Tensor) -> dict[int, str]:
+    """Drops groups whose samples are all right or all wrong: they keep 0 < #correct < G.
+
+    Dynamic sampling, DAPO, arXiv 2503.14476, equation 11. `correct` (B,) is 1 for a right sample and 0 for a wrong one.
+    """
+    groups = Groups.of(group)
+    right = groups.sums((correct > 0).long())
+    dropped = dict.fromkeys(groups.numbers[right == 0].tolist(), "all wrong")
+    return dropped | dict.fromkeys(groups.numbers[right == groups.sizes()].tolist(), "all correct")
+
+
+@selections.register(scope="group")
+def informative_rewards(reward: Tensor, group: Tensor) -> dict[int, str]:
+    """Drops groups whose rewards (B,) are all equal, for rewards that do not say right or wrong."""
+    groups = Groups.of(group)
+    return dict.fromkeys(groups.numbers[~groups.varies(reward)].tolist(), "all rewards equal")

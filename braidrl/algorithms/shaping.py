@@ -1,0 +1,88 @@
+"""Rewards made from rewards: length penalties, masks for rows cut off, and the KL penalty inside the reward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from braidrl.algorithms.gae import at_row_end
+from braidrl.algorithms.kl import estimate
+from braidrl.algorithms.ragged import Ragged
+from braidrl.algorithms.registry import shapes
+
+# The value of the `finish_reason` column for a row that was cut off at the length limit.
+CUT_OFF = 1
+
+
+@shapes.register(writes=["reward"])
+def overlong_penalty(reward: Tensor, action_tokens: Tensor, *, max_response_tokens: int, cache: int) -> Tensor:
+    """Soft overlong punishment added to `reward` (B,): 0 up to max − cache tokens, falling to −1 at max, −1 beyond.
+
+    DAPO, arXiv 2503.14476, equation 13. Lengths and limits in action tokens. Raises ValueError unless 0 < cache ≤ max.
+    """
+    if not 0 < cache <= max_response_tokens:
+        raise ValueError(f"cache must lie between 1 and max_response_tokens ({max_response_tokens}), got {cache}")
+    beyond = action_tokens - (max_response_tokens - cache)
+    return reward - (beyond.to(reward.dtype) / cache).clamp(0, 1)
+
+
+@shapes.register(writes=["loss_mask"])
+def overlong_filter(finish_reason: Tensor, loss_mask: Tensor | None = None) -> Tensor:
+    """0 for rows cut off at the length limit and 1 for others, (B,) float32, times a mask written before.
+
+    Overlong filtering, DAPO, arXiv 2503.14476, section 3.4: such rows leave the loss, and still count in their group.
+    """
+    kept = (finish_reason != CUT_OFF).to(torch.float32)
+    return kept if loss_mask is None else kept * loss_mask
+
+
+@shapes.register(writes=["loss_mask", "statistics_mask"])
+def overlong_exclude(finish_reason: Tensor, loss_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`overlong_filter` that also leaves the rows cut off out of their group's statistics; two masks (B,) float32."""
+    return overlong_filter(finish_reason, loss_mask), overlong_filter(finish_reason)
+
+
+@shapes.register(writes=["token_rewards"])
+def kl_penalty(
+    reward: Tensor,
+    rollout_log_probs: Ragged,
+    ref_log_probs: Ragged,
+    old_log_probs: Ragged | None = None,
+    *,
+    coef: float,
+    estimator: str = "k1",
+) -> Ragged:
+    """−coef·KL(π, π_ref) per action token, plus `reward` (B,) at the row's last one.
+
+    arXiv 1909.08593, equation 2, per token as in InstructGPT, arXiv 2203.02155. π is `old_log_probs` where a stage writes them
+    and the engine's `rollout_log_probs` otherwise.
+    """
+    return kl_shaped(
+        reward, rollout_log_probs if old_log_probs is None else old_log_probs, ref_log_probs, -coef, estimator
+    )
+
+
+@shapes.register(writes=["token_rewards", "cost_token_rewards"])
+def safe_rlhf_kl_penalty(
+    reward: Tensor,
+    cost: Tensor,
+    rollout_log_probs: Ragged,
+    ref_log_probs: Ragged,
+    old_log_probs: Ragged | None = None,
+    *,
+    coef: float,
+    estimator: str = "k1",
+) -> tuple[Ragged, Ragged]:
+    """Half of the KL penalty taken from the rewards, half added to the costs, per action token.
+
+    Safe-RLHF, arXiv 2310.12773, appendix B.2: (reward − λ·cost)/(1 + λ) then holds the penalty coef/2 whatever λ is.
+    """
+    policy = rollout_log_probs if old_log_probs is None else old_log_probs
+    rewards = kl_shaped(reward, policy, ref_log_probs, -coef / 2, estimator)
+    return rewards, kl_shaped(cost, policy, ref_log_probs, coef / 2, estimator)
+
+
+def kl_shaped(per_row: Tensor, log_probs: Ragged, ref_log_probs: Ragged, factor: float, estimator: str) -> Ragged:
+    """factor·KL per action token, plus `per_row` (B,) at the row's last one."""
+    kl = estimate(estimator, log_probs.values, ref_log_probs.values)
+    return log_probs.with_values(factor * kl + at_row_end(per_row.to(kl.dtype), log_probs).values)
