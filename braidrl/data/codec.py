@@ -1,0 +1,240 @@
+"""The one form in which rows leave a process: a small header and the columns' bytes as they lie in memory.
+
+    frame 0     mark, checksum, msgpack: number of rows; name, kind, dtype and shape of every column
+    frame 1..   raw bytes     index column: its values    Ragged: offsets, then values    Objects: a JSON array
+
+Encoding refers to the columns' memory and decoding refers to the frames': neither copies a tensor. Nothing is unpickled. Decoded
+tensors may lie in read-only memory, as everything in `Rows` is never written to.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import msgpack
+import numpy as np
+import torch
+from torch import Tensor
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.data.frames import CodecError, Frame, joined_size
+from braidrl.data.rows import Column, Objects, Rows
+
+MARK = b"braidrow"
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+        torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    )
+}  # fmt: skip
+FRAMES_OF_KIND = {"index": 1, "ragged": 2, "objects": 1}
+C = TypeVar("C", Tensor, Objects)
+
+
+class PayloadForbidden(RuntimeError):
+    """Payload was decoded by a process that only schedules."""
+
+
+class ColumnHeader(NamedTuple):
+    """What frame 0 says of one column; `shape` is that of the values, `dtype` is "json" for Objects."""
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class PayloadGuard:
+    """Counts who forbids payload, for all threads of the process: a driver's callbacks run in threads of their own."""
+
+    def __init__(self) -> None:
+        self.holders = 0
+        self.lock = threading.Lock()
+
+    def change(self, by: int) -> None:
+        with self.lock:
+            self.holders += by
+
+
+_guard = PayloadGuard()
+
+
+@contextmanager
+def payload_forbidden() -> Iterator[None]:
+    """Inside, `decode` raises PayloadForbidden for payload columns, in every thread of this process."""
+    _guard.change(+1)
+    try:
+        yield
+    finally:
+        _guard.change(-1)
+
+
+def encode(rows: Rows) -> list[Frame]:
+    """Frames that refer to the rows' memory. Raises CodecError for a dtype or an object that cannot travel, by name."""
+    headers: list[ColumnHeader] = []
+    frames: list[Frame] = []
+    for name, column in rows.items():
+        header, parts = _encode_column(name, column)
+        headers.append(header)
+        frames += parts
+    packed = msgpack.packb([len(rows), headers])
+    return [MARK + zlib.crc32(packed).to_bytes(4, "little") + packed, *frames]
+
+
+def encoded_size(rows: Rows) -> int:
+    """Bytes that `frames.join(encode(rows))` takes."""
+    return joined_size(encode(rows))
+
+
+def decode(frames: Sequence[Frame], columns: Sequence[str] | None = None) -> Rows:
+    """The rows, or the named columns of them, as views on the frames.
+
+    Raises CodecError for frames that are damaged or incomplete, KeyError for a column that is not there, and PayloadForbidden for
+    a payload column inside `payload_forbidden()`.
+    """
+    size, headers = read_header(frames)
+    wanted = [h.name for h in headers] if columns is None else list(columns)
+    for name in wanted:
+        if not any(header.name == name for header in headers):
+            raise KeyError(f"no column {name!r} among {', '.join(h.name for h in headers)}")
+    decoded: dict[str, Column] = {}
+    position = 1
+    for header in headers:
+        count = FRAMES_OF_KIND[header.kind]
+        if header.name in wanted:
+            decoded[header.name] = _decode_column(header, size, frames[position : position + count])
+        position += count
+    return Rows({name: decoded[name] for name in wanted})
+
+
+def decode_index(frames: Sequence[Frame]) -> Rows:
+    """The index columns alone; payload frames are not looked at. Raises CodecError as `decode` does."""
+    _, headers = read_header(frames)
+    return decode(frames, [header.name for header in headers if header.kind == "index"])
+
+
+def read_header(frames: Sequence[Frame]) -> tuple[int, list[ColumnHeader]]:
+    """Number of rows, and what the columns are. Raises CodecError unless the frames are as many as the header says."""
+    if not frames:
+        raise CodecError("no frames")
+    first = bytes(frames[0])
+    packed = first[len(MARK) + 4 :]
+    if not first.startswith(MARK):
+        raise CodecError("these bytes are not rows: the mark at their beginning is missing")
+    if zlib.crc32(packed) != int.from_bytes(first[len(MARK) : len(MARK) + 4], "little"):
+        raise CodecError("the header of these rows is damaged: its checksum is wrong")
+    size, headers = _parse_header(packed)
+    expected = 1 + sum(FRAMES_OF_KIND[header.kind] for header in headers)
+    if len(frames) != expected:
+        raise CodecError(f"{len(frames)} frames where the header names {expected}")
+    return size, headers
+
+
+def _parse_header(packed: bytes) -> tuple[int, list[ColumnHeader]]:
+    try:
+        size, described = msgpack.unpackb(packed)
+        headers = [ColumnHeader(name, kind, dtype, tuple(shape)) for name, kind, dtype, shape in described]
+        known = all(h.kind in FRAMES_OF_KIND and isinstance(h.name, str) and isinstance(h.dtype, str) for h in headers)
+    except (ValueError, TypeError) as error:
+        raise CodecError(f"the header of these rows cannot be read: {error!r}") from None
+    if not known or not isinstance(size, int) or size < 0 or len({header.name for header in headers}) < len(headers):
+        raise CodecError(f"the header of these rows does not describe columns: {headers}")
+    return size, headers
+
+
+def _encode_column(name: str, column: Column) -> tuple[ColumnHeader, list[Frame]]:
+    if isinstance(column, Objects):
+        return ColumnHeader(name, "objects", "json", (len(column),)), [_json_bytes(name, column)]
+    if isinstance(column, Ragged):
+        header = _tensor_header(name, "ragged", column.values)
+        return header, [_tensor_bytes(column.offsets), _tensor_bytes(column.values)]
+    return _tensor_header(name, "index", column), [_tensor_bytes(column)]
+
+
+def _tensor_header(name: str, kind: str, tensor: Tensor) -> ColumnHeader:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise CodecError(f"column {name!r} is {dtype}, which does not travel; use one of {', '.join(DTYPES)}")
+    return ColumnHeader(name, kind, dtype, tuple(tensor.shape))
+
+
+def _tensor_bytes(tensor: Tensor) -> memoryview:
+    # numpy knows no bfloat16: the values pass as plain bytes.
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+def _json_bytes(name: str, column: Objects) -> bytes:
+    values = list(column.values)
+    text = _exact_json(values)
+    if text is None:
+        row = next(i for i, value in enumerate(values) if _exact_json(value) is None)
+        raise CodecError(
+            f"column {name!r}, row {row}: {values[row]!r} is not a JSON value "
+            "(None, bool, int, finite float, str, list, dict with str keys)"
+        )
+    return text.encode()
+
+
+def _exact_json(value: Any) -> str | None:
+    """The JSON text that gives the same value back, or None: tuples and int keys would silently come back as others."""
+    try:
+        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError):
+        return None
+    return text if json.loads(text) == value else None
+
+
+def _decode_column(header: ColumnHeader, size: int, frames: Sequence[Frame]) -> Column:
+    if header.kind == "index":
+        values = _tensor(header, header.dtype, header.shape, frames[0])
+        return _of_size(header, values, size)
+    if _guard.holders:
+        raise PayloadForbidden(
+            f"column {header.name!r} is payload, and this process schedules: it carries index columns only"
+        )
+    if header.kind == "objects":
+        return _of_size(header, Objects(_json_values(header, frames[0])), size)
+    offsets = _tensor(header, "int64", (size + 1,), frames[0])
+    values = _tensor(header, header.dtype, header.shape, frames[1])
+    if offsets[0] < 0 or offsets[-1] != len(values) or bool((offsets.diff() < 0).any()):
+        raise CodecError(f"column {header.name!r}: its offsets are damaged")
+    return Ragged(values, offsets)
+
+
+def _tensor(header: ColumnHeader, dtype: str, shape: tuple[int, ...], frame: Frame) -> Tensor:
+    if dtype not in DTYPES or not shape or not all(isinstance(n, int) and n >= 0 for n in shape):
+        raise CodecError(f"column {header.name!r}: no tensor is {dtype} of shape {shape}")
+    expected = math.prod(shape) * DTYPES[dtype].itemsize
+    if memoryview(frame).nbytes != expected:
+        raise CodecError(f"column {header.name!r}: {memoryview(frame).nbytes} bytes where its shape takes {expected}")
+    if expected == 0:
+        return torch.empty(shape, dtype=DTYPES[dtype])
+    # Over DLPack and not torch.frombuffer, which warns about read-only memory.
+    values = torch.from_dlpack(np.frombuffer(frame, dtype=np.uint8))
+    if dtype == "bool" and int(values.max()) > 1:
+        raise CodecError(f"column {header.name!r}: bytes that are neither true nor false")
+    return values.view(DTYPES[dtype]).reshape(shape)
+
+
+def _json_values(header: ColumnHeader, frame: Frame) -> tuple[Any, ...]:
+    try:
+        values = json.loads(bytes(frame))
+    except (ValueError, RecursionError) as error:
+        raise CodecError(f"column {header.name!r} is not JSON: {error}") from None
+    if not isinstance(values, list):
+        raise CodecError(f"column {header.name!r} is not a JSON array")
+    return tuple(values)
+
+
+def _of_size(header: ColumnHeader, column: C, size: int) -> C:
+    if len(column) != size:
+        raise CodecError(f"column {header.name!r} has {len(column)} rows where the header says {size}")
+    return column

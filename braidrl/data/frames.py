@@ -1,0 +1,76 @@
+"""Several frames in one contiguous buffer, as shared memory and files need them.
+
+mark, total bytes, number of frames, length of each │ frame 0 │ frame 1 │ ...      each begins at a multiple of 64 bytes
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import accumulate
+
+Frame = bytes | bytearray | memoryview
+
+MARK = b"braidfrm"
+ALIGNMENT = 64
+FIXED = struct.Struct("<8sQQ")
+
+
+class CodecError(ValueError):
+    """Bytes that are not rows, or not all of them; or rows that cannot be bytes."""
+
+
+def joined_size(frames: Sequence[Frame]) -> int:
+    """Bytes that the joined frames take."""
+    return _starts([memoryview(frame).nbytes for frame in frames])[-1]
+
+
+def join(frames: Sequence[Frame]) -> bytearray:
+    """One buffer with all frames; the one place where their bytes are copied."""
+    buffer = bytearray(joined_size(frames))
+    join_into(frames, buffer)
+    return buffer
+
+
+def join_into(frames: Sequence[Frame], buffer: bytearray | memoryview) -> int:
+    """Writes the frames to the beginning of a buffer and returns the bytes used. Raises CodecError if it is too small."""
+    views = [memoryview(frame).cast("B") for frame in frames]
+    lengths = [view.nbytes for view in views]
+    *starts, total = _starts(lengths)
+    target = memoryview(buffer).cast("B")
+    if total > target.nbytes:
+        raise CodecError(f"the frames take {total} bytes and the buffer has {target.nbytes}")
+    FIXED.pack_into(target, 0, MARK, total, len(lengths))
+    struct.pack_into(f"<{len(lengths)}Q", target, FIXED.size, *lengths)
+    for start, view in zip(starts, views, strict=True):
+        target[start : start + view.nbytes] = view
+    return total
+
+
+def split(buffer: Frame) -> list[memoryview]:
+    """The frames as views on the buffer, which may be longer than they are. Raises CodecError if it is damaged or cut off."""
+    view = memoryview(buffer).cast("B")
+    if view.nbytes < FIXED.size:
+        raise CodecError(f"{view.nbytes} bytes are too few to hold frames")
+    mark, total, count = FIXED.unpack_from(view)
+    if mark != MARK:
+        raise CodecError("this buffer does not hold frames: the mark at its beginning is missing")
+    if total > view.nbytes or FIXED.size + 8 * count > total:
+        raise CodecError(
+            f"the buffer is cut off or damaged: {count} frames in {total} bytes, of which {view.nbytes} are there"
+        )
+    lengths = struct.unpack_from(f"<{count}Q", view, FIXED.size)
+    *starts, end = _starts(lengths)
+    if end != total:
+        raise CodecError(f"the buffer is damaged: its frames end at {end} and not at {total}")
+    return [view[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    """Where each frame begins, and behind the last one where all end."""
+    first = _aligned(FIXED.size + 8 * len(lengths))
+    return list(accumulate((_aligned(length) for length in lengths), initial=first))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
