@@ -1,0 +1,161 @@
+"""`metrics.jsonl`: one object per step with always the same keys, and the same numbers for tensorboard and wandb.
+
+workers ──Sums──▶ merge ──means──▶ MetricsWriter ──▶ metrics.jsonl, tensorboard/, wandb
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from braidrl.errors import UserError
+from braidrl.observe.lines import LineFile, json_number, keep_lines, read_lines
+
+FILE_NAME = "metrics.jsonl"
+REQUIRED_KEYS = (
+    "step",
+    "version",
+    "loss/actor",
+    "reward/mean",
+    "score/mean",
+    "response/length_mean",
+    "response/truncated_fraction",
+    "groups/all_correct_fraction",
+    "groups/all_wrong_fraction",
+    "actor/entropy",
+    "actor/log_prob_mean",
+    "actor/kl_old",
+    "actor/clip_fraction",
+    "actor/grad_norm",
+    "train/rollout_log_prob_gap",
+    "tokens/generated",
+    "tokens/trained",
+    "time/step",
+    "throughput/tokens_per_second",
+    "staleness/max",
+)
+"""In every line; `time/<stage>` of the flow's stages and, on evaluation steps, `eval/<set>/avg@k` come on top."""
+
+
+class MetricsWriter:
+    """Writes each step's metrics once, in order of steps."""
+
+    def __init__(self, folder: Path, resume_step: int | None = None, stages: Sequence[str] = ()) -> None:
+        """Starts `folder`/metrics.jsonl, or goes on after `resume_step`, the checkpoint's: lines after it are cut off.
+
+        Each line must then hold `time/<stage>` for the `stages`. Raises UserError where metrics exist and nothing is resumed.
+        """
+        path = folder / FILE_NAME
+        if resume_step is None and path.exists():
+            raise UserError(
+                f"{folder} holds the metrics of an earlier run; go on with it by --resume, or choose another name"
+            )
+        kept = keep_lines(path, lambda line: line["step"] <= (resume_step or 0)) if path.exists() else []
+        self._last_step = kept[-1]["step"] if kept else -1
+        self._required = (*REQUIRED_KEYS, *(f"time/{stage}" for stage in stages))
+        self._lines = LineFile(path)
+        self._tensorboard = open_tensorboard(folder, resume_step)
+        self._wandb = open_wandb(folder)
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Writes one step; NaN and infinities become null.
+
+        Raises ValueError naming the keys that are missing, a value that is no number, or a step that was written before.
+        """
+        missing = [key for key in self._required if key not in metrics]
+        if missing:
+            raise ValueError(f"metrics of step {metrics.get('step')} lack {', '.join(missing)}")
+        self._append({key: checked_number(key, value) for key, value in metrics.items()})
+
+    def write_evaluation(self, step: int, version: int, metrics: Mapping[str, Any]) -> None:
+        """Writes an evaluation outside of any training step (before the first); the keys of training are null."""
+        self.write({**dict.fromkeys(self._required), **metrics, "step": step, "version": version})
+
+    def close(self) -> None:
+        self._lines.close()
+        self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def _append(self, line: dict[str, int | float | None]) -> None:
+        step = line["step"]
+        if not isinstance(step, int) or step <= self._last_step:
+            raise ValueError(f"step {step} does not follow step {self._last_step}, the last one written")
+        self._lines.append(line)
+        self._last_step = step
+        numbers = {key: value for key, value in line.items() if value is not None and key != "step"}
+        for key, value in numbers.items():
+            self._tensorboard.add_scalar(key, value, step)
+        self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=step)
+
+
+def checked_number(key: str, value: Any) -> int | float | None:
+    """The value as JSON can hold it. Raises ValueError naming the key when it is no number."""
+    try:
+        return json_number(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"metric {key} must be a number, got {value!r}") from None
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, or of the one in a run folder; a half-written last line is left out."""
+    path = Path(path)
+    return read_lines(path / FILE_NAME if path.is_dir() else path)
+
+
+def open_tensorboard(folder: Path, resume_step: int | None) -> Any:
+    """A SummaryWriter in `folder`/tensorboard; on resume it hides what was written after `resume_step`."""
+    # Imported here: it costs a second, and reading metrics needs none of it.
+    from torch.utils.tensorboard import SummaryWriter
+
+    purge_step = None if resume_step is None else resume_step + 1
+    return SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge_step)
+
+
+def open_wandb(folder: Path) -> Any:
+    """A wandb run named after the folder where wandb is installed and WANDB_PROJECT is set, else None."""
+    if "WANDB_PROJECT" not in os.environ or importlib.util.find_spec("wandb") is None:
+        return None
+    # One id per run folder, so that a resumed run goes on in the same wandb run.
+    return importlib.import_module("wandb").init(dir=str(folder), id=folder.name, name=folder.name, resume="allow")
+
+
+class Sums:
+    """Sums and counts by name, which add up over micro-batches and workers before they become means."""
+
+    def __init__(self, pairs: Mapping[str, Sequence[float]] | None = None) -> None:
+        self._pairs = {name: (float(total), float(count)) for name, (total, count) in (pairs or {}).items()}
+
+    def add(self, name: str, total: float | Tensor, count: float | Tensor = 1) -> None:
+        """Adds `total`, a sum over `count` things (one number each)."""
+        old_total, old_count = self._pairs.get(name, (0.0, 0.0))
+        self._pairs[name] = (old_total + float(total), old_count + float(count))
+
+    def merge(self, other: Sums) -> None:
+        """Adds everything that `other` holds."""
+        for name, (total, count) in other._pairs.items():
+            self.add(name, total, count)
+
+    @staticmethod
+    def merged(parts: Iterable[Sums]) -> Sums:
+        """The sums of all workers, added in the order given."""
+        result = Sums()
+        for part in parts:
+            result.merge(part)
+        return result
+
+    def pairs(self) -> dict[str, tuple[float, float]]:
+        """Name to (sum, count): plain numbers, to be sent to whoever merges them."""
+        return dict(self._pairs)
+
+    def means(self) -> dict[str, float]:
+        """Sum over count by name; NaN where nothing was counted."""
+        return {name: total / count if count else float("nan") for name, (total, count) in self._pairs.items()}

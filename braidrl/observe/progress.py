@@ -1,0 +1,155 @@
+"""Progress of a run on the terminal: a line for each stage that takes over two seconds, with rates and what is in flight.
+
+On a terminal the lines are redrawn in place, and only when somebody reports progress: no thread draws behind a breakpoint.
+Elsewhere (a log file, a pipe) every ten seconds one plain line is written, without control characters.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+SHOW_AFTER = 2.0
+REDRAW_EVERY = 0.1
+PLAIN_EVERY = 10.0
+BAR_WIDTH = 28
+
+
+class Bar:
+    """One running stage: rows done of a total, tokens, and rows in flight."""
+
+    def __init__(self, name: str, total_rows: int | None, started: float, changed: Callable[[], None]) -> None:
+        self.name = name
+        self.total_rows = total_rows
+        self.started = started
+        self.rows = 0
+        self.tokens = 0
+        self.in_flight: int | None = None
+        self._changed = changed
+
+    def update(
+        self, rows: int = 0, tokens: int = 0, in_flight: int | None = None, total_rows: int | None = None
+    ) -> None:
+        """Counts `rows` and `tokens` more as done; `in_flight` and `total_rows` replace what was known of them."""
+        self.rows += rows
+        self.tokens += tokens
+        self.in_flight = self.in_flight if in_flight is None else in_flight
+        self.total_rows = self.total_rows if total_rows is None else total_rows
+        self._changed()
+
+    def count(self) -> str:
+        """Rows done, of the total where one is known."""
+        return f"{self.rows:,} rows" if self.total_rows is None else f"{self.rows:,}/{self.total_rows:,} rows"
+
+    def details(self, now: float) -> list[str]:
+        """What else is known: tokens per second since the stage began, rows in flight."""
+        parts = []
+        if self.tokens:
+            parts.append(f"{self.tokens / max(now - self.started, 1e-9):,.0f} tokens/s")
+        if self.in_flight is not None:
+            parts.append(f"{self.in_flight:,} in flight")
+        return parts
+
+
+class Progress:
+    """Shows the stages that run now. Stages may be nested or run in several threads."""
+
+    def __init__(
+        self, steps: int | None = None, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`steps` is the number of iterations; `stream` is stderr unless given."""
+        self._steps = steps
+        self._console = Console(file=stream or sys.stderr, highlight=False)
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._step: int | None = None
+        self._bars: list[Bar] = []
+        self._live: Live | None = None
+        self._last_shown = clock()
+
+    def step(self, step: int) -> None:
+        """Names the iteration that the stages from now on belong to."""
+        with self._lock:
+            self._step = step
+
+    def print(self, line: str) -> None:
+        """Writes a line that stays, above the bars."""
+        with self._lock:
+            self._console.print(line, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def stage(self, name: str, total_rows: int | None = None) -> Iterator[Bar]:
+        """Shows a stage while the block runs; `total_rows` is None where it is not known."""
+        bar = Bar(name, total_rows, self._clock(), self._changed)
+        with self._lock:
+            self._bars.append(bar)
+        try:
+            yield bar
+        finally:
+            with self._lock:
+                self._bars.remove(bar)
+                self._changed()
+
+    def _changed(self) -> None:
+        with self._lock:
+            now = self._clock()
+            if self._console.is_terminal:
+                self._draw(now)
+            else:
+                self._write_plain(now)
+
+    def _draw(self, now: float) -> None:
+        slow = [bar for bar in self._bars if now - bar.started > SHOW_AFTER]
+        if not slow:
+            if self._live is not None:
+                self._live.stop()
+                self._live = None
+        elif self._live is None:
+            self._live = Live(self._table(slow, now), console=self._console, auto_refresh=False, transient=True)
+            self._live.start(refresh=True)
+        elif now - self._last_shown >= REDRAW_EVERY:
+            self._live.update(self._table(slow, now), refresh=True)
+        else:
+            return
+        self._last_shown = now
+
+    def _table(self, bars: list[Bar], now: float) -> Table:
+        table = Table.grid(padding=(0, 1))
+        for bar in bars:
+            drawn = ProgressBar(bar.total_rows, min(bar.rows, bar.total_rows or 0), width=BAR_WIDTH)
+            details = " · ".join([bar.count(), *bar.details(now), spell_seconds(now - bar.started)])
+            table.add_row(self._where(), bar.name, drawn if bar.total_rows else "", details)
+        return table
+
+    def _write_plain(self, now: float) -> None:
+        if now - self._last_shown < PLAIN_EVERY:
+            return
+        for bar in self._bars:
+            if now - bar.started > SHOW_AFTER:
+                parts = [bar.count(), *bar.details(now), spell_seconds(now - bar.started)]
+                self.print(" ".join(filter(None, [self._where(), bar.name])) + ": " + ", ".join(parts))
+                self._last_shown = now
+
+    def _where(self) -> str:
+        if self._step is None:
+            return ""
+        return f"step {self._step}" if self._steps is None else f"step {self._step}/{self._steps}"
+
+
+def spell_seconds(seconds: float) -> str:
+    """`7 s`, `3:07 min` or `2:05 h`."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02} h"

@@ -1,0 +1,168 @@
+"""`rollouts/step-N.parquet`: rows as they were generated, bit for bit, beside their text.
+
+index column    a plain parquet column
+Ragged          a list column
+Objects         a column of JSON text
+prompt_text, response_text   for people and other programs; left out when rows are read back
+
+The exact types are kept in the file's own metadata, so that a replay trains on the very numbers that the run saw.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.data.rows import Column, Objects, Rows
+from braidrl.errors import UserError
+
+PROMPT_TEXT = "prompt_text"
+RESPONSE_TEXT = "response_text"
+SCHEMA_KEY = b"braidrl.columns"
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    )
+}
+
+
+def rollout_path(run: Path, step: int) -> Path:
+    """Where the rows of a training step are recorded."""
+    return run / "rollouts" / f"step-{step}.parquet"
+
+
+def evaluation_path(run: Path, name: str, step: int) -> Path:
+    """Where the rows of an evaluation set are recorded, for a look at the same prompts over time."""
+    return run / "rollouts" / f"eval-{name}-step-{step}.parquet"
+
+
+def recorded_steps(run: Path, evaluation: str | None = None) -> list[int]:
+    """Training steps with recorded rows, or those of an evaluation set, ascending."""
+    prefix = "" if evaluation is None else re.escape(f"eval-{evaluation}-")
+    found = (re.fullmatch(rf"{prefix}step-(\d+)\.parquet", path.name) for path in (run / "rollouts").glob("*.parquet"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def recorded_evaluations(run: Path) -> list[str]:
+    """Evaluation sets with recorded rows."""
+    found = (re.fullmatch(r"eval-(.+)-step-\d+\.parquet", path.name) for path in (run / "rollouts").glob("*.parquet"))
+    return sorted({match[1] for match in found if match})
+
+
+def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response_texts: Sequence[str]) -> None:
+    """Writes all columns and the texts, one of each per row; the file appears whole or not at all.
+
+    Raises ValueError where the number of texts is not that of the rows, or a column has a text column's name.
+    """
+    for name, texts in ((PROMPT_TEXT, prompt_texts), (RESPONSE_TEXT, response_texts)):
+        if len(texts) != len(rows):
+            raise ValueError(f"{len(texts)} {name} for {len(rows)} rows")
+        if name in rows:
+            raise ValueError(f"a column may not be called {name}: the text is written under this name")
+    arrays = {name: to_arrow(name, column) for name, column in rows.items()}
+    texts_by_name = {PROMPT_TEXT: prompt_texts, RESPONSE_TEXT: response_texts}
+    arrays |= {name: pa.array(map(printable, texts), pa.large_string()) for name, texts in texts_by_name.items()}
+    described = json.dumps({name: describe(column) for name, column in rows.items()})
+    table = pa.table(arrays).replace_schema_metadata({SCHEMA_KEY: described.encode()})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        # No dictionaries for numbers: they compare values, and so would make -0.0 and 0.0, or two kinds of NaN, one.
+        pq.write_table(table, unfinished, compression="zstd", use_dictionary=list(texts_by_name))
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def read_rollouts(path: Path) -> Rows:
+    """The recorded rows, equal to the bit. Raises UserError where the file is missing or is not a recording."""
+    if not path.is_file():
+        raise UserError(f"no recorded rollouts at {path}")
+    table = pq.read_table(path)
+    described = (table.schema.metadata or {}).get(SCHEMA_KEY)
+    if described is None:
+        raise UserError(f"{path} was not recorded by a run: it lacks the types of its columns")
+    columns = json.loads(described)
+    return Rows({name: from_arrow(table.column(name), **about) for name, about in columns.items()})
+
+
+def read_texts(path: Path, columns: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Prompt and response text of each row, with those of the named `columns` that the file has."""
+    wanted = [PROMPT_TEXT, RESPONSE_TEXT, *columns]
+    known = set(pq.read_schema(path).names)
+    return pq.read_table(path, columns=[name for name in wanted if name in known]).to_pylist()
+
+
+def describe(column: Column) -> dict[str, Any]:
+    """Kind, type and shape of one entry, as the file's metadata keeps them."""
+    if isinstance(column, Objects):
+        return {"kind": "objects"}
+    values = column.values if isinstance(column, Ragged) else column
+    kind = "ragged" if isinstance(column, Ragged) else "index"
+    return {"kind": kind, "dtype": str(values.dtype).removeprefix("torch."), "shape": list(values.shape[1:])}
+
+
+def to_arrow(name: str, column: Column) -> Any:
+    """A parquet column. Raises ValueError naming a column whose type cannot be kept."""
+    if isinstance(column, Objects):
+        return pa.array([json.dumps(value) for value in column.values], pa.large_string())
+    values = (column.values if isinstance(column, Ragged) else column).detach().cpu()
+    if str(values.dtype).removeprefix("torch.") not in DTYPES:
+        raise ValueError(f"column {name} is of type {values.dtype}, which cannot be recorded")
+    flat = pa.array(to_numpy(values))
+    width = values[0].numel() if len(values) else 1
+    if isinstance(column, Ragged):
+        return pa.LargeListArray.from_arrays(pa.array((column.offsets.cpu() * width).numpy()), flat)
+    if values.dim() == 1:
+        return flat
+    return pa.LargeListArray.from_arrays(pa.array(np.arange(len(values) + 1) * width), flat)
+
+
+def from_arrow(array: Any, kind: str, dtype: str = "", shape: Sequence[int] = ()) -> Column:
+    """The column that `to_arrow` and `describe` were given."""
+    if kind == "objects":
+        return Objects(tuple(json.loads(text) for text in array.to_pylist()))
+    array = array.combine_chunks()
+    is_list = pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
+    flat = array.flatten() if is_list else array
+    values = from_numpy(flat.to_numpy(zero_copy_only=False), DTYPES[dtype]).reshape(-1, *shape)
+    if kind == "index":
+        return values
+    width = int(np.prod(shape, dtype=np.int64))
+    lengths = array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64) // width
+    return Ragged.from_lengths(values, torch.from_numpy(lengths))
+
+
+def printable(text: str) -> str:
+    """The text without halves of surrogate pairs, which UTF-8 cannot hold; the tokens keep what was really there."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def to_numpy(values: Tensor) -> Any:
+    """All entries flat. bfloat16, which parquet does not have, becomes float32 by moving bits, so that NaN survives too."""
+    flat = values.contiguous().flatten()
+    if flat.dtype == torch.bfloat16:
+        flat = (flat.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
+    return flat.numpy()
+
+
+def from_numpy(values: Any, dtype: torch.dtype) -> Tensor:
+    """The inverse of `to_numpy`; copies, because parquet's buffers may not be written to."""
+    tensor = torch.from_numpy(np.array(values))
+    if dtype == torch.bfloat16:
+        return (tensor.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+    return tensor

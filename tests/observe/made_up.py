@@ -1,0 +1,59 @@
+"""A small made-up run, for tests that read one."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.data.rows import FinishReason, Objects, Rows
+from braidrl.observe.metrics import REQUIRED_KEYS, MetricsWriter
+from braidrl.observe.rollouts import evaluation_path, rollout_path, write_rollouts
+
+STAGES = ("actor.generate", "reward.verify", "actor.update")
+
+
+def metrics_of(step: int) -> dict[str, Any]:
+    """Every required key, with numbers that rise or fall with the step."""
+    learned = 1 - math.exp(-step / 15)
+    wobble = math.sin(step * 12.9898) * 0.04
+    metrics: dict[str, Any] = dict.fromkeys(REQUIRED_KEYS, 0.1 + 0.01 * step + wobble)
+    metrics |= {"step": step, "version": step, "reward/mean": -0.4 + 1.3 * learned + wobble}
+    metrics |= {"response/length_mean": 30 + 40 * learned, "actor/entropy": 1.4 * math.exp(-step / 20) + 0.1}
+    metrics |= {f"time/{stage}": 1.5 + abs(wobble) * 9 + i for i, stage in enumerate(STAGES)}
+    return metrics
+
+
+def rows_of(step: int, count: int = 4) -> Rows:
+    """Rows of two groups with tokens and scores."""
+    numbers = torch.arange(count)
+    tokens = Ragged.from_rows([list(range(i + 2)) for i in range(count)], torch.int64)
+    return Rows(
+        {
+            "source": torch.zeros(count, dtype=torch.int64),
+            "group": numbers // 2,
+            "sample": numbers % 2,
+            "tokens": tokens,
+            "score": (numbers % 2 * 2 - 1).to(torch.float32),
+            "finish_reason": torch.full((count,), int(FinishReason.LENGTH if step % 2 else FinishReason.STOP)),
+            "metadata": Objects(tuple({"answer": str(i)} for i in range(count))),
+        }
+    )
+
+
+def make_run(folder: Path, steps: int = 20, response: str = "the answer is 7") -> Path:
+    """A run folder with metrics, evaluations every five steps, and rollouts."""
+    writer = MetricsWriter(folder)
+    writer.write_evaluation(0, 0, {"eval/test/avg@8": 0.31, "eval/test/pass@8": 0.6})
+    for step in range(1, steps + 1):
+        found = {} if step % 5 else {"eval/test/avg@8": 0.31 + 0.55 * step / steps, "eval/test/pass@8": 0.9}
+        writer.write(metrics_of(step) | found)
+        rows = rows_of(step)
+        texts = [f"{response} ({step})"] * len(rows)
+        write_rollouts(rollout_path(folder, step), rows, [f"{step} + {g} = ?" for g in (1, 1, 2, 2)], texts)
+        if step % 5 == 0:
+            write_rollouts(evaluation_path(folder, "test", step), rows, ["2 + 5 = ?", "2 + 5 = ?", "a", "a"], texts)
+    writer.close()
+    (folder / "config.yaml").write_text("flow: dapo\nruntime: eager\n")
+    return folder

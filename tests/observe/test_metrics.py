@@ -1,0 +1,171 @@
+"""metrics.jsonl: exact keys, whole lines, and a resume that leaves one line per step."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from braidrl.errors import UserError
+from braidrl.observe.metrics import REQUIRED_KEYS, MetricsWriter, Sums, read_metrics
+from tests.observe.made_up import metrics_of
+
+
+def test_required_keys_are_those_of_the_documented_file() -> None:
+    documented = """step version loss/actor reward/mean score/mean response/length_mean response/truncated_fraction
+        groups/all_correct_fraction groups/all_wrong_fraction actor/entropy actor/log_prob_mean actor/kl_old
+        actor/clip_fraction actor/grad_norm train/rollout_log_prob_gap tokens/generated tokens/trained time/step
+        throughput/tokens_per_second staleness/max"""
+    assert set(REQUIRED_KEYS) == set(documented.split())
+
+
+@pytest.mark.parametrize("key", REQUIRED_KEYS)
+def test_a_step_that_lacks_a_required_key_is_refused_by_its_name(key: str, tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    metrics = metrics_of(1)
+    del metrics[key]
+    with pytest.raises(ValueError, match=f"lack {key}"):
+        writer.write(metrics)
+    writer.close()
+    assert read_metrics(tmp_path) == []
+
+
+def test_a_flow_stage_without_a_time_is_refused(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, stages=["actor.generate", "critic.values"])
+    with pytest.raises(ValueError, match=r"lack time/critic\.values"):
+        writer.write(metrics_of(1))
+    writer.close()
+
+
+def test_numbers_of_all_kinds_are_written_and_what_is_not_finite_becomes_null(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    odd = {"actor/kl_old": math.nan, "actor/grad_norm": math.inf, "loss/actor": torch.tensor(0.5), "extra": 3}
+    writer.write(metrics_of(1) | odd)
+    with pytest.raises(ValueError, match="metric actor/kl_old must be a number, got 'high'"):
+        writer.write(metrics_of(2) | {"actor/kl_old": "high"})
+    writer.close()
+    (line,) = read_metrics(tmp_path)
+    assert (line["actor/kl_old"], line["actor/grad_norm"], line["loss/actor"], line["extra"]) == (None, None, 0.5, 3)
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_an_evaluation_before_the_first_step_has_all_keys_too(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.write_evaluation(0, 0, {"eval/test/avg@8": 0.25})
+    writer.close()
+    (line,) = read_metrics(tmp_path)
+    assert set(line) == {*REQUIRED_KEYS, "eval/test/avg@8"}
+    assert (line["step"], line["version"], line["eval/test/avg@8"], line["loss/actor"]) == (0, 0, 0.25, None)
+
+
+def test_a_step_is_written_only_once_and_in_order(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.write(metrics_of(3))
+    for step in (3, 2):
+        with pytest.raises(ValueError, match=f"step {step} does not follow step 3"):
+            writer.write(metrics_of(step))
+    writer.close()
+    assert [line["step"] for line in read_metrics(tmp_path)] == [3]
+
+
+def test_a_line_cut_short_by_a_crash_is_ignored_and_then_written_over(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    for step in (1, 2):
+        writer.write(metrics_of(step))
+    writer.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert [line["step"] for line in read_metrics(path)] == [1]
+    writer = MetricsWriter(tmp_path, resume_step=1)
+    writer.write(metrics_of(2))
+    writer.close()
+    assert read_metrics(path) == [metrics_of(1), metrics_of(2)]
+
+
+def test_what_was_written_survives_a_kill(tmp_path: Path) -> None:
+    program = (
+        "import os, pathlib, signal\n"
+        "from braidrl.observe.metrics import MetricsWriter\n"
+        "from tests.observe.made_up import metrics_of\n"
+        f"writer = MetricsWriter(pathlib.Path({str(tmp_path)!r}))\n"
+        "for step in (1, 2, 3): writer.write(metrics_of(step))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = Path(__file__).parents[2]
+    result = subprocess.run([sys.executable, "-c", program], cwd=root, check=False, timeout=120)
+    assert result.returncode == -9
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_resuming_cuts_off_what_the_checkpoint_does_not_know(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    for step in range(1, 8):
+        writer.write(metrics_of(step))
+    writer.close()
+    writer = MetricsWriter(tmp_path, resume_step=4)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    writer.write(metrics_of(5) | {"reward/mean": 9.0})
+    writer.close()
+    lines = read_metrics(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert lines[4]["reward/mean"] == 9.0
+
+
+def test_tensorboard_shows_the_resumed_steps_once(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    for step in range(1, 5):
+        writer.write(metrics_of(step))
+    writer.close()
+    writer = MetricsWriter(tmp_path, resume_step=2)
+    writer.write(metrics_of(3) | {"reward/mean": 9.0})
+    writer.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    points = [(event.step, event.value) for event in board.Scalars("reward/mean")]
+    assert [step for step, _ in points] == [1, 2, 3]
+    assert points[2][1] == 9.0
+
+
+def test_a_new_run_does_not_write_into_an_old_one(tmp_path: Path) -> None:
+    MetricsWriter(tmp_path).close()
+    with pytest.raises(UserError, match="--resume"):
+        MetricsWriter(tmp_path)
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 1}) + "\n{oops\n" + json.dumps({"step": 3}) + "\n")
+    with pytest.raises(UserError, match="line 2"):
+        read_metrics(path)
+    with pytest.raises(UserError, match="no file"):
+        read_metrics(tmp_path / "elsewhere")
+
+
+@given(st.lists(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-50, 50), st.integers(0, 5)))))
+def test_sums_do_not_depend_on_how_they_are_split_among_workers(workers: list[list[tuple[str, int, int]]]) -> None:
+    parts = []
+    for worker in workers:
+        part = Sums()
+        for name, total, count in worker:
+            part.add(name, total, count)
+        parts.append(Sums(json.loads(json.dumps(part.pairs()))))
+    alone = Sums()
+    for name, total, count in (entry for worker in workers for entry in worker):
+        alone.add(name, total, count)
+    assert Sums.merged(parts).pairs() == alone.pairs()
+
+
+def test_means_divide_sums_by_counts_and_nothing_counted_has_no_mean() -> None:
+    sums = Sums()
+    sums.add("length", torch.tensor(6.0), torch.tensor(2))
+    sums.add("length", 3)
+    sums.add("empty", 0.0, 0)
+    means = sums.means()
+    assert means["length"] == 3.0
+    assert math.isnan(means["empty"])

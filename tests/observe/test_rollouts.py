@@ -1,0 +1,156 @@
+"""Recorded rollouts come back to the bit, whatever is in them."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.data.rows import Objects, Rows
+from braidrl.errors import UserError
+from braidrl.observe.rollouts import (
+    DTYPES,
+    evaluation_path,
+    read_rollouts,
+    read_texts,
+    recorded_evaluations,
+    recorded_steps,
+    rollout_path,
+    write_rollouts,
+)
+from tests.observe.made_up import rows_of
+
+
+def bits(values: Tensor) -> list[int]:
+    """The bytes of a tensor, so that -0.0 and each kind of NaN count as themselves."""
+    return list(values.contiguous().reshape(-1).view(torch.uint8).tolist()) if values.numel() else []
+
+
+def assert_same(left: Rows, right: Rows) -> None:
+    assert list(left) == list(right)
+    assert len(left) == len(right)
+    for name in left:
+        a, b = left[name], right[name]
+        assert type(a) is type(b)
+        if isinstance(a, Objects):
+            assert a.values == b.values
+            continue
+        if isinstance(a, Ragged):
+            assert torch.equal(a.offsets, b.offsets)
+            a, b = a.values, b.values
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        assert bits(a) == bits(b), name
+
+
+def random_values(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Any bits at all, so NaN with payloads, infinities and subnormals are among them."""
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape).bool()
+    raw = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_type_comes_back_to_the_bit(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    dtype = DTYPES[name]
+    lengths = torch.tensor([3, 0, 500, 1])
+    rows = Rows(
+        {
+            "index": random_values(dtype, 4),
+            "wide index": random_values(dtype, 4, 2),
+            "greedy.tokens": Ragged.from_lengths(random_values(dtype, 504), lengths),
+            "wide": Ragged.from_lengths(random_values(dtype, 504, 3, 2), lengths),
+        }
+    )
+    write_rollouts(tmp_path / "a.parquet", rows, [""] * 4, [""] * 4)
+    assert_same(read_rollouts(tmp_path / "a.parquet"), rows)
+
+
+def test_zeros_of_both_signs_and_kinds_of_nan_stay_apart(tmp_path: Path) -> None:
+    odd = torch.tensor([0x7FC00000, 0x7F800001, -0x400000, -0x80000000, 0], dtype=torch.int32).view(torch.float32)
+    values = odd.repeat(200)
+    rows = Rows({"values": Ragged.from_lengths(values, torch.tensor([1000]))})
+    write_rollouts(tmp_path / "a.parquet", rows, ["p"], ["r"])
+    assert_same(read_rollouts(tmp_path / "a.parquet"), rows)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_no_rows_and_no_values_keep_their_types(count: int, tmp_path: Path) -> None:
+    empty = torch.zeros(0, dtype=torch.bfloat16)
+    rows = Rows(
+        {
+            "score": torch.zeros(count, dtype=torch.float64),
+            "wide": torch.zeros((count, 3), dtype=torch.int16),
+            "values": Ragged.from_lengths(empty, torch.zeros(count)),
+            "wide values": Ragged.from_lengths(torch.zeros((0, 2)), torch.zeros(count)),
+            "metadata": Objects(({},) * count),
+        }
+    )
+    write_rollouts(tmp_path / "a.parquet", rows, [""] * count, [""] * count)
+    assert_same(read_rollouts(tmp_path / "a.parquet"), rows)
+
+
+def test_a_table_without_columns_can_be_recorded(tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "a.parquet", Rows({}), [], [])
+    assert_same(read_rollouts(tmp_path / "a.parquet"), Rows({}))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.lists(json_values, max_size=4))
+def test_any_json_value_comes_back(tmp_path_factory: Any, values: list[Any]) -> None:
+    path = tmp_path_factory.getbasetemp() / "objects.parquet"
+    rows = Rows({"metadata": Objects(tuple(values))})
+    write_rollouts(path, rows, [""] * len(values), [""] * len(values))
+    assert read_rollouts(path)["metadata"].values == tuple(values)
+
+
+def test_texts_stand_beside_the_rows_for_other_programs(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_rollouts(path, rows_of(1), list("abcd"), ["é", "half a pair: \ud83d", "", "\n"])
+    table = pq.read_table(path).to_pydict()
+    assert table["prompt_text"] == list("abcd")
+    assert table["response_text"] == ["é", "half a pair: ?", "", "\n"]
+    assert table["tokens"][1] == [0, 1, 2]
+    assert read_texts(path, ["score", "not there"])[0] == {"prompt_text": "a", "response_text": "é", "score": -1.0}
+
+
+def test_a_failed_write_leaves_the_earlier_file_whole_and_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "step-1.parquet"
+    write_rollouts(path, rows_of(1), list("abcd"), list("abcd"))
+    unwritable = rows_of(1).with_columns({"odd": torch.zeros(4, dtype=torch.complex64)})
+    with pytest.raises(ValueError, match=r"column odd .*complex64"):
+        write_rollouts(path, unwritable, list("abcd"), list("abcd"))
+    with pytest.raises(ValueError, match="3 response_text for 4 rows"):
+        write_rollouts(path, rows_of(1), list("abcd"), list("abc"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-1.parquet"]
+    assert_same(read_rollouts(path), rows_of(1))
+
+
+def test_recordings_are_found_by_step_and_evaluation(tmp_path: Path) -> None:
+    texts = list("abcd")
+    for path in (rollout_path(tmp_path, 10), rollout_path(tmp_path, 9), evaluation_path(tmp_path, "gsm8k-step-1", 5)):
+        write_rollouts(path, rows_of(1), texts, texts)
+    assert recorded_steps(tmp_path) == [9, 10]
+    assert recorded_evaluations(tmp_path) == ["gsm8k-step-1"]
+    assert recorded_steps(tmp_path, "gsm8k-step-1") == [5]
+
+
+def test_what_was_not_recorded_by_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no recorded rollouts"):
+        read_rollouts(tmp_path / "step-1.parquet")
+    write_rollouts(tmp_path / "a.parquet", rows_of(1), list("abcd"), list("abcd"))
+    pq.write_table(pq.read_table(tmp_path / "a.parquet").replace_schema_metadata({}), tmp_path / "b.parquet")
+    with pytest.raises(UserError, match="was not recorded by a run"):
+        read_rollouts(tmp_path / "b.parquet")
