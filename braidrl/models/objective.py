@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms import registry
-from braidrl.algorithms.aggregation import denominator
+from braidrl.algorithms.aggregation import denominator, weighted_sum
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry
 from braidrl.data.rows import Rows
@@ -80,7 +80,7 @@ class Objective:
             per_token = per_token - self.entropy_coef * columns["entropy"]
         weights = self._weights(columns)
         metrics |= self._monitors(columns)
-        return {self.denominator: (weights * per_token).sum()}, metrics
+        return {self.denominator: weighted_sum(per_token, weights)}, metrics
 
     def _columns(self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         columns = {**_flat(rows, offsets), "offsets": offsets, **predicted}

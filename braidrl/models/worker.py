@@ -110,7 +110,10 @@ class DecoderWorker:
             for name, loss in losses.items():
                 totals[name] = totals.get(name, 0.0) + float(loss.detach())
             for name, values in metrics.items():
-                sums.add(name, float(values.sum()), len(values))
+                if name.endswith("_max"):
+                    sums.highest(name, values.max())
+                else:
+                    sums.add(name, values.sum(), len(values))
             if advance:
                 advance(len(part), len(packed.input_ids))
         self.model.eval()

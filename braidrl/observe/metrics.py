@@ -129,9 +129,10 @@ def open_wandb(folder: Path) -> Any:
 
 
 class Sums:
-    """Sums and counts by name, which add up over micro-batches and workers before they become means."""
+    """Sums and counts by name, which add up over micro-batches and workers before they become means; and maxima."""
 
     def __init__(self, pairs: Mapping[str, Sequence[float]] | None = None) -> None:
+        """From `pairs()`."""
         self._pairs = {name: (float(total), float(count)) for name, (total, count) in (pairs or {}).items()}
 
     def add(self, name: str, total: float | Tensor, count: float | Tensor = 1) -> None:
@@ -139,10 +140,20 @@ class Sums:
         old_total, old_count = self._pairs.get(name, (0.0, 0.0))
         self._pairs[name] = (old_total + float(total), old_count + float(count))
 
+    def highest(self, name: str, value: float | Tensor) -> None:
+        """Keeps the largest value seen; `name` ends in `_max`, which is how it is told from a sum."""
+        if not name.endswith("_max"):
+            raise ValueError(f"{name}: only names that end in _max are reduced by their maximum")
+        known, _ = self._pairs.get(name, (float("-inf"), 1.0))
+        self._pairs[name] = (max(known, float(value)), 1.0)
+
     def merge(self, other: Sums) -> None:
         """Adds everything that `other` holds."""
         for name, (total, count) in other._pairs.items():
-            self.add(name, total, count)
+            if name.endswith("_max"):
+                self.highest(name, total)
+            else:
+                self.add(name, total, count)
 
     @staticmethod
     def merged(parts: Iterable[Sums]) -> Sums:
