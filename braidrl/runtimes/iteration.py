@@ -1,0 +1,174 @@
+"""One iteration of a flow, stage by stage in serial order: what eager, hybrid and distributed have in common.
+
+            ┌──────────── waves, until enough groups are kept ────────────┐
+admit ─▶ generate ─▶ verify ─▶ select ──▶ the rest of the stages ──▶ updates ──▶ publish
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from braidrl.config import Config
+from braidrl.data.rows import Rows
+from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.updates import update_plan
+from braidrl.flow.waves import Sampling, Verdict
+from braidrl.observe.metrics import Sums
+
+T = TypeVar("T")
+
+
+class Crew(Protocol[T]):
+    """Who does the work under a runtime. T is its table: the rows themselves, or handles to where they are."""
+
+    def admit(self, groups: int) -> T:
+        """The next prompts as rows, one per sample."""
+
+    def run(self, stage: Stage, table: T, iteration: int, sums: Sums) -> T:
+        """The table with the columns that a generate, infer or compute stage writes."""
+
+    def select(self, stage: Stage, table: T) -> dict[int, str]:
+        """The groups that a select stage drops, with its reason."""
+
+    def train(self, stage: Stage, table: T, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
+        """One optimizer step for each list of row positions."""
+
+    def index(self, table: T) -> Rows:
+        """The table's index columns, in the order of its rows."""
+
+    def take(self, table: T, positions: Sequence[int]) -> T:
+        """The named rows, in the order given."""
+
+    def cat(self, tables: Sequence[T]) -> T:
+        """The rows of all tables."""
+
+    def publish(self, version: int) -> None:
+        """Makes the trained weights those that the next rows are generated with."""
+
+
+@dataclass
+class IterationResult(Generic[T]):
+    """What happened: index columns of all rows generated and of the batch, metric sums, seconds, groups dropped by reason."""
+
+    generated: Rows
+    batch: Rows
+    recorded: T
+    sums: Sums = field(default_factory=Sums)
+    seconds: dict[str, float] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+
+
+class Walk(Generic[T]):
+    """Walks a flow with a crew. Holds what goes on from one iteration to the next: selection state and kept surplus."""
+
+    def __init__(self, config: Config, flow: Flow, crew: Crew[T], epoch_groups: int) -> None:
+        trainer = config.trainer
+        self.config, self.flow, self.crew = config, flow, crew
+        self.sampling = Sampling(trainer.prompts_per_step, epoch_groups, trainer.surplus, trainer.max_staleness)
+        self.surplus: list[T] = []
+        self.seconds: dict[str, float] = {}
+
+    def iterate(self, iteration: int, version: int) -> IterationResult[T]:
+        """Runs every stage that is due in this iteration on one batch; the weights of trained roles become `version` + 1."""
+        self.seconds, sums = {stage.name: 0.0 for stage in self.flow.stages}, Sums()
+        result = self.sample(iteration, version, sums)
+        table = self.ordered(result.recorded)
+        for stage in self.flow.stages[self.recorded_stages :]:
+            if not stage.when.includes(iteration):
+                continue
+            with self.timed(stage):
+                if stage.kind is Kind.TRAIN:
+                    self.crew.train(stage, table, self.updates(table, iteration), iteration, sums)
+                else:
+                    table = self.crew.run(stage, table, iteration, sums)
+        self.crew.publish(version + 1)
+        result.batch, result.seconds = self.crew.index(table), self.seconds
+        return result
+
+    @property
+    def recorded_stages(self) -> int:
+        """How many stages lie before the point where rows are recorded: the sampling segment, or up to the last `generate`."""
+        stages = self.flow.stages
+        return max((i + 1 for i, s in enumerate(stages) if s.kind in (Kind.SELECT, Kind.GENERATE)), default=0)
+
+    def sample(self, iteration: int, version: int, sums: Sums) -> IterationResult[T]:
+        """A batch of selected groups, in waves; what is over is dropped or kept for the next."""
+        self.sampling.begin(version)
+        tables, generated = list(self.surplus), []
+        while (count := self.sampling.next_wave()) > 0:
+            table, verdicts = self.wave(count, iteration, version, sums)
+            tables.append(table)
+            generated.append(self.crew.index(table))
+            self.sampling.decide(verdicts)
+        outcome = self.sampling.finish()
+        everything = self.crew.cat(tables)
+        batch = self.of_groups(everything, outcome.groups)
+        self.surplus = [self.of_groups(everything, outcome.surplus)] if outcome.surplus else []
+        return IterationResult(
+            Rows.cat(generated) if generated else self.crew.index(batch), self.crew.index(batch), batch,
+            sums, dropped=outcome.dropped,
+        )  # fmt: skip
+
+    def wave(self, count: int, iteration: int, version: int, sums: Sums) -> tuple[T, dict[int, Verdict]]:
+        """Admits `count` groups, runs the sampling segment on them and says which are kept."""
+        table = self.crew.admit(count)
+        groups = sorted(set(self.crew.index(table)["group"].tolist()))
+        self.sampling.admit(groups)
+        verdicts = {group: Verdict(version=version) for group in groups}
+        for stage in self.flow.stages[: self.recorded_stages]:
+            if not stage.when.includes(iteration):
+                continue
+            with self.timed(stage):
+                if stage.kind is Kind.SELECT:
+                    for group, reason in self.crew.select(stage, table).items():
+                        verdicts[group] = Verdict(reason, version)
+                else:
+                    table = self.crew.run(stage, table, iteration, sums)
+        return table, verdicts
+
+    def of_groups(self, table: T, groups: Sequence[int]) -> T:
+        chosen = set(groups)
+        numbers = self.crew.index(table)["group"].tolist()
+        return self.crew.take(table, [i for i, group in enumerate(numbers) if group in chosen])
+
+    def ordered(self, table: T) -> T:
+        """Rows by (group, sample): the order in which every runtime trains."""
+        index = self.crew.index(table)
+        keys = list(zip(index["group"].tolist(), index["sample"].tolist(), strict=True))
+        return self.crew.take(table, sorted(range(len(keys)), key=keys.__getitem__))
+
+    def updates(self, table: T, iteration: int) -> list[list[int]]:
+        """Row positions of each optimizer step of this iteration."""
+        index = self.crew.index(table)
+        return update_plan(
+            index["group"].tolist(), index["sample"].tolist(),
+            rows_per_update=self.config.trainer.rows_per_update or len(index),
+            epochs=self.config.trainer.epochs, seed=self.config.seed, iteration=iteration,
+        )  # fmt: skip
+
+    @contextmanager
+    def timed(self, stage: Stage) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[stage.name] += time.perf_counter() - start
+
+
+
+def group_tokens(index: Rows) -> torch.Tensor:
+    """Action tokens of each row's group after masking, (B,) int64; what `prompt-mean` divides by."""
+    counted = index["action_tokens"]
+    if "loss_mask" in index:
+        counted = counted * (index["loss_mask"] > 0)
+    _, place = index["group"].unique(return_inverse=True)
+    return torch.zeros(int(place.max()) + 1, dtype=torch.int64).index_add(0, place, counted)[place]
+
+
+def dropped_reasons(outcome: Mapping[str, int]) -> dict[str, float]:
+    """Metrics of what selection dropped."""
+    return {f"groups/dropped_{reason.replace(' ', '_')}": float(count) for reason, count in outcome.items()}
