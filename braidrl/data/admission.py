@@ -1,0 +1,60 @@
+"""Where rows are born: each admitted prompt becomes a group of rows, one per sample. No later stage creates rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.data.loader import Admitted, PromptLoader
+from braidrl.data.prompts import LoadedSource
+from braidrl.data.rows import Column, Objects, Rows
+
+
+def admit(loader: PromptLoader, groups: int, samples_per_prompt: int) -> Rows:
+    """The next `groups` prompts as groups * samples_per_prompt rows; `group` is the admission number."""
+    return as_rows(loader.take(groups), samples_per_prompt)
+
+
+def eval_rows(source: LoadedSource, samples: int, max_prompts: int | None = None, number: int = 0) -> Rows:
+    """Every prompt of a held-out set, or the first `max_prompts`, in file order; `group` is the prompt's place, `source` is `number`."""
+    count = len(source) if max_prompts is None else min(max_prompts, len(source))
+    prompts = [
+        Admitted(i, number, 0, i, source.examples[i], source.prompt(i), source.response(i)) for i in range(count)
+    ]
+    return as_rows(prompts, samples)
+
+
+def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
+    """Rows in the order of `admitted`, the samples of a group one after the other.
+
+    Writes source, group, sample, prompt_length (B,) int64; prompt, int64 token ids; metadata, with "prompt" and "answer" as the
+    file has them in place of any fields of these names; response, int64 token ids, where the sources have been read with it.
+    """
+    each = torch.arange(len(admitted)).repeat_interleave(samples)
+    prompts = Ragged.from_rows([a.prompt for a in admitted], torch.int64).take(each)
+    metadata = [a.example.metadata | {"prompt": a.example.prompt, "answer": a.example.answer} for a in admitted]
+    columns: dict[str, Column] = {
+        "source": torch.tensor([a.source for a in admitted], dtype=torch.int64)[each],
+        "group": torch.tensor([a.number for a in admitted], dtype=torch.int64)[each],
+        "sample": torch.arange(samples).repeat(len(admitted)),
+        "prompt": prompts,
+        "prompt_length": prompts.lengths,
+        "metadata": Objects(tuple(metadata)).take(each),
+    }
+    responses = [a.response for a in admitted if a.response is not None]
+    if responses:
+        columns["response"] = Ragged.from_rows(responses, torch.int64).take(each)
+    return Rows(columns)
+
+
+def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows:
+    """The rows with `ptx_tokens`, int64: one pre-training text each, in the texts' own seeded order.
+
+    Row (group, sample) gets text group * samples_per_prompt + sample, whichever rows are asked for together and in any order.
+    """
+    numbers: Tensor = rows["group"] * samples_per_prompt + rows["sample"]
+    tokens = [admitted.prompt for admitted in texts.peek(numbers.tolist())]
+    return rows.with_columns({"ptx_tokens": Ragged.from_rows(tokens, torch.int64)})

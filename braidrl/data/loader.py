@@ -1,0 +1,109 @@
+"""The next prompts: seeded, weighted over sources, resumable. Its whole state is one number.
+
+Everything follows from the admission number: `peek` answers for any number without the ones before it, so that each rank of a
+distributed run draws only its slice under one global shuffle, and a resumed run goes on where the other stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from braidrl.data.order import WeightedDraw, permutation
+from braidrl.data.prompts import LoadedSource
+from braidrl.data.sources import Example
+from braidrl.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Admitted:
+    """One prompt as it enters the run.
+
+    `number` counts admissions through the whole run and becomes the rows' `group`; `index` is the example's place among those of
+    its source that were kept; `prompt` (T,) and `response` (T,) are int64 token ids.
+    """
+
+    number: int
+    source: int
+    epoch: int
+    index: int
+    example: Example
+    prompt: Tensor
+    response: Tensor | None
+
+
+class PromptLoader:
+    """Draws prompts from sources in proportion to their weights, each source shuffled anew every time it is through."""
+
+    def __init__(self, sources: Sequence[LoadedSource], seed: int = 0, shuffle: bool = True) -> None:
+        """Raises UserError when there is no source or an empty one."""
+        if not sources or not all(len(source) for source in sources):
+            raise UserError("there are no prompts to draw from; give data.train a file with at least one")
+        self.sources = list(sources)
+        self.seed = seed
+        self.shuffle = shuffle
+        self.admitted = 0
+        self._draw = WeightedDraw([source.weight for source in sources], seed)
+
+    @property
+    def epoch_size(self) -> int:
+        """Prompts of all sources together: so many admissions are one pass, if each weight is as large as its source."""
+        return sum(len(source) for source in self.sources)
+
+    @property
+    def epochs(self) -> list[int]:
+        """How often each source has been drawn from end to end."""
+        drawn = self._draw.counts(self.admitted)
+        return [count // len(source) for count, source in zip(drawn, self.sources, strict=True)]
+
+    def take(self, count: int) -> list[Admitted]:
+        """The next `count` prompts."""
+        taken = self.peek(range(self.admitted, self.admitted + count))
+        self.admitted += count
+        return taken
+
+    def peek(self, numbers: Sequence[int]) -> list[Admitted]:
+        """The prompts of these admission numbers, past or future; the loader stays where it is."""
+        return [self._admitted(number) for number in numbers]
+
+    def _admitted(self, number: int) -> Admitted:
+        position, place = self._draw.locate(number)
+        source = self.sources[position]
+        epoch, index = divmod(place, len(source))
+        if self.shuffle:
+            index = int(permutation(self.seed, position, epoch, len(source))[index])
+        return Admitted(
+            number, position, epoch, index, source.examples[index], source.prompt(index), source.response(index)
+        )
+
+    def state(self) -> dict[str, Any]:
+        """A JSON value from which a loader over the same data goes on exactly."""
+        drawn = self._draw.counts(self.admitted)
+        return {
+            "admitted": self.admitted,
+            "drawn": drawn,
+            "epochs": self.epochs,
+            "data": self._identity(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on after the admissions of `state`. Raises UserError when seed, sources or weights are others."""
+        for name, value in self._identity().items():
+            if state["data"][name] != value:
+                raise UserError(
+                    f"the checkpoint was made with {name} {state['data'][name]} of the training data and this run has {value}; "
+                    "resume with the same data settings, or start a new run from its model"
+                )
+        self.admitted = state["admitted"]
+
+    def _identity(self) -> dict[str, Any]:
+        """What decides the order; paths may change between machines."""
+        return {
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "prompts": [len(source) for source in self.sources],
+            "weights": [source.weight for source in self.sources],
+        }

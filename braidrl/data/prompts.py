@@ -1,0 +1,174 @@
+"""A data file, read and tokenised: what the loader draws from. Prompts that are too long are dropped here, and counted.
+
+file ──read_examples──▶ examples ──PromptTemplate──▶ token ids ──at most max_prompt_tokens──▶ LoadedSource
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.config import DataConfig, SourceConfig
+from braidrl.data.sources import Example, place, read_examples
+from braidrl.data.templates import PromptTemplate
+from braidrl.errors import UserError
+
+BATCH = 512
+PROGRESS_AFTER_S = 2.0
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedSource:
+    """The examples of one file that passed the filter.
+
+    `kept` (K,) are their places in the file, from 0, of `read` examples. `prompts` and `responses` hold token ids as int32, a
+    quarter of what lists would take; where `prompts` is None a text is tokenised when it is drawn.
+    """
+
+    path: Path
+    weight: float
+    examples: list[Example]
+    kept: list[int]
+    read: int
+    template: PromptTemplate
+    prompts: Ragged | None
+    responses: Ragged | None
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @property
+    def dropped(self) -> int:
+        """Prompts that were too long."""
+        return self.read - len(self.examples)
+
+    def prompt(self, index: int) -> Tensor:
+        """Token ids (T,) int64 of an example's prompt."""
+        if self.prompts is not None:
+            return self.prompts[index].to(torch.int64)
+        return torch.tensor(self.template.encode(self.examples[index].prompt), dtype=torch.int64)
+
+    def response(self, index: int) -> Tensor | None:
+        """Token ids (T,) int64 of an example's given response, or None where responses were not asked for."""
+        text = self.examples[index].response
+        if text is None:
+            return None
+        if self.responses is not None:
+            return self.responses[index].to(torch.int64)
+        return torch.tensor(self.template.encode_responses([text])[0], dtype=torch.int64)
+
+    def report(self) -> str:
+        """How many prompts were dropped of how many, for the log."""
+        return f"{self.path}: {self.read} prompts, {self.dropped} dropped as longer than data.max_prompt_tokens"
+
+
+def load_train(data: DataConfig, tokenizer: Any, *, responses: bool = False) -> list[LoadedSource]:
+    """Every source of `data.train`. Raises UserError when there is none, or for a file that cannot be used."""
+    if not data.train:
+        raise UserError("data.train is not set; give it a .jsonl or .parquet file, as in data.train=train.jsonl")
+    template = PromptTemplate(tokenizer, data.chat_template, data.system_prompt)
+    return [load_source(source, template, data.max_prompt_tokens, responses=responses) for source in data.train]
+
+
+def load_eval(data: DataConfig, tokenizer: Any) -> dict[str, LoadedSource]:
+    """The held-out sets of `data.eval` by name. Raises UserError for a file that cannot be used."""
+    template = PromptTemplate(tokenizer, data.chat_template, data.system_prompt)
+    return {name: load_source(source, template, data.max_prompt_tokens) for name, source in data.eval.items()}
+
+
+def load_source(
+    source: SourceConfig,
+    template: PromptTemplate,
+    max_prompt_tokens: int,
+    *,
+    responses: bool = False,
+    kept: Sequence[int] | None = None,
+) -> LoadedSource:
+    """Reads, tokenises and filters one file. Raises UserError for a fault in the file or when no prompt is short enough.
+
+    `kept` is another rank's `LoadedSource.kept` of the same file: the filter is then done, and this rank tokenises only the prompts
+    that it draws.
+    """
+    examples = read_examples(source, responses=responses)
+    if kept is not None:
+        chosen = [examples[i] for i in kept]
+        return LoadedSource(source.path, source.weight, chosen, list(kept), len(examples), template, None, None)
+    tokens = tokenize(source.path, examples, template)
+    short = tokens.lengths <= max_prompt_tokens
+    if not bool(short.any()):
+        raise UserError(
+            f"{source.path}: all {len(examples)} prompts are longer than data.max_prompt_tokens={max_prompt_tokens}; "
+            f"the shortest has {int(tokens.lengths.min())} tokens"
+        )
+    places = short.nonzero().flatten()
+    chosen = [examples[i] for i in places.tolist()]
+    given = tokenize_responses(source.path, chosen, template) if responses else None
+    return LoadedSource(
+        source.path, source.weight, chosen, places.tolist(), len(examples), template, tokens.take(places), given
+    )
+
+
+def tokenize(path: Path, examples: Sequence[Example], template: PromptTemplate) -> Ragged:
+    """Token ids of every prompt, int32. Raises UserError with the place of a prompt that gives no tokens or no text."""
+    batches = with_progress(in_batches(examples), len(examples), f"Tokenising prompts of {path.name}")
+    tokens = joined(
+        template.encode_text([render_at(path, example, template) for example in batch]) for batch in batches
+    )
+    if bool((tokens.lengths == 0).any()):
+        first = int((tokens.lengths == 0).nonzero()[0])
+        raise UserError(f"{place(path, examples[first].line)}: the tokenizer makes no token of this prompt")
+    return tokens
+
+
+def tokenize_responses(path: Path, examples: Sequence[Example], template: PromptTemplate) -> Ragged:
+    """Token ids of every given response with its end of sequence, int32."""
+    batches = with_progress(in_batches(examples), len(examples), f"Tokenising responses of {path.name}")
+    return joined(template.encode_responses([e.response for e in batch if e.response is not None]) for batch in batches)
+
+
+def render_at(path: Path, example: Example, template: PromptTemplate) -> str:
+    """The prompt's text. Raises UserError with the example's place."""
+    try:
+        return template.render(example.prompt)
+    except UserError as error:
+        raise UserError(f"{place(path, example.line)}: {error}") from None
+
+
+def joined(batches: Iterable[list[list[int]]]) -> Ragged:
+    """Token ids of all batches as one int32 table; lists live only as long as their batch."""
+    parts = [Ragged.from_rows(batch, torch.int32) for batch in batches]
+    return Ragged.cat(parts) if parts else Ragged.from_rows([], torch.int32)
+
+
+def in_batches(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
+    """Runs of at most BATCH examples."""
+    for start in range(0, len(examples), BATCH):
+        yield examples[start : start + BATCH]
+
+
+def with_progress(
+    batches: Iterable[Sequence[Example]], total: int, title: str, after_s: float = PROGRESS_AFTER_S
+) -> Iterator[Sequence[Example]]:
+    """The same batches; a bar appears on the terminal's error stream if they take longer than `after_s` seconds."""
+    started = time.monotonic()
+    done = 0
+    with ExitStack() as stack:
+        progress: Progress | None = None
+        for batch in batches:
+            if progress is None and time.monotonic() - started >= after_s:
+                progress = stack.enter_context(Progress(console=Console(stderr=True)))
+                task = progress.add_task(title, total=total)
+            yield batch
+            done += len(batch)
+            if progress is not None:
+                progress.update(task, completed=done)

@@ -1,0 +1,210 @@
+"""Data files as examples: .jsonl and .parquet in, one `Example` per line or row out, every fault named with its place.
+
+field of the file                       part of the example
+`prompt_field`                          prompt      text, or chat messages {role, content}
+`answer_field`, else reward_model.ground_truth   answer      what a verifier compares with
+`response_field`, where asked for       response    text to train on
+all others                              metadata    JSON values, kept as they are
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from braidrl.config import SourceConfig
+from braidrl.errors import UserError, suggest
+
+Message = dict[str, Any]
+Prompt = str | list[Message]
+# verl's files keep the reference answer here.
+GROUND_TRUTH = "reward_model.ground_truth"
+ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One line of a data file; `line` counts from 1."""
+
+    prompt: Prompt
+    answer: Any
+    response: str | None
+    metadata: dict[str, Any]
+    line: int
+
+
+def read_examples(source: SourceConfig, *, responses: bool = False) -> list[Example]:
+    """All examples of a file, in its order.
+
+    `responses` says that the flow trains on given responses: each example must then have one, and otherwise that field is metadata
+    like any other. Raises UserError naming file and line, or row, for whatever cannot be used.
+    """
+    examples = [make_example(source, record, line, responses) for line, record in read_records(source.path)]
+    if not examples:
+        raise UserError(f"{source.path} has no examples; write one JSON object or row for each prompt")
+    return examples
+
+
+def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, fields) of each line or row. Raises UserError for a file that cannot be read."""
+    readers = {".jsonl": read_jsonl, ".parquet": read_parquet}
+    if path.suffix not in readers:
+        raise UserError(f"{path}: files of the kind {path.suffix!r} are not read; give a .jsonl or .parquet file")
+    if not path.is_file():
+        raise UserError(f"no data file {path}; give the path of a .jsonl or .parquet file")
+    return readers[path.suffix](path)
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Lines that are JSON objects; empty lines are skipped but counted."""
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if number == 1:
+                raw = raw.removeprefix(codecs.BOM_UTF8)
+            if not raw.strip():
+                continue
+            try:
+                record = decoder.decode(raw.decode("utf-8").rstrip())
+            except UnicodeDecodeError:
+                raise UserError(f"{place(path, number)} is not UTF-8; save the file as UTF-8") from None
+            except json.JSONDecodeError as error:
+                raise UserError(
+                    f"{place(path, number)} is not JSON: {error.msg} at character {error.pos + 1}"
+                ) from None
+            except ValueError as error:
+                raise UserError(f"{place(path, number)} is not JSON: {error}") from None
+            if not isinstance(record, dict):
+                raise UserError(
+                    f'{place(path, number)} holds {kind_of(record)}; write a JSON object, as in {{"prompt": "1+1="}}'
+                )
+            yield number, record
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON value; write null")
+
+
+def read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows as dicts, some at a time, so that no second copy of the file is held."""
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for record in batch.to_pylist():
+                    number += 1
+                    _check_json(path, number, record)
+                    yield number, record
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path} is not a readable parquet file: {' '.join(str(error).split())}") from None
+
+
+def _check_json(path: Path, number: int, record: Mapping[str, Any]) -> None:
+    """Raises UserError for bytes, dates, NaN and whatever else could not travel or be written as JSON."""
+    for name, value in record.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except TypeError:
+            fault = "holds a value that JSON has no form for (such as bytes or a date); remove the column or store it as text"
+            raise UserError(f"{place(path, number)}: column {name!r} {fault}") from None
+        except ValueError:
+            fault = "holds a number that is not finite, which JSON has no form for; write null"
+            raise UserError(f"{place(path, number)}: column {name!r} {fault}") from None
+
+
+def make_example(source: SourceConfig, record: dict[str, Any], line: int, responses: bool) -> Example:
+    """Picks the configured fields out of one record. Raises UserError for a missing field or a wrong type."""
+    where = place(source.path, line)
+    prompt = find(record, source.prompt_field)
+    if prompt is ABSENT:
+        raise UserError(_missing(where, "prompt", source.prompt_field, record))
+    answer = find(record, source.answer_field)
+    if answer is ABSENT:
+        answer = find(record, GROUND_TRUTH)
+    if answer is ABSENT:
+        if source.answer_field != SourceConfig.model_fields["answer_field"].default:
+            raise UserError(_missing(where, "answer", source.answer_field, record))
+        answer = None
+    response = find(record, source.response_field) if responses else None
+    if response is ABSENT:
+        raise UserError(_missing(where, "response", source.response_field, record))
+    used = {source.prompt_field, source.answer_field} | ({source.response_field} if responses else set())
+    return Example(
+        prompt=check_prompt(where, source.prompt_field, prompt),
+        answer=as_answer(answer),
+        response=check_response(where, source.response_field, response) if responses else None,
+        metadata={name: value for name, value in record.items() if name not in used},
+        line=line,
+    )
+
+
+def find(record: Mapping[str, Any], field: str) -> Any:
+    """The value at a field, where a dot enters nested fields; ABSENT where there is none, or null."""
+    if field in record:
+        return ABSENT if record[field] is None else record[field]
+    value: Any = record
+    for part in field.split("."):
+        if not isinstance(value, Mapping) or value.get(part) is None:
+            return ABSENT
+        value = value[part]
+    return value
+
+
+def as_answer(answer: Any) -> Any:
+    """Numbers as text, because verifiers compare text; anything else as it is."""
+    return str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
+
+
+def check_prompt(where: str, field: str, prompt: Any) -> Prompt:
+    """The prompt, if it is text or chat messages and not empty. Raises UserError otherwise."""
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
+        found = "empty" if prompt in ("", []) else kind_of(prompt)
+        raise UserError(f"{where}: {field!r} is {found}; write text, or a list of messages {{role, content}}")
+    for number, message in enumerate(prompt, start=1):
+        if not isinstance(message, dict):
+            raise UserError(f"{where}: message {number} of {field!r} is {kind_of(message)}; write {{role, content}}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                found = f"is {kind_of(message[key])}" if message.get(key) is not None else "is missing"
+                raise UserError(f"{where}: {key!r} of message {number} of {field!r} {found}; write text")
+    return prompt
+
+
+def check_response(where: str, field: str, response: Any) -> str:
+    """The response, if it is text. Raises UserError otherwise."""
+    if not isinstance(response, str):
+        raise UserError(f"{where}: {field!r} is {kind_of(response)}; write the response as text")
+    return response
+
+
+def place(path: Path, line: int) -> str:
+    """Where an example stands, for messages."""
+    return f"{path}, {'row' if path.suffix == '.parquet' else 'line'} {line}"
+
+
+def kind_of(value: Any) -> str:
+    """A JSON value's type in words."""
+    kinds: dict[type, str] = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def _missing(where: str, what: str, field: str, record: Mapping[str, Any]) -> str:
+    known = [name for name in field_names(record) if find(record, name) is not ABSENT]
+    return f"{where}: no field {field!r} for the {what}. {suggest(field, known)} Set {what}_field of this source."
+
+
+def field_names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """All fields, nested ones with dots."""
+    for name, value in record.items():
+        yield prefix + name
+        if isinstance(value, Mapping):
+            yield from field_names(value, f"{prefix}{name}.")

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braidrl.config import DataConfig, SourceConfig
+from braidrl.data.prompts import load_eval, load_source, load_train, with_progress
+from braidrl.data.templates import PromptTemplate
+from braidrl.errors import UserError
+
+Write = Callable[..., Path]
+
+
+def test_prompts_that_are_too_long_are_dropped_and_counted(write_jsonl: Write, plain_tokenizer: Any) -> None:
+    path = write_jsonl([{"prompt": "x" * length} for length in (3, 5, 4, 9, 1)])
+    source = load_source(SourceConfig(path=path), PromptTemplate(plain_tokenizer), 4)
+    assert [source.prompt(i).tolist() for i in range(len(source))] == [
+        plain_tokenizer("x" * length)["input_ids"] for length in (3, 4, 1)
+    ]
+    assert [e.line for e in source.examples] == [1, 3, 5]
+    assert (source.read, source.dropped, source.kept) == (5, 2, [0, 2, 4])
+    assert source.report() == f"{path}: 5 prompts, 2 dropped as longer than data.max_prompt_tokens"
+
+
+def test_a_file_of_which_nothing_is_left_is_an_error(write_jsonl: Write, plain_tokenizer: Any) -> None:
+    path = write_jsonl([{"prompt": "x" * length} for length in (30, 20)])
+    with pytest.raises(UserError) as caught:
+        load_source(SourceConfig(path=path), PromptTemplate(plain_tokenizer), 16)
+    assert str(caught.value) == (
+        f"{path}: all 2 prompts are longer than data.max_prompt_tokens=16; the shortest has 20 tokens"
+    )
+
+
+def test_responses_stay_with_their_prompts_when_some_are_dropped(write_jsonl: Write, plain_tokenizer: Any) -> None:
+    path = write_jsonl([{"prompt": p, "response": r} for p, r in (("aa", "1"), ("too long", "2"), ("b", "34"))])
+    source = load_source(SourceConfig(path=path), PromptTemplate(plain_tokenizer), 3, responses=True)
+    responses = [source.response(i) for i in range(2)]
+    assert [plain_tokenizer.decode(r, skip_special_tokens=True) for r in responses] == ["1", "34"]
+    without = load_source(SourceConfig(path=path), PromptTemplate(plain_tokenizer), 3)
+    assert without.response(0) is None
+
+
+def test_a_rank_that_is_told_what_was_kept_draws_the_same_without_tokenising_the_rest(
+    write_jsonl: Write, chat_tokenizer: Any
+) -> None:
+    records = [{"prompt": "x" * (i % 7 + 1), "response": str(i)} for i in range(20)]
+    config = SourceConfig(path=write_jsonl(records))
+    template = PromptTemplate(chat_tokenizer)
+    whole = load_source(config, template, len(template.encode("xxxx")), responses=True)
+    assert 0 < whole.dropped < 20
+    other = load_source(config, template, 0, responses=True, kept=whole.kept)
+    assert (other.prompts, other.responses, other.dropped) == (None, None, whole.dropped)
+    for i in range(len(whole)):
+        assert other.prompt(i).equal(whole.prompt(i))
+        drawn, known = other.response(i), whole.response(i)
+        assert drawn is not None and known is not None and drawn.equal(known)
+
+
+def test_a_prompt_that_the_template_refuses_is_named_by_its_line(write_jsonl: Write, chat_tokenizer: Any) -> None:
+    path = write_jsonl([{"prompt": "a"}, {"prompt": [{"role": "wizard", "content": "b"}]}])
+    with pytest.raises(UserError) as caught:
+        load_source(SourceConfig(path=path), PromptTemplate(chat_tokenizer), 100)
+    assert str(caught.value) == f"{path}, line 2: the tokenizer's chat template refuses the messages: unknown role"
+
+
+def test_a_prompt_without_tokens_is_named_by_its_line(write_jsonl: Write, plain_tokenizer: Any) -> None:
+    path = write_jsonl([{"prompt": "a"}, {"prompt": [{"role": "user", "content": ""}]}])
+    with pytest.raises(UserError) as caught:
+        load_source(SourceConfig(path=path), PromptTemplate(plain_tokenizer), 100)
+    assert str(caught.value) == f"{path}, line 2: the tokenizer makes no token of this prompt"
+
+
+def test_more_prompts_than_one_batch_keep_their_order(write_jsonl: Write, plain_tokenizer: Any) -> None:
+    path = write_jsonl([{"prompt": str(i)} for i in range(1100)])
+    source = load_source(SourceConfig(path=path), PromptTemplate(plain_tokenizer), 9)
+    assert [plain_tokenizer.decode(source.prompt(i)) for i in range(1100)] == [str(i) for i in range(1100)]
+
+
+def test_the_configuration_names_the_files(write_jsonl: Write, chat_tokenizer: Any) -> None:
+    one, two = write_jsonl([{"prompt": "a"}], "one.jsonl"), write_jsonl([{"q": "b"}], "two.jsonl")
+    data = DataConfig(
+        train=[SourceConfig(path=one), SourceConfig(path=two, prompt_field="q", weight=3.0)],
+        eval={"held_out": SourceConfig(path=two, prompt_field="q")},
+        system_prompt="S",
+    )
+    train = load_train(data, chat_tokenizer)
+    assert [source.weight for source in train] == [1.0, 3.0]
+    held_out = load_eval(data, chat_tokenizer)["held_out"]
+    expected = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
+    assert chat_tokenizer.decode(train[1].prompt(0)) == chat_tokenizer.decode(held_out.prompt(0)) == expected
+    with pytest.raises(UserError, match=r"data.train is not set; give it a .jsonl or .parquet file"):
+        load_train(DataConfig(), chat_tokenizer)
+
+
+def test_a_bar_appears_only_when_tokenising_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+    batches: list[list[Any]] = [[None, None], [None]]
+    assert list(with_progress(batches, 3, "Tokenising")) == batches
+    assert capsys.readouterr().err == ""
+    shown = []
+    for batch in with_progress(batches, 3, "Tokenising", after_s=0.01):
+        shown.append(batch)
+        time.sleep(0.02)
+    assert shown == batches
+    captured = capsys.readouterr()
+    assert "Tokenising" in captured.err and "100%" in captured.err
+    assert captured.out == ""

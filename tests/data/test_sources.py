@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from braidrl.config import SourceConfig
+from braidrl.data.sources import Example, read_examples
+from braidrl.errors import UserError
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+
+VERL_ROW = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "What is 1+1?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"split": "train", "index": 0, "question": "1+1", "answer": "It is 2. #### 2"},
+}
+
+
+def write_parquet(path: Path, records: list[dict[str, Any]]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    return path
+
+
+def fault(source: SourceConfig, **kwargs: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        read_examples(source, **kwargs)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_plain_fields_become_an_example_and_the_others_its_metadata(write_jsonl: Callable[..., Path]) -> None:
+    path = write_jsonl([{"prompt": "1+1=", "answer": "2", "level": 3, "tags": ["a", {"b": None}]}])
+    assert read_examples(SourceConfig(path=path)) == [
+        Example("1+1=", "2", None, {"level": 3, "tags": ["a", {"b": None}]}, 1)
+    ]
+
+
+def test_verl_gsm8k_parquet_is_read_unchanged(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "train.parquet", [VERL_ROW, VERL_ROW])
+    first, second = read_examples(SourceConfig(path=path))
+    assert first.prompt == VERL_ROW["prompt"]
+    assert first.answer == "2"
+    assert first.metadata == {name: value for name, value in VERL_ROW.items() if name != "prompt"}
+    assert (first.line, second.line) == (1, 2)
+
+
+def test_dots_enter_nested_fields_and_a_field_named_with_a_dot_wins(write_jsonl: Callable[..., Path]) -> None:
+    path = write_jsonl([{"a": {"b": {"q": "nested"}}, "c.d": "flat", "c": {"d": "hidden"}}])
+    source = SourceConfig(path=path, prompt_field="a.b.q", answer_field="c.d")
+    assert [(e.prompt, e.answer) for e in read_examples(source)] == [("nested", "flat")]
+
+
+def test_numbers_as_answers_become_text(write_jsonl: Callable[..., Path]) -> None:
+    path = write_jsonl([{"prompt": "a", "answer": answer} for answer in (7, 0.5, "x", True, ["x", "y"], None)])
+    assert [e.answer for e in read_examples(SourceConfig(path=path))] == ["7", "0.5", "x", True, ["x", "y"], None]
+
+
+def test_responses_are_read_only_where_asked_for(write_jsonl: Callable[..., Path]) -> None:
+    source = SourceConfig(path=write_jsonl([{"prompt": "a", "response": "b"}]))
+    assert read_examples(source) == [Example("a", None, None, {"response": "b"}, 1)]
+    assert read_examples(source, responses=True) == [Example("a", None, "b", {}, 1)]
+
+
+def test_one_field_may_be_answer_and_response(write_jsonl: Callable[..., Path]) -> None:
+    source = SourceConfig(path=write_jsonl([{"prompt": "a", "answer": "b"}]), response_field="answer")
+    assert read_examples(source, responses=True) == [Example("a", "b", "b", {}, 1)]
+
+
+def test_empty_lines_and_a_byte_order_mark_are_skipped_but_counted(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n\n  \n{"prompt": "b"}')
+    assert [(e.prompt, e.line) for e in read_examples(SourceConfig(path=path))] == [("a", 1), ("b", 4)]
+
+
+@pytest.mark.parametrize(
+    ("second_line", "expected"),
+    [
+        ('{"prompt": ', "is not JSON: Expecting value at character 11"),
+        ('{"prompt": "a", "x": NaN}', "is not JSON: NaN is not a JSON value; write null"),
+        ("[1]", 'holds a list; write a JSON object, as in {"prompt": "1+1="}'),
+        ("null", 'holds null; write a JSON object, as in {"prompt": "1+1="}'),
+    ],
+)
+def test_a_line_that_is_no_object_is_named(tmp_path: Path, second_line: str, expected: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a"}\n' + second_line + "\n")
+    assert fault(SourceConfig(path=path)) == f"{path}, line 2 {expected}"
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    assert fault(SourceConfig(path=path)) == f"{path}, line 2 is not UTF-8; save the file as UTF-8"
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        (
+            {"prompts": "a"},
+            "no field 'prompt' for the prompt. Did you mean 'prompts'? Set prompt_field of this source.",
+        ),
+        (
+            {"text": "a", "prompt": None},
+            "no field 'prompt' for the prompt. Known: text. Set prompt_field of this source.",
+        ),
+        ({"prompt": 3}, "'prompt' is a number; write text, or a list of messages {role, content}"),
+        ({"prompt": ""}, "'prompt' is empty; write text, or a list of messages {role, content}"),
+        ({"prompt": []}, "'prompt' is empty; write text, or a list of messages {role, content}"),
+        ({"prompt": ["a"]}, "message 1 of 'prompt' is text; write {role, content}"),
+        ({"prompt": [{"role": "user"}]}, "'content' of message 1 of 'prompt' is missing; write text"),
+        ({"prompt": [{"role": "user", "content": []}]}, "'content' of message 1 of 'prompt' is a list; write text"),
+    ],
+)
+def test_a_prompt_that_is_missing_or_of_a_wrong_type_is_named(
+    write_jsonl: Callable[..., Path], second: Any, expected: str
+) -> None:
+    path = write_jsonl([{"prompt": "a"}, second])
+    assert fault(SourceConfig(path=path)) == f"{path}, line 2: {expected}"
+
+
+def test_a_nested_field_is_suggested_with_its_dots(write_jsonl: Callable[..., Path]) -> None:
+    path = write_jsonl([{"extra_info": {"question": "a"}}])
+    message = fault(SourceConfig(path=path, prompt_field="extra_info.qestion"))
+    assert "Did you mean 'extra_info.question'?" in message
+
+
+def test_a_configured_answer_field_that_is_missing_is_an_error(write_jsonl: Callable[..., Path]) -> None:
+    path = write_jsonl([{"prompt": "a", "solution": "1"}, {"prompt": "b"}])
+    expected = "no field 'solution' for the answer. Known: prompt. Set answer_field of this source."
+    assert fault(SourceConfig(path=path, answer_field="solution")) == f"{path}, line 2: {expected}"
+
+
+def test_a_missing_or_wrong_response_is_an_error_where_asked_for(write_jsonl: Callable[..., Path]) -> None:
+    path = write_jsonl([{"prompt": "a", "reponse": "x"}])
+    expected = "no field 'response' for the response. Did you mean 'reponse'? Set response_field of this source."
+    assert fault(SourceConfig(path=path), responses=True) == f"{path}, line 1: {expected}"
+    path = write_jsonl([{"prompt": "a", "response": ["x"]}])
+    message = fault(SourceConfig(path=path), responses=True)
+    assert message == f"{path}, line 1: 'response' is a list; write the response as text"
+
+
+def test_parquet_faults_name_the_row(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", [{"prompt": "a"}] * 1500 + [{"prompt": None}])
+    assert fault(SourceConfig(path=path)).startswith(f"{path}, row 1501: no field 'prompt' for the prompt.")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (b"x", "a value that JSON has no form for (such as bytes or a date); remove the column or store it as text"),
+        (
+            datetime.date(2024, 1, 2),
+            "a value that JSON has no form for (such as bytes or a date); remove the column or store it as text",
+        ),
+        ({"inner": [float("nan")]}, "a number that is not finite, which JSON has no form for; write null"),
+    ],
+)
+def test_parquet_columns_that_are_no_json_values_are_refused(tmp_path: Path, value: Any, reason: str) -> None:
+    path = write_parquet(tmp_path / "a.parquet", [{"prompt": "a", "extra": None}, {"prompt": "a", "extra": value}])
+    assert fault(SourceConfig(path=path)) == f"{path}, row 2: column 'extra' holds {reason}"
+
+
+def test_files_that_are_empty_missing_or_of_another_kind_are_refused(tmp_path: Path) -> None:
+    empty, other, broken = tmp_path / "empty.jsonl", tmp_path / "data.csv", tmp_path / "broken.parquet"
+    for path in (empty, other, broken):
+        path.write_text("\n")
+    assert fault(SourceConfig(path=empty)) == f"{empty} has no examples; write one JSON object or row for each prompt"
+    assert fault(SourceConfig(path=other)) == (
+        f"{other}: files of the kind '.csv' are not read; give a .jsonl or .parquet file"
+    )
+    absent = tmp_path / "absent.jsonl"
+    assert fault(SourceConfig(path=absent)) == f"no data file {absent}; give the path of a .jsonl or .parquet file"
+    assert fault(SourceConfig(path=broken)).startswith(f"{broken} is not a readable parquet file: ")
+    rowless = tmp_path / "rowless.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), rowless)
+    assert "has no examples" in fault(SourceConfig(path=rowless))
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="the shared GSM8K files are not beside this checkout")
+def test_all_of_gsm8k_is_read() -> None:
+    for name, count in (("train", 7473), ("test", 1319)):
+        path = GSM8K / f"{name}.jsonl"
+        examples = read_examples(SourceConfig(path=path, prompt_field="question"))
+        assert len(examples) == count
+        with path.open() as file:
+            first = json.loads(file.readline())
+        assert (examples[0].prompt, examples[0].answer) == (first["question"], first["answer"])
+        assert all("####" in e.answer for e in examples)
