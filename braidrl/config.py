@@ -96,7 +96,7 @@ class RewardConfig(Section):
     wrong_score: float | None = None
     """Score of a wrong answer; by default the recipe's (GRPO 0, DAPO -1)."""
     timeout_s: float = Field(10.0, gt=0)
-    """Seconds for one row; after them the row counts as failed and its process is replaced."""
+    """Seconds for one verifier on one row; after them that check counts as failed and its process is replaced."""
     processes: int = Field(1, ge=1)
     """Processes that check answers beside generation."""
 

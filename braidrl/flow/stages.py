@@ -16,8 +16,8 @@ from typing import Any
 from braidrl.algorithms import registry
 from braidrl.algorithms.registry import Entry, Registry
 from braidrl.errors import UserError, suggest
-from braidrl.flow.importing import import_function
 from braidrl.flow.stage import ALWAYS, Kind, Scope, Signature, Stage, When
+from braidrl.importing import import_function
 
 GENERATED = (
     "tokens", "action_mask", "sequence_lengths", "rollout_log_probs", "rollout_versions",

@@ -1,0 +1,199 @@
+"""A thread and a worker process each, that take calls from a queue and see to it that every call gets its answer.
+
+OneByOne      one call at a time; a process that does not answer in time is killed, and the next call gets another
+Concurrent    many calls of one async verifier at a time; if its process hangs or dies, nobody can tell through which call,
+              so all that were in flight are called again one by one
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+
+from braidrl.rewards.process import WorkerProcess
+from braidrl.rewards.verifier import Completion, Verifier
+from braidrl.rewards.worker import Message, receive, send
+
+MOST_IN_FLIGHT = 64
+"""Calls of one async verifier at a time; for fewer it may hold an asyncio.Semaphore, since they share an event loop."""
+STUCK_AFTER_S = 1.0
+"""How much later than its limit an async call may answer before its event loop counts as blocked."""
+TICK_S = 0.02
+"""How long a concurrent lane waits for answers before it looks for new calls."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one verifier said about one completion. `score` or `correct` is None where it left that open."""
+
+    score: float | None = None
+    correct: bool | None = None
+    failure: str | None = None
+    """timeout, exception, died, or result when it returned something else; then there is no score."""
+    detail: str = ""
+
+
+@dataclass(eq=False)
+class Call:
+    """A check that was submitted."""
+
+    number: int
+    verifier: Verifier
+    completion: Completion
+    future: Future[Outcome] = field(default_factory=Future)
+
+    def message(self, limit_s: float) -> Message:
+        completion = self.completion.to_json()
+        return {"call": self.number, "key": self.verifier.key, "completion": completion, "limit_s": limit_s}
+
+    def answer(self, message: Message) -> None:
+        """Resolves the future with the worker's answer."""
+        self.future.set_result(Outcome(**{name: value for name, value in message.items() if name != "call"}))
+
+    def abandon(self) -> None:
+        self.future.set_exception(CancelledError("the reward pool was closed before this check ended"))
+
+
+Calls = queue.SimpleQueue[Call | None]
+
+
+class Lane(ABC):
+    """A thread that owns at most one worker process."""
+
+    def __init__(self, calls: Calls, timeout_s: float) -> None:
+        self.calls = calls
+        self.timeout_s = timeout_s
+        self.closing = threading.Event()
+        self._process: WorkerProcess | None = None
+        self._lock = threading.Lock()
+        # A daemon, so that a run which forgets to close can end; its workers then end with the pipe.
+        self.thread = threading.Thread(target=self._run, name="rewards", daemon=True)
+        self.thread.start()
+
+    @abstractmethod
+    def _serve(self) -> None:
+        """Takes and answers calls until `closing` is set."""
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._drop_process()
+
+    def stop(self) -> None:
+        """Tells the thread to end, without waiting; what its process is at is cut short."""
+        with self._lock:
+            self.closing.set()
+            if self._process is not None:
+                self._process.signal()
+        self.calls.put(None)
+
+    def abandon_queued(self) -> None:
+        """After the thread has ended: calls that it never took raise CancelledError."""
+        while not self.calls.empty():
+            call = self.calls.get()
+            if call is not None:
+                call.abandon()
+
+    def _ready_process(self) -> WorkerProcess:
+        with self._lock:
+            if self.closing.is_set():
+                raise EOFError("the reward pool is closing")
+            if self._process is None:
+                self._process = WorkerProcess()
+            return self._process
+
+    def _drop_process(self) -> str:
+        """Ends the process, if there is one, and says how it ended."""
+        with self._lock:
+            if self._process is None:
+                return "no process could be started"
+            status = self._process.kill()
+            self._process = None
+        return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+
+
+class OneByOne(Lane):
+    """Shares its queue with others like it."""
+
+    def _serve(self) -> None:
+        while (call := self.calls.get()) is not None and not self.closing.is_set():
+            try:
+                answer = self._answer(call)
+            except Exception as error:  # no failure of the verifier's, but of ours: whoever waits gets it
+                call.future.set_exception(error)
+                continue
+            if self.closing.is_set():
+                call.abandon()
+            else:
+                call.answer(answer)
+        if call is not None:
+            call.abandon()
+
+    def _answer(self, call: Call) -> Message:
+        try:
+            process = self._ready_process()
+            failed = process.load(call.verifier, self.timeout_s)
+            return failed or process.ask(call.message(self.timeout_s), self.timeout_s)
+        except TimeoutError as error:
+            self._drop_process()
+            return {"failure": "timeout", "detail": str(error)}
+        except (EOFError, OSError) as error:
+            return {"failure": "died", "detail": f"the verifier's process died: {self._drop_process()} {error}".strip()}
+
+
+class Concurrent(Lane):
+    """Has a queue of its own, for one async verifier."""
+
+    def __init__(self, verifier: Verifier, alone: Calls, timeout_s: float) -> None:
+        self.verifier = verifier
+        self.alone = alone
+        self.in_flight: dict[int, tuple[Call, float]] = {}
+        super().__init__(queue.SimpleQueue(), timeout_s)
+
+    def _serve(self) -> None:
+        while not self.closing.is_set():
+            try:
+                self._admit()
+                self._collect()
+            except (EOFError, OSError):
+                self._drop_process()
+                while self.in_flight and not self.closing.is_set():
+                    self.alone.put(self.in_flight.popitem()[1][0])
+        for call, _ in self.in_flight.values():
+            call.abandon()
+
+    def _admit(self) -> None:
+        """Sends what is queued, as far as there is room; waits if nothing is in flight."""
+        while len(self.in_flight) < MOST_IN_FLIGHT:
+            try:
+                call = self.calls.get(block=not self.in_flight)
+            except queue.Empty:
+                return
+            if call is None:
+                return
+            self.in_flight[call.number] = (call, float("inf"))
+            process = self._ready_process()
+            failed = process.load(self.verifier, self.timeout_s, concurrent=True)
+            if failed:
+                del self.in_flight[call.number]
+                call.answer(failed)
+                continue
+            send(process.connection, call.message(self.timeout_s))
+            self.in_flight[call.number] = (call, time.monotonic() + self.timeout_s + STUCK_AFTER_S)
+
+    def _collect(self) -> None:
+        """Hands out one answer. Raises TimeoutError when an answer is overdue."""
+        if not self.in_flight:
+            return
+        connection = self._ready_process().connection
+        if connection.poll(TICK_S):
+            message = receive(connection)
+            call, _ = self.in_flight.pop(message["call"])
+            call.answer(message)
+        elif any(time.monotonic() > deadline for _, deadline in self.in_flight.values()):
+            raise TimeoutError

@@ -1,0 +1,70 @@
+"""Verifiers in processes of their own, beside generation. One that raises, hangs or dies costs its own check and no other.
+
+submit ──> one queue ────────────────────> `processes` lanes: a thread and a process each, one call at a time
+   └─────> a queue per async verifier ───> one lane: a thread and a process, many calls at a time
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from concurrent.futures import Future
+from types import TracebackType
+
+from braidrl.rewards.lanes import Call, Calls, Concurrent, Lane, OneByOne, Outcome
+from braidrl.rewards.verifier import Completion, Verifier
+
+
+class RewardPool:
+    """Calls verifiers in `processes` processes, and one more for each async verifier; `timeout_s` limits each call.
+
+    Processes start when first needed. Closing, or leaving the `with` block by whatever way, leaves none behind.
+    """
+
+    def __init__(self, processes: int, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._alone: Calls = queue.SimpleQueue()
+        self._lanes: list[Lane] = [OneByOne(self._alone, timeout_s) for _ in range(processes)]
+        self._concurrent: dict[str, Concurrent] = {}
+        self._numbers = itertools.count()
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def submit(self, completion: Completion, verifier: Verifier) -> Future[Outcome]:
+        """Returns at once; the future never raises for what the verifier does, only when the pool is closed first."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the reward pool is closed")
+            call = Call(next(self._numbers), verifier, completion)
+            call.future.set_running_or_notify_cancel()
+            self._queue_of(verifier).put(call)
+        return call.future
+
+    def _queue_of(self, verifier: Verifier) -> Calls:
+        if not verifier.asynchronous:
+            return self._alone
+        if verifier.key not in self._concurrent:
+            lane = Concurrent(verifier, self._alone, self.timeout_s)
+            self._concurrent[verifier.key] = lane
+            self._lanes.append(lane)
+        return self._concurrent[verifier.key].calls
+
+    def close(self) -> None:
+        """Ends all processes and waits until they are gone; checks that have not ended raise CancelledError."""
+        with self._lock:
+            self._closed = True
+        for lane in self._lanes:
+            lane.stop()
+        for lane in self._lanes:
+            lane.thread.join()
+        for lane in self._lanes:
+            lane.abandon_queued()
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,92 @@
+"""The rule rewards that come with Braid. Each is a plain function of what it wants to know about one completion.
+
+    prompt, response, answer, metadata, source    what a verifier may ask for, by parameter name
+    anything else                                 a setting, from the configuration's `params`
+
+It returns right or wrong (bool), a score (float), or both (`Score`). A user's own is made in the same way.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+BUILT_IN = {
+    "exact": "braidrl.rewards.verifiers:exact",
+    "gsm8k": "braidrl.rewards.verifiers:gsm8k",
+    "format": "braidrl.rewards.verifiers:follows_format",
+    "math": "braidrl.rewards.math_equivalence:equivalent",
+}
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a verifier says when a score alone does not tell right from wrong; `correct` None leaves that open."""
+
+    score: float
+    correct: bool | None = None
+
+
+def exact(response: str, answer: Any, *, last_line: bool = False, pattern: str | None = None) -> bool:
+    """Whether the response is the answer, white space at the ends aside.
+
+    `last_line` looks at the last line that is not empty, `pattern` at the last match of a regular expression in what
+    is left: at its first group, or all of it where it has no group.
+    """
+    text = response.strip()
+    if last_line:
+        text = text.splitlines()[-1] if text else ""
+    if pattern is not None:
+        matches = list(re.finditer(pattern, text, re.DOTALL))
+        if not matches:
+            return False
+        text = matches[-1].group(1 if matches[-1].re.groups else 0) or ""
+    return text.strip() == str(answer).strip()
+
+
+def follows_format(response: str, *, pattern: str) -> bool:
+    """Whether the whole response, white space at the ends aside, matches a regular expression; `.` matches newlines too."""
+    return re.fullmatch(pattern, response.strip(), re.DOTALL) is not None
+
+
+# A minus after a digit is subtraction. What belongs to a fraction, power, ratio or version is not a number by itself.
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![0-9)])[-−]\s?)?\$?\s?(?P<inner>(?<=\$)-)?"
+    r"(?<![0-9.,/^:])(?P<digits>[0-9][0-9,]*+(?:\.[0-9]++)?+|\.[0-9]++)(?!\s?[/^:]\s?[0-9])"
+)
+
+
+def gsm8k(response: str, answer: Any, *, flexible: bool = False) -> bool:
+    """Whether the number after the last `####` equals the reference's, a bare number or a GSM8K solution.
+
+    Dollar signs, thousands commas, trailing punctuation and trailing zeros do not matter. A response without `####` is
+    wrong; with `flexible` its last number is taken. Raises ValueError when the reference holds no number.
+    """
+    expected = final_number(str(answer)) or last_number(str(answer))
+    if expected is None:
+        raise ValueError(f"the reference answer {str(answer)[-80:]!r} holds no number")
+    given = final_number(response)
+    if given is None and flexible:
+        given = last_number(response)
+    return given == expected
+
+
+def final_number(text: str) -> Decimal | None:
+    """The first number on the line after the last `####`, or None."""
+    _, mark, rest = text.rpartition("####")
+    lines = rest.strip().splitlines()
+    found = _NUMBER.search(lines[0]) if mark and lines else None
+    return _value(found) if found else None
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in the text, or None."""
+    found = list(_NUMBER.finditer(text))
+    return _value(found[-1]) if found else None
+
+
+def _value(number: re.Match[str]) -> Decimal:
+    magnitude = Decimal(number["digits"].replace(",", ""))
+    return -magnitude if number["sign"] or number["inner"] else magnitude

@@ -1,0 +1,177 @@
+"""From rows to the columns `score`, `correct` and `reward`: decodes what was sampled and has the pool check it.
+
+rows ──submit──> one check per row and verifier ──> pool (beside generation) ──> Pending ──result──> index columns
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from braidrl.config import RewardConfig, VerifierConfig
+from braidrl.data.rows import Rows
+from braidrl.errors import UserError
+from braidrl.rewards.lanes import Outcome
+from braidrl.rewards.pool import RewardPool
+from braidrl.rewards.verifier import Completion, Verifier, resolve
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A verifier with its share of `reward` and its own name among a source's verifiers."""
+
+    verifier: Verifier
+    weight: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A check that came to nothing and counts as wrong."""
+
+    row: int
+    label: str
+    reason: str
+    """timeout, exception, died or result."""
+    detail: str
+
+
+class Pending:
+    """Checks under way for some rows, in the rows' order."""
+
+    def __init__(self, rewards: RuleRewards, checks: list[list[tuple[Weighted, Future[Outcome]]]], prefix: str) -> None:
+        self._rewards = rewards
+        self._checks = checks
+        self._prefix = prefix
+
+    def __len__(self) -> int:
+        return len(self._checks)
+
+    def done(self) -> bool:
+        """Whether `result` will return without waiting."""
+        return all(future.done() for row in self._checks for _, future in row)
+
+    def result(self) -> dict[str, Tensor]:
+        """Waits; columns `score`, `correct`, `reward`, each (B,) float32, and `score_<name>` where verifiers are several.
+
+        `score` and, until something shapes it, `reward` are Σ weight · score over the row's verifiers. `correct`, 0 or 1,
+        is what the first of them says. `score_<name>` is NaN in rows whose source does not have that verifier.
+        """
+        rows = [[(weighted, self._rewards.judge(future.result())) for weighted, future in row] for row in self._checks]
+        total = torch.tensor([sum(w.weight * score for w, (score, _) in row) for row in rows], dtype=torch.float32)
+        correct = torch.tensor([float(row[0][1][1]) for row in rows], dtype=torch.float32)
+        columns = {"score": total, "correct": correct, "reward": total.clone()}
+        if len(self._rewards.labels) > 1:
+            scores = [{weighted.label: score for weighted, (score, _) in row} for row in rows]
+            for label in self._rewards.labels:
+                values = [row.get(label, float("nan")) for row in scores]
+                columns[f"score_{label}"] = torch.tensor(values, dtype=torch.float32)
+        return {self._prefix + name: column for name, column in columns.items()}
+
+    def failures(self) -> list[Failure]:
+        """Waits; the checks that raised, hung, died or returned no score."""
+        return [
+            Failure(number, weighted.label, outcome.failure, outcome.detail)
+            for number, row in enumerate(self._checks)
+            for weighted, outcome in ((w, future.result()) for w, future in row)
+            if outcome.failure is not None
+        ]
+
+    def failure_counts(self) -> Counter[str]:
+        """Waits; how many checks failed, by `name/reason`."""
+        return Counter(f"{failure.label}/{failure.reason}" for failure in self.failures())
+
+
+class RuleRewards:
+    """The verifiers of a run and the processes that they run in. Use it as a context, or call `close`."""
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        per_source: Mapping[int, Sequence[VerifierConfig]],
+        correct_score: float,
+        wrong_score: float,
+        tokenizer: Decoder,
+        source_names: Mapping[int, str] | None = None,
+    ) -> None:
+        """`correct_score` and `wrong_score` are the recipe's, and give way to the configuration's.
+
+        `per_source` holds, by number, the sources that have verifiers of their own instead of `config.verify`; `source_names`
+        what verifiers get as `source`, by default the number. Raises UserError for a verifier that cannot be called.
+        """
+        self.correct_score = correct_score if config.correct_score is None else config.correct_score
+        self.wrong_score = wrong_score if config.wrong_score is None else config.wrong_score
+        self._tokenizer = tokenizer
+        self._source_names = source_names or {}
+        self._default = weighted_verifiers(config.verify)
+        self._per_source = {source: weighted_verifiers(many) for source, many in per_source.items()}
+        every = [self._default, *self._per_source.values()]
+        self.labels = list(dict.fromkeys(weighted.label for many in every for weighted in many))
+        self._pool = RewardPool(config.processes, config.timeout_s)
+
+    def submit(self, rows: Rows, of: str | None = None) -> Pending:
+        """Begins to check rows, one or many, and returns at once; `of` names the namespace whose tokens are meant."""
+        prefix = f"{of}." if of else ""
+        texts = responses(rows, self._tokenizer, prefix)
+        checks = []
+        for row, source in enumerate(rows["source"].tolist()):
+            metadata = rows["metadata"][row]
+            name = self._source_names.get(source, str(source))
+            completion = Completion(metadata.get("prompt"), texts[row], metadata.get("answer"), metadata, name)
+            verifiers = self._per_source.get(source, self._default)
+            checks.append([(w, self._pool.submit(completion, w.verifier)) for w in verifiers])
+        return Pending(self, checks, prefix)
+
+    def judge(self, outcome: Outcome) -> tuple[float, bool]:
+        """Score and correctness of one check. Of a bare score, `correct_score` and more is right; a failure is wrong."""
+        if outcome.failure is not None:
+            return self.wrong_score, False
+        if outcome.score is None:
+            return (self.correct_score if outcome.correct else self.wrong_score), bool(outcome.correct)
+        correct = outcome.score >= self.correct_score if outcome.correct is None else outcome.correct
+        return outcome.score, correct
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def __enter__(self) -> RuleRewards:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def weighted_verifiers(configs: Sequence[VerifierConfig]) -> list[Weighted]:
+    """Verifiers with labels that differ: the second `format` is `format_2`. Raises UserError as `resolve`, or for an empty list."""
+    if not configs:
+        raise UserError("`verify` names no verifier; write one, as in `verify: exact`")
+    seen: Counter[str] = Counter()
+    weighted = []
+    for config in configs:
+        verifier = resolve(config.name, config.params)
+        seen[verifier.label] += 1
+        number = seen[verifier.label]
+        weighted.append(Weighted(verifier, config.weight, verifier.label + (f"_{number}" if number > 1 else "")))
+    return weighted
+
+
+def responses(rows: Rows, tokenizer: Decoder, prefix: str = "") -> list[str]:
+    """The text of each row's action tokens, without special tokens."""
+    tokens, mask = rows[f"{prefix}tokens"], rows[f"{prefix}action_mask"]
+    sampled = [tokens[row][mask[row].bool()].tolist() for row in range(len(rows))]
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled]

@@ -1,0 +1,168 @@
+"""The process that calls verifiers: it gets JSON over a pipe and answers in JSON, until the pipe ends.
+
+-> {"load": key, "concurrent", "limit_s"}             <- {}, or a failure
+-> {"call", "key", "completion", "limit_s"}           <- {"call", "score", "correct"}, or {"call", "failure", "detail"}
+
+One at a time, an ordinary function may block as it likes. Concurrently, the calls of one `async` function share an event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import signal
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from braidrl.rewards.verifier import Verifier, resolve
+from braidrl.rewards.verifiers import Score
+
+Message = dict[str, Any]
+ORPHAN_GRACE_S = 3.0
+"""How much later than its limit a call ends that nobody is there to kill."""
+LOAD_LIMIT_S = 120.0
+HEARTBEAT_S = 0.5
+RAISED = (Exception, SystemExit, asyncio.CancelledError)
+"""What a user's function may raise without ending the process."""
+
+
+def main(descriptor: int) -> None:
+    """Serves the pipe at a file descriptor; when its other end is gone, ends this process and all that it started."""
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
+    verifiers: dict[str, Verifier] = {}
+    try:
+        while True:
+            message = receive(connection)
+            if "load" in message:
+                failed = load(message["load"], verifiers)
+                send(connection, failed)
+                if message["concurrent"] and not failed:
+                    asyncio.run(_serve_concurrently(connection, verifiers, message["limit_s"]))
+            else:
+                send(connection, {"call": message["call"], **_call_alone(verifiers[message["key"]], message)})
+    except (EOFError, ConnectionError):
+        os.killpg(0, signal.SIGKILL)
+
+
+def die_after(seconds: float) -> None:
+    """Has the kernel end this process if it is still busy then; 0 takes that back.
+
+    The parent kills what takes too long. Should the parent be dead, this works even in code that never lets go of Python's lock.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def send(connection: Connection, message: Message) -> None:
+    connection.send_bytes(json.dumps(message).encode())
+
+
+def receive(connection: Connection) -> Message:
+    message: Message = json.loads(connection.recv_bytes())
+    return message
+
+
+def load(key: str, verifiers: dict[str, Verifier]) -> Message:
+    """Adds the verifier of that key; a failure in importing it is the answer."""
+    die_after(LOAD_LIMIT_S + ORPHAN_GRACE_S)
+    try:
+        name, settings = json.loads(key)
+        verifiers[key] = resolve(name, settings)
+    except RAISED as error:
+        return failure_of(error)
+    finally:
+        die_after(0)
+    return {}
+
+
+def _call_alone(verifier: Verifier, message: Message) -> Message:
+    die_after(message["limit_s"] + ORPHAN_GRACE_S)
+    try:
+        value = verifier(message["completion"])
+        return judgement(asyncio.run(_wait(value)) if inspect.isawaitable(value) else value)
+    except RAISED as error:
+        return failure_of(error)
+    finally:
+        die_after(0)
+
+
+async def _wait(value: Any) -> Any:
+    return await value
+
+
+async def _serve_concurrently(connection: Connection, verifiers: dict[str, Verifier], limit_s: float) -> None:
+    """Starts a task for each message; raises EOFError when the pipe ends."""
+    loop = asyncio.get_running_loop()
+    running: set[asyncio.Task[None]] = set()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    async def answer(message: Message) -> None:
+        send(connection, {"call": message["call"], **await _call_limited(verifiers[message["key"]], message)})
+
+    def on_message() -> None:
+        try:
+            task = loop.create_task(answer(receive(connection)))
+        except (EOFError, ConnectionError) as error:
+            loop.remove_reader(connection.fileno())
+            ended.set_exception(error)
+        else:
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+    loop.add_reader(connection.fileno(), on_message)
+    heartbeat = loop.create_task(_stay_alive(limit_s + ORPHAN_GRACE_S))
+    try:
+        await ended
+    finally:
+        heartbeat.cancel()
+
+
+async def _stay_alive(seconds: float) -> None:
+    """While the event loop turns, puts off the end that comes when it has not for `seconds`."""
+    while True:
+        die_after(seconds)
+        await asyncio.sleep(HEARTBEAT_S)
+
+
+async def _call_limited(verifier: Verifier, message: Message) -> Message:
+    deadline = asyncio.timeout(message["limit_s"])
+    try:
+        async with deadline:
+            return judgement(await verifier(message["completion"]))
+    except RAISED as error:
+        if deadline.expired():
+            return {"failure": "timeout", "detail": f"no answer within {message['limit']:g} s"}
+        return failure_of(error)
+
+
+def judgement(value: Any) -> Message:
+    """What a verifier returned as `score` and `correct`, None where it left one open; anything else is a failure."""
+    if isinstance(value, Score):
+        score, correct = plain_number(value.score), value.correct
+    else:
+        score, correct = plain_number(value), None
+    if isinstance(score, bool):
+        return {"score": None, "correct": score}
+    if isinstance(score, int | float) and math.isfinite(score):
+        return {"score": float(score), "correct": None if correct is None else bool(correct)}
+    return {
+        "failure": "result",
+        "detail": f"returned {value!r:.200}; a verifier returns a bool, a finite number or Score",
+    }
+
+
+def plain_number(value: Any) -> Any:
+    """The Python number in a NumPy or torch scalar; other values as they are."""
+    return value.item() if callable(getattr(value, "item", None)) else value
+
+
+def failure_of(error: BaseException) -> Message:
+    """An exception as one line that says what, and where in whose code."""
+    place = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" ({os.path.basename(frame.filename)}:{frame.lineno})" for frame in place)
+    return {"failure": "exception", "detail": f"{type(error).__name__}: {error}"[:500] + where}
