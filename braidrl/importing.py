@@ -13,6 +13,8 @@ from typing import Any
 
 from braidrl.errors import UserError, suggest
 
+LOADED_FROM_FILE = "braid_user_"
+
 
 def import_function(name: str) -> Callable[..., Any]:
     """The function that `module:function` or `file.py:function` names. Raises UserError when there is none."""
@@ -26,6 +28,14 @@ def import_function(name: str) -> Callable[..., Any]:
     return function
 
 
+def relative_to(folder: Path, name: str) -> str:
+    """`file.py:function` with the file looked for in `folder` first; any other name as it is."""
+    place, colon, attribute = name.rpartition(":")
+    if place.endswith(".py") and (folder / place).is_file():
+        return f"{(folder / place).resolve()}{colon}{attribute}"
+    return name
+
+
 def _functions(module: ModuleType) -> list[str]:
     return [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
 
@@ -35,18 +45,36 @@ def _load_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise UserError(f"cannot import {name!r} ({error}); is its folder on PYTHONPATH?") from None
+    except Exception as error:
+        raise UserError(f"importing {name!r} raised {type(error).__name__}: {error}") from error
 
 
 def _load_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise UserError(f"no file {path}")
-    # The name follows from the path, so that a second import and another process find the same module.
-    name = f"braid_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
+    loaded = _loaded_from(path)
+    if loaded is not None:
+        return loaded
+    # The name follows from the path, so that another process finds the same module.
+    name = f"{LOADED_FROM_FILE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
         spec.loader.exec_module(module)
-    return sys.modules[name]
+    except Exception as error:
+        # A half-executed module must not be found by the next import.
+        del sys.modules[name]
+        raise UserError(f"{path} raised {type(error).__name__} when loaded: {error}") from error
+    return module
+
+
+def _loaded_from(path: Path) -> ModuleType | None:
+    """The module that this file was imported as already: executing it twice would register its functions twice."""
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if isinstance(file, str) and file.endswith(path.name) and Path(file).resolve() == path:
+            return module
+    return None

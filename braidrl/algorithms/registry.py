@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 Scope = Literal["row", "group", "batch"]
@@ -27,6 +27,9 @@ class Entry:
 
     `sums` is for scope `batch` only: `sums(columns, **settings)` returns a dict of numbers or tensors that are added up over all
     rows wherever they are; the function itself then receives the totals as its keyword `totals`.
+
+    `state` gives the initial values of a small state that the stage owns (a KL coefficient, a multiplier). The function receives it
+    as its keyword `state`; once per iteration `update_state(state, totals, **settings)` returns the next one.
     """
 
     name: str
@@ -39,16 +42,22 @@ class Entry:
     scope: Scope = "row"
     sums: Callable[..., Any] | None = None
     columns: dict[str, str] = field(default_factory=dict)
+    state: dict[str, float] = field(default_factory=dict)
+    update_state: Callable[..., dict[str, float]] | None = None
 
     def column(self, parameter: str) -> str:
         """The column that a positional parameter stands for: its own name unless `columns` says another."""
         return self.columns.get(parameter, parameter)
 
     def check(self, given: dict[str, Any]) -> None:
-        """Raises ValueError for a setting that the function does not have or that is missing."""
+        """Raises ValueError for a setting that the function does not have or that is missing.
+
+        A name of the state is a setting too: it sets the initial value.
+        """
+        known = [*self.settings, *self.state]
         for name in given:
-            if name not in self.settings:
-                raise ValueError(f"{self.name} has no setting {name!r}. {suggest(name, self.settings)}")
+            if name not in known:
+                raise ValueError(f"{self.name} has no setting {name!r}. {suggest(name, known)}")
         for name in self.required:
             if name not in given:
                 raise ValueError(f"{self.name} needs the setting {name!r}")
@@ -69,14 +78,21 @@ class Registry:
         scope: Scope = "row",
         sums: Callable[..., Any] | None = None,
         columns: dict[str, str] | None = None,
+        state: dict[str, float] | None = None,
+        update_state: Callable[..., dict[str, float]] | None = None,
     ) -> Callable[[F], F]:
         """Decorator; the name defaults to the function's own. Raises ValueError if another function has the name.
 
         `columns` renames parameters that are no Python names: `{"baseline": "greedy.reward"}`.
         """
+        if bool(state) != bool(update_state) or (state and sums is None):
+            raise ValueError("a state needs its initial values, the function that updates it and the sums for that")
 
         def add(function: F) -> F:
             entry = describe(name or function.__name__, function, tuple(writes), scope, sums, columns)
+            entry = replace(entry, state=state or {}, update_state=update_state)
+            if both := set(entry.state) & set(entry.settings):
+                raise ValueError(f"{entry.name}: {sorted(both)} are in the state and among the settings")
             known = self.entries.get(entry.name)
             if known and known.function.__module__ != function.__module__:
                 raise ValueError(f"{self.family} {entry.name!r} is registered already, by {known.function.__module__}")
@@ -113,7 +129,7 @@ def describe(
     for parameter in inspect.signature(function).parameters.values():
         has_default = parameter.default is not inspect.Parameter.empty
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            if parameter.name == "totals":
+            if parameter.name in ("totals", "state"):
                 continue
             settings[parameter.name] = parameter.default if has_default else None
             if not has_default:

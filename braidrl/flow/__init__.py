@@ -3,9 +3,9 @@
 from braidrl.flow.flow import Flow
 from braidrl.flow.roles import Role, actor, cost, cost_critic, critic, reference, reward
 from braidrl.flow.stage import Kind, Scope, Stage, When
-from braidrl.flow.stages import advantage, data, loss, select, shape
+from braidrl.flow.stages import advantage, correction, data, kl, loss, select, shape
 
 __all__ = [
     "Flow", "Kind", "Role", "Scope", "Stage", "When",
-    "actor", "advantage", "cost", "cost_critic", "critic", "data", "loss", "reference", "reward", "select", "shape",
+    "actor", "advantage", "correction", "cost", "cost_critic", "critic", "data", "kl", "loss", "reference", "reward", "select", "shape",
 ]  # fmt: skip

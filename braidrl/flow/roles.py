@@ -29,10 +29,10 @@ class Role:
         params = {"rewards": rewards, "correct_score": correct_score, "wrong_score": wrong_score, "of": of}
         return make_stage("verify", self.name, params, id=id, when=when, after=after)
 
-    def score(self, *, of: str | None = None,
+    def score(self, *, weight: float | None = None, of: str | None = None,
               id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
         """Score rows by a model with a scalar head."""
-        return make_stage("score", self.name, {"of": of}, id=id, when=when, after=after)
+        return make_stage("score", self.name, {"weight": weight, "of": of}, id=id, when=when, after=after)
 
     def log_probs(self, *, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:
         """Log-probabilities of the action tokens."""
@@ -42,11 +42,12 @@ class Role:
         """One value per action token."""
         return make_stage("values", self.name, {}, id=id, when=when, after=after)
 
-    def update(self, *, loss: Mapping[str, Any] | None = None, aggregate: str | None = None, old: str | None = None,
+    def update(self, *, loss: Mapping[str, Any] | None = None, aggregate: str | Mapping[str, Any] | None = None, old: str | None = None,
                kl: Mapping[str, Any] | None = None, entropy_coef: float | None = None,
-               correction: Mapping[str, Any] | None = None, source: str | None = None, decay: float | None = None,
+               correction: Mapping[str, Any] | None = None, source: str | Role | None = None, decay: float | None = None,
                id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
-        """Train on the batch: a loss by name, how it is aggregated, and what is added to it."""
+        """Train on the batch: a loss, how it is aggregated, and what is added to it; or with `source` copy its weights."""
+        source = source.name if isinstance(source, Role) else source
         params = {
             "loss": loss, "aggregate": aggregate, "old": old, "kl": kl, "entropy_coef": entropy_coef,
             "correction": correction, "source": source, "decay": decay,

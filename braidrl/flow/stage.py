@@ -38,12 +38,27 @@ class When:
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.start < 1 or (self.until is not None and self.until < self.start):
-            raise UserError(f"when: every and start count from 1 and until is not before start, got {self}")
+            raise UserError(
+                "when: every and start count from 1 and until is not before start, "
+                f"got every={self.every}, start={self.start}, until={self.until}"
+            )
 
     def includes(self, iteration: int) -> bool:
         """True if the stage runs in this iteration."""
         in_time = self.start <= iteration and (self.until is None or iteration <= self.until)
         return in_time and (iteration - self.start) % self.every == 0
+
+    def covers(self, other: When) -> bool:
+        """True if this includes every iteration that `other` includes."""
+        last = None if other.until is None else other.until - (other.until - other.start) % other.every
+        ends_first = self.until is not None and (last is None or self.until < last)
+        in_step = last == other.start or other.every % self.every == 0
+        return self.includes(other.start) and in_step and not ends_first
+
+    def __str__(self) -> str:
+        often = "every iteration" if self.every == 1 else f"every {self.every} iterations"
+        since = f" from {self.start}" if self.start > 1 else ""
+        return often + since + (f" until {self.until}" if self.until is not None else "")
 
 
 ALWAYS = When()
@@ -54,7 +69,7 @@ class Signature:
     """What a stage touches.
 
     `optional` columns are read where an earlier stage writes them; of each tuple in `one_of` the first one that is written is read,
-    and one must be.
+    and one must be. `state` holds the initial values of the stage's own small state, which changes once per iteration.
     """
 
     kind: Kind
@@ -63,6 +78,7 @@ class Signature:
     optional: tuple[str, ...] = ()
     one_of: tuple[tuple[str, ...], ...] = ()
     scope: Scope = Scope.ROW
+    state: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -73,9 +89,14 @@ class Stage:
     type: str
     role: str | None
     signature: Signature
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] = field(default_factory=dict, hash=False)
     when: When = ALWAYS
     after: tuple[str, ...] = ()
+
+    @property
+    def default_name(self) -> str:
+        """What the stage is called where it is given no name."""
+        return default_name(self.type, self.role, self.params)
 
     @property
     def kind(self) -> Kind:
@@ -93,8 +114,26 @@ class Stage:
     def writes(self) -> tuple[str, ...]:
         return self.signature.writes
 
+    @property
+    def state(self) -> Mapping[str, float]:
+        """Initial values of the state that the stage owns; empty for most stages."""
+        return self.signature.state
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The parameters that the stage's function takes by keyword: all but the initial values of its state."""
+        return {name: value for name, value in self.params.items() if name not in self.state}
+
     def renamed(self, name: str) -> Stage:
         return replace(self, name=name)
 
     def __str__(self) -> str:
         return self.name
+
+
+def default_name(type: str, role: str | None, params: Mapping[str, Any]) -> str:
+    """`actor.generate`, `actor.generate.greedy` for one with a namespace, and a user's function by its own name."""
+    if role is None:
+        return type.rsplit(":", 1)[-1]
+    namespace = params.get("into") or params.get("of")
+    return f"{role}.{type}.{namespace}" if namespace else f"{role}.{type}"

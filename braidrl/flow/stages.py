@@ -1,11 +1,11 @@
-"""The types of stages, and the one function that makes a stage from a type, a role and parameters.
+"""The one function that makes a stage from a type, a role and parameters.
 
 The Python form (`actor.generate()`, `advantage.gae(gamma=1.0)`) and the YAML form both end in `make_stage`, so both give equal stages.
 
 type                 signature comes from
-generate, update...  `role_types`, below
+generate, update...  `signatures.ROLE_TYPES`
 advantage.gae ...    the function registered in braidrl.algorithms
-module:function      the user's function, or file.py:function
+module:function      the user's registered function, or file.py:function
 """
 
 from __future__ import annotations
@@ -14,24 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from braidrl.algorithms import registry
-from braidrl.algorithms.registry import Entry, Registry
-from braidrl.errors import UserError, suggest
-from braidrl.flow.stage import ALWAYS, Kind, Scope, Signature, Stage, When
-from braidrl.importing import import_function
-
-GENERATED = (
-    "tokens", "action_mask", "sequence_lengths", "rollout_log_probs", "rollout_versions",
-    "length", "action_tokens", "finish_reason", "version",
-)  # fmt: skip
-SEQUENCE = ("tokens", "action_mask", "sequence_lengths")
-LOG_PROBS = {"actor": "old_log_probs", "reference": "ref_log_probs"}
-VALUES = {"critic": "values", "cost_critic": "cost_values"}
-FAMILIES: dict[str, Registry] = {
-    "advantage": registry.advantages,
-    "shape": registry.shapes,
-    "select": registry.selections,
-    "data": registry.responses,
-}
+from braidrl.algorithms.registry import Registry
+from braidrl.errors import UserError
+from braidrl.flow.lookup import FAMILIES, compute_entry, entry_of, public_name
+from braidrl.flow.signatures import CHOICES, ROLE_TYPES, compute_signature, role_signature
+from braidrl.flow.stage import ALWAYS, Stage, When, default_name
 
 
 def make_stage(
@@ -44,166 +31,48 @@ def make_stage(
     after: Sequence[str] = (),
 ) -> Stage:
     """A stage by its type's name. Raises UserError for a type, role or parameter that does not exist."""
-    params = {name: value for name, value in (params or {}).items() if value is not None}
+    params = {name: plain(type, value) for name, value in (params or {}).items() if value is not None}
     if type in ROLE_TYPES:
         if role is None:
-            raise UserError(f"stage {id or type!r}: the type {type!r} needs a role, as in `role: actor`")
-        signature = ROLE_TYPES[type](role, **_checked(type, params))
-        name = f"{role}.{type}" + (f".{params['into']}" if "into" in params else "")
+            raise UserError(f"stage {id or type}: the type {type!r} needs a role, as in `role: actor`")
+        signature = role_signature(type, role, params)
+        params = with_public_names(params) if type == "update" else params
     else:
-        signature = compute_signature(compute_entry(type), params, type)
-        name = type.rsplit(":", 1)[-1]
-    return Stage(id or name, type, role, signature, params, when, tuple(after))
+        entry = compute_entry(type, also=ROLE_TYPES)
+        type = public_name(entry, type)
+        if role is not None:
+            raise UserError(f"stage {id or type}: the type {type!r} is no model's; remove `role: {role}`")
+        try:
+            signature = compute_signature(entry, params)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{type}: {error}") from None
+    return Stage(id or default_name(type, role, params), type, role, signature, params, when, tuple(after))
 
 
-def compute_entry(type: str) -> Entry:
-    """The registered function behind a compute stage's type. Raises UserError when there is none."""
-    if ":" in type:
-        function = import_function(type)
-        for family in FAMILIES.values():
-            for entry in family.entries.values():
-                if entry.function is function:
-                    return entry
-        raise UserError(
-            f"{type}: the function is not registered; put @advantages.register(writes=[...]) or the like above it"
-        )
-    family_name, _, name = type.partition(".")
-    if family_name not in FAMILIES:
-        known = [*ROLE_TYPES, *(f"{f}.{n}" for f, r in FAMILIES.items() for n in r)]
-        raise UserError(f"no stage type is called {type!r}. {suggest(type, known)}")
-    try:
-        return FAMILIES[family_name][name]
-    except KeyError as error:
-        raise UserError(str(error.args[0])) from None
+def with_public_names(params: Mapping[str, Any]) -> dict[str, Any]:
+    """An update's parameters with users' losses and the like named so that another process can import them."""
+    named = dict(params)
+    for parameter, registered in CHOICES.items():
+        choice = params.get(parameter)
+        if isinstance(choice, str):
+            named[parameter] = public_name(entry_of(registered, choice), choice)
+        elif choice is not None:
+            name = public_name(entry_of(registered, choice["name"]), choice["name"])
+            named[parameter] = {**choice, "name": name}
+    return named
 
 
-def compute_signature(entry: Entry, params: Mapping[str, Any], type: str) -> Signature:
-    """What a registered function reads and writes. Raises UserError for a setting that it lacks."""
-    try:
-        entry.check(dict(params))
-    except ValueError as error:
-        raise UserError(f"{type}: {error}") from None
-    kind = (
-        Kind.SELECT if entry.name in registry.selections and registry.selections[entry.name] is entry else Kind.COMPUTE
+def plain(type: str, value: Any) -> Any:
+    """The value as YAML would give it back, nothing shared with the caller's. Raises UserError for any other object."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(type, item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(type, item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UserError(
+        f"{type}: parameters are numbers, texts, lists and mappings, not {value!r}; name a function by module:function"
     )
-    return Signature(
-        kind,
-        reads=tuple(entry.column(p) for p in entry.reads),
-        writes=entry.writes,
-        optional=tuple(entry.column(p) for p in entry.optional),
-        scope=Scope(entry.scope),
-    )
-
-
-def generate(role: str, into: str | None = None, greedy: bool = False, environment: str | None = None) -> Signature:
-    """One trajectory per row; `into` names the namespace of a second one, `greedy` takes the likeliest token."""
-    prefix = f"{into}." if into else ""
-    return Signature(Kind.GENERATE, ("prompt", "prompt_length", "metadata"), tuple(prefix + c for c in GENERATED))
-
-
-def verify(
-    role: str,
-    rewards: Sequence[Any] | None = None,
-    correct_score: float | None = None,
-    wrong_score: float | None = None,
-    of: str | None = None,
-) -> Signature:
-    """Rule rewards: `score` and `correct` of each verifier, weighted into `reward`."""
-    prefix = f"{of}." if of else ""
-    reads = ("prompt", "metadata", f"{prefix}tokens", f"{prefix}action_mask")
-    return Signature(Kind.COMPUTE, reads, tuple(prefix + c for c in ("score", "correct", "reward")))
-
-
-def score(role: str, weight: float = 1.0, of: str | None = None) -> Signature:
-    """A learned score at the row's end; the reward role's becomes `reward`."""
-    prefix = f"{of}." if of else ""
-    writes = ("score", "correct", "reward") if role == "reward" else (role,)
-    return Signature(Kind.INFER, tuple(prefix + c for c in SEQUENCE), tuple(prefix + c for c in writes))
-
-
-def log_probs(role: str) -> Signature:
-    """Log-probabilities of the action tokens under the role's weights."""
-    return Signature(Kind.INFER, SEQUENCE, (LOG_PROBS.get(role, f"{role}_log_probs"),))
-
-
-def values(role: str) -> Signature:
-    """One value per action token."""
-    return Signature(Kind.INFER, SEQUENCE, (VALUES.get(role, f"{role}_values"),))
-
-
-def update(
-    role: str,
-    loss: Mapping[str, Any] | None = None,
-    aggregate: str = "token-mean",
-    old: str | None = None,
-    kl: Mapping[str, Any] | None = None,
-    entropy_coef: float = 0.0,
-    correction: Mapping[str, Any] | None = None,
-    source: str | None = None,
-    decay: float = 0.0,
-) -> Signature:
-    """One pass over the batch in `rows_per_update` steps, or with `source=` a copy of another role's weights."""
-    if source is not None:
-        return Signature(Kind.TRAIN)
-    entry = loss_entry(loss)
-    settings = {k: v for k, v in (loss or {}).items() if k != "name"}
-    try:
-        entry.check(settings)
-        _ = registry.aggregations[aggregate]
-        for registered, value in ((registry.divergences, kl), (registry.corrections, correction)):
-            if value is not None:
-                registered[value["name"]].check({k: v for k, v in value.items() if k not in ("name", "coef")})
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{role}.update: {error.args[0]}") from None
-    return update_signature(entry, old, kl, correction)
-
-
-def loss_entry(loss: Mapping[str, Any] | None) -> Entry:
-    """The registered loss that a stage's `loss` parameter names. Raises UserError for an unknown one."""
-    name = (loss or {}).get("name")
-    if name is None:
-        raise UserError(f"update needs a loss, as in `loss: {{name: clip}}`. {suggest('', registry.losses)}")
-    if ":" in name:
-        function = import_function(name)
-        for entry in registry.losses.entries.values():
-            if entry.function is function:
-                return entry
-        raise UserError(f"{name}: put @losses.register() above the function")
-    try:
-        return registry.losses[name]
-    except KeyError as error:
-        raise UserError(str(error.args[0])) from None
-
-
-def update_signature(
-    entry: Entry, old: str | None, kl: Mapping[str, Any] | None, correction: Mapping[str, Any] | None
-) -> Signature:
-    """Columns that a train stage reads: the sequence, and what its loss, KL term and correction name."""
-    named = set(entry.reads) - {"log_probs", "entropy", "offsets"}
-    if kl is not None:
-        named.add("ref_log_probs")
-    if correction is not None:
-        named |= {"old_log_probs", "rollout_log_probs"}
-    if "old_log_probs" in named and old != "recompute":
-        named.discard("old_log_probs")
-        if old == "rollout":
-            named.add("rollout_log_probs")
-    one_of = (("advantages", "advantage"),) if "advantages" in named else ()
-    reads = (*SEQUENCE, "length", "action_tokens", *sorted(named - {"advantages"}))
-    return Signature(Kind.TRAIN, reads, (), (*entry.optional, "loss_mask"), one_of)
-
-
-ROLE_TYPES: dict[str, Callable[..., Signature]] = {
-    f.__name__: f for f in (generate, verify, score, log_probs, values, update)
-}
-
-
-def _checked(type: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    known = [name for name in ROLE_TYPES[type].__annotations__ if name not in ("role", "return")]
-    for name in params:
-        if name not in known:
-            raise UserError(f"{type} has no parameter {name!r}. {suggest(name, known)}")
-    return dict(params)
 
 
 class StageFamily:
@@ -213,6 +82,9 @@ class StageFamily:
         self._family = family
 
     def __getattr__(self, name: str) -> Callable[..., Stage]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
         def stage(*, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = (), **params: Any) -> Stage:
             return make_stage(f"{self._family}.{name}", None, params, id=id, when=when, after=after)
 
@@ -229,6 +101,9 @@ class ValueFamily:
         self._registered = registered
 
     def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
         def value(**settings: Any) -> dict[str, Any]:
             return {"name": name, **settings}
 
@@ -243,3 +118,5 @@ shape = StageFamily("shape")
 select = StageFamily("select")
 data = StageFamily("data")
 loss = ValueFamily(registry.losses)
+kl = ValueFamily(registry.divergences)
+correction = ValueFamily(registry.corrections)

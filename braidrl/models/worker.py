@@ -58,7 +58,7 @@ class DecoderWorker:
     def micro_batches(self, rows: Rows) -> Iterator[tuple[list[int], Rows]]:
         """Row numbers and rows of each micro-batch, of at most `max_tokens_per_device` tokens."""
         if len(rows):
-            (plan,) = plan_micro_batches(rows["length"].tolist(), 1, self.max_tokens, names=rows.uids())
+            (plan,) = plan_micro_batches(rows["length"].tolist(), 1, self.max_tokens, uids=rows.uids())
             for numbers in plan:
                 if numbers:
                     yield numbers, rows.take(numbers)

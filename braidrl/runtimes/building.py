@@ -16,7 +16,7 @@ from braidrl.flow import Flow, Kind, Stage, actor
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.stages import loss_entry, make_stage
-from braidrl.flow.updates import check_sizes
+from braidrl.flow.updates import check_update_size
 
 TRUNCATED = {"name": "truncated"}
 
@@ -29,7 +29,7 @@ def build_flow(config: Config) -> Flow:
     }
     flow = load_flow(config.flow, config.algorithm, defaults)
     if any(stage.kind is Kind.GENERATE for stage in flow.stages):
-        check_sizes(config.trainer.prompts_per_step, config.rollout.samples_per_prompt, config.trainer.rows_per_update)
+        check_update_size(config.trainer.prompts_per_step, config.rollout.samples_per_prompt, config.trainer.rows_per_update)
     stages = [resolve(stage, config) for stage in flow.stages]
     return Flow(flow.name, with_recomputed(stages))
 

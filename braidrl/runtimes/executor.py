@@ -8,14 +8,14 @@ rows ──accumulate(stage)──▶ loss sums ──reduced──▶ step(stag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from braidrl.config import Config, VerifierConfig
+from braidrl.config import Config
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.stages import compute_entry
@@ -23,10 +23,11 @@ from braidrl.models.checkpoint import load_worker, save_worker
 from braidrl.models.objective import Objective
 from braidrl.models.worker import DecoderWorker
 from braidrl.observe.metrics import Sums
-from braidrl.observe.progress import Progress
+from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import Pending, RuleRewards
 from braidrl.rollout.embedded import EmbeddedEngine
-from braidrl.rollout.requests import Finished, requests_for, to_columns
+from braidrl.rollout.requests import Finished, Request, Sampling
+from braidrl.rollout.trajectories import to_rows
 
 VERIFY_CHUNK = 8
 """Finished rows handed to the reward processes at once while others are still being generated."""
@@ -41,23 +42,191 @@ class StageExecutor:
         flow: Flow,
         roles: Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
+        rewards: RuleRewards | None,
         progress: Progress,
+        generating: Collection[str] = (),
     ) -> None:
-        self.config, self.flow, self.tokenizer, self.progress = config, flow, tokenizer, progress
+        """`generating` are the roles that need an engine."""
+        self.config, self.flow, self.tokenizer = config, flow, tokenizer
+        self.rewards, self.progress = rewards, progress
         self.workers = {role: DecoderWorker(role, config, role in flow.trained_roles) for role in roles}
-        self.engines = {
-            role: EmbeddedEngine(
-                self.workers[role].model, tokenizer, config.rollout.slots,
-                config.data.max_prompt_tokens + config.rollout.max_response_tokens, config.seed,
-            )
-            for role in roles
-            if any(s.kind is Kind.GENERATE and s.role == role for s in flow.stages)
-        }  # fmt: skip
+        self.engines = {role: self._engine(role) for role in roles if role in generating}
         self.objectives = {
             s.name: Objective.of(s.params) for s in flow.stages if s.kind is Kind.TRAIN and "loss" in s.params
         }
-        self.rewards = {s.type: RuleRewards for s in flow.stages if s.type == "verify"}
-        self.pending: dict[str, list[Pending]] = {}
+        self.pending: dict[str, list[tuple[Rows, Pending]]] = {}
+
+    def _engine(self, role: str) -> EmbeddedEngine:
+        longest = self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens
+        return EmbeddedEngine(
+            self.workers[role].model, self.tokenizer, self.config.rollout.slots, longest, seed=self.config.seed
+        )
+
+    def execute(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage] = ()) -> Mapping[str, Column]:
+        """The columns that a generate, infer or compute stage writes, in the order of `rows`.
+
+        `beside` are verify stages that may start on finished rows while the rest is being generated.
+        """
+        if stage.type == "generate":
+            return self._generate(stage, rows, beside)
+        if stage.type == "verify":
+            return self._verify(stage, rows, sums)
+        if stage.type == "log_probs":
+            assert stage.role
+            with self.progress.stage(stage.name, len(rows)) as bar:
+                return {stage.writes[0]: self.workers[stage.role].log_probs(rows, bar.update)}
+        return self._compute(stage, rows)
+
+    def _generate(self, stage: Stage, rows: Rows, beside: Sequence[Stage]) -> Mapping[str, Column]:
+        assert stage.role
+        engine, sampling = self.engines[stage.role], sampling_of(stage, self.config)
+        place = {uid: i for i, uid in enumerate(rows.uids())}
+        prompts = rows["prompt"]
+        requests = [
+            Request(uid, prompts[i], sampling, str(stage.params.get("purpose", "train")), stage.name)
+            for uid, i in place.items()
+        ]
+        with self.progress.stage(stage.name, len(rows)) as bar:
+            early = EarlyChecks(self, stage, rows, place, beside, bar)
+            finished = engine.generate(requests, early.add)
+            early.flush()
+        into = stage.params.get("into")
+        return {f"{into}.{n}" if into else n: column for n, column in to_rows(rows, finished).items()}
+
+    def _verify(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
+        """Waits for the checks that were begun beside generation, or begins them now."""
+        assert self.rewards is not None
+        begun = self.pending.pop(stage.name, None) or [(rows, self.rewards.submit(rows, stage.params.get("of")))]
+        with self.progress.stage(stage.name, len(rows)) as bar:
+            parts = []
+            for part, pending in begun:
+                parts.append(part.only(["source", "group", "sample"]).with_columns(pending.result()))
+                bar.update(len(part))
+                for name, count in pending.failure_counts().items():
+                    sums.add(f"reward/failures/{name}", count)
+        checked = Rows.cat(parts)
+        place = {uid: i for i, uid in enumerate(checked.uids())}
+        checked = checked.take([place[uid] for uid in rows.uids()])
+        return {name: column for name, column in checked.items() if name not in ("source", "group", "sample")}
+
+    def _compute(self, stage: Stage, rows: Rows) -> Mapping[str, Column]:
+        entry = compute_entry(stage.type)
+        return named(entry.function(*arguments(stage, rows), **stage.params), stage.writes)
+
+    def sums(self, stage: Stage, rows: Rows) -> dict[str, Tensor]:
+        """First half of a stage of scope batch: numbers to be added up over all rows."""
+        entry = compute_entry(stage.type)
+        assert entry.sums is not None
+        totals: dict[str, Tensor] = entry.sums(*arguments(stage, rows), **stage.params)
+        return totals
+
+    def apply(self, stage: Stage, rows: Rows, totals: Mapping[str, Tensor]) -> Mapping[str, Column]:
+        """Second half of a stage of scope batch."""
+        entry = compute_entry(stage.type)
+        return named(entry.function(*arguments(stage, rows), **stage.params, totals=dict(totals)), stage.writes)
+
+    def select(self, stage: Stage, index: Rows) -> dict[int, str]:
+        """The groups that a select stage drops, with its reason."""
+        dropped: dict[int, str] = compute_entry(stage.type).function(*arguments(stage, index), **stage.params)
+        return dropped
+
+    def accumulate(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
+        """Adds the gradient sums of `rows`; returns loss sums by denominator."""
+        assert stage.role
+        return self.workers[stage.role].accumulate(self.objectives[stage.name], rows, sums, bar.update)
+
+    def step(self, stage: Stage, denominators: Mapping[str, float], iteration: int) -> float | None:
+        """One optimizer step by the global denominators; the gradient norm, or None when there was nothing to learn."""
+        assert stage.role
+        return self.workers[stage.role].step(denominators, iteration)
+
+    def publish(self, version: int) -> None:
+        """The engines generate with the trained weights from now on."""
+        for engine in self.engines.values():
+            engine.publish(version)
+
+    def save(self, folder: Path) -> None:
+        """Every trained role as a Hugging Face directory with its optimizer."""
+        for role in self.flow.trained_roles:
+            if role in self.workers:
+                save_worker(self.workers[role], folder / role)
+
+    def load(self, folder: Path) -> None:
+        for role in self.flow.trained_roles:
+            if role in self.workers:
+                load_worker(self.workers[role], folder / role)
 
     def close(self) -> None:
-        """Ends the reward processes."""
+        if self.rewards is not None:
+            self.rewards.close()
+
+
+class EarlyChecks:
+    """Hands finished rows to the reward processes while the engine goes on with the others."""
+
+    def __init__(
+        self, executor: StageExecutor, stage: Stage, rows: Rows, place: Mapping[Any, int], beside: Sequence[Stage], bar: Bar
+    ) -> None:
+        self.executor, self.stage, self.rows, self.place = executor, stage, rows, place
+        self.beside, self.bar = beside, bar
+        self.waiting: list[Finished] = []
+
+    def add(self, finished: Finished) -> None:
+        """Called by the engine for each row, in the order in which they end."""
+        engine = self.executor.engines[str(self.stage.role)]
+        self.bar.update(1, len(finished.tokens), engine.in_flight)
+        if self.beside:
+            self.waiting.append(finished)
+            if len(self.waiting) >= VERIFY_CHUNK:
+                self.flush()
+
+    def flush(self) -> None:
+        """Begins the checks of all rows that are waiting."""
+        if not self.waiting or self.executor.rewards is None:
+            return
+        part = self.rows.take([self.place[row.uid] for row in self.waiting])
+        part = part.with_columns(to_rows(part, self.waiting))
+        self.waiting = []
+        for stage in self.beside:
+            self.executor.pending.setdefault(stage.name, []).append((part, self.executor.rewards.submit(part)))
+
+
+def checked_beside(flow: Flow, stage: Stage) -> list[Stage]:
+    """The verify stages that need nothing but what `stage` and admission write."""
+    return [
+        later
+        for later in flow.stages
+        if later.type == "verify"
+        and "of" not in later.params
+        and any(c.writer == stage.name for c in flow.inputs[later.name])
+        and all(c.writer in (stage.name, "admission") for c in flow.inputs[later.name])
+    ]
+
+
+def sampling_of(stage: Stage, config: Config) -> Sampling:
+    """How a generate stage samples: the configuration's `rollout`, where the stage does not say otherwise."""
+    rollout, params = config.rollout, stage.params
+    return Sampling(
+        temperature=params.get("temperature", rollout.temperature),
+        top_p=params.get("top_p", rollout.top_p),
+        top_k=params.get("top_k", rollout.top_k),
+        max_tokens=rollout.max_response_tokens,
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        stop=tuple(rollout.stop),
+        greedy=bool(params.get("greedy", False)),
+    )
+
+
+def arguments(stage: Stage, rows: Rows) -> list[Any]:
+    """The columns that a registered function asks for, in its order."""
+    entry = compute_entry(stage.type)
+    required = [rows[entry.column(parameter)] for parameter in entry.reads]
+    return required + [rows.get(entry.column(parameter)) for parameter in entry.optional]
+
+
+def named(result: Any, writes: Sequence[str]) -> dict[str, Column]:
+    """A function's result under the names of the columns that it writes. Raises ValueError when their numbers differ."""
+    columns = result if isinstance(result, tuple) else (result,)
+    if len(columns) != len(writes):
+        raise ValueError(f"{len(writes)} columns are declared ({', '.join(writes)}) but {len(columns)} were returned")
+    return dict(zip(writes, columns, strict=True))

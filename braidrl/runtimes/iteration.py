@@ -7,8 +7,8 @@ admit ─▶ generate ─▶ verify ─▶ select ──▶ the rest of the stag
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -54,11 +54,15 @@ class Crew(Protocol[T]):
 
 @dataclass
 class IterationResult(Generic[T]):
-    """What happened: index columns of all rows generated and of the batch, metric sums, seconds, groups dropped by reason."""
+    """What happened: index columns of all rows generated and of the batch, metric sums, seconds, groups dropped by reason.
+
+    `table` is the batch at the point where it is recorded, `final` the same rows with every column.
+    """
 
     generated: Rows
     batch: Rows
-    recorded: T
+    table: T
+    final: T
     sums: Sums = field(default_factory=Sums)
     seconds: dict[str, float] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
@@ -67,29 +71,46 @@ class IterationResult(Generic[T]):
 class Walk(Generic[T]):
     """Walks a flow with a crew. Holds what goes on from one iteration to the next: selection state and kept surplus."""
 
-    def __init__(self, config: Config, flow: Flow, crew: Crew[T], epoch_groups: int) -> None:
+    def __init__(
+        self, config: Config, flow: Flow, crew: Crew[T], epoch_groups: int, hold: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """`hold` is entered when weights begin to change: until the iteration is over, an interrupt has to wait."""
         trainer = config.trainer
-        self.config, self.flow, self.crew = config, flow, crew
+        self.config, self.flow, self.crew, self.hold = config, flow, crew, hold
         self.sampling = Sampling(trainer.prompts_per_step, epoch_groups, trainer.surplus, trainer.max_staleness)
         self.surplus: list[T] = []
         self.seconds: dict[str, float] = {}
 
-    def iterate(self, iteration: int, version: int) -> IterationResult[T]:
-        """Runs every stage that is due in this iteration on one batch; the weights of trained roles become `version` + 1."""
+    def iterate(
+        self, iteration: int, version: int, recorded: T | None = None, train: bool = True
+    ) -> IterationResult[T]:
+        """Runs every stage that is due in this iteration on one batch; the weights of trained roles become `version` + 1.
+
+        `recorded` rows take the place of those that would be generated; without `train` the weights stay as they are.
+        """
         self.seconds, sums = {stage.name: 0.0 for stage in self.flow.stages}, Sums()
-        result = self.sample(iteration, version, sums)
-        table = self.ordered(result.recorded)
-        for stage in self.flow.stages[self.recorded_stages :]:
-            if not stage.when.includes(iteration):
-                continue
-            with self.timed(stage):
-                if stage.kind is Kind.TRAIN:
-                    self.crew.train(stage, table, self.updates(table, iteration), iteration, sums)
-                else:
-                    table = self.crew.run(stage, table, iteration, sums)
-        self.crew.publish(version + 1)
-        result.batch, result.seconds = self.crew.index(table), self.seconds
+        result = self.replayed(recorded, sums) if recorded is not None else self.sample(iteration, version, sums)
+        table = result.table = self.ordered(result.table)
+        with ExitStack() as held:
+            for stage in self.flow.stages[self.recorded_stages :]:
+                training = stage.kind is Kind.TRAIN
+                if not stage.when.includes(iteration) or (training and not train):
+                    continue
+                if training:
+                    held.enter_context(self.hold())
+                with self.timed(stage):
+                    if training:
+                        self.crew.train(stage, table, self.updates(table, iteration), iteration, sums)
+                    else:
+                        table = self.crew.run(stage, table, iteration, sums)
+            if train:
+                self.crew.publish(version + 1)
+        result.batch, result.seconds, result.final = self.crew.index(table), self.seconds, table
         return result
+
+    def replayed(self, recorded: T, sums: Sums) -> IterationResult[T]:
+        index = self.crew.index(recorded)
+        return IterationResult(index, index, recorded, recorded, sums)
 
     @property
     def recorded_stages(self) -> int:
@@ -111,7 +132,7 @@ class Walk(Generic[T]):
         batch = self.of_groups(everything, outcome.groups)
         self.surplus = [self.of_groups(everything, outcome.surplus)] if outcome.surplus else []
         return IterationResult(
-            Rows.cat(generated) if generated else self.crew.index(batch), self.crew.index(batch), batch,
+            Rows.cat(generated) if generated else self.crew.index(batch), self.crew.index(batch), batch, batch,
             sums, dropped=outcome.dropped,
         )  # fmt: skip
 
@@ -167,8 +188,3 @@ def group_tokens(index: Rows) -> torch.Tensor:
         counted = counted * (index["loss_mask"] > 0)
     _, place = index["group"].unique(return_inverse=True)
     return torch.zeros(int(place.max()) + 1, dtype=torch.int64).index_add(0, place, counted)[place]
-
-
-def dropped_reasons(outcome: Mapping[str, int]) -> dict[str, float]:
-    """Metrics of what selection dropped."""
-    return {f"groups/dropped_{reason.replace(' ', '_')}": float(count) for reason, count in outcome.items()}

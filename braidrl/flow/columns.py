@@ -1,0 +1,114 @@
+"""Which version of a column each stage reads.
+
+A column is known by (name, writer): a stage that reads and writes one name makes its next version, and later stages read the
+latest in serial order. A version is never changed, so nobody who reads an earlier one has to be waited for.
+
+    reward.verify ──reward──▶ shape.overlong_penalty ──reward──▶ advantage.group_normalized
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from braidrl.errors import UserError, suggest
+from braidrl.flow.stage import Stage
+
+ADMISSION = "admission"
+ADMITTED = ("source", "group", "sample", "prompt", "prompt_length", "metadata")
+# Columns that admission writes where the data files have the field.
+ADMITTED_IF_GIVEN = ("response", "ptx_tokens")
+
+
+@dataclass(frozen=True)
+class ColumnVersion:
+    """One version of a column: its name and the stage that wrote it."""
+
+    name: str
+    writer: str
+
+
+Inputs = dict[str, tuple[ColumnVersion, ...]]
+
+
+def resolve_columns(stages: Sequence[Stage]) -> Inputs:
+    """The versions that each stage reads, by its name. Raises UserError for a missing, later or doubly written column."""
+    latest = dict.fromkeys((*ADMITTED, *ADMITTED_IF_GIVEN), ADMISSION)
+    inputs: Inputs = {}
+    for position, stage in enumerate(stages):
+        names = read_names(stage, latest, stages[position + 1 :])
+        inputs[stage.name] = tuple(ColumnVersion(name, latest[name]) for name in names)
+        for name in stage.writes:
+            if name in latest and name not in names:
+                raise UserError(
+                    f"column {name!r} is written by {latest[name]} and by {stage.name}, of which neither reads it; "
+                    "give one of them a namespace with `into`, or remove it"
+                )
+            latest[name] = stage.name
+    check_when(stages, inputs)
+    return inputs
+
+
+def read_names(stage: Stage, latest: Mapping[str, str], later: Sequence[Stage]) -> list[str]:
+    """Columns that a stage reads, given those written before it. Raises UserError for one that is not there."""
+    signature = stage.signature
+    for name in signature.reads:
+        if name not in latest:
+            raise UserError(missing_column(stage, (name,), latest, later))
+    names = [*signature.reads, *(name for name in signature.optional if name in latest)]
+    for choices in signature.one_of:
+        found = next((name for name in choices if name in latest), None)
+        if found is None:
+            raise UserError(missing_column(stage, choices, latest, later))
+        names.append(found)
+    return list(dict.fromkeys(names))
+
+
+def missing_column(stage: Stage, names: Sequence[str], latest: Mapping[str, str], later: Sequence[Stage]) -> str:
+    """Why none of the columns is there: because a writer comes later, or because there is none."""
+    reads = f"stage {stage.name} reads {' or '.join(repr(name) for name in names)}, which"
+    writer = next((s.name for s in later if set(names) & set(s.writes)), None)
+    if writer:
+        return f"{reads} {writer} writes later; move {writer} before {stage.name}"
+    known = {*latest, *(name for s in later for name in s.writes)} - set(ADMITTED_IF_GIVEN)
+    return f"{reads} no earlier stage writes. {suggest(names[-1], known)}"
+
+
+def check_when(stages: Sequence[Stage], inputs: Inputs) -> None:
+    """Raises UserError where a stage runs in an iteration in which nobody writes what it must read."""
+    by_name = {stage.name: stage for stage in stages}
+    for stage in stages:
+        for column in inputs[stage.name]:
+            # A later version may be skipped: then the one before it is read.
+            writers = writers_until(column, inputs)
+            sure = column.name in stage.signature.optional or ADMISSION in writers
+            if not sure and not any(by_name[writer].when.covers(stage.when) for writer in writers):
+                raise UserError(
+                    f"stage {stage.name} runs {stage.when} and reads {column.name!r}, but {writers[-1]}, which writes it, "
+                    f"runs {by_name[writers[-1]].when}; give {stage.name} the same `when`"
+                )
+
+
+def writers_until(column: ColumnVersion, inputs: Inputs) -> list[str]:
+    """Who wrote this version and the ones that it was made from, latest first."""
+    writers = [column.writer]
+    while writers[-1] != ADMISSION:
+        before = next((c.writer for c in inputs[writers[-1]] if c.name == column.name), None)
+        if before is None:
+            break
+        writers.append(before)
+    return writers
+
+
+def version_numbers(stages: Sequence[Stage]) -> dict[ColumnVersion, int]:
+    """For each column that has several versions, their numbers from 1 in serial order."""
+    writers: dict[str, list[str]] = {name: [ADMISSION] for name in (*ADMITTED, *ADMITTED_IF_GIVEN)}
+    for stage in stages:
+        for name in stage.writes:
+            writers.setdefault(name, []).append(stage.name)
+    return {
+        ColumnVersion(name, writer): number
+        for name, all_writers in writers.items()
+        if len(all_writers) > 1
+        for number, writer in enumerate(all_writers, 1)
+    }

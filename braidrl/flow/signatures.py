@@ -1,0 +1,169 @@
+"""What the stages of a role read and write, by type. Each function's keyword parameters are the type's parameters in YAML."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from braidrl.algorithms import registry
+from braidrl.algorithms.registry import Entry, Registry
+from braidrl.errors import UserError, suggest
+from braidrl.flow.lookup import entry_of
+from braidrl.flow.stage import Kind, Scope, Signature
+
+SEQUENCE = ("tokens", "action_mask", "sequence_lengths")
+GENERATED = (
+    *SEQUENCE, "rollout_log_probs", "rollout_versions", "length", "action_tokens", "finish_reason", "version",
+)  # fmt: skip
+LOG_PROBS = {"actor": "old_log_probs", "reference": "ref_log_probs"}
+VALUES = {"critic": "values", "cost_critic": "cost_values"}
+# The same of the cost: what a loss calls by the left name is its role's column of the right one.
+COLUMNS_OF_ROLE = {"cost_critic": {"values": "cost_values", "returns": "cost_returns"}}
+# Parameters of an update that name a registered function and its settings.
+CHOICES: dict[str, Registry] = {
+    "loss": registry.losses,
+    "aggregate": registry.aggregations,
+    "kl": registry.divergences,
+    "correction": registry.corrections,
+}
+OLD = ("recompute", "rollout", "self")
+# Parameters of a loss and the like that the training pass itself computes, so that they are no columns.
+COMPUTED_IN_TRAINING = ("log_probs", "entropy", "values", "offsets", "group_tokens")
+
+
+def generate(role: str, into: str | None = None, greedy: bool = False, environment: str | None = None) -> Signature:
+    """One trajectory per row; `into` names the namespace of a second one, `greedy` takes the likeliest token."""
+    if into is not None and not into.isidentifier():
+        raise UserError(f"{role}.generate: into must be a plain name, as in `into: greedy`, got {into!r}")
+    return Signature(Kind.GENERATE, ("prompt", "prompt_length", "metadata"), in_namespace(into, GENERATED))
+
+
+def verify(
+    role: str,
+    rewards: Sequence[Any] | None = None,
+    correct_score: float | None = None,
+    wrong_score: float | None = None,
+    of: str | None = None,
+) -> Signature:
+    """Rule rewards: `score` and `correct` of each verifier, weighted into `reward`."""
+    reads = ("prompt", "metadata", *in_namespace(of, ("tokens", "action_mask")))
+    return Signature(Kind.COMPUTE, reads, in_namespace(of, ("score", "correct", "reward")))
+
+
+def score(role: str, weight: float = 1.0, of: str | None = None) -> Signature:
+    """A learned score at the row's end; the reward role's becomes `reward`, times `weight`."""
+    writes = ("score", "reward") if role == "reward" else (role,)
+    return Signature(Kind.INFER, in_namespace(of, SEQUENCE), in_namespace(of, writes))
+
+
+def log_probs(role: str) -> Signature:
+    """Log-probabilities of the action tokens under the role's weights."""
+    return Signature(Kind.INFER, SEQUENCE, (LOG_PROBS.get(role, f"{role}_log_probs"),))
+
+
+def values(role: str) -> Signature:
+    """One value per action token."""
+    return Signature(Kind.INFER, SEQUENCE, (VALUES.get(role, f"{role}_values"),))
+
+
+def update(
+    role: str,
+    loss: Mapping[str, Any] | None = None,
+    aggregate: str | Mapping[str, Any] = "token-mean",
+    old: str | None = None,
+    kl: Mapping[str, Any] | None = None,
+    entropy_coef: float = 0.0,
+    correction: Mapping[str, Any] | None = None,
+    source: str | None = None,
+    decay: float = 0.0,
+) -> Signature:
+    """One pass over the batch in `rows_per_update` steps, or with `source` a copy of another role's weights.
+
+    `old` says where the log-probs before the update come from: the stage `actor.log_probs`, the engine, or this very pass.
+    """
+    if source is not None:
+        if loss is not None:
+            raise UserError(f"{role}.update takes a loss or a source, not both")
+        return Signature(Kind.TRAIN)
+    if loss is None:
+        raise UserError(f"{role}.update needs a loss, as in `loss: {{name: clip}}`. {suggest('', registry.losses)}")
+    chosen = {"loss": loss, "aggregate": aggregate, "kl": kl, "correction": correction}
+    reads: set[str] = set()
+    optional: list[str] = []
+    for parameter, choice in chosen.items():
+        if choice is not None:
+            entry = chosen_entry(role, parameter, choice)
+            reads |= set(columns_in_training(role, entry, entry.reads).values())
+            optional += columns_in_training(role, entry, entry.optional).values()
+    reads = with_old(role, reads, old)
+    one_of = (("advantages", "advantage"),) if "advantages" in reads else ()
+    columns = (*SEQUENCE, "length", "action_tokens", *sorted(reads - {"advantages"}))
+    return Signature(Kind.TRAIN, columns, (), (*optional, "loss_mask"), one_of)
+
+
+def columns_in_training(role: str, entry: Entry, parameters: Sequence[str]) -> dict[str, str]:
+    """The column that stands for each parameter of a loss or the like; those that the pass computes are left out."""
+    renamed = COLUMNS_OF_ROLE.get(role, {})
+    columns = {name: entry.column(name) for name in parameters if name not in COMPUTED_IN_TRAINING}
+    return {name: renamed.get(column, column) for name, column in columns.items()}
+
+
+def with_old(role: str, named: set[str], old: str | None) -> set[str]:
+    """The columns with those that stand for `old_log_probs`. Raises UserError for an unknown way to get them."""
+    if old is not None and old not in OLD:
+        raise UserError(f"{role}.update: no `old` is called {old!r}. {suggest(old, OLD)}")
+    if "old_log_probs" not in named or old == "recompute":
+        return named
+    return named - {"old_log_probs"} | ({"rollout_log_probs"} if old == "rollout" else set())
+
+
+def chosen_entry(role: str, parameter: str, choice: str | Mapping[str, Any]) -> Entry:
+    """The registered function that `{name: ..., settings}`, or its name alone, chooses.
+
+    Raises UserError for an unknown name or setting, and for a KL term without its coefficient.
+    """
+    settings = {"name": choice} if isinstance(choice, str) else dict(choice)
+    place = f"{role}.update: {parameter}"
+    if "name" not in settings:
+        raise UserError(f"{place} has no name, as in `{parameter}: {{name: ...}}`. {suggest('', CHOICES[parameter])}")
+    try:
+        entry = entry_of(CHOICES[parameter], settings.pop("name"))
+        if parameter == "kl" and settings.pop("coef", None) is None:
+            raise UserError("needs `coef`, the factor before the KL term")
+        entry.check(settings)
+    except (ValueError, UserError) as error:
+        raise UserError(f"{place}: {error}") from None
+    return entry
+
+
+def compute_signature(entry: Entry, params: Mapping[str, Any]) -> Signature:
+    """What a registered function reads and writes. Raises ValueError for a setting that it lacks."""
+    entry.check(dict(params))
+    selects = registry.selections.entries.get(entry.name) is entry
+    return Signature(
+        Kind.SELECT if selects else Kind.COMPUTE,
+        reads=tuple(entry.column(p) for p in entry.reads),
+        writes=entry.writes,
+        optional=tuple(entry.column(p) for p in entry.optional),
+        scope=Scope(entry.scope),
+        state={name: float(params.get(name, value)) for name, value in entry.state.items()},
+    )
+
+
+def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature:
+    """The signature of one of the role types. Raises UserError for a parameter that the type does not have."""
+    known = [name for name in inspect.signature(ROLE_TYPES[type]).parameters if name != "role"]
+    for name in params:
+        if name not in known:
+            raise UserError(f"{role}.{type} has no parameter {name!r}. {suggest(name, known)}")
+    return ROLE_TYPES[type](role, **params)
+
+
+def in_namespace(namespace: str | None, columns: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{namespace}.{name}" for name in columns) if namespace else tuple(columns)
+
+
+ROLE_TYPES: dict[str, Callable[..., Signature]] = {
+    f.__name__: f for f in (generate, verify, score, log_probs, values, update)
+}

@@ -1,0 +1,42 @@
+"""Evaluation: a second flow (generate, verify) with its own sampling and random numbers, on one version of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from braidrl.algorithms.metrics import avg_at_k, pass_at_k
+from braidrl.config import Config
+from braidrl.data.rows import Rows
+from braidrl.flow import Flow, Kind
+from braidrl.flow.stages import make_stage
+
+
+def evaluation_flow(config: Config, flow: Flow) -> Flow:
+    """Generation by the flow's first generating role at the evaluation's settings, checked as the flow checks it."""
+    role = next((s.role for s in flow.stages if s.kind is Kind.GENERATE), flow.roles[0])
+    checks = next((s.params for s in flow.stages if s.type == "verify"), {"correct_score": 1.0, "wrong_score": 0.0})
+    settings = config.evaluation
+    sampling = {
+        "temperature": settings.temperature or 1.0, "greedy": settings.temperature == 0,
+        "top_p": settings.top_p, "top_k": settings.top_k, "purpose": "evaluation",
+    }  # fmt: skip
+    return Flow(
+        "evaluation",
+        [
+            make_stage("generate", role, sampling, id="evaluation.generate"),
+            make_stage("verify", "reward", {n: v for n, v in checks.items() if n != "of"}, id="evaluation.verify"),
+        ],
+    )
+
+
+def evaluation_metrics(name: str, index: Rows, samples: int) -> Mapping[str, float]:
+    """avg@k for k = `samples`, pass@k for the powers of two up to it, mean length and score."""
+    correct, group = index["correct"], index["group"]
+    metrics = {f"eval/{name}/avg@{samples}": float(avg_at_k(correct, group))}
+    k = 1
+    while k <= samples:
+        metrics[f"eval/{name}/pass@{k}"] = float(pass_at_k(correct, group, k=k))
+        k *= 2
+    metrics[f"eval/{name}/length_mean"] = float(index["action_tokens"].double().mean())
+    metrics[f"eval/{name}/score_mean"] = float(index["score"].double().mean())
+    return metrics
