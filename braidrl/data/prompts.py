@@ -31,8 +31,8 @@ PROGRESS_AFTER_S = 2.0
 class LoadedSource:
     """The examples of one file that passed the filter.
 
-    `kept` (K,) are their places in the file, from 0, of `read` examples. `prompts` and `responses` hold token ids as int32, a
-    quarter of what lists would take; where `prompts` is None a text is tokenised when it is drawn.
+    `kept` (K,) are their places in the file, from 0, of `read` examples. `prompts` and `responses` hold token ids as int32,
+    much less than lists would take; where `prompts` is None a text is tokenised when it is drawn.
     """
 
     path: Path
@@ -103,31 +103,38 @@ def load_source(
     if kept is not None:
         chosen = [examples[i] for i in kept]
         return LoadedSource(source.path, source.weight, chosen, list(kept), len(examples), template, None, None)
-    tokens = tokenize(source.path, examples, template)
-    short = tokens.lengths <= max_prompt_tokens
-    if not bool(short.any()):
+    prompts, lengths = tokenize(source.path, examples, template, max_prompt_tokens)
+    places = [i for i, length in enumerate(lengths) if length <= max_prompt_tokens]
+    if not places:
         raise UserError(
             f"{source.path}: all {len(examples)} prompts are longer than data.max_prompt_tokens={max_prompt_tokens}; "
-            f"the shortest has {int(tokens.lengths.min())} tokens"
+            f"the shortest has {min(lengths)} tokens"
         )
-    places = short.nonzero().flatten()
-    chosen = [examples[i] for i in places.tolist()]
+    chosen = [examples[i] for i in places]
     given = tokenize_responses(source.path, chosen, template) if responses else None
-    return LoadedSource(
-        source.path, source.weight, chosen, places.tolist(), len(examples), template, tokens.take(places), given
-    )
+    return LoadedSource(source.path, source.weight, chosen, places, len(examples), template, prompts, given)
 
 
-def tokenize(path: Path, examples: Sequence[Example], template: PromptTemplate) -> Ragged:
-    """Token ids of every prompt, int32. Raises UserError with the place of a prompt that gives no tokens or no text."""
-    batches = with_progress(in_batches(examples), len(examples), f"Tokenising prompts of {path.name}")
-    tokens = joined(
-        template.encode_text([render_at(path, example, template) for example in batch]) for batch in batches
-    )
-    if bool((tokens.lengths == 0).any()):
-        first = int((tokens.lengths == 0).nonzero()[0])
-        raise UserError(f"{place(path, examples[first].line)}: the tokenizer makes no token of this prompt")
-    return tokens
+def tokenize(
+    path: Path, examples: Sequence[Example], template: PromptTemplate, max_prompt_tokens: int
+) -> tuple[Ragged, list[int]]:
+    """Token ids, int32, of the prompts that are short enough, and the length of every prompt.
+
+    Raises UserError with the place of a prompt that the template refuses or that has no tokens.
+    """
+    lengths: list[int] = []
+
+    def short_ones() -> Iterator[list[list[int]]]:
+        for batch in with_progress(in_batches(examples), len(examples), f"Tokenising prompts of {path.name}"):
+            ids = template.encode_text([render_at(path, example, template) for example in batch])
+            lengths.extend(map(len, ids))
+            yield [row for row in ids if len(row) <= max_prompt_tokens]
+
+    tokens = joined(short_ones())
+    if 0 in lengths:
+        empty = examples[lengths.index(0)]
+        raise UserError(f"{place(path, empty.line)}: the tokenizer makes no token of this prompt; write some text")
+    return tokens, lengths
 
 
 def tokenize_responses(path: Path, examples: Sequence[Example], template: PromptTemplate) -> Ragged:

@@ -1,10 +1,10 @@
 """Data files as examples: .jsonl and .parquet in, one `Example` per line or row out, every fault named with its place.
 
-field of the file                       part of the example
-`prompt_field`                          prompt      text, or chat messages {role, content}
-`answer_field`, else reward_model.ground_truth   answer      what a verifier compares with
-`response_field`, where asked for       response    text to train on
-all others                              metadata    JSON values, kept as they are
+field of the file                              part of the example
+`prompt_field`                                 prompt      text, or chat messages {role, content}
+`answer_field`, or reward_model.ground_truth   answer      what a verifier compares with
+`response_field`, where asked for              response    text to train on
+all others                                     metadata    JSON values, kept as they are
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     number += 1
                     _check_json(path, number, record)
                     yield number, record
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} is not a readable parquet file: {' '.join(str(error).split())}") from None
 
 
@@ -122,27 +122,44 @@ def _check_json(path: Path, number: int, record: Mapping[str, Any]) -> None:
 def make_example(source: SourceConfig, record: dict[str, Any], line: int, responses: bool) -> Example:
     """Picks the configured fields out of one record. Raises UserError for a missing field or a wrong type."""
     where = place(source.path, line)
-    prompt = find(record, source.prompt_field)
-    if prompt is ABSENT:
-        raise UserError(_missing(where, "prompt", source.prompt_field, record))
-    answer = find(record, source.answer_field)
-    if answer is ABSENT:
-        answer = find(record, GROUND_TRUTH)
-    if answer is ABSENT:
-        if source.answer_field != SourceConfig.model_fields["answer_field"].default:
-            raise UserError(_missing(where, "answer", source.answer_field, record))
-        answer = None
-    response = find(record, source.response_field) if responses else None
-    if response is ABSENT:
-        raise UserError(_missing(where, "response", source.response_field, record))
-    used = {source.prompt_field, source.answer_field} | ({source.response_field} if responses else set())
+    used = {source.prompt_field, source.answer_field}
+    response = None
+    if responses:
+        used.add(source.response_field)
+        given = find_required(where, "response", source.response_field, record)
+        response = check_response(where, source.response_field, given)
+    prompt = find_required(where, "prompt", source.prompt_field, record)
     return Example(
         prompt=check_prompt(where, source.prompt_field, prompt),
-        answer=as_answer(answer),
-        response=check_response(where, source.response_field, response) if responses else None,
+        answer=find_answer(where, source, record),
+        response=response,
         metadata={name: value for name, value in record.items() if name not in used},
         line=line,
     )
+
+
+def find_answer(where: str, source: SourceConfig, record: Mapping[str, Any]) -> Any:
+    """The reference answer, or None where the file has none. Raises UserError when a field named in the configuration is missing."""
+    answer = find(record, source.answer_field)
+    if answer is ABSENT:
+        answer = find(record, GROUND_TRUTH)
+    if answer is not ABSENT:
+        return as_answer(answer)
+    # Not `model_fields_set`: a resolved configuration that is read again sets every field.
+    if source.answer_field != SourceConfig.model_fields["answer_field"].default:
+        return find_required(where, "answer", source.answer_field, record)
+    return None
+
+
+def find_required(where: str, what: str, field: str, record: Mapping[str, Any]) -> Any:
+    """The value at a field. Raises UserError naming the nearest field that there is."""
+    value = find(record, field)
+    if value is ABSENT:
+        known = [name for name in field_names(record) if find(record, name) is not ABSENT]
+        raise UserError(
+            f"{where}: no field {field!r} for the {what}. {suggest(field, known)} Set {what}_field of this source."
+        )
+    return value
 
 
 def find(record: Mapping[str, Any], field: str) -> Any:
@@ -195,11 +212,6 @@ def kind_of(value: Any) -> str:
     """A JSON value's type in words."""
     kinds: dict[type, str] = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
-
-
-def _missing(where: str, what: str, field: str, record: Mapping[str, Any]) -> str:
-    known = [name for name in field_names(record) if find(record, name) is not ABSENT]
-    return f"{where}: no field {field!r} for the {what}. {suggest(field, known)} Set {what}_field of this source."
 
 
 def field_names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

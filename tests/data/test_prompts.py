@@ -71,7 +71,7 @@ def test_a_prompt_without_tokens_is_named_by_its_line(write_jsonl: Write, plain_
     path = write_jsonl([{"prompt": "a"}, {"prompt": [{"role": "user", "content": ""}]}])
     with pytest.raises(UserError) as caught:
         load_source(SourceConfig(path=path), PromptTemplate(plain_tokenizer), 100)
-    assert str(caught.value) == f"{path}, line 2: the tokenizer makes no token of this prompt"
+    assert str(caught.value) == f"{path}, line 2: the tokenizer makes no token of this prompt; write some text"
 
 
 def test_more_prompts_than_one_batch_keep_their_order(write_jsonl: Write, plain_tokenizer: Any) -> None:
