@@ -16,10 +16,13 @@ class Role:
 
     name: str
 
-    def generate(self, *, into: str | None = None, greedy: bool | None = None, environment: str | None = None,
+    def generate(self, *, into: str | None = None, greedy: bool | None = None, temperature: float | None = None,
+                 top_p: float | None = None, top_k: int | None = None, purpose: str | None = None,
                  id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
         """Sample one trajectory per row."""
-        params = {"into": into, "greedy": greedy, "environment": environment}
+        params = {
+            "into": into, "greedy": greedy, "temperature": temperature, "top_p": top_p, "top_k": top_k, "purpose": purpose,
+        }  # fmt: skip
         return make_stage("generate", self.name, params, id=id, when=when, after=after)
 
     def verify(self, *, rewards: Sequence[Any] | None = None, correct_score: float | None = None,

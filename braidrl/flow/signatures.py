@@ -32,8 +32,19 @@ OLD = ("recompute", "rollout", "self")
 COMPUTED_IN_TRAINING = ("log_probs", "entropy", "values", "offsets", "group_tokens")
 
 
-def generate(role: str, into: str | None = None, greedy: bool = False, environment: str | None = None) -> Signature:
-    """One trajectory per row; `into` names the namespace of a second one, `greedy` takes the likeliest token."""
+def generate(
+    role: str,
+    into: str | None = None,
+    greedy: bool = False,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    purpose: str = "train",
+) -> Signature:
+    """One trajectory per row; `into` names the namespace of a second one, `greedy` takes the likeliest token.
+
+    Sampling is as `rollout` of the configuration says, where the stage does not say otherwise; `purpose` keys its random numbers.
+    """
     if into is not None and not into.isidentifier():
         raise UserError(f"{role}.generate: into must be a plain name, as in `into: greedy`, got {into!r}")
     return Signature(Kind.GENERATE, ("prompt", "prompt_length", "metadata"), in_namespace(into, GENERATED))

@@ -21,7 +21,7 @@ from braidrl.algorithms.aggregation import denominator, weighted_sum
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry
 from braidrl.data.rows import Rows
-from braidrl.flow.stages import loss_entry
+from braidrl.flow.lookup import entry_of
 
 PER_ROW = ("group", "sample", "group_tokens")
 
@@ -46,7 +46,7 @@ class Objective:
         aggregate = params.get("aggregate", "token-mean")
         aggregate = {"name": aggregate} if isinstance(aggregate, str) else dict(aggregate)
         return Objective(
-            loss_entry(loss),
+            entry_of(registry.losses, loss["name"]),
             {name: value for name, value in loss.items() if name != "name"},
             aggregate.pop("name"),
             aggregate,
@@ -72,7 +72,7 @@ class Objective:
         per_token, metrics = self.loss.function(*self._arguments(columns), **self.settings)
         per_token, metrics = self._corrected(per_token, metrics, columns)
         if self.kl is not None:
-            estimator = registry.divergences[self.kl["name"]].function
+            estimator = entry_of(registry.divergences, self.kl["name"]).function
             divergence = estimator(columns["log_probs"], columns["ref_log_probs"])
             per_token = per_token + self.kl["coef"] * divergence
             metrics["kl_reference"] = divergence.detach()
@@ -100,14 +100,14 @@ class Objective:
         if self.correction is None:
             return per_token, dict(metrics)
         settings = {name: value for name, value in self.correction.items() if name != "name"}
-        entry = registry.corrections[self.correction["name"]]
+        entry = entry_of(registry.corrections, self.correction["name"])
         weights, more = entry.function(
             columns["old_log_probs"], columns["rollout_log_probs"], columns["offsets"], **settings
         )
         return per_token * weights, {**metrics, **more}
 
     def _weights(self, columns: Mapping[str, Tensor]) -> Tensor:
-        entry = registry.aggregations[self.aggregate]
+        entry = entry_of(registry.aggregations, self.aggregate)
         return entry.function(*[columns[name] for name in entry.reads], **self.aggregate_settings)
 
     def _monitors(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,8 @@ from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage, actor
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.recipes import load_flow
-from braidrl.flow.stages import loss_entry, make_stage
+from braidrl.flow.signatures import needs_old
+from braidrl.flow.stages import make_stage
 from braidrl.flow.updates import check_update_size
 
 TRUNCATED = {"name": "truncated"}
@@ -38,7 +39,7 @@ def resolve(stage: Stage, config: Config) -> Stage:
     """The stage with what it left open filled in from the configuration."""
     if stage.type == "verify":
         return with_params(stage, verify_params(stage, config))
-    if is_optimized(stage) and "old_log_probs" in loss_entry(stage.params["loss"]).reads:
+    if is_optimized(stage) and needs_old(stage.params):
         return with_params(stage, update_params(stage, config))
     return stage
 

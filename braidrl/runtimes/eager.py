@@ -57,8 +57,10 @@ class EagerCrew:
     def cat(self, tables: Sequence[Rows]) -> Rows:
         return Rows.cat(tables)
 
+    def hold_rows(self, rows: Rows) -> Rows:
+        return rows
+
     def fetch(self, table: Rows) -> Rows:
-        """The rows with their payload, for the record of rollouts."""
         return table
 
     def publish(self, version: int) -> None:

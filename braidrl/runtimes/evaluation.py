@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from braidrl.algorithms.metrics import avg_at_k, pass_at_k
-from braidrl.config import Config
+from braidrl.config import Config, EvaluationConfig
+from braidrl.data.admission import eval_rows
+from braidrl.data.prompts import LoadedSource
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind
 from braidrl.flow.stages import make_stage
+from braidrl.observe.metrics import Sums
+from braidrl.runtimes.iteration import Crew
 
 
 def evaluation_flow(config: Config, flow: Flow) -> Flow:
@@ -29,7 +34,7 @@ def evaluation_flow(config: Config, flow: Flow) -> Flow:
     )
 
 
-def evaluation_metrics(name: str, index: Rows, samples: int) -> Mapping[str, float]:
+def evaluation_metrics(name: str, index: Rows, samples: int) -> dict[str, float]:
     """avg@k for k = `samples`, pass@k for the powers of two up to it, mean length and score."""
     correct, group = index["correct"], index["group"]
     metrics = {f"eval/{name}/avg@{samples}": float(avg_at_k(correct, group))}
@@ -40,3 +45,14 @@ def evaluation_metrics(name: str, index: Rows, samples: int) -> Mapping[str, flo
     metrics[f"eval/{name}/length_mean"] = float(index["action_tokens"].double().mean())
     metrics[f"eval/{name}/score_mean"] = float(index["score"].double().mean())
     return metrics
+
+
+def evaluated_sets(
+    crew: Crew[Any], flow: Flow, sources: Mapping[str, LoadedSource], settings: EvaluationConfig, first: int, step: int
+) -> Iterator[tuple[str, Rows, dict[str, float]]]:
+    """Each set's name, its rows and its metrics under the current weights; sets are numbered from `first` on."""
+    for number, (name, source) in enumerate(sources.items(), first):
+        table = crew.hold_rows(eval_rows(source, settings.samples, settings.max_prompts, number))
+        for stage in flow.stages:
+            table = crew.run(stage, table, step, Sums())
+        yield name, crew.fetch(table), evaluation_metrics(name, crew.index(table), settings.samples)

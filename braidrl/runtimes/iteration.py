@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -47,6 +47,12 @@ class Crew(Protocol[T]):
 
     def cat(self, tables: Sequence[T]) -> T:
         """The rows of all tables."""
+
+    def hold_rows(self, rows: Rows) -> T:
+        """A table of given rows: recorded ones, or those of an evaluation set."""
+
+    def fetch(self, table: T) -> Rows:
+        """The rows with their payload, to be written down."""
 
     def publish(self, version: int) -> None:
         """Makes the trained weights those that the next rows are generated with."""
@@ -107,6 +113,10 @@ class Walk(Generic[T]):
                 self.crew.publish(version + 1)
         result.batch, result.seconds, result.final = self.crew.index(table), self.seconds, table
         return result
+
+    def restore(self, sampling: dict[str, Any], surplus: Sequence[T]) -> None:
+        """Goes on from a checkpoint's selection state and surplus rows."""
+        self.sampling, self.surplus = Sampling.restored(sampling), list(surplus)
 
     def replayed(self, recorded: T, sums: Sums) -> IterationResult[T]:
         index = self.crew.index(recorded)

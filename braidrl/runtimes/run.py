@@ -1,46 +1,35 @@
 """A training run: its folder, the loop over iterations, evaluation, checkpoints, resume and what is written down.
 
-configuration ──check──▶ flow, data, models ──▶ for each step: walk the flow ─▶ metrics ─▶ evaluate? ─▶ checkpoint?
+configuration ──prepare──▶ flow, data, models ──▶ each step: walk the flow ─▶ rollouts ─▶ evaluate? ─▶ metrics ─▶ checkpoint?
 """
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from braidrl.config import Config
-from braidrl.data.admission import eval_rows
-from braidrl.data.codec import decode_buffer, encode_buffer
 from braidrl.data.loader import PromptLoader
-from braidrl.data.prompts import load_eval, load_train
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
-from braidrl.models.loading import load_tokenizer
-from braidrl.observe.metrics import MetricsWriter, Sums
+from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress
 from braidrl.observe.report import write_report
-from braidrl.observe.rollouts import write_rollouts
-from braidrl.rewards.verify import RuleRewards, responses
-from braidrl.runtimes.building import build_flow
+from braidrl.observe.rollouts import evaluation_path, read_rollouts, rollout_path, write_rollouts
+from braidrl.rewards.verify import responses
 from braidrl.runtimes.eager import EagerCrew
-from braidrl.runtimes.evaluation import evaluation_flow, evaluation_metrics
+from braidrl.runtimes.evaluation import evaluated_sets
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.folders import (
-    checkpoint_folder,
-    finish_checkpoint,
-    latest_checkpoint,
-    new_run_folder,
-    read_state,
-    whole_folder,
-    write_whole,
-)
+from braidrl.runtimes.folders import latest_checkpoint, new_run_folder
+from braidrl.runtimes.interrupts import Interrupts
 from braidrl.runtimes.iteration import IterationResult, Walk
+from braidrl.runtimes.setup import prepare, set_up_torch
+from braidrl.runtimes.state import RunState, load_checkpoint, save_checkpoint
 from braidrl.runtimes.step_metrics import step_metrics, summary
+
+Metrics = dict[str, float | int | None]
 
 
 class TrainingRun:
@@ -51,29 +40,156 @@ class TrainingRun:
     ) -> None:
         """Checks everything that can be checked before a model loads. Raises UserError for what could not run."""
         self.config, self.replay, self.rollout_only = config, replay, rollout_only
-        self.flow = build_flow(config)
-        self.tokenizer = load_tokenizer(config.model)
-        self.evaluation = evaluation_flow(config, self.flow)
-        sources = load_train(config.data, self.tokenizer, responses="response" in self.flow.needs_from_data())
-        self.eval_sources = load_eval(config.data, self.tokenizer)
-        self.rewards = self._rewards(len(sources))
-        self.step = self.version = 0
-        self.checkpoint = latest_checkpoint(resume) if resume else None
+        self.prepared = prepare(config)
+        self.flow = self.prepared.flow
         self.folder = resume or new_run_folder(config)
         self.progress = Progress(config.trainer.steps)
         self.progress.print(str(self.folder))
-        for source in sources:
+        for source in self.prepared.sources:
             self.progress.print(source.report())
         set_up_torch(config)
-        self.loader = PromptLoader(sources, config.seed, config.data.shuffle)
+        self.interrupts = Interrupts()
+        self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
         self.crew = EagerCrew(config, self.flow, self.loader, self._executor())
-        self.walk: Walk[Rows] = Walk(config, self.flow, self.crew, self.loader.epoch_size)
-        if self.checkpoint is not None:
-            self._restore(self.checkpoint)
+        self.walk: Walk[Rows] = Walk(config, self.flow, self.crew, self.loader.epoch_size, self.interrupts.hold)
+        self.step = self.version = 0
+        self.saved_step: int | None = None
+        checkpoint = latest_checkpoint(resume) if resume else None
+        if checkpoint is not None:
+            self._restore(load_checkpoint(checkpoint))
         self.metrics = MetricsWriter(self.folder, self.step if resume else None)
 
     def _executor(self) -> StageExecutor:
-        generating = self.flow if self.eval_sources == {} else self.evaluation
+        prepared = self.prepared
+        roles = tuple(dict.fromkeys([*self.flow.roles, *prepared.generating]))
         return StageExecutor(
-            self.config, self.flow, self.flow.roles, self.tokenizer, self.rewards, self.progress, generating.roles
+            self.config, self.flow, roles, prepared.tokenizer, prepared.rewards(), self.progress, prepared.generating
         )
+
+    def __enter__(self) -> TrainingRun:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.crew.close()
+        self.metrics.close()
+
+    def train(self) -> None:
+        """Runs to `trainer.steps`. On Ctrl-C the last complete step is saved, then KeyboardInterrupt goes on."""
+        trainer = self.config.trainer
+        with self.interrupts.active():
+            snapshot = self._snapshot()
+            try:
+                self._evaluate_before_first_step()
+                while self.step < trainer.steps:
+                    snapshot = self._snapshot()
+                    self._one_step()
+                    if trainer.checkpoint_every and self.step % trainer.checkpoint_every == 0:
+                        self._save(self._snapshot())
+                self._save(self._snapshot())
+            except KeyboardInterrupt:
+                self._save(snapshot if snapshot.step == self.step else self._snapshot())
+                self.progress.print(f"saved step {self.step}; go on with: braid train --resume {self.folder}")
+                raise
+        self.progress.print(f"report: {write_report(self.folder)}")
+
+    def _one_step(self) -> None:
+        step, start = self.step + 1, time.perf_counter()
+        self.progress.step(step)
+        recorded = self.crew.hold_rows(read_rollouts(rollout_path(self.replay, step))) if self.replay else None
+        result = self.walk.iterate(step, self.version, recorded, train=not self.rollout_only)
+        with self.interrupts.hold():
+            seconds = time.perf_counter() - start
+            metrics = step_metrics(self.flow, result, step, self.version, seconds)
+            self._record(rollout_path(self.folder, step), result)
+            self.step = step
+            self.version += 0 if self.rollout_only else 1
+            if self._evaluation_is_due():
+                metrics |= self._evaluate()
+            self.metrics.write(metrics)
+        self.progress.print(summary(metrics))
+
+    def _record(self, path: Path, result: IterationResult[Rows]) -> None:
+        """Rows as generated, and what later stages added under names that are new; a replay begins from the former."""
+        if "tokens" in result.table:
+            rows = self.crew.fetch(result.table)
+            added = {n: column for n, column in self.crew.fetch(result.final).items() if n not in rows}
+            self._write_rows(path, rows.with_columns(added))
+
+    def _write_rows(self, path: Path, rows: Rows) -> None:
+        tokenizer = self.prepared.tokenizer
+        prompts = [tokenizer.decode(rows["prompt"][i].tolist()) for i in range(len(rows))]
+        write_rollouts(path, rows, prompts, responses(rows, tokenizer))
+
+    def _evaluation_is_due(self) -> bool:
+        every, steps = self.config.evaluation.every, self.config.trainer.steps
+        return bool(every) and (self.step % every == 0 or self.step == steps)
+
+    def _evaluate_before_first_step(self) -> None:
+        if self.step == 0 and self.config.evaluation.before_first_step and self.config.evaluation.every:
+            metrics = self._evaluate()
+            if metrics:
+                self.metrics.write_evaluation(0, self.version, metrics)
+                self.progress.print(summary({"step": 0, **metrics}))
+
+    def _evaluate(self) -> Metrics:
+        """Every evaluation set under the current weights; the rows are recorded too."""
+        prepared, metrics = self.prepared, Metrics()
+        first = len(prepared.sources)
+        for name, rows, found in evaluated_sets(
+            self.crew, prepared.evaluation, prepared.eval_sources, self.config.evaluation, first, self.step
+        ):
+            self._write_rows(evaluation_path(self.folder, name, self.step), rows)
+            metrics |= found
+        return metrics
+
+    def _snapshot(self) -> RunState:
+        """What a resumed run needs beside the weights, as of the last complete step."""
+        surplus = [self.crew.fetch(table) for table in self.walk.surplus]
+        return RunState(self.step, self.version, self.loader.state(), self.walk.sampling.state(), surplus)
+
+    def _save(self, state: RunState) -> None:
+        if self.saved_step == state.step:
+            return
+        try:
+            save_checkpoint(self.folder, state, self.crew.save, self.config.trainer.keep_checkpoints)
+        except OSError as error:
+            raise UserError(
+                f"the checkpoint of step {state.step} could not be written ({error}); the one before it is whole: "
+                f"make room and go on with `braid train --resume {self.folder}`"
+            ) from error
+        self.saved_step = state.step
+
+    def _restore(self, checkpoint: tuple[Path, RunState]) -> None:
+        folder, state = checkpoint
+        self.step = self.saved_step = state.step
+        self.version = state.version
+        self.loader.restore(state.loader)
+        self.walk.restore(state.sampling, state.surplus)
+        self.crew.load(folder, state.version)
+
+
+def train(config: Config, **options: Any) -> Path:
+    """Runs a configuration to its end and returns the run folder; what `braid train` does."""
+    with TrainingRun(config, **options) as run:
+        run.train()
+    return run.folder
+
+
+def evaluate_model(config: Config) -> dict[str, float]:
+    """Metrics of every set under `data.eval` with the model as it is; what `braid eval` prints."""
+    prepared = prepare(config, train=False)
+    if not prepared.eval_sources:
+        raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")
+    set_up_torch(config)
+    executor = StageExecutor(
+        config, prepared.evaluation, prepared.generating, prepared.tokenizer, prepared.rewards(), Progress(),
+        prepared.generating,
+    )  # fmt: skip
+    crew = EagerCrew(config, prepared.evaluation, None, executor)
+    first, metrics = len(config.data.train), {}
+    try:
+        for _, _, found in evaluated_sets(crew, prepared.evaluation, prepared.eval_sources, config.evaluation, first, 0):
+            metrics |= found
+    finally:
+        crew.close()
+    return metrics
