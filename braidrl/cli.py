@@ -16,7 +16,9 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
 
-ConfigFile = Annotated[Path | None, typer.Argument(help="A YAML configuration; may be left out if overrides say it all.")]
+ConfigFile = Annotated[
+    Path | None, typer.Argument(help="A YAML configuration; may be left out if overrides say it all.")
+]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted key=value, as in trainer.steps=10.")]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
 EXIT_USER_ERROR = 2

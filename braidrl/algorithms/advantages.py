@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.groups import Groups
-from braidrl.algorithms.registry import advantages
+from braidrl.algorithms.registry import Needs, advantages
+
+# A group of one has no mean to be above or below.
+PAIR = Needs(group_size=2)
 
 
 def counted_rows(like: Tensor, statistics_mask: Tensor | None) -> Tensor:
@@ -27,7 +30,7 @@ def centered(reward: Tensor, group: Tensor, statistics_mask: Tensor | None) -> t
     return difference * groups.spread(groups.varies(scores, counted)) * counted, groups, counted
 
 
-@advantages.register(writes=["advantage"], scope="group")
+@advantages.register(writes=["advantage"], scope="group", needs=PAIR)
 def group_normalized(
     reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-6
 ) -> Tensor:
@@ -41,13 +44,13 @@ def group_normalized(
     return (difference / (groups.spread(deviation) + epsilon)).to(reward.dtype)
 
 
-@advantages.register(writes=["advantage"], scope="group")
+@advantages.register(writes=["advantage"], scope="group", needs=PAIR)
 def group_centered(reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> Tensor:
     """R − R̄, (B,). Dr. GRPO, arXiv 2503.20783."""
     return centered(reward, group, statistics_mask)[0].to(reward.dtype)
 
 
-@advantages.register(writes=["advantage"], scope="group")
+@advantages.register(writes=["advantage"], scope="group", needs=PAIR)
 def leave_one_out(reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> Tensor:
     """R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one.
 
@@ -58,7 +61,7 @@ def leave_one_out(reward: Tensor, group: Tensor, statistics_mask: Tensor | None 
     return (difference * groups.spread(size / (size - 1).clamp(min=1))).to(reward.dtype)
 
 
-@advantages.register(writes=["advantage"], scope="group")
+@advantages.register(writes=["advantage"], scope="group", needs=PAIR)
 def optimal_baseline(
     reward: Tensor, action_tokens: Tensor, group: Tensor, statistics_mask: Tensor | None = None
 ) -> Tensor:
@@ -75,7 +78,7 @@ def remax(reward: Tensor, greedy_reward: Tensor) -> Tensor:
     return reward - greedy_reward
 
 
-@advantages.register(writes=["advantage"], scope="group")
+@advantages.register(writes=["advantage"], scope="group", needs=PAIR)
 def maxrl(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> Tensor:
     """(R − R̄)/R̄ on the successes R ∈ {0, 1}, (B,); 0 in a group without a success. MaxRL, arXiv 2602.02710."""
     difference, groups, counted = centered(correct, group, statistics_mask)
@@ -83,17 +86,21 @@ def maxrl(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None)
     return (difference / mean.masked_fill(mean == 0, 1)).to(floating(correct))
 
 
-@advantages.register(writes=["advantage"], scope="group")
+@advantages.register(
+    writes=["advantage"],
+    scope="group",
+    needs=Needs(limits={"k": (1, 1 << 20)}, group_size=lambda settings: settings["k"] + 1),
+)
 def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None, *, k: int = 4) -> Tensor:
     """Mean normalised advantage of the k-subsets of the group that a sample is in, (B,), in closed form.
 
     A subset scores 1 if any of its k samples is right. With n samples of which w are wrong, R̄ = 1 − C(w, k)/C(n, k) and
     σ² = R̄(1 − R̄): a right sample gets (1 − R̄)/σ, a wrong one (1 − R̄ − C(w − 1, k − 1)/C(n − 1, k − 1))/σ, and every
-    sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, section 2.4. Raises ValueError for a group smaller than k.
+    sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form. Raises ValueError for a group smaller than k.
     """
     groups, counted = Groups.of(group), counted_rows(correct, statistics_mask)
     n = groups.sums(counted.double())
-    wrong = groups.sums(counted * (1 - correct.double()))
+    wrong = groups.sums((counted & (correct <= 0)).double())
     if bool(((n < k) & (n > 0)).any()):
         raise ValueError(f"pass_at_k with k={k} needs at least {k} samples per prompt, a group has {int(n.min())}")
     all_wrong = subset_share(wrong, n, k)

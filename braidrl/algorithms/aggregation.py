@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.registry import aggregations
+from braidrl.algorithms.registry import Needs, aggregations
 
 denominator: dict[str, str] = {
     "token-mean": "tokens",
@@ -46,7 +46,7 @@ def seq_mean_token_sum(offsets: Tensor) -> Tensor:
     return token_mean(offsets)
 
 
-@aggregations.register("token-sum-norm")
+@aggregations.register("token-sum-norm", needs=Needs({"max_tokens": (1, 1 << 40)}))
 def token_sum_norm(offsets: Tensor, *, max_tokens: int) -> Tensor:
     """1/L_max, over rows: a constant instead of the lengths. Dr. GRPO, arXiv 2503.20783. `max_tokens` is L_max."""
     return token_mean(offsets) / max_tokens

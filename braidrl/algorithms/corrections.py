@@ -5,15 +5,20 @@ At level `token` ρ is each token's own, at `sequence` the product over its row,
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from braidrl.algorithms.ratios import Level, ratio_at
-from braidrl.algorithms.registry import corrections
+from braidrl.algorithms.registry import Needs, corrections
+
+LEVELS = ("token", "sequence", "geometric")
+BAND = Needs({"low": (0, 1), "high": (1, 1e6)}, {"level": LEVELS})
 
 Metrics = dict[str, Tensor]
 
 
-@corrections.register()
+@corrections.register(needs=Needs({"cap": (1e-6, 1e6)}, {"level": LEVELS}))
 def truncated(
     old_log_probs: Tensor, rollout_log_probs: Tensor, offsets: Tensor, *, level: Level = "token", cap: float = 2.0
 ) -> tuple[Tensor, Metrics]:
@@ -22,7 +27,7 @@ def truncated(
     return rho.clamp(max=cap), correction_metrics(rho, rho > cap)
 
 
-@corrections.register()
+@corrections.register(needs=BAND)
 def masked(
     old_log_probs: Tensor,
     rollout_log_probs: Tensor,
@@ -38,7 +43,7 @@ def masked(
     return rho.masked_fill(outside, 0), correction_metrics(rho, outside)
 
 
-@corrections.register()
+@corrections.register(needs=replace(BAND, choices={"level": LEVELS[1:]}))
 def sequence_rejection(
     old_log_probs: Tensor,
     rollout_log_probs: Tensor,

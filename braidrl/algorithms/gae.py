@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.algorithms.registry import advantages
+from braidrl.algorithms.registry import Needs, advantages
+
+DISCOUNTS = Needs({"gamma": (0, 1), "lam": (0, 1)})
 
 
 def is_row_end(rows: Ragged) -> Tensor:
@@ -60,7 +62,7 @@ def rewards_of_tokens(reward: Tensor, token_rewards: Ragged | None, like: Ragged
     return at_row_end(reward.to(like.values.dtype), like)
 
 
-@advantages.register(writes=["advantages", "returns"])
+@advantages.register(writes=["advantages", "returns"], needs=DISCOUNTS)
 def gae(
     values: Ragged, reward: Tensor, token_rewards: Ragged | None = None, *, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[Ragged, Ragged]:
@@ -74,7 +76,10 @@ def gae(
     return result, values.with_values(result.values + values.values)
 
 
-@advantages.register(writes=["advantages", "returns"])
+@advantages.register(
+    writes=["advantages", "returns"],
+    needs=Needs({"gamma": (0, 1), "lam_critic": (0, 1), "lam_actor": (0, 1), "alpha": (1e-6, 1e6)}),
+)
 def decoupled_gae(
     values: Ragged,
     reward: Tensor,
@@ -88,7 +93,7 @@ def decoupled_gae(
     """GAE with one λ for the advantages and another for the critic's returns.
 
     VC-PPO, arXiv 2503.01491, with a given `lam_actor`; without one λ_actor = 1 − 1/(alpha·l) for a row of l action tokens,
-    clamped to [0, 1]: VAPO, arXiv 2504.05118, section 4.2.
+    clamped to [0, 1]: VAPO, arXiv 2504.05118.
     """
     delta = residuals(values, rewards_of_tokens(reward, token_rewards, values), gamma)
     lam = actor_lambda(values.lengths, alpha) if lam_actor is None else same_for_rows(values, lam_actor)
@@ -105,5 +110,6 @@ def actor_lambda(lengths: Tensor, alpha: float) -> Tensor:
 advantages.register(
     "cost_gae",
     writes=["cost_advantages", "cost_returns"],
+    needs=DISCOUNTS,
     columns={"values": "cost_values", "reward": "cost", "token_rewards": "cost_token_rewards"},
 )(gae)

@@ -6,16 +6,19 @@ A loss takes flat action tokens and returns `(loss, metrics)`: the loss of each 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from braidrl.algorithms.ratios import ratio
-from braidrl.algorithms.registry import losses
+from braidrl.algorithms.registry import Needs, losses
 
 Metrics = dict[str, Tensor]
+CLIP = Needs({"low": (0, 1), "high": (0, 1e6), "dual": (1, 1e6)})
 
 
-@losses.register()
+@losses.register(needs=CLIP)
 def clip(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -28,7 +31,7 @@ def clip(
     """−min(r·A, clip(r, 1 − low, 1 + high)·A), and with `dual` c at least c·A where A < 0.
 
     PPO, arXiv 1707.06347, equation 7; high > low is Clip-Higher, DAPO, arXiv 2503.14476, equation 10 (0.2 and 0.28); dual clip,
-    arXiv 1912.09729, equation 5.
+    arXiv 1912.09729.
     """
     r = ratio(log_probs, old_log_probs)
     loss = clipped_surrogate(r, advantages, low, high)
@@ -58,8 +61,94 @@ def clip_metrics(
         "clip_fraction_high": above,
         "clip_high_probability": probability,
         "clip_high_probability_max": probability,
-        "kl_old": r - 1 - (log_probs - old_log_probs),
+        **kl_metrics(r, log_probs, old_log_probs),
     }
+
+
+def kl_metrics(r: Tensor, log_probs: Tensor, old_log_probs: Tensor) -> Metrics:
+    """KL(π_old, π) of each token by k3, which is r − 1 − log r on tokens that π_old sampled."""
+    return {"kl_old": (r - 1 - (log_probs - old_log_probs)).detach()}
+
+
+@losses.register(needs=Needs({"low": (0, 1), "high": (0, 1e6)}))
+def cispo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, low: float = 1.0, high: float = 4.0
+) -> tuple[Tensor, Metrics]:
+    """−sg(clip(r, 1 − low, 1 + high))·A·log π: weights are clipped, no token loses its gradient.
+
+    MiniMax-M1, arXiv 2506.13585, which sets no lower bound (low = 1) and does not print its upper one; 1 + high = 5 is
+    from ScaleRL, arXiv 2510.13786.
+    """
+    r = ratio(log_probs, old_log_probs).detach()
+    metrics = clip_metrics(r, log_probs.detach(), old_log_probs, advantages, low, high)
+    # A weight is clipped whatever the sign of its advantage.
+    metrics |= {"clip_fraction_low": (r < 1 - low).to(r.dtype), "clip_fraction_high": (r > 1 + high).to(r.dtype)}
+    metrics["clip_fraction"] = metrics["clip_fraction_low"] + metrics["clip_fraction_high"]
+    return -r.clamp(1 - low, 1 + high) * advantages * log_probs, metrics
+
+
+@losses.register(needs=Needs({"tau_positive": (1e-3, 1e3), "tau_negative": (1e-3, 1e3)}))
+def sapo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+) -> tuple[Tensor, Metrics]:
+    """−(4/τ)·σ(τ(r − 1))·A: a gate that closes smoothly, with τ by the sign of A. SAPO, arXiv 2511.20347."""
+    r = ratio(log_probs, old_log_probs)
+    tau = torch.where(advantages > 0, tau_positive, tau_negative).to(r.dtype)
+    return -(4 / tau) * torch.sigmoid(tau * (r - 1)) * advantages, kl_metrics(r, log_probs, old_log_probs)
+
+
+@losses.register(needs=Needs({"delta": (0, 1)}, weighs_rollout=True))
+def dppo_tv(
+    log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, *, delta: float = 0.15
+) -> tuple[Tensor, Metrics]:
+    """−(π/μ)·A, 0 where A > 0 and π − μ > delta, or A < 0 and π − μ < −delta; μ is the rollout policy.
+
+    The trust region is in total variation, so that rare tokens may change by large ratios. DPPO, arXiv 2602.04879.
+    """
+    moved = log_probs.detach().exp() - rollout_log_probs.exp()
+    above, below = (advantages > 0) & (moved > delta), (advantages < 0) & (moved < -delta)
+    r = ratio(log_probs, rollout_log_probs)
+    metrics = kl_metrics(r, log_probs, rollout_log_probs) | {
+        "clip_fraction": (above | below).to(r.dtype),
+        "clip_fraction_low": below.to(r.dtype),
+        "clip_fraction_high": above.to(r.dtype),
+    }
+    return -(r * advantages).masked_fill(above | below, 0), metrics
+
+
+@losses.register(
+    needs=Needs(
+        {"low": (0, 1), "high": (0, 1e6), "cap": (1, 1e6)}, {"over_cap": ("clamp", "mask")}, weighs_rollout=True
+    )
+)
+def decoupled(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    cap: float = 5.0,
+    over_cap: Literal["clamp", "mask"] = "clamp",
+) -> tuple[Tensor, Metrics]:
+    """−w·min(u·A, clip(u, 1 − low, 1 + high)·A) with u = π/π_prox and w = π_prox/π_behaviour.
+
+    AReaL, arXiv 2505.24298. π_prox is `old_log_probs`, recomputed under the weights that start the update, and
+    π_behaviour what sampled. A w above `cap` is clamped to it, or its token masked.
+    """
+    w = ratio(old_log_probs, rollout_log_probs)
+    over = w > cap
+    weight = w.clamp(max=cap) if over_cap == "clamp" else w.masked_fill(over, 0)
+    u = ratio(log_probs, old_log_probs)
+    metrics = clip_metrics(u.detach(), log_probs.detach(), old_log_probs, advantages, low, high)
+    metrics |= {"ratio": w, "ratio_squared": w**2, "cut_fraction": over.to(w.dtype)}
+    return weight * clipped_surrogate(u, advantages, low, high), metrics
 
 
 @losses.register()
@@ -78,3 +167,13 @@ def sft(log_probs: Tensor) -> tuple[Tensor, Metrics]:
 def ptx(log_probs: Tensor) -> tuple[Tensor, Metrics]:
     """−log π of pre-training text, added to a policy loss. PPO-ptx, InstructGPT, arXiv 2203.02155, equation 2."""
     return sft(log_probs)
+
+
+@losses.register()
+def distillation(log_probs: Tensor, ref_log_probs: Tensor) -> tuple[Tensor, Metrics]:
+    """−sg(log π_teacher − log π)·log π on the student's own tokens: its gradient is that of the reverse KL.
+
+    On-policy distillation, arXiv 2306.13649. The teacher is the flow's reference.
+    """
+    gap = (ref_log_probs - log_probs).detach()
+    return -gap * log_probs, {"kl_teacher": -gap}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from braidrl.algorithms.groups import Groups
-from braidrl.algorithms.registry import selections
+from braidrl.algorithms.registry import Needs, selections
 
 
-@selections.register(scope="group")
+@selections.register(scope="group", needs=Needs(group_size=2))
 def informative_groups(correct: Tensor, group: Tensor) -> dict[int, str]:
     """Drops groups whose samples are all right or all wrong: they keep 0 < #correct < G.
 
@@ -20,7 +20,7 @@ def informative_groups(correct: Tensor, group: Tensor) -> dict[int, str]:
     return dropped | dict.fromkeys(groups.numbers[right == groups.sizes()].tolist(), "all correct")
 
 
-@selections.register(scope="group")
+@selections.register(scope="group", needs=Needs(group_size=2))
 def informative_rewards(reward: Tensor, group: Tensor) -> dict[int, str]:
     """Drops groups whose rewards (B,) are all equal, for rewards that do not say right or wrong."""
     groups = Groups.of(group)

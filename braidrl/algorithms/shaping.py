@@ -8,13 +8,15 @@ from torch import Tensor
 from braidrl.algorithms.gae import at_row_end
 from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged
-from braidrl.algorithms.registry import shapes
+from braidrl.algorithms.registry import Needs, divergences, shapes
+
+KL = Needs({"coef": (0, 1e6)}, {"estimator": divergences})
 
 # The value of the `finish_reason` column for a row that was cut off at the length limit.
 CUT_OFF = 1
 
 
-@shapes.register(writes=["reward"])
+@shapes.register(writes=["reward"], needs=Needs({"max_response_tokens": (1, 1 << 40), "cache": (1, 1 << 40)}))
 def overlong_penalty(reward: Tensor, action_tokens: Tensor, *, max_response_tokens: int, cache: int) -> Tensor:
     """Soft overlong punishment added to `reward` (B,): 0 up to max − cache tokens, falling to −1 at max, −1 beyond.
 
@@ -42,7 +44,7 @@ def overlong_exclude(finish_reason: Tensor, loss_mask: Tensor | None = None) -> 
     return overlong_filter(finish_reason, loss_mask), overlong_filter(finish_reason)
 
 
-@shapes.register(writes=["token_rewards"])
+@shapes.register(writes=["token_rewards"], needs=KL)
 def kl_penalty(
     reward: Tensor,
     rollout_log_probs: Ragged,
@@ -62,7 +64,7 @@ def kl_penalty(
     )
 
 
-@shapes.register(writes=["token_rewards", "cost_token_rewards"])
+@shapes.register(writes=["token_rewards", "cost_token_rewards"], needs=KL)
 def safe_rlhf_kl_penalty(
     reward: Tensor,
     cost: Tensor,
@@ -75,7 +77,7 @@ def safe_rlhf_kl_penalty(
 ) -> tuple[Ragged, Ragged]:
     """Half of the KL penalty taken from the rewards, half added to the costs, per action token.
 
-    Safe-RLHF, arXiv 2310.12773, appendix B.2: (reward − λ·cost)/(1 + λ) then holds the penalty coef/2 whatever λ is.
+    Safe-RLHF, arXiv 2310.12773: (reward − λ·cost)/(1 + λ) then holds the penalty coef/2 whatever λ is.
     """
     policy = rollout_log_probs if old_log_probs is None else old_log_probs
     rewards = kl_shaped(reward, policy, ref_log_probs, -coef / 2, estimator)

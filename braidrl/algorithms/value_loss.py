@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.registry import losses
+from braidrl.algorithms.registry import Needs, losses
 
 Metrics = dict[str, Tensor]
 
 
-@losses.register(columns={"old_values": "values"})
+@losses.register(columns={"old_values": "values"}, needs=Needs({"clip": (0, 1e6)}))
 def value(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> tuple[Tensor, Metrics]:
     """½·max((V − R)², (clip(V, V_old ± clip) − R)²) per action token, (N,); without `clip` ½·(V − R)².
 

@@ -33,7 +33,9 @@ def load_worker(worker: DecoderWorker, folder: Path) -> None:
     ours, theirs = dict(worker.model.named_parameters()), dict(saved.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in ours.items()}
     if shapes != {name: tuple(p.shape) for name, p in theirs.items()}:
-        raise UserError(f"{folder} holds another model than {worker.path}; resume with the configuration it was made with")
+        raise UserError(
+            f"{folder} holds another model than {worker.path}; resume with the configuration it was made with"
+        )
     for name, parameter in ours.items():
         parameter.copy_(theirs[name])
     if worker.optimizer is not None:

@@ -84,7 +84,9 @@ class MasterOptimizer:
         gradients = [master.grad for master in self.masters if master.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if not torch.isfinite(norm):
-            raise RuntimeError(f"gradient norm is {norm.item()} at optimizer step {self.steps + 1}; nothing was updated")
+            raise RuntimeError(
+                f"gradient norm is {norm.item()} at optimizer step {self.steps + 1}; nothing was updated"
+            )
         if self.config.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.max_grad_norm, norm)
         return float(norm)

@@ -30,7 +30,9 @@ def build_flow(config: Config) -> Flow:
     }
     flow = load_flow(config.flow, config.algorithm, defaults)
     if any(stage.kind is Kind.GENERATE for stage in flow.stages):
-        check_update_size(config.trainer.prompts_per_step, config.rollout.samples_per_prompt, config.trainer.rows_per_update)
+        check_update_size(
+            config.trainer.prompts_per_step, config.rollout.samples_per_prompt, config.trainer.rows_per_update
+        )
     stages = [resolve(stage, config) for stage in flow.stages]
     return Flow(flow.name, with_recomputed(stages))
 

@@ -1,6 +1,6 @@
 """The eager runtime: stages run in order in this process, on the rows themselves. A breakpoint stops where it stands.
 
-    loader ──▶ Rows ──▶ stage ──▶ Rows + columns ──▶ stage ──▶ ... ──▶ optimizer steps
+loader ──▶ Rows ──▶ stage ──▶ Rows + columns ──▶ stage ──▶ ... ──▶ optimizer steps
 """
 
 from __future__ import annotations

@@ -165,7 +165,13 @@ class EarlyChecks:
     """Hands finished rows to the reward processes while the engine goes on with the others."""
 
     def __init__(
-        self, executor: StageExecutor, stage: Stage, rows: Rows, place: Mapping[Any, int], beside: Sequence[Stage], bar: Bar
+        self,
+        executor: StageExecutor,
+        stage: Stage,
+        rows: Rows,
+        place: Mapping[Any, int],
+        beside: Sequence[Stage],
+        bar: Bar,
     ) -> None:
         self.executor, self.stage, self.rows, self.place = executor, stage, rows, place
         self.beside, self.bar = beside, bar

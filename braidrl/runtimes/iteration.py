@@ -78,7 +78,12 @@ class Walk(Generic[T]):
     """Walks a flow with a crew. Holds what goes on from one iteration to the next: selection state and kept surplus."""
 
     def __init__(
-        self, config: Config, flow: Flow, crew: Crew[T], epoch_groups: int, hold: Callable[[], AbstractContextManager[None]]
+        self,
+        config: Config,
+        flow: Flow,
+        crew: Crew[T],
+        epoch_groups: int,
+        hold: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """`hold` is entered when weights begin to change: until the iteration is over, an interrupt has to wait."""
         trainer = config.trainer
@@ -188,7 +193,6 @@ class Walk(Generic[T]):
         start = time.perf_counter()
         yield
         self.seconds[stage.name] += time.perf_counter() - start
-
 
 
 def group_tokens(index: Rows) -> torch.Tensor:

@@ -69,7 +69,9 @@ class TrainingRun:
     def __enter__(self) -> TrainingRun:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.crew.close()
         self.metrics.close()
 
@@ -188,7 +190,9 @@ def evaluate_model(config: Config) -> dict[str, float]:
     crew = EagerCrew(config, prepared.evaluation, None, executor)
     first, metrics = len(config.data.train), {}
     try:
-        for _, _, found in evaluated_sets(crew, prepared.evaluation, prepared.eval_sources, config.evaluation, first, 0):
+        for _, _, found in evaluated_sets(
+            crew, prepared.evaluation, prepared.eval_sources, config.evaluation, first, 0
+        ):
             metrics |= found
     finally:
         crew.close()

@@ -1,0 +1,92 @@
+"""What is reported about a batch: pure functions of columns, or of means that were summed where the rows are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from braidrl.algorithms.advantages import subset_share
+from braidrl.algorithms.groups import Groups
+
+# A response that reconsiders itself. DAPO watches how often this happens.
+REFLECTION_PHRASES = (
+    "wait",
+    "let me check",
+    "let me verify",
+    "double-check",
+    "on second thought",
+    "alternatively",
+    "however",
+)
+
+
+def explained_variance(error: Tensor, error_squared: Tensor, returns: Tensor, returns_squared: Tensor) -> Tensor:
+    """1 − Var(R − V)/Var(R) from means over action tokens of R − V, its square, R and its square; 0 where R is constant."""
+    variance = returns_squared - returns**2
+    unexplained = error_squared - error**2
+    return torch.where(variance > 0, 1 - unexplained / variance.masked_fill(variance <= 0, 1), 0.0)
+
+
+def effective_sample_size(weights: Tensor) -> Tensor:
+    """(Σw)²/(N·Σw²): the share of N weighted samples that as many equal ones are worth, between 1/N and 1."""
+    return effective_sample_share(weights.mean(), (weights**2).mean())
+
+
+def effective_sample_share(mean: Tensor, mean_square: Tensor) -> Tensor:
+    """`effective_sample_size` from the mean weight and the mean squared one; 0 where every weight is 0."""
+    return torch.where(mean_square > 0, mean**2 / mean_square.masked_fill(mean_square <= 0, 1), 0.0)
+
+
+def mean_where(indicated: Tensor, share: Tensor) -> Tensor:
+    """Mean over the tokens that an indicator picks, from the mean of value·indicator and of the indicator; 0 where none.
+
+    `mean_where(clip_high_probability, clip_fraction_high)` is the mean probability of the tokens clipped from above.
+    """
+    return torch.where(share > 0, indicated / share.masked_fill(share <= 0, 1), 0.0)
+
+
+def group_shares(correct: Tensor, reward: Tensor, group: Tensor) -> dict[str, Tensor]:
+    """Shares of groups all right, all wrong, and with equal rewards, which teach a group's estimator nothing."""
+    groups = Groups.of(group)
+    right, size = groups.sums((correct > 0).long()), groups.sizes()
+    return {
+        "all_correct_fraction": share_of(right == size),
+        "all_wrong_fraction": share_of(right == 0),
+        "no_signal_fraction": share_of(~groups.varies(reward)),
+    }
+
+
+def share_of(chosen: Tensor) -> Tensor:
+    """The part of `chosen` (K,) bool that is true; 0 where there is nothing to choose."""
+    return chosen.double().sum() / max(len(chosen), 1)
+
+
+def avg_at_k(correct: Tensor, group: Tensor) -> Tensor:
+    """Mean over prompts of the share of right samples: avg@k for groups of k."""
+    groups = Groups.of(group)
+    return groups.means(correct.double()).sum() / max(len(groups), 1)
+
+
+def pass_at_k(correct: Tensor, group: Tensor, k: int) -> Tensor:
+    """Mean over prompts of 1 − C(wrong, k)/C(n, k), the unbiased pass@k. arXiv 2107.03374, equation 1.
+
+    Raises ValueError for a group of fewer than k samples.
+    """
+    groups = Groups.of(group)
+    sizes = groups.sizes()
+    if bool((sizes < k).any()):
+        raise ValueError(f"pass@{k} needs at least {k} samples per prompt, a group has {int(sizes.min())}")
+    wrong = sizes - groups.sums((correct > 0).long())
+    return (1 - subset_share(wrong.double(), sizes.double(), k)).sum() / max(len(groups), 1)
+
+
+def reflection_counts(responses: Sequence[str], phrases: Sequence[str] = REFLECTION_PHRASES) -> Tensor:
+    """How often any of the phrases occurs in each response, as whole words and in any case, (B,) int64."""
+    if not phrases:
+        return torch.zeros(len(responses), dtype=torch.int64)
+    longest_first = sorted(phrases, key=len, reverse=True)
+    pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)", re.IGNORECASE)
+    return torch.tensor([len(pattern.findall(text)) for text in responses], dtype=torch.int64)

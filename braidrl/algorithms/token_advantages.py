@@ -1,0 +1,111 @@
+"""Advantages per action token that are not GAE, and whitening over the batch from two passes: sums, then apply."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from braidrl.algorithms.gae import rewards_of_tokens, same_for_rows, sums_to_go
+from braidrl.algorithms.ragged import Ragged
+from braidrl.algorithms.registry import Needs, advantages
+
+Sums = dict[str, Tensor]
+DISCOUNT = Needs({"gamma": (0, 1)})
+
+
+def moments(tokens: Ragged, statistics_mask: Tensor | None) -> Sums:
+    """Count, sum and sum of squares over the action tokens of rows that count, float64."""
+    counted = tokens.values.new_ones(len(tokens)) if statistics_mask is None else statistics_mask > 0
+    weights, values = tokens.spread(counted).double(), tokens.values.double()
+    return {"count": weights.sum(), "sum": (weights * values).sum(), "squares": (weights * values**2).sum()}
+
+
+def whitened(tokens: Ragged, totals: Sums, epsilon: float) -> Ragged:
+    """(x − mean)/√(variance + epsilon), with the sample variance."""
+    count = totals["count"].clamp(min=1)
+    mean = totals["sum"] / count
+    variance = ((totals["squares"] - count * mean**2) / (count - 1).clamp(min=1)).clamp(min=0)
+    return tokens.with_values(((tokens.values - mean) / (variance + epsilon).sqrt()).to(tokens.values.dtype))
+
+
+def whiten_sums(advantages: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8) -> Sums:
+    """The moments that `whiten` needs of the whole batch."""
+    return moments(advantages, statistics_mask)
+
+
+@advantages.register(writes=["advantages"], scope="batch", sums=whiten_sums)
+def whiten(advantages: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8, totals: Sums) -> Ragged:
+    """Mean 0 and deviation 1 over the batch's action tokens, as PPO's implementations do to GAE."""
+    return whitened(advantages, totals, epsilon)
+
+
+def returns_to_go(reward: Tensor, action_tokens: Tensor, token_rewards: Ragged | None, gamma: float) -> Ragged:
+    """Σ_l γ^l·r_{t+l} per action token; without `token_rewards` the reward (B,) stands at the row's last one."""
+    if token_rewards is None:
+        empty = reward.new_zeros(int(action_tokens.sum()))
+        token_rewards = rewards_of_tokens(reward, None, Ragged.from_lengths(empty, action_tokens))
+    return sums_to_go(token_rewards, same_for_rows(token_rewards, gamma))
+
+
+def return_sums(
+    reward: Tensor,
+    action_tokens: Tensor,
+    token_rewards: Ragged | None = None,
+    statistics_mask: Tensor | None = None,
+    *,
+    gamma: float = 1.0,
+    epsilon: float = 1e-8,
+) -> Sums:
+    """The moments of the batch's returns-to-go."""
+    return moments(returns_to_go(reward, action_tokens, token_rewards, gamma), statistics_mask)
+
+
+@advantages.register(writes=["advantages"], scope="batch", sums=return_sums, needs=DISCOUNT)
+def reinforce_plus_plus(
+    reward: Tensor,
+    action_tokens: Tensor,
+    token_rewards: Ragged | None = None,
+    statistics_mask: Tensor | None = None,
+    *,
+    gamma: float = 1.0,
+    epsilon: float = 1e-8,
+    totals: Sums,
+) -> Ragged:
+    """Returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262."""
+    return whitened(returns_to_go(reward, action_tokens, token_rewards, gamma), totals, epsilon)
+
+
+def baseline_sums(
+    advantage: Tensor, action_tokens: Tensor, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8
+) -> Sums:
+    """The moments of the rows' centred rewards over action tokens."""
+    return moments(returns_to_go(advantage, action_tokens, None, 1.0), statistics_mask)
+
+
+@advantages.register(writes=["advantages"], scope="batch", sums=baseline_sums)
+def reinforce_plus_plus_baseline(
+    advantage: Tensor,
+    action_tokens: Tensor,
+    statistics_mask: Tensor | None = None,
+    *,
+    epsilon: float = 1e-8,
+    totals: Sums,
+) -> Ragged:
+    """The baseline variant: R − R̄, which `group_centered` wrote as `advantage`, whitened over the batch's action tokens.
+
+    REINFORCE++, arXiv 2501.03262.
+    """
+    return whitened(returns_to_go(advantage, action_tokens, None, 1.0), totals, epsilon)
+
+
+@advantages.register(writes=["advantages"])
+def distillation(rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None) -> Ragged:
+    """log π_teacher − log π per action token, the teacher being the reference. On-policy distillation, arXiv 2306.13649."""
+    student = rollout_log_probs if old_log_probs is None else old_log_probs
+    return student.with_values(ref_log_probs.values - student.values)
+
+
+@advantages.register(writes=["advantages"], needs=Needs({"multiplier": (0, float("inf"))}))
+def safe_rlhf(advantages: Ragged, cost_advantages: Ragged, *, multiplier: float = 1.0) -> Ragged:
+    """(A_reward − λ·A_cost)/(1 + λ) per action token, λ the multiplier. Safe-RLHF, arXiv 2310.12773."""
+    mixed = advantages.values - multiplier * cost_advantages.values
+    return advantages.with_values(mixed / (1 + multiplier))
