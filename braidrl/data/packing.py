@@ -1,0 +1,73 @@
+"""Micro-batches: whole rows packed up to a number of tokens, equally many on every rank.
+
+    rows ──▶ ranks of equal cost ──▶ in each rank the same number of micro-batches, heaviest first
+
+The number of micro-batches follows RL2's rule: the first multiple of the data-parallel size that is not below all tokens over
+`max_tokens`; where the fullest is over the limit then, one data-parallel size more. Unlike there, rows are divided among the ranks
+first: a rank that has the longest row gets less beside it, which micro-batches of one size could not make up for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from braidrl.data.partition import balanced_partition
+from braidrl.errors import UserError
+
+
+def plan_micro_batches(
+    lengths: Sequence[int],
+    dp_size: int,
+    max_tokens: int,
+    costs: Sequence[float] | None = None,
+    oversized: Literal["refuse", "alone"] = "refuse",
+    uids: Sequence[Any] | None = None,
+) -> list[list[list[int]]]:
+    """For each rank its micro-batches, for each of those the positions of its rows; some may be empty, none is over the limit.
+
+    `costs` (the lengths by default) balance the ranks. A row longer than `max_tokens` is a micro-batch alone, or raises UserError,
+    which names it by its uid (by its position, without `uids`).
+    """
+    long = [row for row, length in enumerate(lengths) if length > max_tokens]
+    if long and oversized == "refuse":
+        raise UserError(_too_long(lengths, long[0], max_tokens, uids))
+    ranks = balanced_partition(lengths if costs is None else costs, dp_size)
+    # Ranks wait for each other at every micro-batch, so all have as many as the one that needs most.
+    count = -(-sum(lengths) // (max_tokens * dp_size))
+    while True:
+        plan = [_pack(lengths, rows, count, max_tokens) for rows in ranks]
+        if all(rank is not None for rank in plan):
+            return [rank for rank in plan if rank is not None]
+        count += 1
+
+
+def estimated_operations(lengths: Sequence[int], *, parameters: int, layers: int, hidden: int) -> list[int]:
+    """Floating-point operations to train on each row, forward and backward.
+
+    `parameters` are those in matrix products (2 operations each per token); causal attention adds 2 · hidden · length² per layer for
+    scores and values together; the backward pass costs twice the forward.
+    """
+    return [3 * (2 * parameters * length + 2 * layers * hidden * length**2) for length in lengths]
+
+
+def _pack(lengths: Sequence[int], rows: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:
+    """A rank's rows in `count` micro-batches, fullest first, or None where they do not go in."""
+    alone = [[row] for row in rows if lengths[row] > max_tokens]
+    small = [row for row in rows if lengths[row] <= max_tokens]
+    if len(alone) > count or (small and len(alone) == count):
+        return None
+    parts = balanced_partition([lengths[row] for row in small], count - len(alone)) if count > len(alone) else []
+    if any(sum(lengths[small[i]] for i in part) > max_tokens for part in parts):
+        return None
+    # Heaviest first on every rank: micro-batches of like cost meet.
+    alone.sort(key=lambda batch: -lengths[batch[0]])
+    return alone + [[small[i] for i in part] for part in parts]
+
+
+def _too_long(lengths: Sequence[int], row: int, max_tokens: int, uids: Sequence[Any] | None) -> str:
+    name = f"row {uids[row] if uids is not None else row}"
+    return (
+        f"{name} has {lengths[row]} tokens and trainer.max_tokens_per_device={max_tokens} is the most that one micro-batch holds; "
+        f"write trainer.max_tokens_per_device={lengths[row]} or lower rollout.max_response_tokens"
+    )

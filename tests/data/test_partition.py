@@ -1,0 +1,74 @@
+"""Partitions are complete, deterministic and balanced."""
+
+import random
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braidrl.data.partition import balanced_partition, imbalance
+
+costs_lists = st.lists(st.integers(0, 1000), max_size=60)
+
+
+def sums(costs: list[int], parts: list[list[int]]) -> list[int]:
+    return [sum(costs[i] for i in part) for part in parts]
+
+
+@given(costs_lists, st.integers(1, 20), st.booleans())
+def test_each_item_is_in_one_part_and_parts_differ_by_at_most_the_largest_or_in_number_by_one(
+    costs: list[int], count: int, equal_size: bool
+) -> None:
+    parts = balanced_partition(costs, count, equal_size=equal_size)
+    assert len(parts) == count
+    assert sorted(i for part in parts for i in part) == list(range(len(costs)))
+    assert all(part == sorted(part) for part in parts)
+    totals = sums(costs, parts)
+    assert totals == sorted(totals, reverse=True)
+    if equal_size:
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    else:
+        assert totals[0] - totals[-1] <= max(costs, default=0)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 5), st.data())
+def test_groups_stay_whole(groups: list[int], count: int, data: st.DataObject) -> None:
+    costs = data.draw(st.lists(st.integers(0, 100), min_size=len(groups), max_size=len(groups)))
+    parts = balanced_partition(costs, count, groups=groups)
+    assert sorted(i for part in parts for i in part) == list(range(len(costs)))
+    for group in set(groups):
+        assert len([part for part in parts if any(groups[i] == group for i in part)]) == 1
+
+
+@given(costs_lists, st.integers(1, 8))
+def test_scaled_costs_and_a_repetition_give_the_same_parts(costs: list[int], count: int) -> None:
+    parts = balanced_partition(costs, count)
+    assert parts == balanced_partition(list(costs), count) == balanced_partition([3 * c for c in costs], count)
+
+
+def test_the_textbook_example_is_divided_as_published() -> None:
+    # Karmarkar and Karp's method divides 8, 7, 6, 5, 4 into 16 and 14.
+    assert sorted(sums([8, 7, 6, 5, 4], balanced_partition([8, 7, 6, 5, 4], 2))) == [14, 16]
+
+
+def test_fewer_items_than_parts_leave_parts_empty() -> None:
+    assert balanced_partition([5, 9], 4) == [[1], [0], [], []]
+    assert balanced_partition([], 2, equal_size=True) == [[], []]
+
+
+def test_8192_long_tailed_rows_on_256_ranks_are_even_and_quick() -> None:
+    draw = random.Random(0)
+    costs = [min(32_768, int(draw.lognormvariate(7, 1.2))) + 1 for _ in range(8192)]
+    began = time.process_time()
+    free = balanced_partition(costs, 256)
+    even = balanced_partition(costs, 256, equal_size=True)
+    assert time.process_time() - began < 2
+    assert imbalance(costs, free) < 1.001 and imbalance(costs, even) < 1.01
+
+
+def test_negative_costs_and_no_parts_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one part"):
+        balanced_partition([1], 0)
+    with pytest.raises(ValueError, match="at least 0"):
+        balanced_partition([1, -1], 1)
