@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from math_verify import parse, verify
@@ -18,7 +19,7 @@ def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
     wrong. Raises ValueError when the answer cannot be read.
     """
     text = str(answer).strip()
-    marked = "\\boxed" in text or "$" in text or "\\[" in text or "\\(" in text
+    marked = re.search(r"\\boxed|(?<!\\)\$|\\\[|\\\(", text)
     # Without delimiters only plain numbers would be found in it: of 2\sqrt{3} the 2.
     gold = parse(text if marked else f"\\boxed{{{text}}}", parsing_timeout=None)
     if not text or not gold:

@@ -53,8 +53,8 @@ def follows_format(response: str, *, pattern: str) -> bool:
 
 # A minus after a digit is subtraction. What belongs to a fraction, power, ratio or version is not a number by itself.
 _NUMBER = re.compile(
-    r"(?P<sign>(?<![0-9)])[-−]\s?)?\$?\s?(?P<inner>(?<=\$)-)?"
-    r"(?<![0-9.,/^:])(?P<digits>[0-9][0-9,]*+(?:\.[0-9]++)?+|\.[0-9]++)(?!\s?[/^:]\s?[0-9])"
+    r"(?P<sign>(?<![0-9)])[-−]\s?)?\$?\s?(?P<inner>(?<=\$)-)?(?<![0-9.,/^:])"
+    r"(?P<digits>(?:[0-9][0-9,]*+(?:\.[0-9]++)?+|\.[0-9]++)(?:[eE][+-]?[0-9]{1,3})?+)(?!\s?[/^:]\s?[0-9])"
 )
 
 
@@ -64,9 +64,10 @@ def gsm8k(response: str, answer: Any, *, flexible: bool = False) -> bool:
     Dollar signs, thousands commas, trailing punctuation and trailing zeros do not matter. A response without `####` is
     wrong; with `flexible` its last number is taken. Raises ValueError when the reference holds no number.
     """
-    expected = final_number(str(answer)) or last_number(str(answer))
+    reference = str(answer)
+    expected = final_number(reference) if "####" in reference else last_number(reference)
     if expected is None:
-        raise ValueError(f"the reference answer {str(answer)[-80:]!r} holds no number")
+        raise ValueError(f"the reference answer {reference[-80:]!r} holds no number")
     given = final_number(response)
     if given is None and flexible:
         given = last_number(response)

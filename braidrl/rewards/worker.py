@@ -109,10 +109,17 @@ async def _serve_concurrently(connection: Connection, verifiers: dict[str, Verif
             task = loop.create_task(answer(receive(connection)))
         except (EOFError, ConnectionError) as error:
             loop.remove_reader(connection.fileno())
-            ended.set_exception(error)
+            if not ended.done():
+                ended.set_exception(error)
         else:
             running.add(task)
-            task.add_done_callback(running.discard)
+            task.add_done_callback(on_done)
+
+    def on_done(task: asyncio.Task[None]) -> None:
+        running.discard(task)
+        error = task.exception()  # ours, or the pipe's: a verifier's own has become an answer
+        if error is not None and not ended.done():
+            ended.set_exception(error)
 
     loop.add_reader(connection.fileno(), on_message)
     heartbeat = loop.create_task(_stay_alive(limit_s + ORPHAN_GRACE_S))
@@ -136,7 +143,7 @@ async def _call_limited(verifier: Verifier, message: Message) -> Message:
             return judgement(await verifier(message["completion"]))
     except RAISED as error:
         if deadline.expired():
-            return {"failure": "timeout", "detail": f"no answer within {message['limit']:g} s"}
+            return {"failure": "timeout", "detail": f"no answer within {message['limit_s']:g} s"}
         return failure_of(error)
 
 

@@ -1,0 +1,148 @@
+"""The pool: whatever a verifier does costs its own check and nothing else, and no process stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import psutil
+import pytest
+
+from braidrl.rewards.lanes import Outcome
+from braidrl.rewards.pool import RewardPool
+from braidrl.rewards.verifier import Completion, resolve
+
+OWN = str(Path(__file__).with_name("own_verifiers.py"))
+
+
+def own(function, **settings):
+    return resolve(f"{OWN}:{function}", settings)
+
+
+def completion(response, answer="ok"):
+    return Completion("p", response, answer)
+
+
+def children():
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def wait_until(holds, seconds=15.0):
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds()
+
+
+def test_a_row_that_hangs_raises_exits_or_kills_its_process_is_its_own_failure():
+    words = ["ok", "hang", "ok", "raise", "no", "die", "ok", "exit", "spin", "ok"]
+    before = children()
+    with RewardPool(2, timeout_s=0.5) as pool:
+        verifier = own("by_word")
+        outcomes = [f.result(60) for f in [pool.submit(completion(word), verifier) for word in words]]
+    assert [o.failure for o in outcomes] == [
+        None, "timeout", None, "exception", None, "died", None, "exception", "timeout", None,
+    ]  # fmt: skip
+    assert [o.correct for o in outcomes if o.failure is None] == [True, True, False, True, True]
+    assert "ValueError: no such luck (own_verifiers.py:" in outcomes[3].detail
+    assert "exit status 3" in outcomes[5].detail and "0.5 s" in outcomes[1].detail
+    assert children() == before
+
+
+def test_a_process_loads_neither_torch_nor_the_main_script():
+    with RewardPool(1, timeout_s=5) as pool:
+        modules = pool.submit(completion("x"), own("loaded_modules"))
+        other = pool.submit(completion(r"\boxed{\frac{2}{4}}", "0.5"), resolve("math"))
+        assert modules.result(60) == Outcome(score=0.0)
+        assert other.result(60) == Outcome(correct=True)
+        assert pool.submit(completion("x"), own("loaded_modules")).result(60) == Outcome(score=0.0)
+
+
+def test_returns_that_are_no_score_are_failures_that_say_so():
+    with RewardPool(1, timeout_s=5) as pool:
+        text, nan = (pool.submit(completion("x"), own(name)).result(60) for name in ("returns_text", "returns_nan"))
+    assert text.failure == nan.failure == "result"
+    assert "'x'" in text.detail and "nan" in nan.detail
+
+
+def test_all_fields_reach_the_function_and_score_and_correctness_come_back():
+    with RewardPool(1, timeout_s=5) as pool:
+        right = Completion("p", "r", "a", {"level": 3}, "s")
+        assert pool.submit(right, own("judged")).result(60) == Outcome(score=0.25, correct=True)
+        assert pool.submit(completion("r"), own("judged")).result(60).failure == "exception"
+
+
+def test_async_calls_wait_together_and_fail_apart():
+    words = ["ok"] * 20 + ["raise", "hang", "no"] + ["ok"] * 20
+    with RewardPool(1, timeout_s=2) as pool:
+        pool.submit(completion("ok"), own("remote")).result(60)
+        begun = time.monotonic()
+        verifier = own("remote")
+        outcomes = [f.result(60) for f in [pool.submit(completion(word), verifier) for word in words]]
+        assert time.monotonic() - begun < 4.5  # one by one they take 14; with the hanging one called again, 5
+        together = [pool.submit(completion("x"), own("most_together")) for _ in range(8)]
+        assert max(f.result(60).score or 0 for f in together) > 1
+    assert [o.failure for o in outcomes[20:23]] == ["exception", "timeout", None]
+    assert [o.correct for o in outcomes[:20] + outcomes[22:]] == [True] * 20 + [False] + [True] * 20
+
+
+@pytest.mark.parametrize(("word", "failure"), [("block", "timeout"), ("die", "died")])
+def test_an_async_call_that_blocks_or_kills_the_shared_process_takes_no_other_along(word, failure):
+    with RewardPool(1, timeout_s=0.5) as pool:
+        verifier = own("blocking")
+        futures = [pool.submit(completion(w), verifier) for w in ["ok", "ok", word, "no", "ok"]]
+        outcomes = [f.result(60) for f in futures]
+        assert pool.submit(completion("ok"), verifier).result(60).correct
+    assert [o.failure for o in outcomes] == [None, None, failure, None, None]
+    assert [o.correct for o in outcomes] == [True, True, None, False, True]
+
+
+def test_closing_ends_what_is_under_way_and_what_it_started():
+    before = children()
+    pool = RewardPool(1, timeout_s=600)
+    calls = [pool.submit(completion(word), own("by_word")) for word in ("child", "ok")]
+    slow = pool.submit(completion("hang"), own("remote"))
+    assert wait_until(lambda: len(children() - before) == 3)  # two workers, and the sleeper that one of them started
+    pool.close()
+    assert wait_until(lambda: children() == before)
+    for call in (*calls, slow):
+        with pytest.raises(CancelledError):
+            call.result(1)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(completion("ok"), own("by_word"))
+    pool.close()
+
+
+SCRIPT = """
+import sys, time
+print("main", flush=True)
+from braidrl.rewards.pool import RewardPool
+from braidrl.rewards.verifier import Completion, resolve
+with RewardPool(2, timeout_s=float(sys.argv[2])) as pool:
+    words = ("ok", "hang", "spin")
+    futures = [pool.submit(Completion("p", word, "ok"), resolve(sys.argv[1] + ":by_word")) for word in words]
+    slow = pool.submit(Completion("p", "hang", "ok"), resolve(sys.argv[1] + ":remote"))
+    print(futures[0].result(60).correct, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("sent", "timeout_s"), [(signal.SIGINT, 600), (signal.SIGKILL, 2)])
+def test_an_interrupted_or_killed_run_leaves_no_process(tmp_path, sent, timeout_s):
+    """The script has no `if __name__ == "__main__"`: it must run once all the same."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, str(script), OWN, str(timeout_s)]
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert run.stdout is not None
+    assert [run.stdout.readline() for _ in range(2)] == ["main\n", "True\n"]
+    parent = psutil.Process(run.pid)
+    assert wait_until(lambda: len(parent.children(recursive=True)) == 3)
+    workers = parent.children(recursive=True)
+    run.send_signal(sent)
+    run.wait(20)
+    assert wait_until(lambda: not any(worker.is_running() and worker.status() != "zombie" for worker in workers))
