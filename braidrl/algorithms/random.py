@@ -1,0 +1,97 @@
+"""Random numbers as a function of keys, not of state: the same keys give the same number on any device, in any batch, in any order.
+
+    keys (seed, "sample", stage, group, sample, position)  ──▶  64 mixed bits  ──▶  a number in [0, 1)
+
+Only int64 arithmetic that wraps around and exact conversions are used, so that CPU and CUDA agree to the bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+
+import torch
+from torch import Tensor
+
+Key = int | str | Tensor
+
+# The increment and the multipliers of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
+INCREMENT = 0x9E3779B97F4A7C15
+MULTIPLIER_1 = 0xBF58476D1CE4E5B9
+MULTIPLIER_2 = 0x94D049BB133111EB
+MASK = (1 << 64) - 1
+
+
+def hashed(*keys: Key) -> Tensor:
+    """64 well-mixed bits (int64) for each combination of the broadcast keys.
+
+    A key is an int (taken modulo 2^64), a text (a purpose, a stage) or an integer tensor; tensors broadcast and must share a device.
+    Keep the widest tensor last: earlier keys are then mixed at their own smaller shape.
+    """
+    state: int | Tensor = 0
+    for key in keys:
+        if isinstance(key, Tensor):
+            key = _int64(key)
+            # A state that is still one number takes part as a scalar: it needs no device.
+            state = _mix_tensor((key ^ (_signed(state) if isinstance(state, int) else state)).add_(_signed(INCREMENT)))
+        elif isinstance(state, int):
+            state = _mix_number((state ^ _number(key)) + INCREMENT & MASK)
+        else:
+            state = _mix_tensor((state ^ _signed(_number(key))).add_(_signed(INCREMENT)))
+    return torch.tensor(_signed(state)) if isinstance(state, int) else state
+
+
+def uniform(*keys: Key, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Numbers in [0, 1), one for each combination of the broadcast keys: multiples of 2^-53, or of 2^-24 in float32.
+
+    Raises ValueError for another dtype.
+    """
+    if dtype not in (torch.float64, torch.float32):
+        raise ValueError(f"uniform numbers are float64 or float32, not {dtype}")
+    bits = 53 if dtype == torch.float64 else 24
+    return _shifted(hashed(*keys), 64 - bits).to(dtype) * 2.0**-bits
+
+
+def permutation(seed: Key | tuple[Key, ...], n: int) -> Tensor:
+    """The numbers 0 to n - 1 in the order that the seed (one key or several) decides, (n,) int64 on the CPU."""
+    keys = seed if isinstance(seed, tuple) else (seed,)
+    return torch.argsort(hashed(*keys, torch.arange(n)), stable=True)
+
+
+@cache
+def key_of(text: str) -> int:
+    """A text as a 64-bit key, the same in every process and release."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def _number(key: int | str) -> int:
+    return key_of(key) if isinstance(key, str) else key & MASK
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+def _int64(key: Tensor) -> Tensor:
+    if key.is_floating_point() or key.is_complex():
+        raise TypeError(f"a key holds integers, not {key.dtype}")
+    return key.to(torch.int64)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """Logical right shift: torch's own copies the sign bit, which is masked away."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _mix_tensor(x: Tensor) -> Tensor:
+    """splitmix64's finaliser on a tensor that the caller gives away."""
+    x = x.bitwise_xor_(_shifted(x, 30)).mul_(_signed(MULTIPLIER_1))
+    x = x.bitwise_xor_(_shifted(x, 27)).mul_(_signed(MULTIPLIER_2))
+    return x.bitwise_xor_(_shifted(x, 31))
+
+
+def _mix_number(x: int) -> int:
+    """The same on one number, for the keys that a whole batch shares."""
+    x = (x ^ (x >> 30)) * MULTIPLIER_1 & MASK
+    x = (x ^ (x >> 27)) * MULTIPLIER_2 & MASK
+    return x ^ (x >> 31)
