@@ -12,9 +12,10 @@ Shapes: N tokens packed, S sequences of one length, L that length, H query heads
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -50,7 +51,9 @@ def braid_attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls in each layer. Raises ValueError without `sequences`, and for attention that is not softmax alone."""
     if sequences is None:
-        raise ValueError(f"a model with {ATTENTION!r} attention is called with sequences=, as in PackedSequences([n])")
+        raise ValueError(
+            f"a model with {ATTENTION!r} attention is called with sequences=, as in PackedSequences.of([n])"
+        )
     if attention_mask is not None or softcap is not None or s_aux is not None or dropout != 0.0:
         raise ValueError(f"{type(module).__name__}: masks, dropout, soft caps and attention sinks are not supported")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -60,14 +63,21 @@ def braid_attention(
 AttentionInterface.register(ATTENTION, braid_attention)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """Causal attention within each of the sequences of `lengths`, which lie one after the other in one packed row."""
+    """Causal attention within each of the sequences of `lengths`, which lie one after the other in one packed row.
+
+    `offsets` (S + 1,) int32 says where each begins and the last one ends, on the model's device.
+    """
 
     lengths: tuple[int, ...]
+    offsets: Tensor
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        object.__setattr__(self, "lengths", tuple(int(length) for length in lengths if length))
+    @staticmethod
+    def of(lengths: Iterable[int], device: torch.device | str = "cpu") -> PackedSequences:
+        """Sequences of these lengths; empty ones take no part."""
+        kept = tuple(int(length) for length in lengths if length)
+        return PackedSequences(kept, torch.tensor([0, *accumulate(kept)], dtype=torch.int32, device=device))
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
@@ -81,15 +91,14 @@ class PackedSequences:
     def _variable_length(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        offsets = self._offsets(query.device)
         longest = max(self.lengths)
         back = -1 if window is None else window - 1
         output = varlen_attn(
             query.contiguous(),
             key.contiguous(),
             value.contiguous(),
-            offsets,
-            offsets,
+            self.offsets,
+            self.offsets,
             longest,
             longest,
             scale=scaling,
@@ -103,7 +112,8 @@ class PackedSequences:
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         """One call per length: sequences of one length form a batch. (N, heads, D) in, (N, H, D) out."""
-        sizes = [count * length for length, count in self._buckets]
+        buckets = [(length, len(numbers)) for length, numbers in self._by_length.items()]
+        sizes = [length * count for length, count in buckets]
         # split, not slices: the backward of a split is one concatenation, that of a slice is N zeros each
         queries, keys, values = (self._gathered(flat).split(sizes) for flat in (query, key, value))
         outputs = [
@@ -114,53 +124,41 @@ class PackedSequences:
                 scaling,
                 window,
             )
-            for b, (length, count) in enumerate(self._buckets)
+            for b, (length, count) in enumerate(buckets)
         ]
         return self._scattered(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
     @cached_property
-    def _order(self) -> list[int]:
-        """The sequences by length; as they are where equal lengths already lie together."""
-        seen: dict[int, list[int]] = {}
+    def _by_length(self) -> dict[int, list[int]]:
+        """The sequences' numbers by their length, lengths in the order in which they first occur."""
+        numbers: dict[int, list[int]] = {}
         for number, length in enumerate(self.lengths):
-            seen.setdefault(length, []).append(number)
-        return [number for numbers in seen.values() for number in numbers]
-
-    @cached_property
-    def _buckets(self) -> list[tuple[int, int]]:
-        """(length, how many sequences have it), in the order of `_order`."""
-        return [(length, self.lengths.count(length)) for length in dict.fromkeys(self.lengths)]
+            numbers.setdefault(length, []).append(number)
+        return numbers
 
     @cached_property
     def _permutation(self) -> tuple[Tensor, Tensor] | None:
-        """Where each token of the bucketed row comes from and the inverse; None where nothing moves."""
-        if self._order == sorted(self._order):
+        """Where each token comes from when equal lengths lie together, and the inverse; None where they already do."""
+        order = [number for numbers in self._by_length.values() for number in numbers]
+        if order == sorted(order):
             return None
         tokens = torch.arange(sum(self.lengths)).split(list(self.lengths))
-        forward = torch.cat([tokens[number] for number in self._order])
-        return forward, forward.argsort()
+        forward = torch.cat([tokens[number] for number in order])
+        return forward.to(self.offsets.device), forward.argsort().to(self.offsets.device)
 
     def _gathered(self, flat: Tensor) -> Tensor:
         if self._permutation is None:
             return flat
-        return _Permuted.apply(flat, *(index.to(flat.device) for index in self._permutation))
+        return _Permuted.apply(flat, *self._permutation)
 
     def _scattered(self, flat: Tensor) -> Tensor:
         if self._permutation is None:
             return flat
-        return _Permuted.apply(flat, *(index.to(flat.device) for index in reversed(self._permutation)))
+        return _Permuted.apply(flat, *reversed(self._permutation))
 
-    def _offsets(self, device: torch.device) -> Tensor:
-        """Where each sequence begins and the last one ends, (S + 1,) int32; copied to the device once."""
-        cached = self.__dict__.get("_device_offsets")
-        if cached is None or cached.device != device:
-            running = torch.tensor([0, *self.lengths]).cumsum(0).to(torch.int32)
-            cached = self.__dict__["_device_offsets"] = running.to(device)
-        return cached
-
-    def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
-        """Position of each packed token in its own sequence, (1, N) int64."""
-        return position_ids_of(self.lengths, device)
+    def position_ids(self) -> Tensor:
+        """Position of each packed token in its own sequence, (1, N) int64, on the device of `offsets`."""
+        return position_ids_of(self.lengths, self.offsets.device)
 
 
 def position_ids_of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:

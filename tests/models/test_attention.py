@@ -48,7 +48,7 @@ def models(name: str, dtype: torch.dtype = torch.float64) -> tuple[PreTrainedMod
 
 
 def packed_hidden(model: PreTrainedModel, tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    sequences = PackedSequences(lengths)
+    sequences = PackedSequences.of(lengths)
     return model.model(
         input_ids=tokens[None], position_ids=sequences.position_ids(), use_cache=False, sequences=sequences
     ).last_hidden_state[0]
@@ -107,4 +107,6 @@ def test_a_forward_without_sequences_is_refused() -> None:
 def test_lengths_that_do_not_fill_the_row_are_refused() -> None:
     ours, _ = models("llama")
     with pytest.raises(ValueError, match="sequences of 7 tokens"):
-        ours.model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False, sequences=PackedSequences([3, 4]))
+        ours.model(
+            input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False, sequences=PackedSequences.of([3, 4])
+        )
