@@ -15,8 +15,8 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
 from braidrl.rewards.process import WorkerProcess
-from braidrl.rewards.verifier import Completion, Verifier
-from braidrl.rewards.worker import Message, receive, send
+from braidrl.rewards.verifier import Verifier
+from braidrl.rewards.worker import Message, receive
 
 MOST_IN_FLIGHT = 64
 """Calls of one async verifier at a time; for fewer it may hold an asyncio.Semaphore, since they share an event loop."""
@@ -43,12 +43,9 @@ class Call:
 
     number: int
     verifier: Verifier
-    completion: Completion
+    message: bytes
+    """What the worker is sent."""
     future: Future[Outcome] = field(default_factory=Future)
-
-    def message(self, limit_s: float) -> Message:
-        completion = self.completion.to_json()
-        return {"call": self.number, "key": self.verifier.key, "completion": completion, "limit_s": limit_s}
 
     def answer(self, message: Message) -> None:
         """Resolves the future with the worker's answer."""
@@ -138,7 +135,7 @@ class OneByOne(Lane):
         try:
             process = self._ready_process()
             failed = process.load(call.verifier, self.timeout_s)
-            return failed or process.ask(call.message(self.timeout_s), self.timeout_s)
+            return failed or process.ask(call.message, self.timeout_s)
         except TimeoutError as error:
             self._drop_process()
             return {"failure": "timeout", "detail": str(error)}
@@ -164,6 +161,10 @@ class Concurrent(Lane):
                 self._drop_process()
                 while self.in_flight and not self.closing.is_set():
                     self.alone.put(self.in_flight.popitem()[1][0])
+            except Exception as error:  # no failure of the verifier's, but of ours: whoever waits gets it
+                self._drop_process()
+                while self.in_flight:
+                    self.in_flight.popitem()[1][0].future.set_exception(error)
         for call, _ in self.in_flight.values():
             call.abandon()
 
@@ -183,7 +184,7 @@ class Concurrent(Lane):
                 del self.in_flight[call.number]
                 call.answer(failed)
                 continue
-            send(process.connection, call.message(self.timeout_s))
+            process.connection.send_bytes(call.message)
             self.in_flight[call.number] = (call, time.monotonic() + self.timeout_s + STUCK_AFTER_S)
 
     def _collect(self) -> None:

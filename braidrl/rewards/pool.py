@@ -14,6 +14,7 @@ from types import TracebackType
 
 from braidrl.rewards.lanes import Call, Calls, Concurrent, Lane, OneByOne, Outcome
 from braidrl.rewards.verifier import Completion, Verifier
+from braidrl.rewards.worker import encode
 
 
 class RewardPool:
@@ -32,11 +33,16 @@ class RewardPool:
         self._lock = threading.Lock()
 
     def submit(self, completion: Completion, verifier: Verifier) -> Future[Outcome]:
-        """Returns at once; the future never raises for what the verifier does, only when the pool is closed first."""
+        """Returns at once; the future never raises for what the verifier does, only when the pool is closed first.
+
+        Raises TypeError when the completion is not JSON, RuntimeError after `close`.
+        """
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
-            call = Call(next(self._numbers), verifier, completion)
+            number = next(self._numbers)
+            message = {"call": number, "key": verifier.key, "completion": vars(completion), "limit_s": self.timeout_s}
+            call = Call(number, verifier, encode(message))
             call.future.set_running_or_notify_cancel()
             self._queue_of(verifier).put(call)
         return call.future

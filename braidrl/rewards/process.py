@@ -18,7 +18,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from braidrl.rewards.verifier import Verifier
-from braidrl.rewards.worker import Message, receive, send
+from braidrl.rewards.worker import LOAD_LIMIT_S, Message, encode, receive
 
 BOOT = """
 import json, sys
@@ -26,8 +26,6 @@ sys.path[:] = json.loads(sys.argv[2])
 from braidrl.rewards.worker import main
 main(int(sys.argv[1]))
 """
-LOAD_LIMIT_S = 120.0
-"""For starting Python and importing a verifier on a busy machine; the time limit of a check begins after it."""
 SEND_LIMIT_S = 30
 """A process that reads nothing for so long is stuck."""
 
@@ -47,9 +45,9 @@ class WorkerProcess:
         theirs.close()
         self.loaded: set[str] = set()
 
-    def ask(self, message: Message, limit_s: float) -> Message:
+    def ask(self, message: bytes, limit_s: float) -> Message:
         """Sends and waits for the answer. Raises TimeoutError, or EOFError or OSError if the process dies."""
-        send(self.connection, message)
+        self.connection.send_bytes(message)
         if not self.connection.poll(limit_s):
             raise TimeoutError(f"no answer within {limit_s:g} s")
         return receive(self.connection)
@@ -59,7 +57,7 @@ class WorkerProcess:
         if verifier.key in self.loaded:
             return {}
         message = {"load": verifier.key, "concurrent": concurrent, "limit_s": timeout_s}
-        failure = self.ask(message, LOAD_LIMIT_S)
+        failure = self.ask(encode(message), LOAD_LIMIT_S)
         if not failure:
             self.loaded.add(verifier.key)
         return failure

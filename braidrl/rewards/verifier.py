@@ -28,9 +28,6 @@ class Completion:
     """All fields of the example."""
     source: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
-
 
 @dataclass(frozen=True, eq=False)
 class Verifier:
@@ -72,8 +69,8 @@ def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Verifier:
     _check_settings(name, settings, {n: p for n, p in parameters.items() if n not in reads})
     if name in BUILT_IN and settings.get("pattern") is not None:
         _check_pattern(name, settings["pattern"])
-    call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
-    return Verifier(name, settings, function, reads, inspect.iscoroutinefunction(call))
+    asynchronous = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+    return Verifier(name, settings, function, reads, asynchronous)
 
 
 def _parameters(name: str, function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -25,7 +25,9 @@ Message = dict[str, Any]
 ORPHAN_GRACE_S = 3.0
 """How much later than its limit a call ends that nobody is there to kill."""
 LOAD_LIMIT_S = 120.0
+"""For starting Python and importing a verifier on a busy machine; the time limit of a check begins after it."""
 HEARTBEAT_S = 0.5
+"""How often the event loop shows that it turns."""
 RAISED = (Exception, SystemExit, asyncio.CancelledError)
 """What a user's function may raise without ending the process."""
 
@@ -58,8 +60,13 @@ def die_after(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
+def encode(message: Message) -> bytes:
+    """Raises TypeError for what is not JSON."""
+    return json.dumps(message).encode()
+
+
 def send(connection: Connection, message: Message) -> None:
-    connection.send_bytes(json.dumps(message).encode())
+    connection.send_bytes(encode(message))
 
 
 def receive(connection: Connection) -> Message:
@@ -117,7 +124,8 @@ async def _serve_concurrently(connection: Connection, verifiers: dict[str, Verif
 
     def on_done(task: asyncio.Task[None]) -> None:
         running.discard(task)
-        error = task.exception()  # ours, or the pipe's: a verifier's own has become an answer
+        # Ours, or the pipe's: a verifier's own has become an answer.
+        error = None if task.cancelled() else task.exception()
         if error is not None and not ended.done():
             ended.set_exception(error)
 

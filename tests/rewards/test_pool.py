@@ -75,6 +75,13 @@ def test_all_fields_reach_the_function_and_score_and_correctness_come_back():
         assert pool.submit(completion("r"), own("judged")).result(60).failure == "exception"
 
 
+def test_a_completion_that_is_not_json_is_refused_when_submitted():
+    with RewardPool(1, timeout_s=5) as pool:
+        with pytest.raises(TypeError, match="set"):
+            pool.submit(Completion("p", "r", {1, 2}), own("judged"))
+        assert pool.submit(completion("ok"), own("by_word")).result(60).correct
+
+
 def test_async_calls_wait_together_and_fail_apart():
     words = ["ok"] * 20 + ["raise", "hang", "no"] + ["ok"] * 20
     with RewardPool(1, timeout_s=2) as pool:
