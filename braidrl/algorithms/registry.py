@@ -175,8 +175,8 @@ def describe(
         writes,
         scope,
         sums,
-        columns or {},
-        needs or Needs(),
+        columns=columns or {},
+        needs=needs or Needs(),
     )
 
 
