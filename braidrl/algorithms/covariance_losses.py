@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.kl import estimate
-from braidrl.algorithms.policy_losses import CLIP, Metrics, clip_metrics, clipped_surrogate, kl_metrics
+from braidrl.algorithms.policy_losses import CLIP, Metrics, clip_metrics, clipped_surrogate, kl_metrics, stopped
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.ratios import ratio
 from braidrl.algorithms.registry import Needs, divergences, losses, shapes
@@ -38,7 +38,7 @@ def clip_cov(
     Clip-Cov, arXiv 2505.22617.
     """
     r = ratio(log_probs, old_log_probs)
-    metrics = clip_metrics(r.detach(), log_probs.detach(), old_log_probs, advantages, low, high)
+    metrics = clip_metrics(*stopped(r, advantages, low, high), log_probs, old_log_probs)
     metrics["covariance_fraction"] = high_covariance
     return clipped_surrogate(r, advantages, low, high) * (1 - high_covariance), metrics
 
@@ -59,7 +59,7 @@ def kl_cov(
     """
     r = ratio(log_probs, old_log_probs)
     penalty = coef * estimate(estimator, log_probs, old_log_probs) * high_covariance
-    return penalty - r * advantages, kl_metrics(r, log_probs, old_log_probs) | {"covariance_fraction": high_covariance}
+    return penalty - r * advantages, kl_metrics(log_probs, old_log_probs) | {"covariance_fraction": high_covariance}
 
 
 def token_pairs(

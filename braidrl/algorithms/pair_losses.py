@@ -1,7 +1,8 @@
 """Losses on preferences: in each group sample 0 is the chosen response and sample 1 the rejected one.
 
 A pair's loss stands at both of its rows, so that a mean over rows is the mean over pairs. Both rows must be in one micro-batch:
-the loss is not a sum over rows, and half a pair says nothing. ValueError tells of a group that is not such a pair.
+the loss is not a sum over rows, and half a pair says nothing. ValueError tells of a group that is not such a pair. Metrics are averaged
+over rows, as the loss is, and not over tokens.
 """
 
 from __future__ import annotations

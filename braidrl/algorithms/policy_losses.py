@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.ratios import ratio
+from braidrl.algorithms.ratios import LOG_RATIO_LIMIT, ratio
 from braidrl.algorithms.registry import Needs, losses
 
 Metrics = dict[str, Tensor]
@@ -28,14 +28,14 @@ def clip(
     high: float = 0.2,
     dual: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """−min(r·A, clip(r, 1 − low, 1 + high)·A), and with `dual` c at least c·A where A < 0.
+    """−min(r·A, clip(r, 1 − low, 1 + high)·A), and with `dual` c where A < 0 at most −c·A.
 
     PPO, arXiv 1707.06347, equation 7; high > low is Clip-Higher, DAPO, arXiv 2503.14476, equation 10 (0.2 and 0.28); dual clip,
     arXiv 1912.09729.
     """
     r = ratio(log_probs, old_log_probs)
     loss = clipped_surrogate(r, advantages, low, high)
-    metrics = clip_metrics(r.detach(), log_probs.detach(), old_log_probs, advantages, low, high)
+    metrics = clip_metrics(*stopped(r, advantages, low, high), log_probs, old_log_probs)
     if dual is not None:
         bound = -dual * advantages
         metrics["clip_fraction_dual"] = ((advantages < 0) & (loss > bound)).to(loss.dtype)
@@ -48,26 +48,28 @@ def clipped_surrogate(r: Tensor, advantages: Tensor, low: float, high: float) ->
     return -torch.minimum(r * advantages, r.clamp(1 - low, 1 + high) * advantages)
 
 
-def clip_metrics(
-    r: Tensor, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, low: float, high: float
-) -> Metrics:
-    """Where the clip took the gradient away, how likely the tokens clipped from above are, and KL(π_old, π) by k3."""
-    above = ((advantages > 0) & (r > 1 + high)).to(r.dtype)
-    below = ((advantages < 0) & (r < 1 - low)).to(r.dtype)
-    probability = log_probs.exp() * above
+def stopped(r: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Where the clip takes the gradient away: from above, and from below, (N,) bool each."""
+    return (advantages > 0) & (r > 1 + high), (advantages < 0) & (r < 1 - low)
+
+
+def clip_metrics(above: Tensor, below: Tensor, log_probs: Tensor, old_log_probs: Tensor) -> Metrics:
+    """Which tokens were clipped from above and from below, how likely the former are, and KL(π_old, π)."""
+    probability = log_probs.detach().exp() * above
     return {
-        "clip_fraction": above + below,
-        "clip_fraction_low": below,
-        "clip_fraction_high": above,
+        "clip_fraction": (above | below).to(probability.dtype),
+        "clip_fraction_low": below.to(probability.dtype),
+        "clip_fraction_high": above.to(probability.dtype),
         "clip_high_probability": probability,
         "clip_high_probability_max": probability,
-        **kl_metrics(r, log_probs, old_log_probs),
+        **kl_metrics(log_probs, old_log_probs),
     }
 
 
-def kl_metrics(r: Tensor, log_probs: Tensor, old_log_probs: Tensor) -> Metrics:
+def kl_metrics(log_probs: Tensor, old_log_probs: Tensor) -> Metrics:
     """KL(π_old, π) of each token by k3, which is r − 1 − log r on tokens that π_old sampled."""
-    return {"kl_old": (r - 1 - (log_probs - old_log_probs)).detach()}
+    log_ratio = (log_probs - old_log_probs).detach()
+    return {"kl_old": log_ratio.clamp(max=LOG_RATIO_LIMIT).expm1() - log_ratio}
 
 
 @losses.register(needs=Needs({"low": (0, 1), "high": (0, 1e6)}))
@@ -80,10 +82,8 @@ def cispo(
     from ScaleRL, arXiv 2510.13786.
     """
     r = ratio(log_probs, old_log_probs).detach()
-    metrics = clip_metrics(r, log_probs.detach(), old_log_probs, advantages, low, high)
     # A weight is clipped whatever the sign of its advantage.
-    metrics |= {"clip_fraction_low": (r < 1 - low).to(r.dtype), "clip_fraction_high": (r > 1 + high).to(r.dtype)}
-    metrics["clip_fraction"] = metrics["clip_fraction_low"] + metrics["clip_fraction_high"]
+    metrics = clip_metrics(r > 1 + high, r < 1 - low, log_probs, old_log_probs)
     return -r.clamp(1 - low, 1 + high) * advantages * log_probs, metrics
 
 
@@ -98,8 +98,8 @@ def sapo(
 ) -> tuple[Tensor, Metrics]:
     """−(4/τ)·σ(τ(r − 1))·A: a gate that closes smoothly, with τ by the sign of A. SAPO, arXiv 2511.20347."""
     r = ratio(log_probs, old_log_probs)
-    tau = torch.where(advantages > 0, tau_positive, tau_negative).to(r.dtype)
-    return -(4 / tau) * torch.sigmoid(tau * (r - 1)) * advantages, kl_metrics(r, log_probs, old_log_probs)
+    tau = torch.full_like(r, tau_negative).masked_fill(advantages > 0, tau_positive)
+    return -(4 / tau) * torch.sigmoid(tau * (r - 1)) * advantages, kl_metrics(log_probs, old_log_probs)
 
 
 @losses.register(needs=Needs({"delta": (0, 1)}, weighs_rollout=True))
@@ -113,11 +113,7 @@ def dppo_tv(
     moved = log_probs.detach().exp() - rollout_log_probs.exp()
     above, below = (advantages > 0) & (moved > delta), (advantages < 0) & (moved < -delta)
     r = ratio(log_probs, rollout_log_probs)
-    metrics = kl_metrics(r, log_probs, rollout_log_probs) | {
-        "clip_fraction": (above | below).to(r.dtype),
-        "clip_fraction_low": below.to(r.dtype),
-        "clip_fraction_high": above.to(r.dtype),
-    }
+    metrics = clip_metrics(above, below, log_probs, rollout_log_probs)
     return -(r * advantages).masked_fill(above | below, 0), metrics
 
 
@@ -146,7 +142,7 @@ def decoupled(
     over = w > cap
     weight = w.clamp(max=cap) if over_cap == "clamp" else w.masked_fill(over, 0)
     u = ratio(log_probs, old_log_probs)
-    metrics = clip_metrics(u.detach(), log_probs.detach(), old_log_probs, advantages, low, high)
+    metrics = clip_metrics(*stopped(u, advantages, low, high), log_probs, old_log_probs)
     metrics |= {"ratio": w, "ratio_squared": w**2, "cut_fraction": over.to(w.dtype)}
     return weight * clipped_surrogate(u, advantages, low, high), metrics
 

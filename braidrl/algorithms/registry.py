@@ -191,8 +191,8 @@ def describe(
         writes,
         scope,
         sums,
-        columns or {},
-        needs or Needs(),
+        columns=columns or {},
+        needs=needs or Needs(),
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.policy_losses import Metrics, clip_metrics, clipped_surrogate, kl_metrics
+from braidrl.algorithms.policy_losses import Metrics, clip_metrics, clipped_surrogate, stopped
 from braidrl.algorithms.ragged import Ragged
-from braidrl.algorithms.ratios import LOG_RATIO_LIMIT, ratio
+from braidrl.algorithms.ratios import LOG_RATIO_LIMIT
 from braidrl.algorithms.registry import Needs, losses
 
 # Each row is one decision here: weighing it by its length again would undo the mean inside the ratio.
@@ -31,8 +31,7 @@ def gspo(
     rows = Ragged((log_probs - old_log_probs).detach(), offsets)
     mean = rows.spread(rows.row_means())
     s = (mean + log_probs - log_probs.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    metrics = clip_metrics(s.detach(), log_probs.detach(), old_log_probs, advantages, low, high)
-    metrics |= kl_metrics(ratio(log_probs, old_log_probs), log_probs, old_log_probs)
+    metrics = clip_metrics(*stopped(s, advantages, low, high), log_probs, old_log_probs)
     return clipped_surrogate(s, advantages, low, high), metrics
 
 
@@ -57,10 +56,5 @@ def gmpo(
     above, below = positive & (rows.values > high), ~positive & (rows.values < -low)
     clipped = torch.where(positive, rows.values.clamp(max=high), rows.values.clamp(min=-low))
     mean = rows.with_values(clipped).row_means().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    metrics = {
-        "clip_fraction": (above | below).to(mean.dtype),
-        "clip_fraction_low": below.to(mean.dtype),
-        "clip_fraction_high": above.to(mean.dtype),
-        **kl_metrics(ratio(log_probs, old_log_probs), log_probs, old_log_probs),
-    }
+    metrics = clip_metrics(above, below, log_probs, old_log_probs)
     return -rows.spread(advantage * mean.exp()), metrics

@@ -1,0 +1,77 @@
+"""Rollout corrections against loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braidrl.algorithms import corrections
+from braidrl.algorithms.ragged import Ragged
+from braidrl.algorithms.registry import corrections as registered
+from tests.algorithms.batches import ragged, ragged_rows
+
+LEVELS = ["token", "sequence", "geometric"]
+
+
+def ratios(old: list[list[float]], level: str) -> list[float]:
+    """ρ of each token, when the engine's log-probs are all −0.2."""
+    result = []
+    for row in old:
+        logs = [x + 0.2 for x in row]
+        whole = sum(logs) if level == "sequence" else sum(logs) / max(len(logs), 1)
+        result += [math.exp(x if level == "token" else whole) for x in logs]
+    return result
+
+
+def engine(old: Ragged) -> torch.Tensor:
+    return torch.full_like(old.values, -0.2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@given(rows=ragged_rows(st.floats(-1, 0.5)))
+def test_truncated_weights_are_held_at_the_cap(level: str, rows: list[list[float]]) -> None:
+    old = ragged(rows)
+    weights, metrics = corrections.truncated(old.values, engine(old), old.offsets, level=level, cap=1.5)
+    rho = ratios(rows, level)
+    assert weights.tolist() == pytest.approx([min(r, 1.5) for r in rho])
+    assert metrics["cut_fraction"].tolist() == [float(r > 1.5) for r in metrics["ratio"].tolist()]
+    assert metrics["ratio"].tolist() == pytest.approx(rho)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@given(rows=ragged_rows(st.floats(-1, 0.5).map(lambda x: round(x, 3))))
+def test_masked_weights_are_0_outside_the_band_and_rejection_keeps_the_rest_as_it_is(
+    level: str, rows: list[list[float]]
+) -> None:
+    old, rho = ragged(rows), ratios(rows, level)
+    masked, _ = corrections.masked(old.values, engine(old), old.offsets, level=level, low=0.8123, high=1.3456)
+    assert masked.tolist() == pytest.approx([r if 0.8123 <= r <= 1.3456 else 0.0 for r in rho])
+    if level != "token":
+        kept, _ = corrections.sequence_rejection(
+            old.values, engine(old), old.offsets, level=level, low=0.8123, high=1.3456
+        )
+        assert kept.tolist() == [float(0.8123 <= r <= 1.3456) for r in rho]
+
+
+def test_a_rejected_sequence_loses_all_its_tokens_and_no_other_sequence_any() -> None:
+    old = ragged([[0.0, 2.0], [-0.2, -0.2]])
+    weights, _ = corrections.sequence_rejection(old.values, engine(old), old.offsets)
+    assert weights.tolist() == [0, 0, 1, 1]
+
+
+def test_rejecting_sequences_by_token_is_refused_by_function_and_by_check() -> None:
+    with pytest.raises(ValueError, match="not token"):
+        corrections.sequence_rejection(torch.zeros(1), torch.zeros(1), torch.tensor([0, 1]), level="token")
+    with pytest.raises(ValueError, match="level cannot be 'token'"):
+        registered["sequence_rejection"].check({"level": "token"})
+
+
+@pytest.mark.parametrize("name", list(registered))
+def test_equal_numerics_need_no_correction(name: str) -> None:
+    log_probs, offsets = -torch.rand(5), torch.tensor([0, 2, 5])
+    weights, metrics = registered[name].function(log_probs, log_probs, offsets)
+    assert weights.tolist() == [1.0] * 5 and metrics["cut_fraction"].sum() == 0

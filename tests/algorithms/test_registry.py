@@ -1,0 +1,107 @@
+"""What a registered function says about itself, and what is refused before any model loads."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+import braidrl.algorithms.library
+from braidrl.algorithms import registry
+from braidrl.algorithms.registry import Needs, Registry, advantages, aggregations, corrections, divergences, losses
+
+# The rows of the published table, so that none is lost.
+TABLE = {
+    "advantages": "gae group_normalized group_centered leave_one_out reinforce_plus_plus remax optimal_baseline pass_at_k maxrl "
+    "distillation decoupled_gae safe_rlhf",
+    "losses": "clip gspo gmpo cispo sapo reinforce clip_cov kl_cov dppo_tv decoupled value ptx sft dpo bradley_terry",
+    "corrections": "truncated masked sequence_rejection",
+    "divergences": "k1 k2 k3 abs k1+ k2+ k3+ abs+",
+    "aggregations": "token-mean seq-mean-token-mean seq-mean-token-sum token-sum-norm prompt-mean",
+    "shapes": "overlong_filter overlong_penalty kl_penalty",
+    "selections": "informative_groups informative_rewards",
+    "responses": "join_response",
+}
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_every_algorithm_of_the_table_is_registered_by_its_name(family: str) -> None:
+    assert braidrl.algorithms.library and set(TABLE[family].split()) <= set(getattr(registry, family))
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_every_registered_function_says_what_it_computes(family: str) -> None:
+    for entry in getattr(registry, family).entries.values():
+        if family != "divergences":
+            assert entry.function.__doc__, entry.name
+
+
+@pytest.mark.parametrize(
+    ("entry", "given", "message"),
+    [
+        (advantages["gae"], {"lam": 1.5}, "gae: lam must lie between 0 and 1, got 1.5"),
+        (losses["clip"], {"low": -0.1}, "clip: low must lie between 0 and 1, got -0.1"),
+        (losses["clip"], {"dual": 0.5}, "clip: dual must lie between 1 and"),
+        (losses["clip"], {"hihg": 0.28}, "clip has no setting 'hihg'. Did you mean 'high'?"),
+        (losses["decoupled"], {"over_cap": "masks"}, "over_cap cannot be 'masks'. Did you mean 'mask'?"),
+        (
+            losses["kl_cov"],
+            {"estimator": "k4"},
+            "kl_cov: estimator cannot be 'k4'. Did you mean 'k",
+        ),
+        (corrections["truncated"], {"level": "seq"}, "level cannot be 'seq'. Did you mean 'sequence'"),
+        (aggregations["token-sum-norm"], {}, "token-sum-norm needs the setting 'max_tokens'"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_that_names_it(
+    entry: registry.Entry, given: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        entry.check(given)
+
+
+@pytest.mark.parametrize("entry", [e for r in (advantages, losses, corrections) for e in r.entries.values()])
+def test_defaults_are_within_their_own_limits(entry: registry.Entry) -> None:
+    entry.check({**entry.settings, **dict.fromkeys(entry.required, 1)})
+
+
+def test_groups_smaller_than_an_estimator_needs_are_refused() -> None:
+    advantages["leave_one_out"].check_group_size({}, 2)
+    with pytest.raises(ValueError, match="leave_one_out needs at least 2 samples per prompt, there are 1"):
+        advantages["leave_one_out"].check_group_size({}, 1)
+    with pytest.raises(ValueError, match="pass_at_k needs at least 9"):
+        advantages["pass_at_k"].check_group_size({"k": 8}, 8)
+    advantages["remax"].check_group_size({}, 1)
+
+
+def test_a_loss_refuses_an_aggregation_that_it_is_not_defined_for() -> None:
+    losses["gspo"].check_aggregation("seq-mean-token-mean")
+    losses["clip"].check_aggregation("token-sum-norm")
+    with pytest.raises(ValueError, match="gspo is defined for aggregate seq-mean-token-mean, not token-mean"):
+        losses["gspo"].check_aggregation("token-mean")
+
+
+def test_a_users_function_is_registered_with_one_decorator_and_found_by_name() -> None:
+    own = Registry("advantage")
+
+    @own.register(writes=["advantage"], scope="group", needs=Needs({"scale": (0, 10)}, group_size=3))
+    def halved(reward: Tensor, group: Tensor, mask: Tensor | None = None, *, scale: float = 0.5) -> Tensor:
+        """Half the reward."""
+        return scale * reward
+
+    entry = own["halved"]
+    assert (entry.reads, entry.optional, entry.settings) == (("reward", "group"), ("mask",), {"scale": 0.5})
+    with pytest.raises(ValueError, match="scale must lie between 0 and 10"):
+        entry.check({"scale": 11})
+    with pytest.raises(KeyError, match="Did you mean 'halved'"):
+        own["halve"]
+
+
+def test_a_divergence_that_a_user_adds_may_be_named_where_estimators_are() -> None:
+    @divergences.register("twice_k1")
+    def twice(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+        return 2 * (log_probs - ref_log_probs)
+
+    registry.shapes["kl_penalty"].check({"coef": 0.1, "estimator": "twice_k1"})
+    del divergences.entries["twice_k1"]
+    with pytest.raises(ValueError, match="estimator cannot be 'twice_k1'"):
+        registry.shapes["kl_penalty"].check({"coef": 0.1, "estimator": "twice_k1"})

@@ -1,0 +1,40 @@
+"""Dynamic sampling: which groups are dropped and why."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braidrl.algorithms.selection import informative_groups, informative_rewards
+from tests.algorithms.batches import floats, grouped
+
+
+@given(grouped(st.sampled_from([0.0, 1.0])))
+def test_groups_are_kept_when_some_but_not_all_samples_are_right(batch: tuple[list[float], list[int]]) -> None:
+    correct, groups = batch
+    dropped = informative_groups(floats(correct), torch.tensor(groups))
+    for number in set(groups):
+        own = [c for c, g in zip(correct, groups, strict=True) if g == number]
+        wanted = {0: "all wrong", len(own): "all correct"}.get(int(sum(own)))
+        assert dropped.get(number) == wanted
+
+
+@given(grouped())
+def test_groups_of_equal_rewards_are_dropped_for_rewards_that_are_not_right_or_wrong(batch) -> None:
+    reward, groups = batch
+    dropped = informative_rewards(floats(reward), torch.tensor(groups))
+    equal = {n for n in set(groups) if len({r for r, g in zip(reward, groups, strict=True) if g == n}) == 1}
+    assert dropped == dict.fromkeys(equal, "all rewards equal")
+
+
+@given(grouped(st.sampled_from([0.0, 1.0])), st.randoms(use_true_random=False))
+def test_the_choice_does_not_depend_on_the_order_of_rows(batch, order) -> None:
+    pairs = list(zip(*batch, strict=True))
+    straight = informative_groups(floats([c for c, _ in pairs]), torch.tensor([g for _, g in pairs]))
+    order.shuffle(pairs)
+    assert informative_groups(floats([c for c, _ in pairs]), torch.tensor([g for _, g in pairs])) == straight
+
+
+def test_a_score_of_minus_1_does_not_count_as_a_success() -> None:
+    assert informative_groups(floats([-1.0, -1.0]), torch.tensor([4, 4])) == {4: "all wrong"}

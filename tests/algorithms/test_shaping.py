@@ -1,0 +1,76 @@
+"""Length penalties, masks and the KL penalty in the reward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braidrl.algorithms import shaping
+from tests.algorithms.batches import floats, ragged, ragged_rows
+
+
+def punishment(length: int, longest: int, cache: int) -> float:
+    if length <= longest - cache:
+        return 0.0
+    return ((longest - cache) - length) / cache if length <= longest else -1.0
+
+
+@given(st.lists(st.integers(0, 60), min_size=1), st.integers(1, 20), st.integers(0, 20))
+def test_overlong_penalty_is_dapos_three_cases(lengths: list[int], cache: int, expected: int) -> None:
+    longest = cache + expected
+    reward = torch.ones(len(lengths), dtype=torch.float64)
+    result = shaping.overlong_penalty(reward, torch.tensor(lengths), max_response_tokens=longest, cache=cache)
+    assert result.tolist() == pytest.approx([1 + punishment(n, longest, cache) for n in lengths])
+
+
+def test_dapos_published_lengths_start_the_penalty_at_16384_and_end_it_at_20480() -> None:
+    lengths = torch.tensor([16_384, 18_432, 20_480, 30_000])
+    result = shaping.overlong_penalty(torch.zeros(4), lengths, max_response_tokens=20_480, cache=4_096)
+    assert result.tolist() == [0.0, -0.5, -1.0, -1.0]
+
+
+@pytest.mark.parametrize("cache", [0, 11])
+def test_a_cache_that_does_not_fit_is_refused(cache: int) -> None:
+    with pytest.raises(ValueError, match="between 1 and max_response_tokens"):
+        shaping.overlong_penalty(torch.zeros(1), torch.ones(1), max_response_tokens=10, cache=cache)
+
+
+def test_overlong_filter_masks_rows_cut_off_and_keeps_earlier_masks() -> None:
+    reasons = torch.tensor([0, 1, 2, 0])
+    assert shaping.overlong_filter(reasons).tolist() == [1, 0, 1, 1]
+    assert shaping.overlong_filter(reasons, torch.tensor([1.0, 1.0, 1.0, 0.0])).tolist() == [1, 0, 1, 0]
+    loss, statistics = shaping.overlong_exclude(reasons, torch.tensor([1.0, 1.0, 1.0, 0.0]))
+    assert (loss.tolist(), statistics.tolist()) == ([1, 0, 1, 0], [1, 0, 1, 1])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+@given(rows=ragged_rows(), coef=st.floats(0, 2))
+def test_kl_penalty_is_taken_at_every_token_and_the_reward_given_once(
+    estimator: str, rows: list[list[float]], coef: float
+) -> None:
+    policy, reference = ragged(rows), ragged([[0.5 * x - 0.2 for x in row] for row in rows])
+    reward = [float(i) for i in range(len(rows))]
+    result = shaping.kl_penalty(floats(reward), policy, reference, coef=coef, estimator=estimator)
+    for i, row in enumerate(rows):
+        kl = shaping.estimate(estimator, policy[i], reference[i]).tolist()
+        wanted = [-coef * k + (reward[i] if t == len(row) - 1 else 0.0) for t, k in enumerate(kl)]
+        assert result[i].tolist() == pytest.approx(wanted)
+
+
+def test_kl_penalty_prefers_the_trainers_log_probs() -> None:
+    rollout, old, reference = ragged([[9.0]]), ragged([[1.0]]), ragged([[0.0]])
+    assert shaping.kl_penalty(floats([0.0]), rollout, reference, old, coef=1.0).tolist() == [[-1.0]]
+    assert shaping.kl_penalty(floats([0.0]), rollout, reference, coef=1.0).tolist() == [[-9.0]]
+
+
+@given(ragged_rows(min_len=1), st.floats(0, 5))
+def test_half_of_safe_rlhfs_kl_is_reward_and_half_cost_whatever_the_multiplier(
+    rows: list[list[float]], multiplier: float
+) -> None:
+    policy, reference = ragged(rows), ragged([[0.5 * x for x in row] for row in rows])
+    nothing = floats([0.0] * len(rows))
+    rewards, costs = shaping.safe_rlhf_kl_penalty(nothing, nothing, policy, reference, coef=0.4)
+    mixed = (rewards.values - multiplier * costs.values) / (1 + multiplier)
+    torch.testing.assert_close(mixed, -0.2 * (policy.values - reference.values))
