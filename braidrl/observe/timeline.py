@@ -149,7 +149,8 @@ def timeline_page(name: str, spans: Sequence[Span]) -> str:
 <button data-do="in">Zoom in</button><button data-do="out">Zoom out</button><button data-do="left" aria-label="Earlier">←</button>
 <button data-do="right" aria-label="Later">→</button><button data-do="all">Whole run</button></div></div>
 <div class="card lanes" id="timeline">{embed(picture_data(spans, stages))}</div>
-<p class="hint">Drag over a stretch to look closer; double-click for the whole run. Thin lines mark where an iteration begins.</p>
+<p class="hint">Drag over a stretch to look closer; double-click for the whole run. Thin lines mark where an iteration begins.
+Where spans are too short to be seen apart, a stage's height is its share of the time.</p>
 </section>
 <section><h2>Who was busy, who waited</h2>{table_html(table)}
 <p class="hint">Shares are of the time that a role's workers had in the run; what is neither busy nor waiting is idle, or spent in

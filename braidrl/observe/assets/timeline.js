@@ -2,7 +2,8 @@
 "use strict";
 const box = document.getElementById("timeline");
 const data = JSON.parse(box.querySelector("script").textContent);
-const LANE = 26, GAP = 6, TOP = 30, NAME_WIDTH = Math.min(220, 24 + 7 * Math.max(...data.lanes.map((name) => name.length)));
+const LANE = 26, GAP = 6, TOP = 30, COLUMN = 4, NARROW = 2.5;
+const NAME_WIDTH = Math.min(220, 24 + 7 * Math.max(...data.lanes.map((name) => name.length)));
 const whole = [0, Math.max(data.end, 1e-6)];
 let view = whole.slice();
 
@@ -25,6 +26,10 @@ function width() {
   return Math.max(320, box.clientWidth - 28);
 }
 
+function laneTop(lane) {
+  return TOP + lane * (LANE + GAP);
+}
+
 function toX(time) {
   return NAME_WIDTH + ((time - view[0]) / (view[1] - view[0])) * (width() - NAME_WIDTH);
 }
@@ -42,23 +47,52 @@ function ticks() {
   return [result, Math.max(0, -Math.floor(Math.log10(step)))];
 }
 
-// Spans too narrow to be told apart are drawn as one: a run of a million spans has no more rectangles than pixels.
-function drawnSpans() {
-  const kept = [], last = new Map();
+function colourOf(stage, waiting) {
+  return waiting ? "url(#waiting)" : data.colours[stage];
+}
+
+function spanRectangle(span, number) {
+  const [lane, stage, start, end, waiting] = span, inset = waiting ? 5 : 0;
+  const left = Math.max(toX(start), NAME_WIDTH), wide = Math.min(toX(end), width()) - left;
+  // A sliver of the lane stays between neighbours, where there is room for it.
+  return `<rect x="${left.toFixed(2)}" y="${laneTop(lane) + inset}" width="${(wide > 4 ? wide - 1 : wide).toFixed(2)}"`
+    + ` height="${LANE - 2 * inset}" rx="${wide > 8 && !waiting ? 3 : 0}" fill="${colourOf(stage, waiting)}" data-span="${number}"/>`;
+}
+
+// Spans too narrow to be seen apart become columns, in which a stage's height is its share of the column's time.
+function addShares(shares, span) {
+  const [lane, stage, start, end, waiting] = span, left = toX(start), right = toX(end);
+  for (let column = Math.floor(left / COLUMN); column * COLUMN < right; column++) {
+    const part = Math.min(right, (column + 1) * COLUMN) - Math.max(left, column * COLUMN);
+    const place = `${lane} ${column}`, kind = 2 * stage + waiting;
+    if (!shares.has(place)) shares.set(place, new Map());
+    shares.get(place).set(kind, (shares.get(place).get(kind) || 0) + part / COLUMN);
+  }
+}
+
+function shareRectangles([place, kinds]) {
+  const [lane, column] = place.split(" ").map(Number), left = Math.max(column * COLUMN, NAME_WIDTH);
+  const wide = Math.min((column + 1) * COLUMN, width()) - left;
+  let bottom = laneTop(lane) + LANE;
+  if (wide <= 0) return "";
+  // What is worked on lies below, what is waited for on top of it.
+  return [...kinds].sort(([a], [b]) => (a % 2) - (b % 2) || a - b).map(([kind, share]) => {
+    const height = Math.min(share * LANE, bottom - laneTop(lane));
+    bottom -= height;
+    return `<rect x="${left}" y="${bottom.toFixed(2)}" width="${wide}" height="${height.toFixed(2)}"`
+      + ` fill="${colourOf(kind >> 1, kind & 1)}"/>`;
+  }).join("");
+}
+
+function spanRectangles() {
+  const shares = new Map(), wide = [], scale = (width() - NAME_WIDTH) / (view[1] - view[0]);
   data.spans.forEach((span, number) => {
-    const [lane, stage, start, end, waiting] = span;
+    const [, , start, end] = span;
     if (end < view[0] || start > view[1]) return;
-    const left = Math.max(toX(start), NAME_WIDTH), right = Math.min(toX(end), width()), key = `${lane} ${stage} ${waiting}`;
-    const before = last.get(key);
-    if (before && right - left < 1.5 && left - before.right < 0.75) {
-      before.right = Math.max(before.right, right);
-      return;
-    }
-    const drawn = { lane, stage, waiting, left, right, number };
-    last.set(key, drawn);
-    kept.push(drawn);
+    if ((end - start) * scale < NARROW) addShares(shares, span);
+    else wide.push(spanRectangle(span, number));
   });
-  return kept;
+  return [...[...shares].map(shareRectangles), ...wide];
 }
 
 function draw() {
@@ -68,7 +102,7 @@ function draw() {
   parts.push('<defs><pattern id="waiting" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     + '<line class="hatch" x1="0" y1="0" x2="0" y2="6"/></pattern></defs>');
   data.lanes.forEach((name, lane) => {
-    const y = TOP + lane * (LANE + GAP);
+    const y = laneTop(lane);
     const shown = lane && data.lanes[lane - 1] === name ? "" : name.length > 30 ? name.slice(0, 29) + "…" : name;
     parts.push(`<rect class="lane" x="${NAME_WIDTH}" y="${y}" width="${total - NAME_WIDTH}" height="${LANE}" rx="3"/>`);
     parts.push(`<text class="lane-name" x="0" y="${y + LANE / 2 + 4}">${escaped(shown)}</text>`);
@@ -77,14 +111,7 @@ function draw() {
   for (const time of marks) {
     parts.push(`<text x="${toX(time)}" y="12" text-anchor="middle">${seconds(time, digits)}</text>`);
   }
-  for (const span of drawnSpans()) {
-    const y = TOP + span.lane * (LANE + GAP), wide = Math.max(span.right - span.left, 0.75);
-    // A sliver of the lane stays between neighbours, where there is room for it.
-    const place = `x="${span.left.toFixed(2)}" width="${(wide > 4 ? wide - 1 : wide).toFixed(2)}" data-span="${span.number}"`;
-    parts.push(span.waiting
-      ? `<rect ${place} y="${y + 5}" height="${LANE - 10}" fill="url(#waiting)"/>`
-      : `<rect ${place} y="${y}" height="${LANE}" rx="${wide > 8 ? 3 : 0}" fill="${data.colours[span.stage]}"/>`);
-  }
+  parts.push(...spanRectangles());
   let free = -Infinity;
   for (const [iteration, time] of data.iterations) {
     const x = toX(time);
