@@ -130,7 +130,7 @@ def hover_data(series: Sequence[Series], frame: Frame) -> dict[str, Any]:
         known = dict(zip(one.steps, one.values, strict=True))
         values = [None if known.get(step) is None else spell(known[step] or 0.0) for step in steps]
         listed.append({"name": one.name, "colour": colour(number), "values": values})
-    return {"steps": [spell(s) for s in steps], "x": [round(frame.x(s), 2) for s in steps], "series": listed}
+    return {"steps": [f"{s:,.0f}" for s in steps], "x": [round(frame.x(s), 2) for s in steps], "series": listed}
 
 
 def curve(series: Series, paint: str, frame: Frame) -> str:

@@ -90,7 +90,8 @@ def samples_html(run: Path) -> str:
             groups.append(group_html(title, [text_html("prompt", prompt), *(sample_html(s, False) for s in samples)]))
     for step in spread(recorded_steps(run), MOST_STEPS):
         chosen = best_and_worst(read_samples(rollout_path(run, step), step))
-        groups.append(group_html(f"Training, step {step}", [sample_html(sample, True) for sample in chosen]))
+        if chosen:
+            groups.append(group_html(f"Training, step {step}", [sample_html(sample, True) for sample in chosen]))
     if not groups:
         return ""
     return f'<section><h2>Responses over time</h2><div class="samples">{"".join(groups)}</div></section>'
