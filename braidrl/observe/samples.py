@@ -1,0 +1,123 @@
+"""Which recorded responses a report shows: the same held-out prompts over time, and of some steps the best and the worst row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from braidrl.data.rows import FinishReason
+from braidrl.observe.page import escape
+from braidrl.observe.rollouts import (
+    PROMPT_TEXT,
+    RESPONSE_TEXT,
+    evaluation_path,
+    read_texts,
+    recorded_evaluations,
+    recorded_steps,
+    rollout_path,
+)
+
+MOST_STEPS = 6
+PROMPTS_PER_SET = 3
+SHOWN_CHARACTERS = 4000
+COLUMNS = ("score", "reward", "correct", "finish_reason")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One recorded row as people read it."""
+
+    step: int
+    prompt: str
+    response: str
+    score: float | None
+    correct: bool | None
+    finish_reason: str | None
+
+
+def sample_of(step: int, row: dict[str, Any]) -> Sample:
+    """A row of a recording; its score is the verifier's where there is one, else the reward."""
+    score = row.get("score", row.get("reward"))
+    correct = row.get("correct")
+    reason = row.get("finish_reason")
+    named = None if reason is None else FinishReason(reason).name.lower()
+    return Sample(step, row[PROMPT_TEXT], row[RESPONSE_TEXT], score, None if correct is None else bool(correct), named)
+
+
+def read_samples(path: Path, step: int) -> list[Sample]:
+    """All rows of a recording."""
+    return [sample_of(step, row) for row in read_texts(path, COLUMNS)]
+
+
+def spread(steps: Sequence[int], most: int) -> list[int]:
+    """At most `most` of the steps, evenly spread, the first and the last among them."""
+    if len(steps) <= most:
+        return list(steps)
+    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
+
+
+def over_time(run: Path, name: str) -> dict[str, list[Sample]]:
+    """For the first few prompts of an evaluation set: its first response at each of some steps."""
+    chosen: dict[str, list[Sample]] = {}
+    for step in spread(recorded_steps(run, name), MOST_STEPS):
+        found: dict[str, Sample] = {}
+        for sample in read_samples(evaluation_path(run, name, step), step):
+            found.setdefault(sample.prompt, sample)
+        if not chosen:
+            chosen = {prompt: [] for prompt in list(found)[:PROMPTS_PER_SET]}
+        for prompt, samples in chosen.items():
+            if prompt in found:
+                samples.append(found[prompt])
+    return chosen
+
+
+def best_and_worst(samples: Sequence[Sample]) -> list[Sample]:
+    """The first row of the highest and of the lowest score; one row where all scores are equal or missing."""
+    if not samples:
+        return []
+    scores = [float("-inf") if sample.score is None else sample.score for sample in samples]
+    return [samples[i] for i in dict.fromkeys((scores.index(max(scores)), scores.index(min(scores))))]
+
+
+def samples_html(run: Path) -> str:
+    """The report's section on responses; empty where nothing was recorded."""
+    groups = []
+    for name in recorded_evaluations(run):
+        for prompt, samples in over_time(run, name).items():
+            title = f"{name}: the same prompt over time"
+            groups.append(group_html(title, [text_html("prompt", prompt), *(sample_html(s, False) for s in samples)]))
+    for step in spread(recorded_steps(run), MOST_STEPS):
+        chosen = best_and_worst(read_samples(rollout_path(run, step), step))
+        if chosen:
+            groups.append(group_html(f"Training, step {step}", [sample_html(sample, True) for sample in chosen]))
+    if not groups:
+        return ""
+    return f'<section><h2>Responses over time</h2><div class="samples">{"".join(groups)}</div></section>'
+
+
+def group_html(title: str, parts: Iterable[str]) -> str:
+    return f'<div class="card sample-group"><h3>{escape(title)}</h3>{"".join(parts)}</div>'
+
+
+def sample_html(sample: Sample, with_prompt: bool) -> str:
+    """A response with its score and why it ended, and either its prompt or its step."""
+    told = [] if with_prompt else [f"<b>step {sample.step}</b>"]
+    if sample.correct is not None:
+        told.append('<div class="right">correct</div>' if sample.correct else '<div class="wrong">wrong</div>')
+    if sample.score is not None:
+        told.append(f"<div>score {sample.score:.3g}</div>")
+    if sample.finish_reason is not None:
+        told.append(f"<div>ended by {escape(sample.finish_reason)}</div>")
+    texts = (text_html("prompt", sample.prompt) if with_prompt else "") + text_html("response", sample.response)
+    return f'<div class="sample"><div class="told">{"".join(told)}</div><div>{texts}</div></div>'
+
+
+def text_html(kind: str, text: str) -> str:
+    """A prompt or response as it is, cut where it is very long."""
+    if not text.strip():
+        return f'<pre class="{kind} empty">({"only white space" if text else "empty"})</pre>'
+    rest = len(text) - SHOWN_CHARACTERS
+    cut = f"\n… and {rest:,} more characters" if rest > 0 else ""
+    return f'<pre class="{kind}">{escape(text[:SHOWN_CHARACTERS] + cut)}</pre>'

@@ -1,0 +1,204 @@
+"""`braid timeline`: the trace as a picture, as a Chrome trace, and as a table of who was busy and who waited."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from braidrl.observe.page import colour, embed, escape, page, tile
+from braidrl.observe.progress import spell_seconds
+from braidrl.observe.trace import Span, State, read_trace
+
+# Nobody doing anything for longer than this is a run that was stopped and resumed, not one that is slow.
+LONGEST_GAP = 60.0
+# Seconds since 1970 leave a double less than a microsecond: spans that overlap by no more follow one another.
+CLOCK_ROUNDING = 1e-6
+ALL_STAGES = "all"
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Time of one role on one stage (or on all), summed over its workers; shares are of the workers' time in the run."""
+
+    role: str
+    stage: str
+    workers: int
+    rows: int
+    tokens: int
+    busy_seconds: float
+    waiting_seconds: float
+    busy_share: float
+    waiting_share: float
+
+
+def busy_table(spans: Sequence[Span]) -> list[Busy]:
+    """For each role a line over all stages, and one for each stage, in the order in which they first began.
+
+    A worker's time in the run is the run's, from the first start to the last end, less pauses of more than a minute. Spans of
+    one role that overlap in one worker count once in the role's line.
+    """
+    available = covered(spans, LONGEST_GAP)
+    table = []
+    for role in first_seen(span.role for span in spans):
+        own = [span for span in spans if span.role == role]
+        table.append(busy_line(own, role, ALL_STAGES, available))
+        for stage in first_seen(span.stage for span in own):
+            table.append(busy_line([span for span in own if span.stage == stage], role, stage, available))
+    return table
+
+
+def busy_line(spans: Sequence[Span], role: str, stage: str, available: float) -> Busy:
+    """The line of these spans; `available` is the seconds that each of their workers had."""
+    workers = first_seen(span.worker for span in spans)
+
+    def seconds(state: State) -> float:
+        return sum(covered([s for s in spans if (s.worker, s.state) == (worker, state)]) for worker in workers)
+
+    busy, waiting = seconds("busy"), seconds("waiting")
+    whole = available * len(workers) or 1.0
+    done = [span for span in spans if span.state == "busy"]
+    rows, tokens = sum(span.rows for span in done), sum(span.tokens for span in done)
+    return Busy(role, stage, len(workers), rows, tokens, busy, waiting, busy / whole, waiting / whole)
+
+
+def covered(spans: Iterable[Span], gap: float = 0.0) -> float:
+    """Seconds in which at least one of the spans runs; gaps of up to `gap` seconds between them count too."""
+    total, end = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda span: span.start):
+        begin = end if span.start - end <= gap else span.start
+        total += max(0.0, span.end - max(begin, end))
+        end = max(end, span.end)
+    return total
+
+
+def first_seen(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
+    """(worker, spans) with no two spans of a lane overlapping; a worker that does several things at once has several lanes."""
+    result = []
+    for worker in sorted({span.worker for span in spans}, key=natural_order):
+        own: list[list[Span]] = []
+        for span in sorted((s for s in spans if s.worker == worker), key=lambda s: (s.start, s.end)):
+            free = next((lane for lane in own if lane[-1].end <= span.start + CLOCK_ROUNDING), None)
+            if free is None:
+                own.append([span])
+            else:
+                free.append(span)
+        result += [(worker, lane) for lane in own]
+    return result
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """Sorts `actor/10` after `actor/9`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
+    """The Chrome trace event format (complete events, in microseconds), for chrome://tracing and Perfetto."""
+    events: list[dict[str, Any]] = []
+    process_ids: dict[str, int] = {}
+    for thread_id, (worker, lane) in enumerate(lanes(spans), start=1):
+        known = worker in process_ids
+        process_id = process_ids.setdefault(worker, len(process_ids) + 1)
+        if not known:
+            events.append({"ph": "M", "name": "process_name", "pid": process_id, "args": {"name": worker}})
+            events.append(
+                {"ph": "M", "name": "process_sort_index", "pid": process_id, "args": {"sort_index": process_id}}
+            )
+        for span in lane:
+            name = span.stage if span.state == "busy" else f"waiting for {span.stage}"
+            times = {"ts": span.start * 1e6, "dur": span.seconds * 1e6}
+            told = {"iteration": span.iteration, "rows": span.rows, "tokens": span.tokens, "version": span.version}
+            where = {"pid": process_id, "tid": thread_id, "cat": f"{span.role},{span.state}"}
+            events.append({"ph": "X", "name": name, **where, **times, "args": told})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_timeline(run: Path) -> tuple[Path, Path]:
+    """Writes `run`/timeline.html and `run`/timeline.json (Chrome trace). Raises UserError where the run has no trace."""
+    spans = read_trace(run)
+    picture, chrome = run / "timeline.html", run / "timeline.json"
+    picture.write_text(timeline_page(run.resolve().name, spans), encoding="utf-8")
+    chrome.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
+    return picture, chrome
+
+
+def timeline_page(name: str, spans: Sequence[Span]) -> str:
+    """The page with headline numbers, lanes and the table."""
+    table = busy_table(spans)
+    whole = [line for line in table if line.stage == ALL_STAGES]
+    iterations = {span.iteration for span in spans}
+    tiles = [
+        tile("Time in the run", spell_seconds(covered(spans, LONGEST_GAP))),
+        tile("Iterations", f"{len(iterations):,}"),
+        tile("Workers", f"{len({span.worker for span in spans}):,}"),
+        *(tile(f"{line.role} busy", f"{line.busy_share:.0%}", f"waiting {line.waiting_share:.0%}") for line in whole),
+    ]
+    stages = first_seen(span.stage for span in spans)
+    legend = [f'<span><i style="background:{colour(i)}"></i>{escape(stage)}</span>' for i, stage in enumerate(stages)]
+    legend.append('<span><i class="waiting"></i>waiting</span>')
+    body = f"""<header><h1>Timeline</h1><p>{escape(name)}</p></header>
+<section class="tiles">{"".join(tiles)}</section>
+<section><div class="toolbar"><div class="legend">{"".join(legend)}</div><div class="buttons">
+<button data-do="in">Zoom in</button><button data-do="out">Zoom out</button><button data-do="left" aria-label="Earlier">←</button>
+<button data-do="right" aria-label="Later">→</button><button data-do="all">Whole run</button></div></div>
+<div class="card lanes" id="timeline">{embed(picture_data(spans, stages))}</div>
+<p class="hint">Drag over a stretch to look closer; double-click for the whole run. Thin lines mark where an iteration begins.
+Where spans are too short to be seen apart, a stage's height is its share of the time.</p>
+</section>
+<section><h2>Who was busy, who waited</h2>{table_html(table)}
+<p class="hint">Shares are of the time that a role's workers had in the run; what is neither busy nor waiting is idle, or spent in
+other roles of the same workers.</p></section>"""
+    return page(f"{name}: timeline", body, "timeline.js")
+
+
+def picture_data(spans: Sequence[Span], stages: Sequence[str]) -> dict[str, Any]:
+    """What timeline.js draws: lanes by name, spans as short lists, and where each iteration begins."""
+    numbers = {stage: number for number, stage in enumerate(stages)}
+    drawn = lanes(spans)
+    listed = [
+        [lane, numbers[s.stage], round(s.start, 6), round(s.end, 6), int(s.state == "waiting"), s.iteration, s.rows, s.tokens,
+         s.version, s.role]
+        for lane, (_, own) in enumerate(drawn)
+        for s in own
+    ]  # fmt: skip
+    begins: dict[int, float] = {}
+    for span in spans:
+        begins[span.iteration] = min(span.start, begins.get(span.iteration, span.start))
+    end = max(span.end for span in spans)
+    names = [worker for worker, _ in drawn]
+    colours = [colour(number) for number in range(len(stages))]
+    return {
+        "lanes": names, "stages": list(stages), "colours": colours, "spans": listed,
+        "iterations": sorted(begins.items()), "end": end,
+    }  # fmt: skip
+
+
+def table_html(table: Sequence[Busy]) -> str:
+    """The busy table; a role's own line stands above those of its stages."""
+    names = ("Role", "Stage", "Workers", "Rows", "Tokens", "Busy", "Waiting", "Share of the workers' time")
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(map(row_html, table))}</tbody></table></div>'
+
+
+def row_html(line: Busy) -> str:
+    """One line of the busy table, with its shares as a bar."""
+    of_role = line.stage == ALL_STAGES
+    name = f"<td>{escape(line.role)}</td><td></td>" if of_role else f"<td></td><td>{escape(line.stage)}</td>"
+    numbers = (f"{line.workers:,}", f"{line.rows:,}", f"{line.tokens:,}", f"{line.busy_seconds:,.2f} s",
+               f"{line.waiting_seconds:,.2f} s")  # fmt: skip
+    cells = "".join(f'<td class="number">{number}</td>' for number in numbers)
+    bar = (
+        f'<span class="share"><i class="busy" style="width:{min(line.busy_share, 1):.2%}"></i>'
+        f'<i class="waiting" style="width:{min(line.waiting_share, 1):.2%}"></i></span>'
+    )
+    said = f"{line.busy_share:.1%} busy, {line.waiting_share:.1%} waiting"
+    return (
+        f'<tr class="{"role" if of_role else "stage"}">{name}{cells}<td>{bar}<span class="said">{said}</span></td></tr>'
+    )

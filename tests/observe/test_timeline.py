@@ -1,0 +1,126 @@
+"""The busy table's arithmetic, lanes without overlap, a valid Chrome trace, and a page that needs nothing else."""
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braidrl.observe.timeline import ALL_STAGES, Busy, busy_table, chrome_trace, covered, lanes, write_timeline
+from braidrl.observe.trace import Span, TraceWriter
+
+# Ten seconds: two actors generate and train, one reward worker checks; the second actor finishes generating late.
+SPANS = [
+    Span("actor/0", "actor", "actor.generate", 1, 0.0, 4.0, 32, 3200, 0),
+    Span("actor/1", "actor", "actor.generate", 1, 0.0, 6.0, 32, 4800, 0),
+    Span("actor/0", "actor", "actor.update", 1, 4.0, 7.0, state="waiting"),
+    Span("reward/0", "reward", "reward.verify", 1, 6.0, 7.0, 64, 8000, None),
+    Span("actor/0", "actor", "actor.update", 1, 7.0, 10.0, 32, 4000, 1),
+    Span("actor/1", "actor", "actor.update", 1, 7.0, 9.0, 32, 4000, 1),
+]
+
+
+def write_trace(run: Path, spans: list[Span]) -> None:
+    for worker in {span.worker for span in spans}:
+        writer = TraceWriter(run, worker)
+        for span in spans:
+            if span.worker == worker:
+                writer.record(span)
+        writer.close()
+
+
+def test_the_table_adds_up_a_trace_made_by_hand() -> None:
+    assert busy_table(SPANS) == [
+        Busy("actor", ALL_STAGES, 2, 128, 16000, 15.0, 3.0, 0.75, 0.15),
+        Busy("actor", "actor.generate", 2, 64, 8000, 10.0, 0.0, 0.5, 0.0),
+        Busy("actor", "actor.update", 2, 64, 8000, 5.0, 3.0, 0.25, 0.15),
+        Busy("reward", ALL_STAGES, 1, 64, 8000, 1.0, 0.0, 0.1, 0.0),
+        Busy("reward", "reward.verify", 1, 64, 8000, 1.0, 0.0, 0.1, 0.0),
+    ]
+
+
+def test_what_overlaps_in_one_worker_counts_once_for_the_role() -> None:
+    spans = [
+        Span("actor/0", "actor", "actor.generate", 1, 0.0, 8.0),
+        Span("actor/0", "actor", "actor.log_probs", 1, 6.0, 10.0),
+    ]
+    whole, generate, log_probs = busy_table(spans)
+    assert (whole.busy_seconds, whole.busy_share) == (10.0, 1.0)
+    assert (generate.busy_seconds, log_probs.busy_seconds) == (8.0, 4.0)
+
+
+def test_the_time_between_a_stop_and_a_resume_belongs_to_nobody() -> None:
+    first = Span("actor/0", "actor", "actor.update", 1, 0.0, 5.0)
+    resumed = Span("actor/0", "actor", "actor.update", 2, 50_000.0, 50_005.0)
+    (whole, _) = busy_table([first, resumed])
+    assert (whole.busy_seconds, whole.busy_share) == (10.0, 1.0)
+    slow = Span("actor/0", "actor", "actor.update", 2, 15.0, 20.0)
+    (whole, _) = busy_table([first, slow])
+    assert whole.busy_share == 0.5
+
+
+spans_of_any_kind = st.lists(
+    st.builds(
+        lambda worker, start, length, state: Span(
+            worker, "actor", "s", 1, start / 8, (start + length) / 8, state=state
+        ),
+        st.sampled_from(["a/2", "a/10"]),
+        st.integers(0, 400),
+        st.integers(0, 80),
+        st.sampled_from(["busy", "waiting"]),
+    ),
+    min_size=1,
+)
+
+
+@given(spans_of_any_kind)
+def test_lanes_hold_every_span_once_and_none_overlap(spans: list[Span]) -> None:
+    drawn = lanes(spans)
+    everything = [span for _, lane in drawn for span in lane]
+    assert sorted(map(id, everything)) == sorted(map(id, spans))
+    assert [worker for worker, _ in drawn] == sorted((worker for worker, _ in drawn), key=lambda w: int(w[2:]))
+    for worker, lane in drawn:
+        assert {span.worker for span in lane} == {worker}
+        assert all(a.end <= b.start + 1e-6 for a, b in pairwise(lane))
+
+
+@given(spans_of_any_kind)
+def test_covered_time_is_what_a_fine_ruler_measures(spans: list[Span]) -> None:
+    marks = {mark for span in spans for mark in range(round(span.start * 8), round(span.end * 8))}
+    assert covered(spans) == pytest.approx(len(marks) / 8)
+
+
+def test_the_chrome_trace_is_valid_and_tells_everything() -> None:
+    trace = json.loads(json.dumps(chrome_trace(SPANS), allow_nan=False))
+    events = trace["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(names.values()) == ["actor/0", "actor/1", "reward/0"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert len(complete) == len(SPANS)
+    for event in complete:
+        assert {"name", "cat", "pid", "tid", "ts", "dur", "args"} <= set(event)
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+    first = next(event for event in complete if names[event["pid"]] == "actor/1")
+    assert (first["ts"], first["dur"]) == (0.0, 6e6)
+    assert first["args"] == {"iteration": 1, "rows": 32, "tokens": 4800, "version": 0}
+    assert [event["name"] for event in complete if "waiting" in event["cat"]] == ["waiting for actor.update"]
+
+
+def test_the_page_holds_every_span_and_the_table_and_asks_for_nothing_outside(tmp_path: Path) -> None:
+    write_trace(tmp_path, [*SPANS, Span("</script><b>", "odd", "odd.stage", 2, 9.0, 9.5)])
+    picture, chrome = write_timeline(tmp_path)
+    html = picture.read_text()
+    assert not re.search(r'(src|href)="|url\((?!#)|@import|https?://(?!www\.w3\.org/2000/svg)', html)
+    embedded = re.search(r'<script type="application/json">(.*?)</script>', html, re.DOTALL)
+    assert embedded is not None
+    data = json.loads(embedded[1])
+    assert len(data["spans"]) == 7
+    assert data["lanes"] == ["</script><b>", "actor/0", "actor/1", "reward/0"]
+    assert data["iterations"] == [[1, 0.0], [2, 9.0]]
+    assert len(data["colours"]) == len(data["stages"]) == 4
+    assert "</script><b>" not in html
+    assert "75.0% busy, 15.0% waiting" in html
+    assert len(json.loads(chrome.read_text())["traceEvents"]) == 7 + 2 * 4
