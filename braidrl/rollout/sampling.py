@@ -1,0 +1,91 @@
+"""From logits and one uniform number per row to a token and its log-probability, without sorting the vocabulary.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+BLOCK = 128
+"""Tokens that are summed together when the vocabulary is long: a block is found first, then the token in it."""
+NUCLEUS = 256
+"""Likeliest tokens in which a top-p set is looked for before the whole vocabulary is sorted."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings of B rows as tensors (B,). None where no row has the setting."""
+
+    temperature: Tensor | None = None
+    greedy: Tensor | None = None
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+
+
+def sample(logits: Tensor, choice: Choice, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens (B,) int64 and their log-probs (B,) at the rows' temperatures before any cut.
+
+    `logits` (B, V) are overwritten where they are float32 or float64; `uniforms` (B,) float64 in [0, 1) decide the tokens.
+    """
+    scaled = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    if choice.temperature is not None:
+        scaled = scaled.div_(choice.temperature.to(scaled.dtype)[:, None])
+    largest, likeliest = scaled.max(-1, keepdim=True)
+    weights = (scaled - largest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    tokens = inverse_cdf(_cut(weights, choice), uniforms)[:, None]
+    if choice.greedy is not None:
+        tokens = torch.where(choice.greedy[:, None], likeliest, tokens)
+    log_probs = scaled.gather(-1, tokens) - largest - total.log()
+    return tokens[:, 0], log_probs[:, 0]
+
+
+def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """For each row the token at which the running sum of `weights` (B, V) passes `uniforms` (B,) of the total, (B,)."""
+    if weights.shape[-1] <= 8 * BLOCK:
+        return _passing(weights.cumsum(-1, dtype=torch.float64), uniforms)[0]
+    blocks = pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    block, rest = _passing(blocks.sum(-1).cumsum(-1, dtype=torch.float64), uniforms)
+    within = blocks[torch.arange(len(block), device=block.device), block]
+    return block * BLOCK + _passing(within.cumsum(-1, dtype=torch.float64), rest)[0]
+
+
+def _passing(cumulative: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the running sums (B, C) pass the given part of the last one, (B,), and how far into that step, (B,) in [0, 1]."""
+    total = cumulative[:, -1:]
+    # below the total even where the product rounds up to it, so that the entry found has a weight
+    target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    found = torch.searchsorted(cumulative, target, right=True)
+    upper = cumulative.gather(-1, found)
+    lower = cumulative.gather(-1, (found - 1).clamp(min=0)).masked_fill(found == 0, 0.0)
+    return found[:, 0], ((target - lower) / (upper - lower))[:, 0]
+
+
+def _cut(weights: Tensor, choice: Choice) -> Tensor:
+    """`weights` (B, V) with those outside the rows' top-k, and then outside their top-p of what is left, set to 0."""
+    if choice.top_k is not None:
+        ranks = choice.top_k.clamp(max=weights.shape[-1])
+        values = weights.topk(int(ranks.max()), dim=-1).values
+        least = values.gather(-1, (ranks - 1).clamp(min=0)[:, None])
+        weights = weights.masked_fill((weights < least) & (ranks > 0)[:, None], 0.0)
+    if choice.top_p is not None:
+        weights = weights.masked_fill(weights < _nucleus_threshold(weights, choice.top_p), 0.0)
+    return weights
+
+
+def _nucleus_threshold(weights: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest weight in the least set of likeliest tokens that holds `top_p` (B,) of the total, (B, 1)."""
+    everything = (top_p >= 1)[:, None]
+    wanted = top_p.double()[:, None] * weights.sum(-1, keepdim=True, dtype=torch.float64)
+    for width in (NUCLEUS, weights.shape[-1]):
+        values = weights.topk(min(width, weights.shape[-1]), dim=-1).values
+        short = values.cumsum(-1, dtype=torch.float64) < wanted
+        if not bool((short[:, -1:] & ~everything).any()):
+            break
+    last = short.sum(-1, keepdim=True).clamp(max=values.shape[-1] - 1)
+    return values.gather(-1, last).masked_fill(everything, 0.0)
