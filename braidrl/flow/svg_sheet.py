@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from braidrl.flow.captions import about, versioned
 from braidrl.flow.columns import ADMISSION, ColumnVersion, version_numbers
-from braidrl.flow.flow import Edge, Flow, written_weights
+from braidrl.flow.flow import Edge, Flow
 from braidrl.flow.layering import Layout, Node, place
 
 BOX_HEIGHT, LABEL_LINE, LABEL_PAD = 50, 15, 6
@@ -53,8 +53,8 @@ class Sheet:
             links[source].append(label)
             links[label] = [self.boxes[name] for name in bundle.targets]
         self.layout: Layout = place([*self.boxes.values(), *self.labels], links, BOX_GAP, BEND)
-        # Roles whose weights change: each has a lane of its own beside the drawing.
-        self.lanes = [role for role in flow.roles if any(role in written_weights(s) for s in flow.stages)]
+        # Each role whose changed weights another stage uses has a lane of its own beside the drawing.
+        self.lanes = list(dict.fromkeys(edge.weights for edge in flow.edges if edge.weights))
         self._measure()
 
     def _measure(self) -> None:
