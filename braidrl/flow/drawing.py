@@ -19,14 +19,15 @@ WIDTH = 110
 def text(flow: Flow, width: int = WIDTH) -> str:
     """The stages by depth with what each reads and writes; a bracket joins those that may run at the same time."""
     indent = max(len(stage.name) for stage in flow.stages)
-    lines = [f"{flow.name}: {heading(flow)}", ""]
+    lines = [*textwrap.wrap(f"{flow.name}: {heading(flow)}", width), ""]
     for depth, group in enumerate(parallel_groups(flow), 1):
         rows = [row for stage in group for row in stage_rows(flow, stage, width - indent - 8)]
         for i, (name, detail) in enumerate(rows):
             number = f"{depth:>3}" if i == 0 else "   "
             mark = bracket(i == 0, i == len(rows) - 1, bool(name)) if len(group) > 1 else " "
             lines.append(f"{number} {mark} {name:<{indent}}  {detail}")
-    return "\n".join([*lines, "", *footnotes(flow)]).rstrip()
+    notes = [line for note in footnotes(flow) for line in textwrap.wrap(note, width)]
+    return "\n".join([*lines, "", *notes]).rstrip()
 
 
 def bracket(first: bool, last: bool, begins: bool) -> str:

@@ -81,7 +81,7 @@ def from_yaml(source: str | Path) -> Flow:
 def to_yaml(flow: Flow) -> str:
     """The text that `from_yaml` reads back to an equal flow; only what differs from a default is written."""
     tree = {"flow": flow.name, "stages": [_stage_tree(stage) for stage in flow.stages]}
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
 
 
 def _stage_tree(stage: Stage) -> dict[str, Any]:
@@ -138,11 +138,10 @@ def _read_stage(tree: Any, place: _Place, number: int) -> Stage:
 def _read_when(tree: Any, place: _Place) -> When:
     if tree is None:
         return ALWAYS
-    place = place.at("when")
-    tree = _mapping(tree, WHEN_KEYS, place)
+    tree = _mapping(tree, WHEN_KEYS, place.at("when"))
     for key, value in tree.items():
         if type(value) is not int and not (key == "until" and value is None):
-            raise place.error(f"{key} must be a whole number, got {value!r}")
+            raise place.error(f"when: {key} must be a whole number, got {value!r}")
     try:
         return When(**{WHEN_KEYS[key]: value for key, value in tree.items()})
     except UserError as error:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from braidrl.algorithms.registry import advantages, aggregations, losses, selections, shapes
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Stage, actor, advantage, critic, loss, reference, reward, select, shape
@@ -69,9 +71,7 @@ def ppo(**params) -> Flow:
 
 def message_of(make: Callable[[], object]) -> str:
     """The text of the UserError that must come."""
-    try:
-        made = make()
-    except UserError as error:
-        assert "\n" not in str(error), "an error is one line"
-        return str(error)
-    raise AssertionError(f"no UserError, but {made!r}")
+    with pytest.raises(UserError) as caught:
+        make()
+    assert "\n" not in str(caught.value), "an error is one line"
+    return str(caught.value)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from flows import message_of
 
-from braidrl.flow import Flow, actor, advantage, loss, reward
+from braidrl.flow import Flow, actor, advantage, reward
 from braidrl.flow.lookup import compute_entry
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.yaml_form import from_yaml, to_yaml

@@ -5,6 +5,7 @@ from flows import message_of
 
 from braidrl.flow import Flow
 from braidrl.flow.recipes import RECIPES, load_flow
+from braidrl.flow.recipes.load import parameter_model
 from braidrl.flow.yaml_form import from_yaml, to_yaml
 
 RUN = {"max_response_tokens": 512, "samples_per_prompt": 8}
@@ -121,8 +122,6 @@ def test_recipe_that_cannot_be_is_refused_with(given, message):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_parameter_is_explained(name):
-    from braidrl.flow.recipes.load import parameter_model
-
     model = parameter_model(name, RECIPES[name])
     assert model is not None
     assert all(field.description for field in model.model_fields.values())

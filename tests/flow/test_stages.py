@@ -91,7 +91,7 @@ ERRORS = {
     "file that does not exist": (lambda: make_stage("no_such_file.py:f"), "no file "),
     "when that never comes": (
         lambda: When(start=5, until=4),
-        "when: every and start count from 1 and until is not before start, got every=1, start=5, until=4",
+        "when: every and from count from 1 and until is not before from, got every=1, from=5, until=4",
     ),
 }
 

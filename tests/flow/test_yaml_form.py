@@ -79,32 +79,62 @@ def changed(old, new):
 
 
 ERRORS = {
-    "unknown key": (changed("- {role: reward, type", "- {rol: reward, type"), "stage 2 (verify): unknown key 'rol'. Did you mean 'role'?"),
+    "unknown key": (
+        changed("- {role: reward, type", "- {rol: reward, type"),
+        "stage 2 (verify): unknown key 'rol'. Did you mean 'role'?",
+    ),
     "unknown key of the flow": (changed("stages:", "stage:"), "unknown key 'stage'. Did you mean 'stages'?"),
-    "missing type": (changed("type: verify", "id: check"), "stage 2 (check): the stage has no type, as in `type: generate`"),
+    "missing type": (
+        changed("type: verify", "id: check"),
+        "stage 2 (check): the stage has no type, as in `type: generate`",
+    ),
     "missing name": (changed("flow: grpo", ""), "the flow has no name, as in `flow: grpo`"),
-    "missing stages": ("flow: f", "the flow has no list of stages, as in `stages: [{role: actor, type: generate}]`"),
-    "stage that is no mapping": ("flow: f\nstages: [generate]", "stage 1: expected keys and values (id, role, type, params, after, when), got 'generate'"),
-    "unknown type": (changed("type: verify", "type: verfy"), "stage 2 (verfy): no stage type is called 'verfy'. Did you mean 'verify'?"),
+    "missing stages": (
+        "flow: f",
+        "the flow has no list of stages, as in `stages: [{role: actor, type: generate}]`",
+    ),
+    "stage that is no mapping": (
+        "flow: f\nstages: [generate]",
+        "stage 1: expected keys and values (id, role, type, params, after, when), got 'generate'",
+    ),
+    "unknown type": (
+        changed("type: verify", "type: verfy"),
+        "stage 2 (verfy): no stage type is called 'verfy'. Did you mean 'verify'?",
+    ),
     "unknown parameter": (
         changed("type: verify", "type: verify, params: {corect_score: 1}"),
         "stage 2 (verify): reward.verify has no parameter 'corect_score'. Did you mean 'correct_score'?",
     ),
-    "parameters that are no mapping": (changed("type: verify", "type: verify, params: [1]"), "stage 2 (verify): params must be a mapping, got [1]"),
-    "unknown key of when": (changed("type: verify", "type: verify, when: {start: 2}"), "stage 2 (verify): when: unknown key 'start'. Known: every, from, until."),
-    "when that is no number": (changed("type: verify", "type: verify, when: {every: often}"), "stage 2 (verify): when: every must be a whole number, got 'often'"),
+    "parameters that are no mapping": (
+        changed("type: verify", "type: verify, params: [1]"),
+        "stage 2 (verify): params must be a mapping, got [1]",
+    ),
+    "unknown key of when": (
+        changed("type: verify", "type: verify, when: {start: 2}"),
+        "stage 2 (verify): when: unknown key 'start'. Known: every, from, until.",
+    ),
+    "when that is no number": (
+        changed("type: verify", "type: verify, when: {every: often}"),
+        "stage 2 (verify): when: every must be a whole number, got 'often'",
+    ),
     "when that never comes": (
         changed("type: verify", "type: verify, when: {from: 3, until: 2}"),
-        "stage 2 (verify): when: when: every and start count from 1",
+        "stage 2 (verify): when: every and from count from 1 and until is not before from, got every=1, from=3, until=2",
     ),
     "after that is no list": (
         changed("type: verify", "type: verify, after: {a: 1}"),
         "stage 2 (verify): after must be a list of stages, as in `after: [reward.verify]`, got {'a': 1}",
     ),
-    "unknown after": (changed("type: verify", "type: verify, after: [actor]"), "stage reward.verify: after: no stage is called 'actor'."),
-    "column that nobody writes": (changed("- {role: reward, type: verify}\n", ""), "stage centred_reward reads 'reward', which no earlier stage writes."),
+    "unknown after": (
+        changed("type: verify", "type: verify, after: [actor]"),
+        "stage reward.verify: after: no stage is called 'actor'.",
+    ),
+    "column that nobody writes": (
+        changed("- {role: reward, type: verify}\n", ""),
+        "stage centred_reward reads 'reward', which no earlier stage writes.",
+    ),
     "no YAML": ("flow: [", "not YAML: while parsing"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("text", "message"), ERRORS.values(), ids=ERRORS)

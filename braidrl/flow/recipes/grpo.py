@@ -14,6 +14,7 @@ class GrpoParameters(PolicyParameters):
     """Of GRPO."""
 
     aggregate: str | dict[str, Any] = "seq-mean-token-mean"
+    """How the losses of tokens become one number; the paper's is the mean over rows of row means."""
     kl_coef: float = Field(0.04, ge=0)
     """β: weight of the KL term in the loss; 0 needs no reference model."""
     kl_estimator: str = "k3"
