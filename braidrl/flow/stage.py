@@ -39,8 +39,8 @@ class When:
     def __post_init__(self) -> None:
         if self.every < 1 or self.start < 1 or (self.until is not None and self.until < self.start):
             raise UserError(
-                "when: every and start count from 1 and until is not before start, "
-                f"got every={self.every}, start={self.start}, until={self.until}"
+                "when: every and from count from 1 and until is not before from, "
+                f"got every={self.every}, from={self.start}, until={self.until}"
             )
 
     def includes(self, iteration: int) -> bool:

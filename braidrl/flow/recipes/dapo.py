@@ -1,0 +1,63 @@
+"""DAPO, arXiv 2503.14476: GRPO with a higher upper clip, dynamic sampling, token-level loss and overlong reward shaping, without KL."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from braidrl.flow import Flow, actor, advantage, loss, reward, select, shape
+from braidrl.flow.recipes.parameters import PolicyParameters
+
+# Of the response limit of 20,480 tokens in the paper, 4,096 are the interval in which the punishment grows.
+CACHE_SHARE = 5
+
+
+class DapoParameters(PolicyParameters):
+    """Of DAPO."""
+
+    clip_high: float = Field(0.28, ge=0)
+    """ε_high: more room than ε_low for unlikely tokens to become likelier."""
+    correct_score: float = 1.0
+    """Score of a right answer."""
+    wrong_score: float = -1.0
+    """Score of a wrong answer."""
+    dynamic_sampling: bool = True
+    """Drop groups that are all right or all wrong, and sample on until the batch is full."""
+    max_response_tokens: int = Field(ge=1)
+    """Responses end here; from this many tokens on the punishment is 1."""
+    overlong_cache: int | None = Field(None, ge=0)
+    """Tokens before the limit over which the punishment grows; by default a fifth of the limit, 0 punishes nothing."""
+    overlong_filter: bool = False
+    """Leave responses that were cut off out of the loss."""
+
+    @model_validator(mode="after")
+    def _cache_fits(self) -> Self:
+        if self.cache > self.max_response_tokens:
+            raise ValueError(f"overlong_cache ({self.cache}) is above max_response_tokens ({self.max_response_tokens})")
+        return self
+
+    @property
+    def cache(self) -> int:
+        return self.max_response_tokens // CACHE_SHARE if self.overlong_cache is None else self.overlong_cache
+
+
+def dapo(p: DapoParameters) -> Flow:
+    """Rule rewards of ±1, groups that teach something, every token of the batch weighed the same."""
+    penalty = shape.overlong_penalty(max_response_tokens=p.max_response_tokens, cache=p.cache) if p.cache else None
+    stages = [
+        actor.generate(),
+        reward.verify(correct_score=p.correct_score, wrong_score=p.wrong_score),
+        select.informative_groups() if p.dynamic_sampling else None,
+        penalty,
+        shape.overlong_filter() if p.overlong_filter else None,
+        advantage.group_normalized(),
+        actor.update(
+            loss=loss.clip(low=p.clip_low, high=p.clip_high, dual=p.dual_clip),
+            aggregate=p.aggregate,
+            old=p.old,
+            entropy_coef=p.entropy_coef,
+            correction=p.correction,
+        ),
+    ]
+    return Flow("dapo", [stage for stage in stages if stage is not None])

@@ -1,0 +1,173 @@
+"""A flow as YAML, for those who want it beside the configuration. Both forms load to equal `Flow` objects.
+
+flow: grpo
+stages:
+- {role: actor, type: generate}
+- {role: reward, type: verify}
+- {id: baseline, type: my_algorithms.py:median_baseline, params: {floor: 0.1}}
+- role: actor
+  type: update
+  params: {loss: {name: clip, low: 0.2}}
+  after: [reward.verify]
+  when: {every: 1, from: 11, until: 100}
+
+`id` is the stage's name and may be left out where the default will do. A function's file is looked for in the YAML file's folder
+first, then in the current one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from braidrl.errors import UserError, suggest
+from braidrl.flow.flow import Flow
+from braidrl.flow.importing import relative_to
+from braidrl.flow.stage import ALWAYS, Stage, When
+from braidrl.flow.stages import make_stage
+
+FLOW_KEYS = ("flow", "stages")
+STAGE_KEYS = ("id", "role", "type", "params", "after", "when")
+WHEN_KEYS = {"every": "every", "from": "start", "until": "until"}
+SUFFIXES = (".yaml", ".yml")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose `1e-6` is a number, as everybody means it."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """The same for writing: a text that looks like such a number is quoted, and nothing is an alias of something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in which text something stands, for errors, and the folder that files are relative to."""
+
+    text: str
+    folder: Path
+
+    def at(self, more: str) -> _Place:
+        return _Place(f"{self.text}: {more}", self.folder)
+
+    def error(self, message: object) -> UserError:
+        return UserError(f"{self.text}: {message}")
+
+
+def from_yaml(source: str | Path) -> Flow:
+    """The flow in a YAML text, or in the file of that name. Raises UserError with the file and the stage at fault."""
+    if isinstance(source, Path) or source.endswith(SUFFIXES):
+        path = Path(source)
+        if not path.is_file():
+            raise UserError(f"no flow file {path}")
+        return _read_flow(path.read_text(), _Place(str(path), path.parent))
+    return _read_flow(source, _Place("flow", Path()))
+
+
+def to_yaml(flow: Flow) -> str:
+    """The text that `from_yaml` reads back to an equal flow; only what differs from a default is written."""
+    tree = {"flow": flow.name, "stages": [_stage_tree(stage) for stage in flow.stages]}
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
+
+
+def _stage_tree(stage: Stage) -> dict[str, Any]:
+    tree: dict[str, Any] = {} if stage.name == stage.default_name else {"id": stage.name}
+    if stage.role is not None:
+        tree["role"] = stage.role
+    tree["type"] = stage.type
+    if stage.params:
+        tree["params"] = dict(stage.params)
+    if stage.after:
+        tree["after"] = list(stage.after)
+    if stage.when != ALWAYS:
+        fields = {key: getattr(stage.when, field) for key, field in WHEN_KEYS.items()}
+        tree["when"] = {key: value for key, value in fields.items() if value is not None}
+    return tree
+
+
+def _read_flow(text: str, place: _Place) -> Flow:
+    try:
+        tree = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise place.error(f"not YAML: {' '.join(str(error).split())}") from None
+    tree = _mapping(tree, FLOW_KEYS, place)
+    if not isinstance(tree.get("flow"), str):
+        raise place.error("the flow has no name, as in `flow: grpo`")
+    if not isinstance(tree.get("stages"), list):
+        raise place.error("the flow has no list of stages, as in `stages: [{role: actor, type: generate}]`")
+    stages = [_read_stage(stage, place, number) for number, stage in enumerate(tree["stages"], 1)]
+    try:
+        return Flow(tree["flow"], stages)
+    except UserError as error:
+        raise place.error(error) from None
+
+
+def _read_stage(tree: Any, place: _Place, number: int) -> Stage:
+    name = isinstance(tree, Mapping) and (tree.get("id") or tree.get("type"))
+    place = place.at(f"stage {number} ({name})" if name else f"stage {number}")
+    tree = _mapping(tree, STAGE_KEYS, place)
+    for key, kind in (("id", str), ("role", str), ("type", str), ("params", Mapping)):
+        if tree.get(key) is not None and not isinstance(tree[key], kind):
+            raise place.error(f"{key} must be a {'mapping' if kind is Mapping else 'text'}, got {tree[key]!r}")
+    if not tree.get("type"):
+        raise place.error("the stage has no type, as in `type: generate`")
+    params = _with_files(tree.get("params") or {}, place.folder)
+    when, after = _read_when(tree.get("when"), place), _read_after(tree.get("after"), place)
+    try:
+        return make_stage(
+            relative_to(place.folder, tree["type"]), tree.get("role"), params, id=tree.get("id"), when=when, after=after
+        )
+    except UserError as error:
+        raise place.error(error) from None
+
+
+def _read_when(tree: Any, place: _Place) -> When:
+    if tree is None:
+        return ALWAYS
+    tree = _mapping(tree, WHEN_KEYS, place.at("when"))
+    for key, value in tree.items():
+        if type(value) is not int and not (key == "until" and value is None):
+            raise place.error(f"when: {key} must be a whole number, got {value!r}")
+    try:
+        return When(**{WHEN_KEYS[key]: value for key, value in tree.items()})
+    except UserError as error:
+        raise place.error(error) from None
+
+
+def _read_after(value: Any, place: _Place) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) else value or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise place.error(f"after must be a list of stages, as in `after: [reward.verify]`, got {value!r}")
+    return tuple(names)
+
+
+def _with_files(value: Any, folder: Path) -> Any:
+    """The parameters with every `file.py:function` that lies in the folder spelled out."""
+    if isinstance(value, Mapping):
+        return {name: _with_files(item, folder) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_files(item, folder) for item in value]
+    return relative_to(folder, value) if isinstance(value, str) else value
+
+
+def _mapping(tree: Any, known: Collection[str], place: _Place) -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        raise place.error(f"expected keys and values ({', '.join(known)}), got {tree!r}")
+    for key in tree:
+        if key not in known:
+            raise place.error(f"unknown key {key!r}. {suggest(str(key), known)}")
+    return tree

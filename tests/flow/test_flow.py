@@ -1,0 +1,219 @@
+"""What a flow derives from its stages, and what it refuses."""
+
+import pytest
+from flows import filtered, grpo, message_of, ppo, update
+
+from braidrl.algorithms.registry import advantages
+from braidrl.errors import UserError
+from braidrl.flow import Flow, Kind, When, actor, advantage, cost_critic, critic, loss, reference, reward, select, shape
+from braidrl.flow.flow import Edge
+from braidrl.flow.stages import make_stage
+
+
+def edges_into(flow, target):
+    return {edge for edge in flow.edges if edge.target == target}
+
+
+def columns_between(flow, source, target):
+    return {name for e in flow.edges if (e.source, e.target) == (source, target) for name in e.columns}
+
+
+def test_stage_that_needs_two_others_has_an_edge_from_each():
+    flow = ppo()
+    assert columns_between(flow, "reward.score", "spread_reward") == {"reward"}
+    assert columns_between(flow, "reference.log_probs", "spread_reward") == {"ref_log_probs"}
+    assert flow.depth["reward.score"] == flow.depth["reference.log_probs"] == flow.depth["critic.values"] == 2
+    assert flow.depth["spread_reward"] == 3
+
+
+def test_weights_give_an_edge_from_every_use_to_the_update_after_it():
+    flow = ppo(old="recompute")
+    weights = {(e.source, e.target, e.weights) for e in flow.edges if e.weights}
+    assert weights == {
+        ("actor.generate", "actor.update", "actor"),
+        ("actor.log_probs", "actor.update", "actor"),
+        ("critic.values", "critic.update", "critic"),
+    }
+
+
+def test_copying_weights_waits_for_the_update_of_their_source():
+    flow = Flow("ema", [*ppo().stages, reference.update(source=actor, decay=0.9)])
+    assert Edge("actor.update", "reference.update", weights="actor") in flow.edges
+    assert Edge("reference.log_probs", "reference.update", weights="reference") in flow.edges
+    assert flow.trained_roles == ("critic", "actor")
+    assert flow.depth["reference.update"] == flow.depth["actor.update"] + 1
+
+
+def test_reader_gets_the_latest_version_before_it():
+    flow = filtered()
+    readers = {name: {c.writer for c in inputs if c.name == "reward"} for name, inputs in flow.inputs.items()}
+    assert readers["scaled_reward"] == {"reward.verify"}
+    assert readers["scaled_reward_2"] == {"scaled_reward"}
+    assert readers["centred_reward"] == {"scaled_reward_2"}
+
+
+def test_stages_behind_a_select_wait_for_the_rows_that_it_keeps():
+    flow = filtered()
+    assert Edge("mixed_groups", "scaled_reward") in flow.edges
+    assert flow.depth["mixed_groups"] < flow.depth["scaled_reward"]
+    assert [stage.name for stage in flow.sampling_segment] == ["actor.generate", "reward.verify", "mixed_groups"]
+    assert flow["mixed_groups"].kind is Kind.SELECT
+
+
+def test_optional_column_is_read_only_where_it_is_written():
+    without, with_it = ppo(), ppo(old="recompute")
+    assert "old_log_probs" not in {c.name for c in without.inputs["spread_reward"]}
+    assert columns_between(with_it, "actor.log_probs", "spread_reward") == {"old_log_probs"}
+
+
+def test_update_takes_advantages_per_token_or_per_row_whichever_there_are():
+    assert "advantage" in {c.name for c in grpo().inputs["actor.update"]}
+    assert "advantages" in {c.name for c in ppo().inputs["actor.update"]}
+
+
+def test_old_log_probs_are_computed_where_the_update_asks_for_it():
+    names = [stage.name for stage in ppo(old="recompute").stages]
+    assert names[:2] == ["actor.generate", "actor.log_probs"]
+    assert "actor.log_probs" not in [stage.name for stage in ppo().stages]
+    behind_select = Flow("f", [*filtered().stages[:-1], update(old="recompute")])
+    assert [stage.name for stage in behind_select.stages][2:4] == ["mixed_groups", "actor.log_probs"]
+
+
+def test_old_log_probs_of_the_engine_need_no_stage():
+    assert "rollout_log_probs" in {c.name for c in ppo(old="rollout").inputs["actor.update"]}
+
+
+def test_second_generation_writes_into_its_namespace():
+    flow = Flow(
+        "two",
+        [
+            actor.generate(),
+            actor.generate(into="greedy"),
+            reward.verify(),
+            reward.verify(of="greedy"),
+            *grpo().stages[2:],
+        ],
+    )
+    assert [stage.name for stage in flow.stages][:4] == [
+        "actor.generate", "actor.generate.greedy", "reward.verify", "reward.verify.greedy",
+    ]  # fmt: skip
+    assert columns_between(flow, "actor.generate.greedy", "reward.verify.greedy") == {
+        "greedy.tokens",
+        "greedy.action_mask",
+    }
+    assert "greedy.reward" in flow["reward.verify.greedy"].writes
+
+
+def test_columns_of_the_cost_have_names_of_their_own():
+    update_of_cost = cost_critic.update(loss=loss.squared_value(), aggregate="mean-of-all")
+    assert {"cost_values", "cost_returns"} <= set(update_of_cost.reads)
+    assert "values" not in update_of_cost.reads
+
+
+def test_after_moves_a_stage_behind_what_it_names_and_nothing_else():
+    generate, verify, centred, train = grpo().stages
+    values = critic.values(after=["centred_reward"])
+    flow = Flow("f", [generate, verify, values, centred, train])
+    assert [stage.name for stage in flow.stages] == [
+        "actor.generate", "reward.verify", "centred_reward", "critic.values", "actor.update",
+    ]  # fmt: skip
+    assert Edge("centred_reward", "critic.values") in flow.edges
+
+
+def test_live_columns_end_with_their_last_reader():
+    flow = grpo()
+    live = {column.name for column in flow.live_after(flow["reward.verify"])}
+    assert "reward" in live
+    assert "prompt" not in live
+    assert flow.live_after(flow["actor.update"]) == frozenset()
+
+
+def test_flow_knows_what_the_data_must_have():
+    @advantages.register("reads_response", writes=["advantage"])
+    def reads_response(response): ...
+
+    flow = Flow("f", [actor.generate(), advantage.reads_response(), update()])
+    assert flow.needs_from_data() == ("response",)
+    assert grpo().needs_from_data() == ()
+
+
+def test_equal_flows_have_equal_hashes():
+    assert filtered() == filtered()
+    assert hash(filtered()) == hash(filtered())
+    assert filtered() != grpo()
+    assert ppo() != ppo(old="rollout")
+
+
+ERRORS = {
+    "unknown column": (
+        lambda: Flow("f", [actor.generate(), make_stage("flows:centred_reward"), update()]),
+        "stage centred_reward reads 'reward', which no earlier stage writes.",
+    ),
+    "column written later": (
+        lambda: Flow("f", [actor.generate(), advantage.centred_reward(), reward.verify(), update()]),
+        "stage centred_reward reads 'reward', which reward.verify writes later; move reward.verify before centred_reward",
+    ),
+    "first version missing": (
+        lambda: Flow("f", [actor.generate(), shape.scaled_reward(), update()]),
+        "stage scaled_reward reads 'reward', which no earlier stage writes.",
+    ),
+    "none of several columns": (
+        lambda: Flow("f", [actor.generate(), update()]),
+        "stage actor.update reads 'advantages' or 'advantage', which no earlier stage writes.",
+    ),
+    "two writers": (
+        lambda: Flow("f", [actor.generate(), reward.verify(), reward.verify(id="again"), update()]),
+        "column 'score' is written by reward.verify and by again, of which neither reads it; "
+        "give one of them a namespace with `into`, or remove it",
+    ),
+    "cycle": (
+        lambda: Flow("f", [actor.generate(after=["reward.verify"]), reward.verify(after=["actor.generate"])]),
+        "`after` makes a cycle of the stages actor.generate, reward.verify; remove one of the `after` entries",
+    ),
+    "unknown after": (
+        lambda: Flow("f", [actor.generate(), reward.verify(after=["actor.generat"])]),
+        "stage reward.verify: after: no stage is called 'actor.generat'. Did you mean 'actor.generate'?",
+    ),
+    "train before select": (
+        lambda: Flow("f", [*grpo().stages, select.mixed_groups()]),
+        "mixed_groups comes after actor.update, but rows must be selected before any stage trains on them; "
+        "move mixed_groups before actor.update",
+    ),
+    "same id twice": (
+        lambda: Flow("f", [actor.generate(id="x"), reward.verify(id="x")]),
+        "2 stages are called 'x'; give each its own `id`",
+    ),
+    "column that is not written in every iteration": (
+        lambda: Flow("f", [actor.generate(), reward.verify(when=When(every=2)), advantage.centred_reward(), update()]),
+        "stage centred_reward runs every iteration and reads 'reward', but reward.verify, which writes it, "
+        "runs every 2 iterations; give centred_reward the same `when`",
+    ),
+    "unknown stage": (
+        lambda: grpo()["actor.updat"],
+        "flow grpo has no stage 'actor.updat'. Did you mean 'actor.update'?",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "message"), ERRORS.values(), ids=ERRORS)
+def test_flow_that_cannot_run_is_refused_with(make, message):
+    assert message_of(make).startswith(message)
+
+
+def test_misspelt_column_is_answered_with_the_nearest():
+    @advantages.register("misspelt", writes=["advantage"])
+    def misspelt(rewards): ...
+
+    message = message_of(lambda: Flow("f", [actor.generate(), reward.verify(), advantage.misspelt(), update()]))
+    assert message.endswith("reads 'rewards', which no earlier stage writes. Did you mean 'reward'?")
+
+
+def test_later_version_may_skip_iterations():
+    generate, verify, centred, train = grpo().stages
+    flow = Flow("f", [generate, verify, shape.scaled_reward(when=When(start=10)), centred, train])
+    assert flow.inputs["centred_reward"][0].writer == "scaled_reward"
+
+
+def test_select_may_not_be_trained_on_in_a_second_place_either():
+    with pytest.raises(UserError, match="comes after"):
+        Flow("f", [*filtered().stages, select.mixed_groups(id="more")])

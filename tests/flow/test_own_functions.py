@@ -1,0 +1,169 @@
+"""A user's own functions, in files outside the package, from Python and from YAML."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from flows import message_of
+
+from braidrl.flow import Flow, actor, advantage, reward
+from braidrl.flow.lookup import compute_entry
+from braidrl.flow.recipes import load_flow
+from braidrl.flow.yaml_form import from_yaml, to_yaml
+
+ADVANTAGE = """
+import torch
+from torch import Tensor
+from braidrl.algorithms.registry import advantages, aggregations, losses
+
+@advantages.register(writes=["advantage"])
+def {name}(reward: Tensor, *, floor: float = 0.0) -> Tensor:
+    return (reward - reward.median()).clamp(min=floor)
+
+@losses.register()
+def {name}_loss(log_probs: Tensor, advantages: Tensor) -> Tensor:
+    return -advantages * log_probs
+
+@aggregations.register()
+def {name}_mean(offsets: Tensor) -> Tensor:
+    return torch.ones(1)
+"""
+RECIPE = """
+from pydantic import BaseModel, Field
+from braidrl.flow import Flow, actor, advantage, loss, reward
+import {name}
+
+class Parameters(BaseModel):
+    floor: float = Field(0.0, le=1.0)
+    max_response_tokens: int
+
+def with_parameters(p: Parameters) -> Flow:
+    return flow(p.floor)
+
+def without() -> Flow:
+    return flow(0.0)
+
+def not_a_flow():
+    return 3
+
+def two(a, b): ...
+
+def flow(floor):
+    update = actor.update(loss=loss.{name}_loss(), aggregate="{name}_mean")
+    return Flow("own", [actor.generate(), reward.verify(), advantage.{name}(floor=floor), update])
+"""
+YAML = """
+flow: own
+stages:
+- {{role: actor, type: generate}}
+- {{role: reward, type: verify}}
+- {{type: "{place}:{name}", params: {{floor: 0.5}}}}
+- role: actor
+  type: update
+  params: {{loss: {{name: "{place}:{name}_loss"}}, aggregate: "{place}:{name}_mean"}}
+"""
+
+
+def own_file(folder: Path, name: str) -> Path:
+    path = folder / f"{name}.py"
+    path.write_text(ADVANTAGE.format(name=name))
+    return path
+
+
+def python_flow(name):
+    return Flow(
+        "own",
+        [
+            actor.generate(),
+            reward.verify(),
+            getattr(advantage, name)(floor=0.5),
+            actor.update(loss={"name": f"{name}_loss"}, aggregate=f"{name}_mean"),
+        ],
+    )
+
+
+def test_function_in_a_file_beside_the_yaml_is_found_and_the_same_as_in_python(tmp_path):
+    own_file(tmp_path, "median_a")
+    (tmp_path / "flow.yaml").write_text(YAML.format(place="median_a.py", name="median_a"))
+    flow = from_yaml(tmp_path / "flow.yaml")
+    assert [stage.name for stage in flow.stages] == ["actor.generate", "reward.verify", "median_a", "actor.update"]
+    assert flow == python_flow("median_a")
+    assert from_yaml(to_yaml(flow)) == flow
+    entry = compute_entry(flow["median_a"].type)
+    assert entry.function(torch.tensor([1.0, 2.0, 4.0]), floor=0.5).tolist() == [0.5, 0.5, 2.0]
+
+
+def test_function_of_a_module_is_found_by_both_forms(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    path = own_file(tmp_path, "median_b")
+    importlib.import_module("median_b")
+    by_module = from_yaml(YAML.format(place="median_b", name="median_b"))
+    assert by_module == python_flow("median_b")
+    assert by_module["median_b"].type == "median_b:median_b"
+    by_file = from_yaml(YAML.format(place=path, name="median_b"))
+    assert by_file == by_module, "a file that was imported already is not executed again"
+
+
+def test_file_in_the_current_folder_is_found(tmp_path, monkeypatch):
+    own_file(tmp_path, "median_c")
+    monkeypatch.chdir(tmp_path)
+    assert from_yaml(YAML.format(place="median_c.py", name="median_c"))["median_c"].params == {"floor": 0.5}
+
+
+def test_another_process_finds_the_functions_of_a_flow_made_in_python(tmp_path):
+    path = own_file(tmp_path, "median_d")
+    (tmp_path / "flow.yaml").write_text(YAML.format(place=path, name="median_d"))
+    text = to_yaml(from_yaml(tmp_path / "flow.yaml"))
+    script = (
+        "import json, sys; from braidrl.flow.yaml_form import from_yaml, to_yaml; text = json.load(sys.stdin);"
+        "assert to_yaml(from_yaml(text)) == text"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], input=json.dumps(text), capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_recipe_of_a_user_takes_checked_parameters_or_none(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    own_file(tmp_path, "median_e")
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(RECIPE.format(name="median_e"))
+    flow = load_flow(f"{recipe}:with_parameters", {"floor": 0.5}, {"max_response_tokens": 8, "samples_per_prompt": 4})
+    assert flow == python_flow("median_e")
+    assert load_flow(f"{recipe}:without")["median_e"].params == {"floor": 0.0}
+    errors = {
+        ("with_parameters", "floor", 2.0): "floor: Input should be less than or equal to 1, got 2.0",
+        ("with_parameters", "floor", 1.0): "the parameter 'max_response_tokens' is not set",
+        ("without", "floor", 1.0): "takes no parameters, got 'floor'",
+    }
+    for (function, key, value), message in errors.items():
+        assert message_of(lambda f=function, k=key, v=value: load_flow(f"{recipe}:{f}", {k: v})).endswith(message)
+    assert "must return a Flow, not int" in message_of(lambda: load_flow(f"{recipe}:not_a_flow"))
+    assert "must take nothing, or one argument" in message_of(lambda: load_flow(f"{recipe}:two"))
+
+
+def test_file_that_fails_is_named_and_can_be_mended(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("raise RuntimeError('out of paper')")
+    for _ in range(2):
+        message = message_of(lambda: from_yaml(YAML.format(place=path, name="broken")))
+        assert message.endswith(f"{path} raised RuntimeError when loaded: out of paper")
+    path.write_text(ADVANTAGE.format(name="broken"))
+    assert "broken" in {stage.name for stage in from_yaml(YAML.format(place=path, name="broken")).stages}
+
+
+def test_function_registered_twice_cannot_be_named_by_its_place(tmp_path):
+    path = own_file(tmp_path, "median_f")
+    path.write_text(path.read_text() + '\nadvantages.register("median_g", writes=["advantage"])(median_f)\n')
+    message = message_of(lambda: from_yaml(YAML.format(place=path, name="median_f")))
+    assert message.endswith("is registered as median_f and median_g; give each a function of its own")
+
+
+@pytest.mark.parametrize("name", ["own.py", "own"])
+def test_name_without_a_function_is_refused(name):
+    assert message_of(lambda: load_flow(f"{name}:")).startswith(f"'{name}:' names no function")

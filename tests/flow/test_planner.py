@@ -1,0 +1,97 @@
+"""The serial chain, what may run at the same time, and what must be kept."""
+
+import pytest
+from flows import filtered, grpo, ppo
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braidrl.flow import Flow, Kind, actor, critic, reference, reward, shape
+from braidrl.flow.columns import ADMISSION
+from braidrl.flow.planner import constraints, parallel_groups, plan, serial_chain
+
+FLOWS = {"grpo": grpo, "filtered": filtered, "ppo": ppo, "ppo_recompute": lambda: ppo(old="recompute")}
+
+
+def names(stages):
+    return [stage.name for stage in stages]
+
+
+def test_chain_stays_with_the_active_model_while_it_can():
+    reference_first = [actor.generate(), reference.log_probs(), actor.log_probs(), reward.verify(), *grpo().stages[2:]]
+    assert names(serial_chain(Flow("f", reference_first)))[:4] == [
+        "actor.generate", "actor.log_probs", "reward.verify", "centred_reward",
+    ]  # fmt: skip
+    assert names(serial_chain(ppo(old="recompute"))) == [
+        "actor.generate", "actor.log_probs", "reward.score", "reference.log_probs", "spread_reward",
+        "critic.values", "advantages_from_values", "critic.update", "actor.update",
+    ]  # fmt: skip
+
+
+def test_chain_keeps_the_sampling_segment_in_front():
+    flow = filtered()
+    generate, *rest = flow.stages
+    with_reference = Flow("f", [generate, reference.log_probs(), critic.values(), *rest])
+    chain = names(serial_chain(with_reference))
+    segment = names(with_reference.sampling_segment)
+    assert set(chain[: len(segment)]) == set(segment)
+
+
+@given(st.sampled_from(sorted(FLOWS)), st.randoms(use_true_random=False))
+def test_chain_and_order_do_not_depend_on_the_run(name, random):
+    flow, again = FLOWS[name](), FLOWS[name]()
+    assert flow.stages == again.stages
+    assert serial_chain(flow) == serial_chain(again)
+    # Neither on the order in which the infer stages are listed, as far as dependencies go.
+    infer = [i for i, stage in enumerate(flow.stages) if stage.kind is Kind.INFER]
+    listed = list(flow.stages)
+    shuffled = random.sample(infer, len(infer))
+    for place, source in zip(infer, shuffled, strict=True):
+        listed[place] = flow.stages[source]
+    other = Flow(name, listed)
+    assert other.depth == flow.depth
+    assert {(e.source, e.target, e.columns, e.weights) for e in other.edges} == {
+        (e.source, e.target, e.columns, e.weights) for e in flow.edges
+    }
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_chain_is_a_permutation_in_which_all_that_is_needed_comes_first(name):
+    flow = FLOWS[name]()
+    chain = names(serial_chain(flow))
+    assert sorted(chain) == sorted(names(flow.stages))
+    for edge in flow.edges:
+        assert edge.source == ADMISSION or chain.index(edge.source) < chain.index(edge.target)
+
+
+def test_reader_of_a_version_comes_before_the_next_is_written():
+    flow = filtered()
+    generate, verify, chosen, scaled, *rest = flow.stages
+    reader = shape.spread_reward(coef=0.1)
+    with_reader = Flow("f", [generate, reference.log_probs(), verify, chosen, reader, scaled, *rest])
+    assert "spread_reward" in constraints(with_reader)["scaled_reward"]
+
+
+def test_groups_hold_what_may_run_at_the_same_time():
+    groups = [set(names(group)) for group in parallel_groups(ppo())]
+    assert groups == [
+        {"actor.generate"},
+        {"reward.score", "reference.log_probs", "critic.values"},
+        {"spread_reward"},
+        {"advantages_from_values"},
+        {"critic.update", "actor.update"},
+    ]
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_chain_runs_with_nothing_kept_but_the_live_columns(name):
+    flow = FLOWS[name]()
+    planned = plan(flow)
+    kept = {column for inputs in flow.inputs.values() for column in inputs if column.writer == ADMISSION}
+    read = set()
+    for stage, live in reversed(list(zip(planned.chain, planned.live, strict=True))):
+        assert live <= read, f"{stage.name} keeps what nobody reads"
+        read |= set(flow.inputs[stage.name])
+    for stage, live in zip(planned.chain, planned.live, strict=True):
+        assert set(flow.inputs[stage.name]) <= kept, f"{stage.name} misses a column"
+        kept = {column for column in live if column in kept or column.writer == stage.name}
+    assert not kept

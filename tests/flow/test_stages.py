@@ -1,0 +1,191 @@
+"""Making one stage: names, parameters, state, and the errors of each."""
+
+import pickle
+
+import pytest
+from flows import message_of, update
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braidrl.algorithms.registry import shapes
+from braidrl.flow import Role, When, actor, advantage, critic, data, kl, loss, reference, reward, shape
+from braidrl.flow.lookup import compute_entry
+from braidrl.flow.stages import make_stage
+
+ERRORS = {
+    "unknown type": (
+        lambda: make_stage("generat", "actor"),
+        "no stage type is called 'generat'. Did you mean 'generate'?",
+    ),
+    "unknown function": (
+        lambda: advantage.centred_rewards(),
+        "no advantage is called 'centred_rewards'. Did you mean 'centred_reward'?",
+    ),
+    "type without a role": (
+        lambda: make_stage("generate"),
+        "stage generate: the type 'generate' needs a role, as in `role: actor`",
+    ),
+    "role without a use": (
+        lambda: make_stage("shape.scaled_reward", "actor"),
+        "stage flows:scaled_reward: the type 'flows:scaled_reward' is no model's; remove `role: actor`",
+    ),
+    "unknown parameter": (
+        lambda: make_stage("generate", "actor", {"gready": True}),
+        "actor.generate has no parameter 'gready'. Did you mean 'greedy'?",
+    ),
+    "unknown setting": (
+        lambda: shape.scaled_reward(factr=1.0),
+        "flows:scaled_reward: scaled_reward has no setting 'factr'. Did you mean 'factor'?",
+    ),
+    "missing setting": (
+        lambda: shape.spread_reward(),
+        "flows:spread_reward: spread_reward needs the setting 'coef'",
+    ),
+    "no loss": (lambda: actor.update(), "actor.update needs a loss, as in `loss: {name: clip}`."),
+    "loss without a name": (
+        lambda: actor.update(loss={"low": 0.2}),
+        "actor.update: loss has no name, as in `loss: {name: ...}`.",
+    ),
+    "unknown loss": (
+        lambda: actor.update(loss=loss.plain_ration()),
+        "actor.update: loss: no loss is called 'plain_ration'. Did you mean 'plain_ratio'?",
+    ),
+    "unknown setting of a loss": (
+        lambda: actor.update(loss=loss.plain_ratio(lo=0.1)),
+        "actor.update: loss: plain_ratio has no setting 'lo'. Did you mean 'low'?",
+    ),
+    "unknown aggregation": (
+        lambda: actor.update(loss=loss.plain_ratio(), aggregate="mean-of-al"),
+        "actor.update: aggregate: no aggregation is called 'mean-of-al'. Did you mean 'mean-of-all'?",
+    ),
+    "unknown KL estimator": (
+        lambda: update(kl=kl.k99(coef=0.1)),
+        "actor.update: kl: no KL estimator is called 'k99'.",
+    ),
+    "unknown old": (
+        lambda: update(old="recompte"),
+        "actor.update: no `old` is called 'recompte'. Did you mean 'recompute'?",
+    ),
+    "loss and source": (
+        lambda: reference.update(loss=loss.plain_ratio(), source=actor),
+        "reference.update takes a loss or a source, not both",
+    ),
+    "namespace that is no name": (
+        lambda: actor.generate(into="a.b"),
+        "actor.generate: into must be a plain name, as in `into: greedy`, got 'a.b'",
+    ),
+    "parameter that is no plain value": (
+        lambda: reward.verify(rewards=[len]),
+        "verify: parameters are numbers, texts, lists and mappings, not <built-in function len>; "
+        "name a function by module:function",
+    ),
+    "function that is not registered": (
+        lambda: make_stage("flows:grpo"),
+        "flows:grpo is no registered advantage or shape or select or data; put the family's decorator above the function",
+    ),
+    "function that does not exist": (
+        lambda: make_stage("flows:centred_rewards"),
+        "flows has no function 'centred_rewards'. Did you mean 'centred_reward'?",
+    ),
+    "module that does not exist": (lambda: make_stage("no_such_module:f"), "cannot import 'no_such_module'"),
+    "file that does not exist": (lambda: make_stage("no_such_file.py:f"), "no file "),
+    "when that never comes": (
+        lambda: When(start=5, until=4),
+        "when: every and from count from 1 and until is not before from, got every=1, from=5, until=4",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), ERRORS.values(), ids=ERRORS)
+def test_stage_that_cannot_be_made_is_refused_with(make, message):
+    assert message_of(make).startswith(message)
+
+
+def test_parameters_belong_to_the_stage_alone():
+    settings = {"name": "plain_ratio", "low": 0.1}
+    stage = actor.update(loss=settings, aggregate="mean-of-all")
+    settings["low"] = 0.9
+    assert stage.params["loss"]["low"] == 0.1
+
+
+def test_stage_survives_pickling():
+    stage = update(when=When(every=2), after=["x"])
+    assert pickle.loads(pickle.dumps(stage)) == stage
+
+
+def test_families_list_what_is_registered():
+    assert "centred_reward" in dir(advantage)
+    assert "plain_ratio" in dir(loss)
+    assert not hasattr(data, "__wrapped__")
+
+
+def test_score_of_a_model_says_nothing_about_right_or_wrong():
+    assert "correct" in reward.verify().writes
+    assert "correct" not in reward.score().writes
+
+
+def test_role_of_any_name_writes_columns_of_its_own():
+    assert Role("teacher").log_probs().writes == ("teacher_log_probs",)
+    assert critic.values().writes == ("values",)
+
+
+def penalty_sums(rollout_log_probs, *, target):
+    return {"kl": rollout_log_probs.sum(), "rows": len(rollout_log_probs)}
+
+
+def towards_target(state, totals, *, target):
+    return {"coef": state["coef"] * (1.1 if totals["kl"] / totals["rows"] > target else 0.9)}
+
+
+@shapes.register(writes=["token_rewards"], sums=penalty_sums, state={"coef": 0.2}, update_state=towards_target)
+def adaptive_penalty(rollout_log_probs, *, state, target=1.0):
+    return rollout_log_probs * state["coef"]
+
+
+def test_state_begins_as_registered_or_as_the_parameter_of_its_name_says():
+    assert shape.adaptive_penalty().state == {"coef": 0.2}
+    stage = shape.adaptive_penalty(coef=0.5, target=2.0)
+    assert stage.state == {"coef": 0.5}
+    assert stage.settings == {"target": 2.0}
+    assert update().state == {}
+
+
+def test_state_changes_once_from_the_sums_of_all_parts():
+    entry = compute_entry(shape.adaptive_penalty().type)
+    parts = [penalty_sums(numbers, target=1.0) for numbers in (_Numbers([1, 2]), _Numbers([6]))]
+    totals = {name: sum(part[name] for part in parts) for name in parts[0]}
+    assert entry.update_state({"coef": 0.2}, totals, target=1.0) == pytest.approx({"coef": 0.22})
+
+
+class _Numbers(list):
+    def sum(self):
+        return sum(self)
+
+
+def test_state_without_its_update_is_refused():
+    with pytest.raises(ValueError, match="a state needs its initial values, the function that updates it and the sums"):
+        shapes.register(writes=["x"], state={"coef": 1.0})
+
+
+def test_name_both_in_state_and_settings_is_refused():
+    def twice(reward, *, state, coef): ...
+
+    with pytest.raises(ValueError, match="twice: \\['coef'\\] are in the state and among the settings"):
+        shapes.register(writes=["x"], sums=penalty_sums, state={"coef": 1.0}, update_state=towards_target)(twice)
+
+
+WHENS = st.builds(
+    lambda every, start, length: When(every, start, None if length is None else start + length),
+    st.integers(1, 6), st.integers(1, 12), st.none() | st.integers(0, 12),
+)  # fmt: skip
+
+
+@given(WHENS, WHENS)
+def test_one_when_covers_another_if_it_includes_its_every_iteration(one, other):
+    # Starts are at most 12 and steps at most 6: 120 iterations hold every phase that two of them can have.
+    really = all(one.includes(k) for k in range(1, 121) if other.includes(k))
+    assert one.covers(other) == really
+
+
+def test_when_counts_from_its_start():
+    assert [k for k in range(1, 12) if When(every=3, start=2, until=9).includes(k)] == [2, 5, 8]
