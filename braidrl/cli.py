@@ -66,14 +66,15 @@ def flow(
     yaml: Annotated[bool, typer.Option("--yaml", help="Print the flow's YAML form.")] = False,
 ) -> None:
     """Show a flow: its stages, what each reads and writes, and what may run at the same time."""
-    from braidrl.flow import drawing
+    from braidrl.flow.drawing import text
+    from braidrl.flow.svg_drawing import svg as draw
     from braidrl.flow.yaml_form import to_yaml
     from braidrl.runtimes.building import flow_by_name
 
     shown = flow_by_name(config, overrides or [])
-    typer.echo(to_yaml(shown) if yaml else drawing.text(shown))
+    typer.echo(to_yaml(shown) if yaml else text(shown))
     if svg is not None:
-        svg.write_text(drawing.svg(shown))
+        svg.write_text(draw(shown))
         typer.echo(f"drawn in {svg}")
 
 

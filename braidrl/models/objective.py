@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from braidrl.algorithms import registry
@@ -22,14 +21,14 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry
 from braidrl.data.rows import Rows
 from braidrl.flow.lookup import entry_of
-
-PER_ROW = ("group", "sample", "group_tokens")
+from braidrl.flow.signatures import columns_in_training
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A train stage's parameters, resolved. Made by `Objective.of(stage.params)`."""
+    """A train stage's parameters, resolved. Made by `Objective.of`."""
 
+    role: str
     loss: Entry
     settings: Mapping[str, Any]
     aggregate: str
@@ -40,20 +39,19 @@ class Objective:
     correction: Mapping[str, Any] | None = None
 
     @staticmethod
-    def of(params: Mapping[str, Any]) -> Objective:
-        """From the parameters of an `update` stage; `aggregate` is a name or a name with settings."""
-        loss = dict(params["loss"])
-        aggregate = params.get("aggregate", "token-mean")
-        aggregate = {"name": aggregate} if isinstance(aggregate, str) else dict(aggregate)
+    def of(role: str, params: Mapping[str, Any]) -> Objective:
+        """From the role and the parameters of an `update` stage."""
+        loss, aggregate = choice(params["loss"]), choice(params.get("aggregate", "token-mean"))
         return Objective(
-            entry_of(registry.losses, loss["name"]),
-            {name: value for name, value in loss.items() if name != "name"},
+            role,
+            entry_of(registry.losses, loss.pop("name")),
+            loss,
             aggregate.pop("name"),
             aggregate,
             params.get("old", "self"),
-            params.get("kl"),
+            choice(params["kl"]) if "kl" in params else None,
             params.get("entropy_coef", 0.0),
-            params.get("correction"),
+            choice(params["correction"]) if "correction" in params else None,
         )
 
     @property
@@ -68,74 +66,90 @@ class Objective:
 
         `predicted` holds what this forward pass computed: `log_probs` and `entropy`, or `values`.
         """
-        columns = self._columns(rows, offsets, predicted)
-        per_token, metrics = self.loss.function(*self._arguments(columns), **self.settings)
-        per_token, metrics = self._corrected(per_token, metrics, columns)
+        look = Lookup(self, rows, offsets, predicted)
+        per_token, metrics = self.loss.function(*look.arguments(self.loss), **self.settings)
+        metrics = {**self._monitors(look), **metrics}
+        if self.correction is not None:
+            settings = {name: value for name, value in self.correction.items() if name != "name"}
+            entry = entry_of(registry.corrections, self.correction["name"])
+            weights, more = entry.function(*look.arguments(entry), **settings)
+            per_token, metrics = per_token * weights, {**metrics, **more}
         if self.kl is not None:
-            estimator = entry_of(registry.divergences, self.kl["name"]).function
-            divergence = estimator(columns["log_probs"], columns["ref_log_probs"])
+            entry = entry_of(registry.divergences, self.kl["name"])
+            divergence = entry.function(*look.arguments(entry))
             per_token = per_token + self.kl["coef"] * divergence
             metrics["kl_reference"] = divergence.detach()
         if self.entropy_coef:
-            per_token = per_token - self.entropy_coef * columns["entropy"]
-        weights = self._weights(columns)
-        metrics |= self._monitors(columns)
+            per_token = per_token - self.entropy_coef * predicted["entropy"]
+        entry = entry_of(registry.aggregations, self.aggregate)
+        weights = entry.function(*look.arguments(entry), **self.aggregate_settings)
         return {self.denominator: weighted_sum(per_token, weights)}, metrics
 
-    def _columns(self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        columns = {**_flat(rows, offsets), "offsets": offsets, **predicted}
-        if "log_probs" in columns:
-            if self.old == "self":
-                columns["old_log_probs"] = columns["log_probs"].detach()
-            elif self.old == "rollout":
-                columns["old_log_probs"] = columns["rollout_log_probs"]
-        return columns
-
-    def _arguments(self, columns: Mapping[str, Tensor]) -> list[Tensor | None]:
-        return [columns[name] for name in self.loss.reads] + [columns.get(name) for name in self.loss.optional]
-
-    def _corrected(
-        self, per_token: Tensor, metrics: dict[str, Tensor], columns: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        if self.correction is None:
-            return per_token, dict(metrics)
-        settings = {name: value for name, value in self.correction.items() if name != "name"}
-        entry = entry_of(registry.corrections, self.correction["name"])
-        weights, more = entry.function(
-            columns["old_log_probs"], columns["rollout_log_probs"], columns["offsets"], **settings
-        )
-        return per_token * weights, {**metrics, **more}
-
-    def _weights(self, columns: Mapping[str, Tensor]) -> Tensor:
-        entry = entry_of(registry.aggregations, self.aggregate)
-        return entry.function(*[columns[name] for name in entry.reads], **self.aggregate_settings)
-
-    def _monitors(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _monitors(self, look: Lookup) -> dict[str, Tensor]:
         """What every policy update reports, whatever its loss."""
-        if "log_probs" not in columns:
+        if "log_probs" not in look.predicted:
             return {}
-        current = columns["log_probs"].detach()
-        found = {"entropy": columns["entropy"].detach(), "log_prob_mean": current}
-        if "old_log_probs" in columns:
-            found["kl_old"] = columns["old_log_probs"] - current
-            if "rollout_log_probs" in columns:
-                found["rollout_log_prob_gap"] = (columns["old_log_probs"] - columns["rollout_log_probs"]).abs()
+        current = look.predicted["log_probs"].detach()
+        found = {"entropy": look.predicted["entropy"].detach(), "log_prob_mean": current}
+        old = look.find("old_log_probs")
+        if old is not None:
+            found["kl_old"] = old - current
+            rollout = look.find("rollout_log_probs")
+            if rollout is not None:
+                found["rollout_log_prob_gap"] = (old - rollout).abs()
         return found
 
 
-def _flat(rows: Rows, offsets: Tensor) -> dict[str, Tensor]:
-    """Columns on action tokens as flat values, a row's `advantage` spread over its tokens, a few numbers per row."""
-    device = offsets.device
-    per_token = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "returns", "old_values")
-    columns = {name: rows[name].values.to(device) for name in per_token if name in rows}
-    columns |= {name: rows[name].to(device) for name in PER_ROW if name in rows}
-    if "values" in rows:
-        columns["old_values"] = rows["values"].values.to(device)
-    if "advantages" not in columns and "advantage" in rows:
-        columns["advantages"] = Ragged(torch.empty(int(offsets[-1]), device=device), offsets).spread(
-            rows["advantage"].to(device)
-        )
-    return columns
+@dataclass(frozen=True)
+class Lookup:
+    """Finds what a registered function's parameters stand for: what this pass computed, or a column of the rows."""
+
+    objective: Objective
+    rows: Rows
+    offsets: Tensor
+    predicted: Mapping[str, Tensor]
+
+    def arguments(self, entry: Entry) -> list[Tensor | None]:
+        """In the order of the function's parameters. Raises KeyError for a required one that is nowhere."""
+        found = [self.find(self._column(entry, name)) for name in (*entry.reads, *entry.optional)]
+        for name, value in zip(entry.reads, found, strict=False):
+            if value is None:
+                raise KeyError(f"{entry.name} needs {self._column(entry, name)!r}, which the rows do not have")
+        return found
+
+    def _column(self, entry: Entry, parameter: str) -> str:
+        return columns_in_training(self.objective.role, entry, (parameter,)).get(parameter, parameter)
+
+    def find(self, name: str) -> Tensor | None:
+        if name == "offsets":
+            return self.offsets
+        if name in self.predicted:
+            return self.predicted[name]
+        if name == "old_log_probs" and self.objective.old == "self" and "log_probs" in self.predicted:
+            return self.predicted["log_probs"].detach()
+        if name == "old_log_probs" and self.objective.old == "rollout":
+            name = "rollout_log_probs"
+        return flat(self.rows, name, self.offsets)
+
+
+def choice(value: str | Mapping[str, Any]) -> dict[str, Any]:
+    """A name alone, or a name with settings, as a dict of its own."""
+    return {"name": value} if isinstance(value, str) else dict(value)
+
+
+def flat(rows: Rows, column: str, offsets: Tensor) -> Tensor | None:
+    """A column as losses take it: payload as flat values (A,), numbers per row as they are (B,); None where it is not there.
+
+    `advantages` of one number per row are spread over the row's action tokens.
+    """
+    if column == "advantages" and column not in rows and "advantage" in rows:
+        per_row = rows["advantage"].to(offsets.device)
+        return per_row.repeat_interleave(offsets.diff())
+    found = rows.get(column)
+    if found is None:
+        return None
+    values: Tensor = found.values if isinstance(found, Ragged) else found
+    return values.to(offsets.device)
 
 
 def denominators(index: Rows) -> dict[str, float]:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from braidrl.config import Config
+import yaml
+
+from braidrl.config import Config, apply_override, load_config
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage, actor
 from braidrl.flow.flow import is_optimized
@@ -41,7 +44,7 @@ def resolve(stage: Stage, config: Config) -> Stage:
     """The stage with what it left open filled in from the configuration."""
     if stage.type == "verify":
         return with_params(stage, verify_params(stage, config))
-    if is_optimized(stage) and needs_old(stage.params):
+    if is_optimized(stage) and needs_old(str(stage.role), stage.params):
         return with_params(stage, update_params(stage, config))
     return stage
 
@@ -96,3 +99,17 @@ def with_recomputed(stages: Sequence[Stage]) -> list[Stage]:
         return list(stages)
     first = next(i for i, stage in enumerate(stages) if "old_log_probs" in stage.reads)
     return [*stages[:first], actor.log_probs(), *stages[first:]]
+
+
+def flow_by_name(name: str, overrides: Sequence[str]) -> Flow:
+    """What `braid flow` shows: the flow of a configuration file, resolved; or a recipe, YAML flow or function as written.
+
+    `overrides` are those of a configuration for a file, else the recipe's parameters.
+    """
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") and path.is_file() and "stages" not in (yaml.safe_load(path.read_text()) or {}):
+        return build_flow(load_config(path, overrides))
+    params: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(params, override)
+    return load_flow(name, params, {"max_response_tokens": 512, "samples_per_prompt": 8})

@@ -22,10 +22,11 @@ from braidrl.runtimes.iteration import group_tokens
 class EagerCrew:
     """One executor that holds every role; the table is the rows."""
 
-    def __init__(self, config: Config, flow: Flow, loader: PromptLoader, executor: StageExecutor) -> None:
+    def __init__(self, config: Config, flow: Flow, loader: PromptLoader | None, executor: StageExecutor) -> None:
         self.config, self.flow, self.loader, self.executor = config, flow, loader, executor
 
     def admit(self, groups: int) -> Rows:
+        assert self.loader is not None, "this crew only evaluates"
         return admit(self.loader, groups, self.config.rollout.samples_per_prompt)
 
     def run(self, stage: Stage, table: Rows, iteration: int, sums: Sums) -> Rows:

@@ -21,7 +21,7 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.stages import compute_entry
 from braidrl.models.checkpoint import load_worker, save_worker
 from braidrl.models.objective import Objective
-from braidrl.models.worker import DecoderWorker
+from braidrl.models.worker import DTYPES, DecoderWorker
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import Pending, RuleRewards
@@ -52,14 +52,18 @@ class StageExecutor:
         self.workers = {role: DecoderWorker(role, config, role in flow.trained_roles) for role in roles}
         self.engines = {role: self._engine(role) for role in roles if role in generating}
         self.objectives = {
-            s.name: Objective.of(s.params) for s in flow.stages if s.kind is Kind.TRAIN and "loss" in s.params
+            s.name: Objective.of(str(s.role), s.params)
+            for s in flow.stages
+            if s.kind is Kind.TRAIN and "loss" in s.params
         }
         self.pending: dict[str, list[tuple[Rows, Pending]]] = {}
 
     def _engine(self, role: str) -> EmbeddedEngine:
-        longest = self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens
+        rollout = self.config.rollout
+        longest = self.config.data.max_prompt_tokens + rollout.max_response_tokens
+        dtype = DTYPES[rollout.dtype] if rollout.dtype else None
         return EmbeddedEngine(
-            self.workers[role].model, self.tokenizer, self.config.rollout.slots, longest, seed=self.config.seed
+            self.workers[role].model, self.tokenizer, rollout.slots, longest, seed=self.config.seed, dtype=dtype
         )
 
     def execute(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage] = ()) -> Mapping[str, Column]:

@@ -188,7 +188,8 @@ def evaluate_model(config: Config) -> dict[str, float]:
         prepared.generating,
     )  # fmt: skip
     crew = EagerCrew(config, prepared.evaluation, None, executor)
-    first, metrics = len(config.data.train), {}
+    first = len(config.data.train)
+    metrics: dict[str, float] = {}
     try:
         for _, _, found in evaluated_sets(
             crew, prepared.evaluation, prepared.eval_sources, config.evaluation, first, 0

@@ -11,12 +11,12 @@ from pydantic import BaseModel, ValidationError
 
 from braidrl.errors import UserError, suggest
 from braidrl.flow.flow import Flow
-from braidrl.flow.importing import import_function
 from braidrl.flow.recipes.dapo import dapo
 from braidrl.flow.recipes.grpo import grpo
 from braidrl.flow.recipes.ppo import ppo
 from braidrl.flow.recipes.sft import sft
 from braidrl.flow.yaml_form import SUFFIXES, from_yaml
+from braidrl.importing import import_function
 
 RECIPES: dict[str, Callable[[Any], Flow]] = {recipe.__name__: recipe for recipe in (dapo, grpo, ppo, sft)}
 

@@ -1,0 +1,62 @@
+"""`make demo`: reinforcement learning end to end on a CPU. Makes its data, tokenizer and model; nothing is downloaded.
+
+random Qwen3 ──SFT on a careless teacher──▶ right about a third of the time ──DAPO──▶ right nearly always
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from pathlib import Path
+
+from task import demonstrations, problems, questions, write_jsonl, write_model
+
+from braidrl.config import load_config
+from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.export import export_model
+from braidrl.runtimes.run import train
+
+HERE = Path(__file__).parent
+HELD_OUT, TRAINED = 100, 4000
+DIGITS = 2
+SCORE = "eval/held_out/avg@8"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path("build/arithmetic"), help="remade from nothing")
+    arguments = parser.parse_args()
+    print("Learns to add by SFT, then DAPO, on this machine's CPU: about four minutes on two cores.", flush=True)
+    start = time.perf_counter()
+    run = learn(arguments.folder, arguments.seed)
+    scores = [line[SCORE] for line in read_metrics(run) if line.get(SCORE) is not None]
+    minutes = (time.perf_counter() - start) / 60
+    print(
+        f"Held-out avg@8 rose from {scores[0]:.2f} to {scores[-1]:.2f} in {minutes:.1f} minutes; "
+        f"curves and sample responses: {run / 'report.html'}"
+    )
+
+
+def learn(folder: Path, seed: int) -> Path:
+    """Data and model, warm start, then DAPO; returns the run folder of the last."""
+    shutil.rmtree(folder, ignore_errors=True)
+    pairs = problems(HELD_OUT + TRAINED, DIGITS, seed)
+    write_jsonl(folder / "held_out.jsonl", questions(pairs[:HELD_OUT]))
+    write_jsonl(folder / "train.jsonl", questions(pairs[HELD_OUT:]))
+    write_jsonl(folder / "demonstrations.jsonl", demonstrations(pairs[HELD_OUT:], mistakes=0.5, seed=seed))
+    write_model(folder / "untrained", seed)
+    common = [f"seed={seed}", f"output={folder}"]
+    warm = train(load_config(HERE / "warm_start.yaml", [
+        *common, f"model={folder}/untrained", f"data.train={folder}/demonstrations.jsonl",
+    ]))  # fmt: skip
+    export_model(warm, folder / "warm-start-model")
+    return train(load_config(HERE / "config.yaml", [
+        *common, f"model={folder}/warm-start-model", f"data.train={folder}/train.jsonl",
+        f"data.eval.held_out={folder}/held_out.jsonl",
+    ]))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
