@@ -22,6 +22,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
+class Needs:
+    """What a function asks of a flow, so that a flow without it is refused before any model loads.
+
+    limits          setting -> the least and the greatest value that makes sense
+    choices         setting -> the names that it may take
+    group_size      samples per prompt that it needs at least, or a function of the settings that says so
+    whole_groups    a loss that compares the rows of a group, which therefore share a micro-batch
+    aggregations    those that a loss is defined for; none named means all
+    weighs_rollout  a loss that holds the ratio to the rollout policy itself, so that no correction goes on top
+    """
+
+    limits: dict[str, tuple[float, float]] = field(default_factory=dict)
+    choices: dict[str, Iterable[str]] = field(default_factory=dict)
+    group_size: int | Callable[[dict[str, Any]], int] = 1
+    whole_groups: bool = False
+    aggregations: tuple[str, ...] = ()
+    weighs_rollout: bool = False
+
+
+@dataclass(frozen=True)
 class Entry:
     """A registered function and what its signature says.
 
@@ -44,13 +64,14 @@ class Entry:
     columns: dict[str, str] = field(default_factory=dict)
     state: dict[str, float] = field(default_factory=dict)
     update_state: Callable[..., dict[str, float]] | None = None
+    needs: Needs = field(default_factory=Needs)
 
     def column(self, parameter: str) -> str:
         """The column that a positional parameter stands for: its own name unless `columns` says another."""
         return self.columns.get(parameter, parameter)
 
     def check(self, given: dict[str, Any]) -> None:
-        """Raises ValueError for a setting that the function does not have or that is missing.
+        """Raises ValueError for a setting that the function does not have, that is missing or that is out of its range.
 
         A name of the state is a setting too: it sets the initial value.
         """
@@ -61,6 +82,26 @@ class Entry:
         for name in self.required:
             if name not in given:
                 raise ValueError(f"{self.name} needs the setting {name!r}")
+        for name, (least, greatest) in self.needs.limits.items():
+            value = given.get(name)
+            if value is not None and not least <= value <= greatest:
+                raise ValueError(f"{self.name}: {name} must lie between {least} and {greatest}, got {value}")
+        for name, names in self.needs.choices.items():
+            if name in given and given[name] not in set(names):
+                raise ValueError(f"{self.name}: {name} cannot be {given[name]!r}. {suggest(str(given[name]), names)}")
+
+    def check_group_size(self, given: dict[str, Any], samples: int) -> None:
+        """Raises ValueError when `samples` per prompt are fewer than the function needs with these settings."""
+        needed = self.needs.group_size
+        least = needed if isinstance(needed, int) else needed({**self.settings, **given})
+        if samples < least:
+            raise ValueError(f"{self.name} needs at least {least} samples per prompt, there are {samples}")
+
+    def check_aggregation(self, aggregation: str) -> None:
+        """Raises ValueError when the loss is not defined for the aggregation."""
+        if self.needs.aggregations and aggregation not in self.needs.aggregations:
+            defined = " or ".join(self.needs.aggregations)
+            raise ValueError(f"{self.name} is defined for aggregate {defined}, not {aggregation}")
 
 
 class Registry:
@@ -80,6 +121,7 @@ class Registry:
         columns: dict[str, str] | None = None,
         state: dict[str, float] | None = None,
         update_state: Callable[..., dict[str, float]] | None = None,
+        needs: Needs | None = None,
     ) -> Callable[[F], F]:
         """Decorator; the name defaults to the function's own. Raises ValueError if another function has the name.
 
@@ -89,7 +131,7 @@ class Registry:
             raise ValueError("a state needs its initial values, the function that updates it and the sums for that")
 
         def add(function: F) -> F:
-            entry = describe(name or function.__name__, function, tuple(writes), scope, sums, columns)
+            entry = describe(name or function.__name__, function, tuple(writes), scope, sums, columns, needs)
             entry = replace(entry, state=state or {}, update_state=update_state)
             if both := set(entry.state) & set(entry.settings):
                 raise ValueError(f"{entry.name}: {sorted(both)} are in the state and among the settings")
@@ -120,6 +162,7 @@ def describe(
     scope: Scope = "row",
     sums: Callable[..., Any] | None = None,
     columns: dict[str, str] | None = None,
+    needs: Needs | None = None,
 ) -> Entry:
     """Reads columns and settings off the function's signature."""
     reads: list[str] = []
@@ -139,7 +182,17 @@ def describe(
         else:
             raise ValueError(f"{name}: columns are plain parameters and settings keyword-only, not {parameter}")
     return Entry(
-        name, function, tuple(reads), tuple(optional), settings, tuple(required), writes, scope, sums, columns or {}
+        name,
+        function,
+        tuple(reads),
+        tuple(optional),
+        settings,
+        tuple(required),
+        writes,
+        scope,
+        sums,
+        columns=columns or {},
+        needs=needs or Needs(),
     )
 
 

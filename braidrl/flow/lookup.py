@@ -9,7 +9,7 @@ import braidrl.algorithms.library  # noqa: F401  (registers what comes with Brai
 from braidrl.algorithms import registry
 from braidrl.algorithms.registry import Entry, Registry
 from braidrl.errors import UserError, suggest
-from braidrl.flow.importing import LOADED_FROM_FILE, import_function
+from braidrl.importing import LOADED_FROM_FILE, import_function
 
 FAMILIES: dict[str, Registry] = {
     "advantage": registry.advantages,

@@ -27,9 +27,9 @@ import yaml
 
 from braidrl.errors import UserError, suggest
 from braidrl.flow.flow import Flow
-from braidrl.flow.importing import relative_to
 from braidrl.flow.stage import ALWAYS, Stage, When
 from braidrl.flow.stages import make_stage
+from braidrl.importing import relative_to
 
 FLOW_KEYS = ("flow", "stages")
 STAGE_KEYS = ("id", "role", "type", "params", "after", "when")
