@@ -1,12 +1,12 @@
 """The recipes: their stages, their parameters and the errors about them."""
 
 import pytest
-from flows import message_of
 
 from braidrl.flow import Flow, actor, loss
 from braidrl.flow.recipes import RECIPES, load_flow
 from braidrl.flow.recipes.load import parameter_model
 from braidrl.flow.yaml_form import from_yaml, to_yaml
+from tests.flow.flows import message_of
 
 RUN = {"max_response_tokens": 512, "samples_per_prompt": 8}
 
