@@ -114,7 +114,14 @@ def update_signature(role: str, entries: Sequence[Entry], old: str | None) -> Si
     reads = with_old(role, reads, old)
     one_of = (("advantages", "advantage"),) if "advantages" in reads else ()
     columns = (*SEQUENCE, "length", "action_tokens", *sorted(reads - {"advantages"}))
-    return Signature(Kind.TRAIN, columns, (), (*optional, "loss_mask"), one_of)
+    monitored = () if "rollout_log_probs" in columns else ("rollout_log_probs",)
+    return Signature(Kind.TRAIN, columns, (), (*optional, "loss_mask", *monitored), one_of)
+
+
+def needs_old(role: str, params: Mapping[str, Any]) -> bool:
+    """True if an update with these parameters compares with the log-probs before it."""
+    chosen = [chosen_entry(role, name, params[name]) for name in ("loss", "correction") if name in params]
+    return any("old_log_probs" in entry.reads for entry in chosen)
 
 
 def columns_in_training(role: str, entry: Entry, parameters: Sequence[str]) -> dict[str, str]:
