@@ -100,13 +100,28 @@ def update(
     if loss is None:
         raise UserError(f"{role}.update needs a loss, as in `loss: {{name: clip}}`. {suggest('', registry.losses)}")
     chosen = {"loss": loss, "aggregate": aggregate, "kl": kl, "correction": correction}
+    entries = {name: chosen_entry(role, name, choice) for name, choice in chosen.items() if choice is not None}
+    check_together(role, entries)
+    return update_signature(role, list(entries.values()), old)
+
+
+def check_together(role: str, entries: Mapping[str, Entry]) -> None:
+    """Raises UserError for a loss with an aggregation or a correction that it is not defined for."""
+    try:
+        entries["loss"].check_aggregation(entries["aggregate"].name)
+    except ValueError as error:
+        raise UserError(f"{role}.update: {error}") from None
+    if "correction" in entries and entries["loss"].needs.weighs_rollout:
+        raise UserError(f"{role}.update: the loss {entries['loss'].name} corrects itself; remove `correction`")
+
+
+def update_signature(role: str, entries: Sequence[Entry], old: str | None) -> Signature:
+    """What an update by these functions reads."""
     reads: set[str] = set()
     optional: list[str] = []
-    for parameter, choice in chosen.items():
-        if choice is not None:
-            entry = chosen_entry(role, parameter, choice)
-            reads |= set(columns_in_training(role, entry, entry.reads).values())
-            optional += columns_in_training(role, entry, entry.optional).values()
+    for entry in entries:
+        reads |= set(columns_in_training(role, entry, entry.reads).values())
+        optional += columns_in_training(role, entry, entry.optional).values()
     reads = with_old(role, reads, old)
     one_of = (("advantages", "advantage"),) if "advantages" in reads else ()
     columns = (*SEQUENCE, "length", "action_tokens", *sorted(reads - {"advantages"}))
@@ -155,9 +170,13 @@ def chosen_entry(role: str, parameter: str, choice: str | Mapping[str, Any]) -> 
     return entry
 
 
-def compute_signature(entry: Entry, params: Mapping[str, Any]) -> Signature:
-    """What a registered function reads and writes. Raises ValueError for a setting that it lacks."""
-    entry.check(dict(params))
+def compute_signature(type: str, entry: Entry, params: Mapping[str, Any]) -> Signature:
+    """What a registered function reads and writes. Raises UserError for a setting that it lacks or cannot take."""
+    try:
+        entry.check(dict(params))
+        state = {name: float(params.get(name, value)) for name, value in entry.state.items()}
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{type}: {error}") from None
     selects = registry.selections.entries.get(entry.name) is entry
     return Signature(
         Kind.SELECT if selects else Kind.COMPUTE,
@@ -165,7 +184,7 @@ def compute_signature(entry: Entry, params: Mapping[str, Any]) -> Signature:
         writes=entry.writes,
         optional=tuple(entry.column(p) for p in entry.optional),
         scope=Scope(entry.scope),
-        state={name: float(params.get(name, value)) for name, value in entry.state.items()},
+        state=state,
     )
 
 

@@ -42,10 +42,7 @@ def make_stage(
         type = public_name(entry, type)
         if role is not None:
             raise UserError(f"stage {id or type}: the type {type!r} is no model's; remove `role: {role}`")
-        try:
-            signature = compute_signature(entry, params)
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{type}: {error}") from None
+        signature = compute_signature(type, entry, params)
     return Stage(id or default_name(type, role, params), type, role, signature, params, when, tuple(after))
 
 

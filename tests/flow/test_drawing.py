@@ -4,7 +4,6 @@ import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 
 import pytest
-from flows import filtered, grpo, ppo
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from braidrl.flow import Flow, actor, cost, cost_critic, critic, loss, reference
 from braidrl.flow.drawing import svg, text
 from braidrl.flow.layering import Node, isotonic, place
 from braidrl.flow.svg_sheet import Sheet
+from tests.flow.flows import filtered, grpo, ppo
 
 
 def crowded() -> Flow:

@@ -1,13 +1,13 @@
 """What a flow derives from its stages, and what it refuses."""
 
 import pytest
-from flows import filtered, grpo, message_of, ppo, update
 
 from braidrl.algorithms.registry import advantages
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, When, actor, advantage, cost_critic, critic, loss, reference, reward, select, shape
 from braidrl.flow.flow import Edge
 from braidrl.flow.stages import make_stage
+from tests.flow.flows import filtered, grpo, message_of, ppo, update
 
 
 def edges_into(flow, target):
@@ -146,7 +146,7 @@ def test_equal_flows_have_equal_hashes():
 
 ERRORS = {
     "unknown column": (
-        lambda: Flow("f", [actor.generate(), make_stage("flows:centred_reward"), update()]),
+        lambda: Flow("f", [actor.generate(), make_stage("tests.flow.flows:centred_reward"), update()]),
         "stage centred_reward reads 'reward', which no earlier stage writes.",
     ),
     "column written later": (

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from flows import message_of
 
 from braidrl.flow import Flow, actor, advantage, reward
 from braidrl.flow.lookup import compute_entry
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.yaml_form import from_yaml, to_yaml
+from tests.flow.flows import message_of
 
 ADVANTAGE = """
 import torch

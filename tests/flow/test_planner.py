@@ -1,13 +1,13 @@
 """The serial chain, what may run at the same time, and what must be kept."""
 
 import pytest
-from flows import filtered, grpo, ppo
 from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.flow import Flow, Kind, actor, critic, reference, reward, shape
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.planner import constraints, parallel_groups, plan, serial_chain
+from tests.flow.flows import filtered, grpo, ppo
 
 FLOWS = {"grpo": grpo, "filtered": filtered, "ppo": ppo, "ppo_recompute": lambda: ppo(old="recompute")}
 

@@ -1,12 +1,12 @@
 """The recipes: their stages, their parameters and the errors about them."""
 
 import pytest
-from flows import message_of
 
-from braidrl.flow import Flow
+from braidrl.flow import Flow, actor, loss
 from braidrl.flow.recipes import RECIPES, load_flow
 from braidrl.flow.recipes.load import parameter_model
 from braidrl.flow.yaml_form import from_yaml, to_yaml
+from tests.flow.flows import message_of
 
 RUN = {"max_response_tokens": 512, "samples_per_prompt": 8}
 
@@ -108,6 +108,10 @@ ERRORS = {
         "recipe dapo: overlong_cache (11) is above max_response_tokens (10)",
     ),
     "unknown estimator": (("grpo", {"kl_estimator": "k9"}), "actor.update: kl: no KL estimator is called 'k9'."),
+    "loss without its aggregation": (
+        ("ppo", {"aggregate": {"name": "token-sum-norm"}}),
+        "actor.update: aggregate: token-sum-norm needs the setting 'max_tokens'",
+    ),
     "unknown aggregation": (
         ("grpo", {"aggregate": "token-men"}),
         "actor.update: aggregate: no aggregation is called 'token-men'. Did you mean 'token-mean'?",
@@ -125,3 +129,17 @@ def test_every_parameter_is_explained(name):
     model = parameter_model(name, RECIPES[name])
     assert model is not None
     assert all(field.description for field in model.model_fields.values())
+
+
+def test_groups_smaller_than_an_estimator_needs_are_refused():
+    message = message_of(lambda: load_flow("grpo", {}, {"samples_per_prompt": 1}))
+    assert message == (
+        "stage advantage.group_normalized: group_normalized needs at least 2 samples per prompt, there are 1; "
+        "raise rollout.samples_per_prompt"
+    )
+
+
+def test_loss_with_an_aggregation_that_it_is_not_defined_for_is_refused():
+    message = message_of(lambda: actor.update(loss=loss.gmpo(), aggregate="token-mean"))
+    assert message.startswith("actor.update: gmpo is defined for aggregate ")
+    assert message.endswith(", not token-mean")

@@ -3,7 +3,6 @@
 import pickle
 
 import pytest
-from flows import message_of, update
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +10,7 @@ from braidrl.algorithms.registry import shapes
 from braidrl.flow import Role, When, actor, advantage, critic, data, kl, loss, reference, reward, shape
 from braidrl.flow.lookup import compute_entry
 from braidrl.flow.stages import make_stage
+from tests.flow.flows import message_of, update
 
 ERRORS = {
     "unknown type": (
@@ -27,7 +27,7 @@ ERRORS = {
     ),
     "role without a use": (
         lambda: make_stage("shape.scaled_reward", "actor"),
-        "stage flows:scaled_reward: the type 'flows:scaled_reward' is no model's; remove `role: actor`",
+        "stage tests.flow.flows:scaled_reward: the type 'tests.flow.flows:scaled_reward' is no model's; remove `role: actor`",
     ),
     "unknown parameter": (
         lambda: make_stage("generate", "actor", {"gready": True}),
@@ -35,11 +35,11 @@ ERRORS = {
     ),
     "unknown setting": (
         lambda: shape.scaled_reward(factr=1.0),
-        "flows:scaled_reward: scaled_reward has no setting 'factr'. Did you mean 'factor'?",
+        "tests.flow.flows:scaled_reward: scaled_reward has no setting 'factr'. Did you mean 'factor'?",
     ),
     "missing setting": (
         lambda: shape.spread_reward(),
-        "flows:spread_reward: spread_reward needs the setting 'coef'",
+        "tests.flow.flows:spread_reward: spread_reward needs the setting 'coef'",
     ),
     "no loss": (lambda: actor.update(), "actor.update needs a loss, as in `loss: {name: clip}`."),
     "loss without a name": (
@@ -80,12 +80,12 @@ ERRORS = {
         "name a function by module:function",
     ),
     "function that is not registered": (
-        lambda: make_stage("flows:grpo"),
-        "flows:grpo is no registered advantage or shape or select or data; put the family's decorator above the function",
+        lambda: make_stage("tests.flow.flows:grpo"),
+        "tests.flow.flows:grpo is no registered advantage or shape or select or data; put the family's decorator above the function",
     ),
     "function that does not exist": (
-        lambda: make_stage("flows:centred_rewards"),
-        "flows has no function 'centred_rewards'. Did you mean 'centred_reward'?",
+        lambda: make_stage("tests.flow.flows:centred_rewards"),
+        "tests.flow.flows has no function 'centred_rewards'. Did you mean 'centred_reward'?",
     ),
     "module that does not exist": (lambda: make_stage("no_such_module:f"), "cannot import 'no_such_module'"),
     "file that does not exist": (lambda: make_stage("no_such_file.py:f"), "no file "),

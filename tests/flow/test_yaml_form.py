@@ -1,13 +1,13 @@
 """The YAML form and the Python form are one thing."""
 
 import pytest
-from flows import filtered, grpo, message_of, ppo, update
 from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.errors import UserError
 from braidrl.flow import Flow, When, actor, reward
 from braidrl.flow.yaml_form import from_yaml, to_yaml
+from tests.flow.flows import filtered, grpo, message_of, ppo, update
 
 STAGES = """
 flow: grpo

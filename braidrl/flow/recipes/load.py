@@ -9,8 +9,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from braidrl.algorithms import registry
+from braidrl.algorithms.registry import Entry
 from braidrl.errors import UserError, suggest
 from braidrl.flow.flow import Flow
+from braidrl.flow.lookup import compute_entry, entry_of
 from braidrl.flow.recipes.dapo import dapo
 from braidrl.flow.recipes.grpo import grpo
 from braidrl.flow.recipes.ppo import ppo
@@ -28,32 +31,56 @@ def load_flow(name: str, params: Mapping[str, Any] | None = None, defaults: Mapp
     for a name, a parameter or a value that does not exist or is out of its range.
     """
     params, defaults = dict(params or {}), dict(defaults or {})
-    if name.endswith(SUFFIXES):
-        if params:
-            raise UserError(f"{name} is a YAML flow and takes no parameter {next(iter(params))!r}; set it in the file")
-        return from_yaml(name)
+    flow = from_yaml_alone(name, params) if name.endswith(SUFFIXES) else call_recipe(name, params, defaults)
+    if "samples_per_prompt" in defaults:
+        check_group_size(flow, defaults["samples_per_prompt"])
+    return flow
+
+
+def from_yaml_alone(path: str, params: Mapping[str, Any]) -> Flow:
+    """The flow in a file, which says everything itself. Raises UserError for parameters beside it."""
+    if params:
+        raise UserError(f"{path} is a YAML flow and takes no parameter {next(iter(params))!r}; set it in the file")
+    return from_yaml(path)
+
+
+def check_group_size(flow: Flow, samples: int) -> None:
+    """Raises UserError where a function of the flow needs more than so many samples per prompt."""
+    for stage in flow.stages:
+        used: list[tuple[Entry, dict[str, Any]]] = []
+        if stage.role is None:
+            used.append((compute_entry(stage.type), stage.settings))
+        elif "loss" in stage.params:
+            loss = stage.params["loss"]
+            used.append((entry_of(registry.losses, loss["name"]), {k: v for k, v in loss.items() if k != "name"}))
+        for entry, settings in used:
+            try:
+                entry.check_group_size(settings, samples)
+            except ValueError as error:
+                raise UserError(f"stage {stage.name}: {error}; raise rollout.samples_per_prompt") from None
+
+
+def call_recipe(name: str, params: dict[str, Any], defaults: dict[str, Any]) -> Flow:
+    """What the recipe returns for parameters checked by the model that its only argument is annotated with."""
     if ":" not in name and name not in RECIPES:
         raise UserError(f"no recipe is called {name!r}. {suggest(name, RECIPES)}")
-    recipe = import_function(name) if ":" in name else RECIPES[name]
-    flow = call_recipe(name, recipe, params, defaults)
+    recipe: Callable[..., Any] = import_function(name) if ":" in name else RECIPES[name]
+    model = parameter_model(name, recipe)
+    if model is None and params:
+        raise UserError(f"recipe {name} takes no parameters, got {next(iter(params))!r}")
+    flow = recipe() if model is None else recipe(checked(name, model, params, defaults))
     if not isinstance(flow, Flow):
         raise UserError(f"{name} must return a Flow, not {type(flow).__name__}")
     return flow
 
 
-def call_recipe(name: str, recipe: Callable[..., Any], params: dict[str, Any], defaults: dict[str, Any]) -> Any:
-    """What the recipe returns for parameters checked by the model that its only argument is annotated with."""
-    model = parameter_model(name, recipe)
-    if model is None:
-        if params:
-            raise UserError(f"recipe {name} takes no parameters, got {next(iter(params))!r}")
-        return recipe()
+def checked(name: str, model: type[BaseModel], params: dict[str, Any], defaults: dict[str, Any]) -> BaseModel:
+    """The parameters as their model, with defaults where it has such a field. Raises UserError for the first that is wrong."""
     known = {key: value for key, value in defaults.items() if key in model.model_fields}
     try:
-        checked = model.model_validate({**known, **params})
+        return model.model_validate({**known, **params})
     except ValidationError as error:
         raise UserError(f"recipe {name}: {explain(error, model)}") from None
-    return recipe(checked)
 
 
 def parameter_model(name: str, recipe: Callable[..., Any]) -> type[BaseModel] | None:
