@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from braidrl.models.attention import PackedSequences
 
-READ_MULTIPLE = 64
+READ_MULTIPLE = 32
 """Positions read are a multiple of this, so that few shapes occur."""
 
 

@@ -6,42 +6,17 @@ Shapes: B slots, T response tokens, S stop tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from braidrl.algorithms.random import hashed, uniform
-from braidrl.rollout.requests import Request, Sampling
+from braidrl.rollout.requests import Sampling
+from braidrl.rollout.row import Row
 from braidrl.rollout.sampling import Choice
-from braidrl.rollout.stopping import StopTexts
 
 NO_TOKEN = -1
-
-
-@dataclass
-class Row:
-    """A request on its way, as the host knows it."""
-
-    request: Request
-    limit: int
-    """Tokens that may be drawn."""
-    stop_token_ids: tuple[int, ...]
-    stop_texts: StopTexts | None
-    begun: int = 0
-    """The engine's step in which it got its slot."""
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    """(first token, version of the weights) of each stretch of tokens."""
-
-    def length(self, step: int) -> int:
-        """Tokens that the row's slot holds in this step, the one being fed included."""
-        return len(self.request.prompt) + step - self.begun
-
-    def versions_of(self, tokens: int) -> Tensor:
-        """The version that drew each of the tokens, (T,) int64."""
-        starts = [start for start, _ in self.versions] + [tokens]
-        lengths = torch.tensor(starts).diff()
-        return torch.tensor([version for _, version in self.versions]).repeat_interleave(lengths)
 
 
 @dataclass

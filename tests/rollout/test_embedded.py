@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import Tensor
@@ -31,7 +33,8 @@ def same(first: Finished, second: Finished) -> bool:
 def test_a_row_has_the_same_tokens_and_log_probs_bit_for_bit_alone_and_among_64(
     name: str, shrink: bool, dtype: torch.dtype
 ) -> None:
-    requests = make_requests(groups=8, samples=8, sampling=SAMPLED)
+    # prompts of 1 to 92 tokens: in company a short row's step reads many more positions than alone
+    requests = make_requests(groups=8, samples=8, sampling=SAMPLED, apart=13)
     engine = make_engine(name, dtype, shrink=shrink)
     together = engine.generate(requests)
     for number in (0, 13, 37, 63):
@@ -45,6 +48,22 @@ def test_tokens_do_not_depend_on_order_slots_or_refills() -> None:
     narrow = make_engine(slots=16).generate(requests[::-1])
     assert [row.uid for row in narrow] == [request.uid for request in requests[::-1]]
     assert all(torch.equal(row.tokens, wide[row.uid].tokens) for row in narrow)
+
+
+def test_shrinking_to_the_rows_that_are_left_does_not_change_a_bit() -> None:
+    requests = [
+        Request(r.uid, r.prompt, Sampling(max_tokens=1 + 5 * (i % 11), top_p=0.5 + 0.5 * (i % 2), ends=False))
+        for i, r in enumerate(make_requests(groups=10, samples=10, sampling=SAMPLED, apart=5))
+    ]
+    results, sizes = {}, {}
+    for shrink in (True, False):
+        model = make_model()
+        sizes[shrink] = seen = []
+        model.lm_head.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(len(inputs[0])))
+        results[shrink] = EmbeddedEngine(model, make_tokenizer(), 64, 128, shrink=shrink).generate(requests)
+    assert set(sizes[False]) == {64}
+    assert set(sizes[True]) == {64, 48, 32, 16}
+    assert all(same(small, full) for small, full in zip(results[True], results[False], strict=True))
 
 
 def test_tokens_depend_on_seed_purpose_stage_group_sample_and_earlier_draws() -> None:
@@ -165,17 +184,16 @@ def test_versions_say_which_weights_drew_each_token() -> None:
 
 def test_prompts_that_wait_are_computed_with_the_weights_that_decode_them() -> None:
     requests = make_requests(1, 20, Sampling(max_tokens=4, ends=False), shortest=9)
-    engine = make_engine(slots=16)
+    model = make_model()
+    engine = EmbeddedEngine(model, make_tokenizer(), 16, 128)
     for request in requests:
         engine.add(request)
     engine.step()
-    changed = make_engine()
     with torch.no_grad():
-        for part in (engine, changed):
-            part._weights.model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
     engine.publish(1)
     late = [row for _ in range(7) for row in engine.step() if row.uid[2] >= 16]
-    expected = changed.generate(requests[16:])
+    expected = EmbeddedEngine(model, make_tokenizer(), 16, 128).generate(requests[16:])
     assert [row.tokens.tolist() for row in late] == [row.tokens.tolist() for row in expected]
 
 
@@ -200,10 +218,14 @@ def test_the_trainers_module_is_used_as_it_is_and_left_as_it_was() -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     engine = EmbeddedEngine(model, make_tokenizer(), 16, 64)
-    before = {name: p.data_ptr() for name, p in engine._weights.model.named_parameters()}
-    finished = engine.generate(make_requests(1, 2, SAMPLED))
-    assert engine._weights.model is model and model.training
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    first = engine.generate(make_requests(1, 2, SAMPLED))
+    assert model.training
     assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+    finished = engine.generate(make_requests(1, 2, SAMPLED))
+    assert first[0].tokens.tolist() != finished[0].tokens.tolist(), "the trainer's step is the engine's at once"
     (finished[0].log_probs * torch.ones(1, requires_grad=True)).sum().backward()
 
 
@@ -214,8 +236,7 @@ def test_an_engine_of_another_dtype_follows_the_trained_weights_at_publication()
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(1.1)
     engine.publish(1)
-    expected = EmbeddedEngine(make_model("qwen2-tied").double(), make_tokenizer(), 16, 64)
-    expected._weights.model.model.embed_tokens.weight.data.copy_(model.model.embed_tokens.weight)
+    expected = EmbeddedEngine(deepcopy(model).double(), make_tokenizer(), 16, 64)
     (mine,), (theirs,) = engine.generate(request), expected.generate(request)
     assert mine.log_probs.dtype == torch.float64
     assert torch.equal(mine.tokens, theirs.tokens)
@@ -230,6 +251,9 @@ def test_requests_that_cannot_be_answered_are_refused() -> None:
     with pytest.raises(ValueError, match="under way already"):
         engine.generate(make_requests(1, 1, SAMPLED) * 2)
     assert (engine.in_flight, engine.waiting) == (0, 0)
+    engine.add(make_requests(1, 1, SAMPLED)[0])
+    with pytest.raises(RuntimeError, match="1 rows are under way"):
+        engine.generate(make_requests(2, 1, SAMPLED)[1:])
     with pytest.raises(ValueError, match="one or more int64 ids"):
         Request((0, 0, 0), torch.zeros(0, dtype=torch.int64), SAMPLED)
     with pytest.raises(ValueError, match="top_p"):

@@ -56,12 +56,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
-def make_requests(groups: int, samples: int, sampling: Sampling, shortest: int = 1) -> list[Request]:
-    """Groups of rows with one prompt each, of `shortest`, `shortest` + 3, ... tokens."""
+def make_requests(groups: int, samples: int, sampling: Sampling, shortest: int = 1, apart: int = 3) -> list[Request]:
+    """Groups of rows with one prompt each, of `shortest`, `shortest` + `apart`, ... tokens."""
     generator = torch.Generator().manual_seed(1)
     requests = []
     for group in range(groups):
-        prompt = torch.randint(0, 256, (shortest + 3 * group,), generator=generator)
+        prompt = torch.randint(0, 256, (shortest + apart * group,), generator=generator)
         requests += [Request((0, group, sample), prompt, sampling) for sample in range(samples)]
     return requests
 

@@ -1,0 +1,48 @@
+"""A request on its way through the engine, as the host knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from braidrl.data.rows import FinishReason
+from braidrl.rollout.requests import Finished, Request
+from braidrl.rollout.stopping import StopTexts
+
+
+@dataclass
+class Row:
+    """One row, from the moment that it is asked for."""
+
+    request: Request
+    limit: int
+    """Tokens that may be drawn."""
+    stop_token_ids: tuple[int, ...]
+    stop_texts: StopTexts | None
+    begun: int = 0
+    """The engine's step in which it got its slot."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """(first token, version of the weights) of each stretch of tokens."""
+
+    said_stop: bool = False
+    """True once the text holds one of the stop texts."""
+
+    def length(self, step: int) -> int:
+        """Tokens that the row's slot holds in this step, the one being fed included."""
+        return len(self.request.prompt) + step - self.begun
+
+    def finished(self, tokens: Tensor, log_probs: Tensor, aborted: bool = False) -> Finished:
+        """The response of these tokens (T,) and log-probs (T,)."""
+        stopped = self.said_stop or (len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids)
+        reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+        return Finished(
+            self.request.uid, tokens, log_probs, FinishReason.ABORT if aborted else reason, self._versions(len(tokens))
+        )
+
+    def _versions(self, tokens: int) -> Tensor:
+        """The version that drew each of the tokens, (T,) int64."""
+        starts = [start for start, _ in self.versions] + [tokens]
+        lengths = torch.tensor(starts).diff()
+        return torch.tensor([version for _, version in self.versions]).repeat_interleave(lengths)
