@@ -9,8 +9,10 @@ A pure state machine: time is an argument. A consumer (a stage, and the epoch wh
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+from braidrl.flow.readiness import Consumer, Uid
 
 
 class LeaseLost(RuntimeError):
@@ -22,9 +24,9 @@ class Lease:
     """Rows that `holder` works on for `consumer` until `deadline`."""
 
     number: int
-    consumer: Hashable
-    holder: Hashable
-    rows: tuple[Hashable, ...]
+    consumer: Consumer
+    holder: str
+    rows: tuple[Uid, ...]
     deadline: float
 
 
@@ -33,13 +35,11 @@ class Leases:
     """All leases of a queue, and who is done with what."""
 
     held: dict[int, Lease] = field(default_factory=dict)
-    taken: dict[Hashable, dict[Hashable, int | None]] = field(default_factory=dict)
+    taken: dict[Consumer, dict[Uid, int | None]] = field(default_factory=dict)
     """For each consumer its rows: the number of the lease that holds a row, or None once it is done."""
     given: int = 0
 
-    def take(
-        self, consumer: Hashable, holder: Hashable, rows: Sequence[Hashable], now: float, duration: float
-    ) -> Lease:
+    def take(self, consumer: Consumer, holder: str, rows: Sequence[Uid], now: float, duration: float) -> Lease:
         """Gives rows to a holder for `duration` seconds. Raises ValueError if this consumer has one of them or is done with it."""
         taken = self.taken.setdefault(consumer, {})
         doubled = [row for row in rows if row in taken]
@@ -74,7 +74,7 @@ class Leases:
             del self.taken[lease.consumer][row]
         return lease
 
-    def fail_holder(self, holder: Hashable) -> list[Lease]:
+    def fail_holder(self, holder: str) -> list[Lease]:
         """Gives up all leases of a holder that is gone."""
         return [self.fail(lease.number) for lease in list(self.held.values()) if lease.holder == holder]
 
@@ -86,12 +86,12 @@ class Leases:
         """When the first lease expires, or None."""
         return min((lease.deadline for lease in self.held.values()), default=None)
 
-    def is_done(self, consumer: Hashable, rows: Iterable[Hashable]) -> bool:
+    def is_done(self, consumer: Consumer, rows: Iterable[Uid]) -> bool:
         """True if the consumer has acknowledged all of these rows."""
         taken = self.taken.get(consumer, {})
         return all(row in taken and taken[row] is None for row in rows)
 
-    def forget(self, rows: Iterable[Hashable]) -> list[Lease]:
+    def forget(self, rows: Iterable[Uid]) -> list[Lease]:
         """Rows leave the queue; leases that hold any of them are given up and returned, with their other rows free again."""
         gone = set(rows)
         lost = [self.fail(lease.number) for lease in list(self.held.values()) if gone & set(lease.rows)]

@@ -1,16 +1,16 @@
 """Rows are done once each, whoever dies, expires or answers late."""
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from braidrl.flow.readiness import Consumer, Uid
 from braidrl.transfer.leases import LeaseLost, Leases
 
-ROWS = list(range(6))
-CONSUMERS = [("actor.update", 0), ("actor.update", 1), "critic.values"]
+ROWS = [(0, group, sample) for group in range(3) for sample in range(2)]
+CONSUMERS = [Consumer("actor.update"), Consumer("actor.update", 1), Consumer("critic.values")]
+VALUES = CONSUMERS[2]
 
 
 class LeaseMachine(RuleBasedStateMachine):
@@ -21,20 +21,20 @@ class LeaseMachine(RuleBasedStateMachine):
         self.leases = Leases()
         self.now = 0.0
         self.numbers: list[int] = []
-        self.done: list[tuple[Any, int]] = []
+        self.done: list[tuple[Consumer, Uid]] = []
 
-    def free(self, consumer: Any) -> list[int]:
+    def free(self, consumer: Consumer) -> list[Uid]:
         held = {row for lease in self.leases.held.values() if lease.consumer == consumer for row in lease.rows}
         return [row for row in ROWS if row not in held and (consumer, row) not in self.done]
 
     @rule(consumer=st.sampled_from(CONSUMERS), holder=st.sampled_from("ab"), count=st.integers(1, 4))
-    def take(self, consumer: Any, holder: str, count: int) -> None:
+    def take(self, consumer: Consumer, holder: str, count: int) -> None:
         rows = self.free(consumer)[:count]
         lease = self.leases.take(consumer, holder, rows, self.now, 10.0)
         self.numbers.append(lease.number)
 
     @rule(consumer=st.sampled_from(CONSUMERS), row=st.sampled_from(ROWS))
-    def take_what_is_not_free(self, consumer: Any, row: int) -> None:
+    def take_what_is_not_free(self, consumer: Consumer, row: Uid) -> None:
         if row not in self.free(consumer):
             with pytest.raises(ValueError, match="second time"):
                 self.leases.take(consumer, "c", [row], self.now, 10.0)
@@ -49,7 +49,7 @@ class LeaseMachine(RuleBasedStateMachine):
                 self.leases.acknowledge(number, self.now)
         else:
             self.leases.acknowledge(number, self.now)
-            self.done += [(lease.consumer, row) for row in lease.rows]  # type: ignore[misc]
+            self.done += [(lease.consumer, row) for row in lease.rows]
 
     @precondition(lambda self: self.numbers)
     @rule(data=st.data())
@@ -95,23 +95,23 @@ TestLeases = LeaseMachine.TestCase
 
 def test_a_late_acknowledgement_is_refused_although_nobody_looked_at_the_clock() -> None:
     leases = Leases()
-    lease = leases.take("values", "a", [1, 2], now=0.0, duration=5.0)
+    lease = leases.take(VALUES, "a", ROWS[:2], now=0.0, duration=5.0)
     with pytest.raises(LeaseLost, match="free again"):
         leases.acknowledge(lease.number, now=5.1)
     assert leases.expire(5.1) == [lease]
-    again = leases.take("values", "b", [2, 1], now=5.1, duration=5.0)
+    again = leases.take(VALUES, "b", ROWS[1::-1], now=5.1, duration=5.0)
     with pytest.raises(LeaseLost):
         leases.acknowledge(lease.number, now=5.2)
     leases.acknowledge(again.number, now=10.1)
-    assert leases.is_done("values", [1, 2])
+    assert leases.is_done(VALUES, ROWS[:2])
 
 
-@given(st.sets(st.integers(0, 5)), st.sets(st.integers(0, 5)))
-def test_rows_that_leave_free_the_others_of_their_lease(held: set[int], gone: set[int]) -> None:
+@given(st.sets(st.sampled_from(ROWS)), st.sets(st.sampled_from(ROWS)))
+def test_rows_that_leave_free_the_others_of_their_lease(held: set[Uid], gone: set[Uid]) -> None:
     leases = Leases()
-    lease = leases.take("values", "a", sorted(held), 0.0, 1.0)
+    lease = leases.take(VALUES, "a", sorted(held), 0.0, 1.0)
     lost = leases.forget(gone)
     assert lost == ([lease] if held & gone else [])
     rest = sorted(held - gone)
     if lost:
-        leases.take("values", "b", rest, 0.0, 1.0)
+        leases.take(VALUES, "b", rest, 0.0, 1.0)
