@@ -1,0 +1,113 @@
+"""What of several roles lies in a process's device memory at each stage, where not everything has room at once.
+
+    stage       actor.generate   reference.log_probs   actor.update          publish
+    resident    engine           reference weights     weights, optimizer    weights, engine      + whatever is kept throughout
+
+Derived from the order of stages alone: an asset is brought before the first of a run of stages that need it and put away after the
+last; the runs go on from one iteration to the next. What has room beside every stage's needs is kept and never moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from braidrl.errors import UserError
+from braidrl.flow.flow import Flow, is_optimized, touched_weights
+from braidrl.flow.stage import Kind, Stage
+
+PUBLISH = "publish"
+"""The step after the last stage, in which trained weights go to engines of their own."""
+
+
+class Asset(NamedTuple):
+    """Something of a role that takes device memory: `optimizer` includes gradients, `engine` its cache and weights of its own."""
+
+    role: str
+    part: Literal["weights", "optimizer", "engine"]
+
+
+class Move(NamedTuple):
+    """`onload` and `offload` move weights and optimizers between device and host; engines `wake` and `sleep`."""
+
+    verb: Literal["onload", "offload", "wake", "sleep"]
+    asset: Asset
+
+
+@dataclass(frozen=True)
+class ResidencyPlan:
+    """`kept` never moves; `before` has the moves before each step (the stages, then PUBLISH), first those that make room.
+
+    The moves belong to the step's place: they are made also in an iteration in which `when` skips the stage.
+    """
+
+    kept: frozenset[Asset]
+    before: Mapping[str, tuple[Move, ...]]
+
+
+def residency_plan(
+    flow: Flow, sizes: Mapping[Asset, int], budget: int | None, shared: frozenset[str] = frozenset()
+) -> ResidencyPlan:
+    """The plan of one process. `sizes` names its assets with their bytes, `budget` the bytes they may take (None keeps everything).
+
+    Roles in `shared` have engines that read the trainer's own weights. Raises UserError for a stage that alone is over the budget.
+    """
+    needs = needed_assets(flow, shared)
+    needs = {step: needed & set(sizes) for step, needed in needs.items()}
+    if budget is None:
+        return ResidencyPlan(frozenset(sizes), dict.fromkeys(needs, ()))
+    for step, needed in needs.items():
+        _check_fits(step, {asset: sizes[asset] for asset in needed}, budget)
+    kept = _kept(needs, sizes, budget)
+    steps = list(needs)
+    before: dict[str, tuple[Move, ...]] = {}
+    for number, step in enumerate(steps):
+        now, last = needs[step] - kept, needs[steps[number - 1]] - kept
+        put_away = [Move("sleep" if asset.part == "engine" else "offload", asset) for asset in sorted(last - now)]
+        bring = [Move("wake" if asset.part == "engine" else "onload", asset) for asset in sorted(now - last)]
+        before[step] = (*put_away, *bring)
+    return ResidencyPlan(kept, before)
+
+
+def needed_assets(flow: Flow, shared: frozenset[str] = frozenset()) -> dict[str, frozenset[Asset]]:
+    """What each stage, and publication after the last one, needs on the device."""
+    needs = {stage.name: frozenset(_stage_needs(stage, shared)) for stage in flow.stages}
+    generating = {stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
+    published = [role for role in flow.trained_roles if role in generating and role not in shared]
+    parts: tuple[Literal["weights", "engine"], ...] = ("weights", "engine")
+    return {**needs, PUBLISH: frozenset(Asset(role, part) for role in published for part in parts)}
+
+
+def _stage_needs(stage: Stage, shared: frozenset[str]) -> list[Asset]:
+    if stage.role is None or stage.kind in (Kind.COMPUTE, Kind.SELECT):
+        return []
+    if stage.kind is Kind.GENERATE:
+        return [Asset(stage.role, "engine"), *([Asset(stage.role, "weights")] if stage.role in shared else [])]
+    weights = [Asset(role, "weights") for role in sorted(touched_weights(stage))]
+    return [*weights, Asset(stage.role, "optimizer")] if is_optimized(stage) else weights
+
+
+def _kept(needs: Mapping[str, frozenset[Asset]], sizes: Mapping[Asset, int], budget: int) -> frozenset[Asset]:
+    """Assets that fit beside every step's needs, first those that would move most often."""
+    steps = list(needs.values())
+    kept: frozenset[Asset] = frozenset()
+    for asset in sorted(sizes, key=lambda asset: (-_runs(steps, asset), sizes[asset], asset)):
+        wider = kept | {asset}
+        if all(sum(sizes[needed] for needed in step | wider) <= budget for step in steps):
+            kept = wider
+    return kept
+
+
+def _runs(steps: Sequence[frozenset[Asset]], asset: Asset) -> int:
+    """How often in an iteration the asset would be brought: the runs of steps that need it."""
+    return sum(asset in step and asset not in steps[number - 1] for number, step in enumerate(steps))
+
+
+def _check_fits(step: str, needed: Mapping[Asset, int], budget: int) -> None:
+    if sum(needed.values()) > budget:
+        parts = ", ".join(f"{asset.role} {asset.part} {size:,}" for asset, size in sorted(needed.items()))
+        raise UserError(
+            f"{step} needs {sum(needed.values()):,} bytes on a device at once ({parts}) and {budget:,} are there; "
+            "place its role on more devices, or its generation in a pool of its own"
+        )

@@ -1,0 +1,177 @@
+"""The streaming runtime in virtual time: its schedule, with workers that only let time pass, die or answer late.
+
+workers of each stage ── take ──▶ schedule ── rows ──▶ seconds pass ──▶ acknowledge
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from braidrl.data.partition import balanced_partition
+from braidrl.flow.readiness import Uid
+from braidrl.flow.stage import Kind, Stage
+from braidrl.placement.clock import Clock
+from braidrl.placement.workload import Simulation, Span, Workload
+from braidrl.transfer.leases import Lease, LeaseLost
+from braidrl.transfer.schedule import StreamSchedule
+
+
+class Deadlock(RuntimeError):
+    """Nothing is under way and the run is not over."""
+
+
+@dataclass
+class Worker:
+    """A worker of one stage; a train stage's workers are one group of so many ranks. `version` is what an engine has loaded."""
+
+    name: str
+    stage: Stage
+    ranks: int = 1
+    version: int = 0
+    busy: bool = False
+
+
+class Streaming:
+    """One simulated run."""
+
+    def __init__(self, work: Workload) -> None:
+        self.work = work
+        self.result = Simulation()
+        self.clock = Clock()
+        self.schedule = StreamSchedule(work.flow, work.sizes)
+        self.workers = [worker for stage in work.flow.stages for worker in _workers(work, stage)]
+        self.engines = [worker for worker in self.workers if worker.stage.kind is Kind.GENERATE]
+        self.admitted = 0
+        self.watching = False
+
+    def simulate(self) -> Simulation:
+        """Runs to the last publication. Raises Deadlock where nothing goes on before."""
+        self._decide()
+        while self.schedule.published < self.work.sizes.iterations:
+            if not self.clock.step():
+                waiting = len(self.schedule.progress.uids)
+                raise Deadlock(f"{waiting} rows wait for ever behind version {self.schedule.published}")
+            self._decide()
+        self.result.staleness = self.schedule.max_staleness_seen
+        return self.result
+
+    def _decide(self) -> None:
+        """Everything that can begin now."""
+        while self._admit() or self._step() or self._publish() or self._load_together():
+            pass
+        idle: set[str] = set()
+        for worker in self.workers:
+            # What one worker of a stage does not find, another one would not find either.
+            if not worker.busy and worker.stage.name not in idle and not self._begin(worker):
+                idle.add(worker.stage.name)
+
+    def _admit(self) -> bool:
+        rolling = self.work.loading == "rolling"
+        count = self.schedule.groups_wanted(self.schedule.published if rolling else self.engines[0].version)
+        if count:
+            uids = self.work.uids(range(self.admitted, self.admitted + count))
+            self.admitted += count
+            self.schedule.admit(uids)
+            self.result.admitted.update(uids)
+        outcome = self.schedule.close()
+        if outcome is not None:
+            self.result.finish_batch(outcome)
+        return count > 0 or outcome is not None
+
+    def _step(self) -> bool:
+        due = self.schedule.due_steps()
+        for stage in due:
+            self.schedule.stepped(stage)
+        return bool(due)
+
+    def _publish(self) -> bool:
+        if self.schedule.due_publication() is None:
+            return False
+        self.schedule.publish()
+        self.result.ends.append(self.clock.now)
+        return True
+
+    def _load_together(self) -> bool:
+        """Delayed loading: all engines at once, between two batches."""
+        published = self.schedule.published
+        if self.engines[0].version == published or not self.schedule.is_generation_over():
+            return False
+        for engine in self.engines:
+            engine.version = published
+        return True
+
+    def _begin(self, worker: Worker) -> bool:
+        """Gives an idle worker what is ready for it; False if nothing is."""
+        generates = worker.stage.kind is Kind.GENERATE
+        if generates and self.work.loading == "rolling":
+            worker.version = self.schedule.published
+        most = 1 if generates else self.work.dispatch_rows
+        lease = self.schedule.take(worker.stage.name, worker.name, self.clock.now, self.work.lease_seconds, most)
+        if lease is None:
+            return False
+        worker.busy = True
+        shares = self._shares(worker, lease.rows)
+        fate, seconds = self.work.fate(lease.number), max(shares)
+        if fate == "dies":
+            self.clock.after(seconds / 2, lambda: self._dies(worker))
+        else:
+            late = self.work.lease_seconds if fate == "late" else 0.0
+            self.clock.after(seconds + late, lambda: self._answers(worker, lease))
+        self._note(worker, lease, shares)
+        self._watch()
+        return True
+
+    def _shares(self, worker: Worker, rows: Sequence[Uid]) -> list[float]:
+        costs = [self.work.seconds(worker.stage.name, row) for row in rows]
+        return [sum(costs[i] for i in part) for part in balanced_partition(costs, worker.ranks)]
+
+    def _note(self, worker: Worker, lease: Lease, shares: Sequence[float]) -> None:
+        iteration = self.schedule.iteration_of[lease.rows[0][1]]
+        for rank, share in enumerate(shares):
+            name = worker.name if worker.ranks == 1 else f"{worker.name}/{rank}"
+            start, rows = self.clock.now, len(lease.rows)
+            self.result.spans.append(Span(name, worker.stage.name, start, start + share, rows, iteration))
+
+    def _answers(self, worker: Worker, lease: Lease) -> None:
+        worker.busy = False
+        try:
+            if worker.stage.kind is Kind.SELECT:
+                groups = dict.fromkeys(uid[1] for uid in lease.rows)
+                self.schedule.select(
+                    lease.number, self.clock.now, {group: self._reason(worker, group) for group in groups}
+                )
+            else:
+                self.schedule.acknowledge(lease.number, self.clock.now, worker.version)
+        except LeaseLost:
+            # Its rows are someone else's by now, or were dropped; what it made of them is thrown away.
+            return
+        if worker.stage.kind is Kind.TRAIN:
+            self.result.trained.update((lease.consumer, row) for row in lease.rows)
+
+    def _reason(self, worker: Worker, group: int) -> str | None:
+        """The verdict falls at the last select; those before it keep everything."""
+        return self.work.verdict(group) if worker.stage.name == self.schedule.selects[-1] else None
+
+    def _dies(self, worker: Worker) -> None:
+        worker.busy = False
+        self.schedule.fail_holder(worker.name)
+
+    def _watch(self) -> None:
+        """Asks to be woken when the first lease will have run out."""
+        deadline = self.schedule.leases.next_deadline()
+        if deadline is not None and not self.watching:
+            self.watching = True
+            self.clock.after((deadline - self.clock.now) * 1.001, self._look)
+
+    def _look(self) -> None:
+        self.watching = False
+        self.schedule.expire(self.clock.now)
+        self._watch()
+
+
+def _workers(work: Workload, stage: Stage) -> list[Worker]:
+    count = work.workers.get(stage.name, 1)
+    if stage.kind is Kind.TRAIN:
+        return [Worker(f"{stage.name}/0", stage, ranks=count)]
+    return [Worker(f"{stage.name}/{number}", stage) for number in range(count)]

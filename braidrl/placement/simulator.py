@@ -1,0 +1,17 @@
+"""All four runtimes in virtual time, on the scheduling functions that they use: how long a flow would take, and is each row done once."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from braidrl.placement.simulate_streaming import Streaming
+from braidrl.placement.simulate_synchronous import Distributed, Eager, Hybrid
+from braidrl.placement.workload import Simulation, Workload
+
+Runtime = Literal["eager", "hybrid", "distributed", "streaming"]
+
+
+def simulate(runtime: Runtime, work: Workload) -> Simulation:
+    """Runs a workload in virtual time. Raises Deadlock, TooStale or ValueError where a scheduling rule is broken."""
+    runs = {"eager": Eager, "hybrid": Hybrid, "distributed": Distributed, "streaming": Streaming}
+    return runs[runtime](work).simulate()

@@ -1,0 +1,109 @@
+"""What a simulation runs, and what it leaves behind: made-up durations and verdicts in, a timeline and an account of rows out."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Literal, NamedTuple
+
+from braidrl.algorithms.random import uniform
+from braidrl.flow.flow import Flow
+from braidrl.flow.readiness import Consumer, Uid
+from braidrl.flow.sizes import Sizes
+from braidrl.flow.waves import Outcome
+
+Fate = Literal["done", "dies", "late"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A flow with its sizes, and functions that say how long things take and how they end.
+
+    `seconds(stage, uid)` is what one row costs one worker; `verdict(group)` is None to keep it; `fate(lease)` is how the
+    work on a lease ends: done, its worker dies halfway, or it answers after the lease has expired.
+    """
+
+    flow: Flow
+    sizes: Sizes
+    seconds: Callable[[str, Uid], float]
+    workers: Mapping[str, int] = field(default_factory=dict)
+    """Workers of a stage (streaming) or of a pool (hybrid); 1 where not named."""
+    pools: Mapping[str, str] = field(default_factory=dict)
+    """The pool of a stage (hybrid); one of its own where not named."""
+    ranks: int = 1
+    """Ranks of the distributed runtime."""
+    dispatch_rows: int = 4
+    """The most rows of a lease (streaming); a generating worker takes them one by one."""
+    loading: Literal["rolling", "delayed"] = "rolling"
+    """An engine takes new weights between two rows, or all engines do when a batch's generation is over."""
+    verdict: Callable[[int], str | None] = lambda group: None
+    fate: Callable[[int], Fate] = lambda lease: "done"
+    lease_seconds: float = 1e6
+
+    def uids(self, groups: Sequence[int]) -> list[Uid]:
+        """The rows of some groups."""
+        return [(0, group, sample) for group in groups for sample in range(self.sizes.samples_per_prompt)]
+
+
+class Span(NamedTuple):
+    """One worker at one stage, in seconds, with how many rows of which iteration."""
+
+    worker: str
+    stage: str
+    start: float
+    end: float
+    rows: int
+    iteration: int
+
+
+@dataclass
+class Simulation:
+    """The timeline, when iterations ended, and what became of every row."""
+
+    spans: list[Span] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    admitted: set[Uid] = field(default_factory=set)
+    trained: Counter[tuple[Consumer, Uid]] = field(default_factory=Counter)
+    batches: list[tuple[int, ...]] = field(default_factory=list)
+    """Groups of each iteration's batch."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    released: list[int] = field(default_factory=list)
+    staleness: int = 0
+    """The largest of any trained row."""
+
+    def finish_batch(self, outcome: Outcome) -> None:
+        """Notes what selection made of a batch."""
+        self.batches.append(outcome.groups)
+        self.dropped.update(outcome.dropped)
+        self.released += outcome.released
+
+    def seconds_per_iteration(self, skip: int = 2) -> float:
+        """Mean over the iterations after the first few, in which a pipeline fills."""
+        return (self.ends[-1] - self.ends[skip - 1]) / (len(self.ends) - skip)
+
+    def busy(self) -> dict[str, float]:
+        """The share of the whole time that each worker worked."""
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for span in self.spans:
+            seconds[span.worker] += span.end - span.start
+        return {worker: total / self.ends[-1] for worker, total in seconds.items()}
+
+
+def long_tailed(seed: int, median: float, longest: float, among: int) -> Callable[[Uid], float]:
+    """Log-normal durations by row, with the given median, whose largest among so many rows is typically `longest`.
+
+    The scale follows from the normal distribution's upper quantile 1 - 1/among; larger draws are cut off there.
+    """
+    sigma = math.log(longest / median) / NormalDist().inv_cdf(1 - 1 / among)
+    known: dict[Uid, float] = {}
+
+    def seconds(uid: Uid) -> float:
+        if uid not in known:
+            number = float(uniform(seed, "length", uid[0], uid[1], uid[2]))
+            known[uid] = min(longest, median * math.exp(sigma * NormalDist().inv_cdf(max(number, 1e-12))))
+        return known[uid]
+
+    return seconds

@@ -1,0 +1,1 @@
+"""How rows get from stage to stage: leases, protocols, buffers and queues."""

@@ -1,0 +1,223 @@
+"""The streaming runtime's decisions as one state machine: who may admit, take, step and publish now. No clock, no socket, no payload.
+
+    groups_wanted ─▶ admit ─▶ [rows: written, consumed, leased] ◀─ take, acknowledge, select ─ workers
+          ▲                        │ close: the batch is known
+          └── published ◀── due_publication ◀── due_steps ◀── updates whose rows are all acknowledged
+
+The runtime and the simulator drive the same object; time is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from braidrl.flow.flow import Flow, is_optimized
+from braidrl.flow.readiness import Consumer, Progress, Uid, weights_wait_for
+from braidrl.flow.sizes import Sizes, Update
+from braidrl.flow.stage import Kind, Scope, Stage
+from braidrl.flow.versions import admissible, check_staleness, trained_on
+from braidrl.flow.waves import Outcome, Verdict
+from braidrl.transfer.leases import Lease, Leases
+
+
+@dataclass
+class Batch:
+    """A batch whose groups are known, and for each train stage the updates that are left."""
+
+    iteration: int
+    uids: list[Uid]
+    updates: dict[str, list[Update]] = field(default_factory=dict)
+
+
+class StreamSchedule:
+    """What is decided in streaming, over all rows in work."""
+
+    def __init__(self, flow: Flow, sizes: Sizes) -> None:
+        self.flow, self.sizes = flow, sizes
+        self.progress = Progress(flow, sizes.epochs)
+        self.leases = Leases()
+        self.sampling = sizes.sampling()
+        self.weights_wait = weights_wait_for(flow)
+        self.selects = [stage.name for stage in flow.stages if stage.kind is Kind.SELECT]
+        self.batches: dict[int, Batch] = {}
+        self.rows_of: dict[int, list[Uid]] = {}
+        self.iteration_of: dict[int, int] = {}
+        """Of each group: the batch that it was admitted for, then the one that it is in."""
+        self.versions: dict[Uid, int] = {}
+        """The oldest version among a row's tokens, once it is generated."""
+        self.trained = {stage.name: 0 for stage in flow.stages if stage.kind is Kind.TRAIN}
+        """The last iteration that each train stage is through with."""
+        self.published = self.opened = 0
+        self.is_open = False
+        self.max_staleness_seen = 0
+
+    # Admission
+
+    def groups_wanted(self, engine_version: int) -> int:
+        """How many groups to admit now, while engines begin rows with `engine_version` or later."""
+        if not self.is_open:
+            opening = self.opened + 1
+            if opening > self.sizes.iterations or not admissible(opening, engine_version, self.sizes.max_staleness):
+                return 0
+            self.opened, self.is_open = opening, True
+            self.sampling.begin(trained_on(opening))
+        return self.sampling.next_wave()
+
+    def admit(self, uids: Sequence[Uid]) -> None:
+        """The rows of a wave are born; group numbers rise."""
+        self.progress.admit(uids)
+        groups = list(dict.fromkeys(group for _, group, _ in uids))
+        for uid in uids:
+            self.rows_of.setdefault(uid[1], []).append(uid)
+        self.iteration_of.update(dict.fromkeys(groups, self.opened))
+        self.sampling.admit(groups)
+        if not self.selects:
+            self.sampling.decide({group: Verdict() for group in groups})
+
+    def close(self) -> Outcome | None:
+        """Ends selection for the open batch if it is complete; the rows of released groups are forgotten."""
+        known = self.is_open and self.sampling.batch() is not None
+        if not known or (self.sampling.surplus == "keep" and self.sampling.pending):
+            return None
+        outcome = self.sampling.finish()
+        self.is_open = False
+        self._forget(outcome.released)
+        self.iteration_of.update(dict.fromkeys(outcome.groups, self.opened))
+        batch = Batch(self.opened, [uid for group in outcome.groups for uid in self.rows_of[group]])
+        for name in self.trained:
+            optimized = is_optimized(self.flow[name])
+            batch.updates[name] = self.sizes.updates(batch.iteration, batch.uids) if optimized else []
+        self.batches[self.opened] = batch
+        return outcome
+
+    def is_generation_over(self) -> bool:
+        """True between two batches: nothing is being generated or could be, so that all engines can load weights at once."""
+        stages = [stage.name for stage in self.flow.stages if stage.kind is Kind.GENERATE]
+        return not self.is_open and all(self.progress.is_written(name, self.progress.uids) for name in stages)
+
+    # Work
+
+    def take(self, stage: str, holder: str, now: float, seconds: float, most: int) -> Lease | None:
+        """Leases up to `most` ready rows to a holder for so many seconds (whole groups and batches by scope), or None."""
+        consumer, rows = self._rows_for(self.flow[stage], most)
+        if not rows:
+            return None
+        if self.flow[stage].kind is Kind.TRAIN:
+            versions = [self.versions[row] for row in rows]
+            stale = check_staleness(self.published + 1, versions, self.sizes.max_staleness, rows)
+            self.max_staleness_seen = max(self.max_staleness_seen, stale)
+        self.progress.consume(consumer, rows)
+        return self.leases.take(consumer, holder, rows, now, seconds)
+
+    def acknowledge(self, number: int, now: float, version: int | None = None) -> Lease:
+        """A lease's rows are done and written; `version` is the oldest that generated them. Raises LeaseLost."""
+        lease = self.leases.acknowledge(number, now)
+        stage = self.flow[lease.consumer.stage]
+        if stage.kind is not Kind.TRAIN:
+            self.progress.write(stage.name, lease.rows)
+        if stage.kind is Kind.GENERATE and version is not None:
+            self.versions.update({row: min(version, self.versions.get(row, version)) for row in lease.rows})
+        return lease
+
+    def select(self, number: int, now: float, reasons: dict[int, str | None]) -> Lease:
+        """A select stage's verdicts (None keeps) on the groups of a lease. Raises LeaseLost."""
+        lease = self.leases.acknowledge(number, now)
+        name = lease.consumer.stage
+        self.progress.write(name, [row for row in lease.rows if reasons[row[1]] is None])
+        for group, reason in reasons.items():
+            if reason is not None or name == self.selects[-1]:
+                version = min(self.versions[row] for row in self.rows_of[group])
+                self.sampling.decide({group: Verdict(reason, version)})
+        return lease
+
+    def fail_holder(self, holder: str) -> None:
+        """A worker is gone: what it held is free again."""
+        self._give_back(self.leases.fail_holder(holder))
+
+    def expire(self, now: float) -> None:
+        """What has been held for too long is free again."""
+        self._give_back(self.leases.expire(now))
+
+    # Training
+
+    def due_steps(self) -> list[str]:
+        """Train stages that shall make their next optimizer step: every row is in, and whoever needs the weights is through.
+
+        A train stage without a loss is due when its turn has come.
+        """
+        batch = self.batches.get(self.published + 1)
+        if batch is None:
+            return []
+        return [name for name in self.trained if self.trained[name] < batch.iteration and self._is_due(name, batch)]
+
+    def stepped(self, stage: str) -> None:
+        """The step is made; after its last update a stage is through with the batch."""
+        batch = self.batches[self.published + 1]
+        if batch.updates[stage]:
+            batch.updates[stage].pop(0)
+        if not batch.updates[stage]:
+            self.trained[stage] = batch.iteration
+
+    def due_publication(self) -> int | None:
+        """The version to publish now: every train stage is through with its batch, and no stage has its rows still to do."""
+        batch = self.batches.get(self.published + 1)
+        if batch is None or any(done < batch.iteration for done in self.trained.values()):
+            return None
+        others = [stage.name for stage in self.flow.stages if stage.kind is not Kind.TRAIN]
+        return batch.iteration if all(self.progress.is_written(name, batch.uids) for name in others) else None
+
+    def publish(self) -> Batch:
+        """The due version is published; its batch is over and its rows are forgotten."""
+        self.published += 1
+        batch = self.batches.pop(self.published)
+        self._forget(dict.fromkeys(uid[1] for uid in batch.uids))
+        return batch
+
+    def _is_due(self, name: str, batch: Batch) -> bool:
+        for before in self.weights_wait[name]:
+            through = self.trained.get(before, 0) >= batch.iteration
+            if not through and (before in self.trained or not self.progress.is_written(before, batch.uids)):
+                return False
+        left = batch.updates[name]
+        return not left or self.leases.is_done(Consumer(name, left[0].epoch), left[0].rows)
+
+    def _rows_for(self, stage: Stage, most: int) -> tuple[Consumer, list[Uid]]:
+        consumer = Consumer(stage.name)
+        if stage.kind is Kind.TRAIN:
+            batch = self.batches.get(self.published + 1)
+            if batch is None or not batch.updates[stage.name]:
+                return consumer, []
+            update = batch.updates[stage.name][0]
+            consumer = Consumer(stage.name, update.epoch)
+            return consumer, self.progress.ready(consumer, update.rows)[:most]
+        if stage.scope is Scope.BATCH:
+            portions = (self.progress.ready(consumer, batch.uids) for batch in self.batches.values())
+            return consumer, next((rows for rows in portions if rows), [])
+        return consumer, self._first_portion(stage, self.progress.ready(consumer), most)
+
+    def _first_portion(self, stage: Stage, ready: list[Uid], most: int) -> list[Uid]:
+        """Rows of the earliest batch that has any; whole groups where the scope asks for them, and at least one."""
+        # Inference with a trained role's weights belongs to the version that the batch is trained on.
+        if stage.kind is Kind.INFER and stage.role in self.flow.trained_roles:
+            ready = [uid for uid in ready if self.iteration_of[uid[1]] == self.published + 1]
+        first = min((self.iteration_of[uid[1]] for uid in ready), default=0)
+        rows = [uid for uid in ready if self.iteration_of[uid[1]] == first]
+        if stage.scope is not Scope.GROUP or len(rows) <= most:
+            return rows[:most]
+        groups = list(dict.fromkeys(uid[1] for uid in rows))
+        whole = max(1, most // self.sizes.samples_per_prompt)
+        return [uid for uid in rows if uid[1] in groups[:whole]]
+
+    def _give_back(self, leases: Iterable[Lease]) -> None:
+        for lease in leases:
+            self.progress.give_back(lease.consumer, [row for row in lease.rows if row in self.progress.position])
+
+    def _forget(self, groups: Iterable[int]) -> None:
+        uids = [uid for group in groups for uid in self.rows_of.pop(group)]
+        lost = self.leases.forget(uids)
+        self.progress.forget(uids)
+        self._give_back(lost)
+        for uid in uids:
+            self.versions.pop(uid, None)
+            self.iteration_of.pop(uid[1], None)

@@ -1,0 +1,217 @@
+"""In virtual time, under any durations, failures and sizes: no row is lost, doubled, stale or stuck, and times come out as they must."""
+
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from braidrl.algorithms.random import uniform
+from braidrl.flow import Flow, Kind, Scope, Stage, actor, critic, reference, reward
+from braidrl.flow.flow import is_optimized
+from braidrl.flow.readiness import Consumer, Uid
+from braidrl.flow.sizes import Sizes
+from braidrl.flow.stage import Signature
+from braidrl.placement.simulate_streaming import Deadlock
+from braidrl.placement.simulator import Runtime, simulate
+from braidrl.placement.workload import Fate, Simulation, Workload, long_tailed
+
+
+def compute(
+    name: str, reads: tuple[str, ...], writes: tuple[str, ...], scope: Scope = Scope.ROW, kind: Kind = Kind.COMPUTE
+) -> Stage:
+    return Stage(name, name, None, Signature(kind, reads, writes, scope=scope))
+
+
+def train(role: str, reads: tuple[str, ...]) -> Stage:
+    return Stage(f"{role}.update", "update", role, Signature(Kind.TRAIN, reads))
+
+
+NORMALIZED = compute("normalized", ("reward",), ("advantage",), Scope.GROUP)
+GRPO = Flow("grpo", [actor.generate(), reward.verify(), NORMALIZED, train("actor", ("advantage",))])
+DAPO = Flow(
+    "dapo",
+    [
+        actor.generate(), reward.verify(), compute("informative", ("correct",), (), Scope.GROUP, Kind.SELECT),
+        NORMALIZED, actor.log_probs(), train("actor", ("advantage", "old_log_probs")),
+        reference.update(source="actor", decay=0.9),
+    ],
+)  # fmt: skip
+PPO = Flow(
+    "ppo",
+    [
+        actor.generate(), reward.score(), reference.log_probs(), critic.values(), actor.log_probs(),
+        compute("gae", ("values", "reward", "ref_log_probs"), ("raw", "returns")),
+        compute("whiten", ("raw",), ("advantages",), Scope.BATCH),
+        train("critic", ("values", "returns")), train("actor", ("advantages", "old_log_probs")),
+    ],
+)  # fmt: skip
+RUNTIMES: list[Runtime] = ["eager", "hybrid", "distributed", "streaming"]
+
+
+def random_seconds(seed: int) -> object:
+    return lambda stage, uid: float(uniform(seed, stage, *uid)) ** 4 * 3
+
+
+def random_fate(seed: int, share: float) -> object:
+    def fate(lease: int) -> Fate:
+        number = float(uniform(seed, "fate", lease))
+        return "dies" if number < share / 2 else "late" if number < share else "done"
+
+    return fate
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    flow = draw(st.sampled_from([GRPO, DAPO, PPO]))
+    seed = draw(st.integers(0, 10_000))
+    prompts, samples = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    rows = prompts * samples
+    staleness = draw(st.integers(0, 2))
+    sizes = Sizes(
+        iterations=draw(st.integers(1, 6)),
+        prompts_per_step=prompts,
+        samples_per_prompt=samples,
+        rows_per_update=draw(st.sampled_from([n for n in range(1, rows + 1) if rows % n == 0])),
+        epochs=draw(st.integers(1, 2)),
+        max_staleness=staleness,
+        surplus=draw(st.sampled_from(["drop", "keep"])) if staleness else "drop",
+        seed=seed,
+    )
+    keep, failing = draw(st.sampled_from([0.3, 0.8])), draw(st.sampled_from([0.0, 0.3]))
+    return Workload(
+        flow,
+        sizes,
+        random_seconds(seed),  # type: ignore[arg-type]
+        workers={stage.name: draw(st.integers(1, 3)) for stage in flow.stages},
+        pools={stage.name: draw(st.sampled_from("abc")) for stage in flow.stages},
+        ranks=draw(st.integers(1, 4)),
+        dispatch_rows=draw(st.integers(1, 5)),
+        loading=draw(st.sampled_from(["rolling", "delayed"])),
+        verdict=lambda group: None if float(uniform(seed, "keep", group)) < keep else "all_wrong",
+        fate=random_fate(seed, failing),  # type: ignore[arg-type]
+        lease_seconds=50.0,
+    )
+
+
+def account(work: Workload, result: Simulation) -> None:
+    """Asserts that each row was trained once by each train stage and epoch, or dropped for a reason, or is still in work."""
+    trained = [uid for groups in result.batches[: work.sizes.iterations] for uid in work.uids(groups)]
+    consumers = [Consumer(s.name, e) for s in work.flow.stages if is_optimized(s) for e in range(work.sizes.epochs)]
+    assert result.trained == Counter((consumer, uid) for consumer in consumers for uid in trained)
+    ended = Counter([*trained, *work.uids(result.released)])
+    assert set(ended.values()) == {1} and set(ended) <= result.admitted
+    assert sum(result.dropped.values()) == len(result.released)
+    assert len(result.ends) == work.sizes.iterations and result.ends == sorted(result.ends)
+    assert 0 <= result.staleness <= work.sizes.max_staleness
+    for groups in result.batches:
+        assert len(groups) == work.sizes.prompts_per_step
+        assert not work.flow.sampling_segment or all(work.verdict(group) is None for group in groups)
+
+
+@settings(max_examples=80)
+@given(workloads())
+def test_streaming_loses_doubles_and_blocks_nothing_whatever_fails(work: Workload) -> None:
+    account(work, simulate("streaming", work))
+
+
+@given(workloads(), st.sampled_from(RUNTIMES[:3]))
+def test_the_other_runtimes_train_every_row_once(work: Workload, runtime: Runtime) -> None:
+    account(work, simulate(runtime, work))
+
+
+@given(workloads())
+def test_on_policy_all_runtimes_train_the_same_groups_in_the_same_iterations(work: Workload) -> None:
+    if work.sizes.max_staleness == 0:
+        results = [simulate(runtime, work) for runtime in RUNTIMES]
+        for result in results[1:]:
+            assert (result.batches, result.dropped) == (results[0].batches, results[0].dropped)
+            assert result.staleness == 0
+
+
+def inference_heavy(pools: dict[str, str]) -> Workload:
+    seconds = {"reward.score": 2.0, "reference.log_probs": 3.0, "critic.values": 1.0, "actor.generate": 4.0}
+    flow = Flow(
+        "three",
+        [
+            actor.generate(), reward.score(), reference.log_probs(), critic.values(),
+            compute("join", ("values", "reward", "ref_log_probs"), ("advantages",)), train("actor", ("advantages",)),
+        ],
+    )  # fmt: skip
+    return Workload(flow, Sizes(5, 4, 2, 8), lambda stage, uid: seconds.get(stage, 0.0) / 8, pools=pools)
+
+
+def test_three_inference_roles_take_the_longest_in_three_pools_and_the_sum_in_one() -> None:
+    one = dict.fromkeys(
+        ["actor.generate", "reward.score", "reference.log_probs", "critic.values", "actor.update"], "one"
+    )
+    assert simulate("hybrid", inference_heavy({})).seconds_per_iteration() == pytest.approx(4 + 3)
+    assert simulate("hybrid", inference_heavy(one)).seconds_per_iteration() == pytest.approx(4 + 2 + 3 + 1)
+    two = {"reward.score": "a", "critic.values": "a"}
+    assert simulate("hybrid", inference_heavy(two)).seconds_per_iteration() == pytest.approx(4 + 3)
+    assert simulate("eager", inference_heavy({})).seconds_per_iteration() == pytest.approx(10)
+
+
+def test_ranks_divide_the_work_and_meet_where_they_must() -> None:
+    work = inference_heavy({})
+    assert simulate("distributed", work).seconds_per_iteration() == pytest.approx(10)
+    quicker = Workload(work.flow, work.sizes, work.seconds, ranks=4)
+    assert simulate("distributed", quicker).seconds_per_iteration() == pytest.approx(2.5)
+
+
+def long_tailed_streaming(staleness: int, loading: str = "rolling") -> Workload:
+    """8 generating and 4 training workers, training as long as generation on average, longest row ten times the median."""
+    rows, samples = 16, 4
+    lengths = long_tailed(seed=3, median=1.0, longest=10.0, among=rows)
+    mean = sum(lengths((0, group, sample)) for group in range(400) for sample in range(samples)) / 1600
+
+    def seconds(stage: str, uid: Uid) -> float:
+        # 8 workers generate at rows' own lengths, 4 train: half the seconds per row make both take as long.
+        return {"actor.generate": lengths(uid), "actor.update": mean / 2}.get(stage, 0.0)
+
+    return Workload(
+        GRPO,
+        Sizes(60, rows // samples, samples, rows, max_staleness=staleness),
+        seconds,
+        workers={"actor.generate": 8, "actor.update": 4},
+        loading=loading,  # type: ignore[arg-type]
+    )
+
+
+def test_one_version_of_staleness_is_half_again_as_fast_where_answers_have_a_long_tail() -> None:
+    on_policy, ahead = simulate("streaming", long_tailed_streaming(0)), simulate("streaming", long_tailed_streaming(1))
+    assert on_policy.seconds_per_iteration() > 1.5 * ahead.seconds_per_iteration()
+    assert (on_policy.staleness, ahead.staleness) == (0, 1)
+    # And this is why: who generates no longer waits for the longest answer.
+    engines = [f"actor.generate/{number}" for number in range(8)]
+    shares = [sum(result.busy()[name] for name in engines) / 8 for result in (on_policy, ahead)]
+    assert shares[1] > 1.5 * shares[0]
+
+
+def test_delayed_loading_gains_less_than_rolling_because_engines_wait_for_each_other() -> None:
+    times = [
+        simulate("streaming", long_tailed_streaming(staleness, loading)).seconds_per_iteration()
+        for staleness, loading in ((1, "rolling"), (1, "delayed"), (0, "rolling"))
+    ]
+    assert times == sorted(times) and times[0] < times[1] < times[2]
+
+
+def test_a_thousand_iterations_take_seconds() -> None:
+    work = Workload(GRPO, Sizes(1000, 4, 2, 8, max_staleness=1), lambda stage, uid: 1.0, workers={"actor.generate": 4})
+    began = time.process_time()
+    account(work, simulate("streaming", work))
+    assert time.process_time() - began < 10
+
+
+def test_a_flow_that_cannot_go_on_is_called_a_deadlock() -> None:
+    work = Workload(GRPO, Sizes(2, 2, 2, 4), lambda stage, uid: 1.0, workers={"reward.verify": 0})
+    with pytest.raises(Deadlock, match="4 rows wait for ever behind version 0"):
+        simulate("streaming", work)
+
+
+def test_long_tails_have_the_asked_median_and_longest() -> None:
+    lengths = long_tailed(seed=0, median=2.0, longest=20.0, among=64)
+    drawn = sorted(lengths((0, group, 0)) for group in range(2000))
+    assert drawn[1000] == pytest.approx(2.0, rel=0.1) and drawn[-1] == pytest.approx(20.0)
+    assert sum(length == drawn[-1] for length in drawn) == pytest.approx(2000 / 64, rel=0.5)
