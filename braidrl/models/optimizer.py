@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from braidrl.config import TrainerConfig
+from braidrl.models.data_parallel import DataParallel
 
 
 def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:
@@ -31,7 +32,14 @@ def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:
 class MasterOptimizer:
     """Holds the optimizer of one model; where the model is float32 or float64 its weights are the masters themselves."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], config: TrainerConfig, peak: float) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        config: TrainerConfig,
+        peak: float,
+        ranks: DataParallel | None = None,
+    ) -> None:
+        self.ranks = ranks or DataParallel()
         self.parameters = [p for p in parameters if p.requires_grad]
         self.config, self.peak = config, peak
         self.masters = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in self.parameters]
@@ -61,15 +69,16 @@ class MasterOptimizer:
     def step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
         """One update with every sum over its global count; returns the gradient norm before clipping.
 
-        A denominator of zero leaves its sum out; with nothing left, nothing is done and None returned.
+        All ranks pass the same denominators. One of zero leaves its sum out; with nothing left, nothing is done and None returned.
         Raises RuntimeError for a gradient that is not finite.
         """
-        counted = {name: sums for name, sums in self.sums.items() if denominators[name] > 0}
+        counted = {name: count for name, count in sorted(denominators.items()) if count > 0}
+        sums = {name: self._summed(name) for name in counted}
         self.sums = {}
         if not counted:
             return None
         for i, master in enumerate(self.masters):
-            parts = [part.div_(denominators[name]) for name, sums in counted.items() if (part := sums[i]) is not None]
+            parts = [part.div_(counted[name]) for name, all_parts in sums.items() if (part := all_parts[i]) is not None]
             master.grad = sum(parts[1:], parts[0]) if parts else None
         norm = self._clip()
         for group in self.optimizer.param_groups:
@@ -79,6 +88,15 @@ class MasterOptimizer:
         self.steps += 1
         self._publish()
         return norm
+
+    def _summed(self, name: str) -> list[Tensor | None]:
+        """The gradient sums of all ranks; a rank that had no rows contributes zeros."""
+        sums = self.sums.get(name, [None] * len(self.parameters))
+        if self.ranks.size == 1:
+            return sums
+        filled = [torch.zeros_like(m) if part is None else part for part, m in zip(sums, self.masters, strict=True)]
+        self.ranks.sum_(filled)
+        return list(filled)
 
     def _clip(self) -> float:
         gradients = [master.grad for master in self.masters if master.grad is not None]

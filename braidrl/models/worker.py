@@ -16,6 +16,7 @@ from braidrl.config import Config
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.models.attention import PackedSequences
+from braidrl.models.data_parallel import DataParallel
 from braidrl.models.loading import load_decoder
 from braidrl.models.log_probs import linear_log_probs
 from braidrl.models.objective import Objective, trained
@@ -38,7 +39,7 @@ def choose_device(name: str) -> torch.device:
 class DecoderWorker:
     """A causal decoder as actor or reference. With `train` it holds an optimizer, without it is frozen."""
 
-    def __init__(self, role: str, config: Config, train: bool) -> None:
+    def __init__(self, role: str, config: Config, train: bool, ranks: DataParallel | None = None) -> None:
         own = config.roles.get(role)
         self.role, self.config = role, config
         self.device = choose_device(config.device)
@@ -51,7 +52,7 @@ class DecoderWorker:
         self.optimizer: MasterOptimizer | None = None
         if train:
             peak = own.learning_rate if own and own.learning_rate is not None else config.trainer.learning_rate
-            self.optimizer = MasterOptimizer(list(self.model.parameters()), config.trainer, peak)
+            self.optimizer = MasterOptimizer(list(self.model.parameters()), config.trainer, peak, ranks)
             if config.trainer.activation_checkpointing:
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
 

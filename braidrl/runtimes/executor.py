@@ -20,6 +20,7 @@ from braidrl.data.rows import Column, Rows
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.stages import compute_entry
 from braidrl.models.checkpoint import load_worker, save_worker
+from braidrl.models.data_parallel import DataParallel
 from braidrl.models.objective import Objective
 from braidrl.models.worker import DTYPES, DecoderWorker
 from braidrl.observe.metrics import Sums
@@ -45,11 +46,12 @@ class StageExecutor:
         rewards: RuleRewards | None,
         progress: Progress,
         generating: Collection[str] = (),
+        ranks: DataParallel | None = None,
     ) -> None:
-        """`generating` are the roles that need an engine."""
+        """`generating` are the roles that need an engine; `ranks` the other processes that hold the same roles."""
         self.config, self.flow, self.tokenizer = config, flow, tokenizer
         self.rewards, self.progress = rewards, progress
-        self.workers = {role: DecoderWorker(role, config, role in flow.trained_roles) for role in roles}
+        self.workers = {role: DecoderWorker(role, config, role in flow.trained_roles, ranks) for role in roles}
         self.engines = {role: self._engine(role) for role in roles if role in generating}
         self.objectives = {
             s.name: Objective.of(str(s.role), s.params)
@@ -142,7 +144,8 @@ class StageExecutor:
     def step(self, stage: Stage, denominators: Mapping[str, float], iteration: int) -> float | None:
         """One optimizer step by the global denominators; the gradient norm, or None when there was nothing to learn."""
         assert stage.role
-        return self.workers[stage.role].step(denominators, iteration)
+        needed = self.objectives[stage.name].denominator
+        return self.workers[stage.role].step({needed: denominators[needed]}, iteration)
 
     def publish(self, version: int) -> None:
         """The engines generate with the trained weights from now on."""

@@ -7,7 +7,7 @@ import torch
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import FinishReason, Rows
-from braidrl.flow.stages import GENERATED
+from braidrl.flow.signatures import GENERATED
 from braidrl.rollout.requests import Finished
 from braidrl.rollout.trajectories import to_rows
 
