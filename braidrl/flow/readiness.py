@@ -114,6 +114,12 @@ class Progress:
             raise ValueError(f"{consumer} takes a row of {list(uids)[:4]}... that is not ready for it")
         self.consumed[consumer][positions] = True
 
+    def skip(self, stage: str, uids: Sequence[Uid]) -> None:
+        """Notes that a stage leaves these rows out (`when`): nobody waits for it, and it takes none of them."""
+        positions = self._positions(uids)
+        self.written[stage][positions] = True
+        self.consumed[Consumer(stage)][positions] = True
+
     def give_back(self, consumer: Consumer, uids: Sequence[Uid]) -> None:
         """Notes that a consumer lost these rows before it was done; they are ready again."""
         self.consumed[consumer][self._positions(uids)] = False

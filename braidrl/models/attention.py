@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -89,8 +90,6 @@ class PackedSequences:
         return attend(_packed(query), _packed(key), _packed(value), scaling, window)[None]
 
     def _variable_length(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
         longest = max(self.lengths)
         back = -1 if window is None else window - 1
         output = varlen_attn(

@@ -51,8 +51,7 @@ class Iterations(ABC):
                 uids = self.work.uids(groups)
                 self.result.admitted.update(uids)
                 versions.update(dict.fromkeys(groups, trained_on(self.iteration)))
-                for stage in segment:
-                    self.run(stage, uids)
+                self._run_all(segment, uids)
                 reasons = {group: self.work.verdict(group) if segment else None for group in groups}
                 sampling.decide({group: Verdict(reason, versions[group]) for group, reason in reasons.items()})
             outcome = sampling.finish()
@@ -62,10 +61,14 @@ class Iterations(ABC):
                 self.iteration, [versions[uid[1]] for uid in uids], self.work.sizes.max_staleness, uids
             )
             self.result.staleness = max(self.result.staleness, stale)
-            for stage in flow.stages[len(segment) :]:
-                self.run(stage, uids)
+            self._run_all(flow.stages[len(segment) :], uids)
             self.result.ends.append(self.now())
         return self.result
+
+    def _run_all(self, stages: Sequence[Stage], uids: Sequence[Uid]) -> None:
+        for stage in stages:
+            if stage.when.includes(self.iteration):
+                self.run(stage, uids)
 
     def parts(self, stage: Stage, uids: Sequence[Uid]) -> list[list[Uid]]:
         """The portions that a stage works on one after the other: a train stage's updates, and all rows elsewhere."""
@@ -119,7 +122,7 @@ class Hybrid(Iterations):
         start = max(
             self.free.get(pool, 0.0),
             self.decided,
-            *(self.done[name] for name in inputs if name != ADMISSION),
+            *(self.done.get(name, 0.0) for name in inputs if name != ADMISSION),
             *(self.weights.get(role, 0.0) for role in touched_weights(stage)),
             *(self.used.get(role, 0.0) for role in written_weights(stage)),
         )

@@ -81,7 +81,7 @@ class Simulation:
         self.released += outcome.released
 
     def seconds_per_iteration(self, skip: int = 2) -> float:
-        """Mean over the iterations after the first few, in which a pipeline fills."""
+        """Mean over the iterations after the first `skip`, in which a pipeline fills; there must be more than those."""
         return (self.ends[-1] - self.ends[skip - 1]) / (len(self.ends) - skip)
 
     def busy(self) -> dict[str, float]:

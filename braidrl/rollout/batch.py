@@ -86,9 +86,7 @@ class SlotBatch:
         slots = set(ended.nonzero().flatten().tolist())
         if self._watched:
             ids = tokens.tolist()
-            for slot, row in self._watched.items():
-                row.said_stop = row.stop_texts is not None and row.stop_texts.says_stop(ids[slot])
-                slots |= {slot} if row.said_stop else set()
+            slots.update(slot for slot, row in self._watched.items() if row.hears_stop(ids[slot]))
         return sorted(slots)
 
     def take(self, slots: Sequence[int], aborted: bool = False) -> list[Finished]:

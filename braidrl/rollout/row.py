@@ -25,9 +25,13 @@ class Row:
     """The engine's step in which it got its slot."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(first token, version of the weights) of each stretch of tokens."""
-
     said_stop: bool = False
     """True once the text holds one of the stop texts."""
+
+    def hears_stop(self, token: int) -> bool:
+        """True when the text is complete to a stop text with this token, the next one drawn."""
+        self.said_stop = self.stop_texts is not None and self.stop_texts.says_stop(token)
+        return self.said_stop
 
     def length(self, step: int) -> int:
         """Tokens that the row's slot holds in this step, the one being fed included."""
@@ -45,4 +49,4 @@ class Row:
         """The version that drew each of the tokens, (T,) int64."""
         starts = [start for start, _ in self.versions] + [tokens]
         lengths = torch.tensor(starts).diff()
-        return torch.tensor([version for _, version in self.versions]).repeat_interleave(lengths)
+        return torch.tensor([version for _, version in self.versions], dtype=torch.int64).repeat_interleave(lengths)

@@ -23,7 +23,7 @@ from braidrl.transfer.leases import Lease, Leases
 
 @dataclass
 class Batch:
-    """A batch whose groups are known, and for each train stage the updates that are left."""
+    """A batch whose groups are known, and for each train stage that runs in its iteration the updates that are left."""
 
     iteration: int
     uids: list[Uid]
@@ -71,6 +71,7 @@ class StreamSchedule:
         for uid in uids:
             self.rows_of.setdefault(uid[1], []).append(uid)
         self.iteration_of.update(dict.fromkeys(groups, self.opened))
+        self._skip(self.flow.sampling_segment, uids)
         self.sampling.admit(groups)
         if not self.selects:
             self.sampling.decide({group: Verdict() for group in groups})
@@ -85,9 +86,11 @@ class StreamSchedule:
         self._forget(outcome.released)
         self.iteration_of.update(dict.fromkeys(outcome.groups, self.opened))
         batch = Batch(self.opened, [uid for group in outcome.groups for uid in self.rows_of[group]])
-        for name in self.trained:
-            optimized = is_optimized(self.flow[name])
-            batch.updates[name] = self.sizes.updates(batch.iteration, batch.uids) if optimized else []
+        for stage in self.flow.stages:
+            if stage.kind is Kind.TRAIN and stage.when.includes(batch.iteration):
+                updates = self.sizes.updates(batch.iteration, batch.uids) if is_optimized(stage) else []
+                batch.updates[stage.name] = updates
+        self._skip(self.flow.stages[len(self.flow.sampling_segment) :], batch.uids)
         self.batches[self.opened] = batch
         return outcome
 
@@ -149,7 +152,7 @@ class StreamSchedule:
         batch = self.batches.get(self.published + 1)
         if batch is None:
             return []
-        return [name for name in self.trained if self.trained[name] < batch.iteration and self._is_due(name, batch)]
+        return [name for name in batch.updates if not self._is_through(name, batch) and self._is_due(name, batch)]
 
     def stepped(self, stage: str) -> None:
         """The step is made; after its last update a stage is through with the batch."""
@@ -162,10 +165,9 @@ class StreamSchedule:
     def due_publication(self) -> int | None:
         """The version to publish now: every train stage is through with its batch, and no stage has its rows still to do."""
         batch = self.batches.get(self.published + 1)
-        if batch is None or any(done < batch.iteration for done in self.trained.values()):
+        if batch is None:
             return None
-        others = [stage.name for stage in self.flow.stages if stage.kind is not Kind.TRAIN]
-        return batch.iteration if all(self.progress.is_written(name, batch.uids) for name in others) else None
+        return batch.iteration if all(self._is_through(stage.name, batch) for stage in self.flow.stages) else None
 
     def publish(self) -> Batch:
         """The due version is published; its batch is over and its rows are forgotten."""
@@ -175,18 +177,22 @@ class StreamSchedule:
         return batch
 
     def _is_due(self, name: str, batch: Batch) -> bool:
-        for before in self.weights_wait[name]:
-            through = self.trained.get(before, 0) >= batch.iteration
-            if not through and (before in self.trained or not self.progress.is_written(before, batch.uids)):
-                return False
+        if not all(self._is_through(before, batch) for before in self.weights_wait[name]):
+            return False
         left = batch.updates[name]
         return not left or self.leases.is_done(Consumer(name, left[0].epoch), left[0].rows)
+
+    def _is_through(self, name: str, batch: Batch) -> bool:
+        """True if a stage has done, or leaves out, all rows of a batch."""
+        if name in self.trained:
+            return self.trained[name] >= batch.iteration or name not in batch.updates
+        return self.progress.is_written(name, batch.uids)
 
     def _rows_for(self, stage: Stage, most: int) -> tuple[Consumer, list[Uid]]:
         consumer = Consumer(stage.name)
         if stage.kind is Kind.TRAIN:
             batch = self.batches.get(self.published + 1)
-            if batch is None or not batch.updates[stage.name]:
+            if batch is None or not batch.updates.get(stage.name):
                 return consumer, []
             update = batch.updates[stage.name][0]
             consumer = Consumer(stage.name, update.epoch)
@@ -208,6 +214,12 @@ class StreamSchedule:
         groups = list(dict.fromkeys(uid[1] for uid in rows))
         whole = max(1, most // self.sizes.samples_per_prompt)
         return [uid for uid in rows if uid[1] in groups[:whole]]
+
+    def _skip(self, stages: Iterable[Stage], uids: Sequence[Uid]) -> None:
+        """Stages that `when` leaves out of the open iteration leave out these rows."""
+        for stage in stages:
+            if stage.kind is not Kind.TRAIN and not stage.when.includes(self.opened):
+                self.progress.skip(stage.name, uids)
 
     def _give_back(self, leases: Iterable[Lease]) -> None:
         for lease in leases:

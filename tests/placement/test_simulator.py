@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from braidrl.flow import Flow, Kind, Scope, Stage, actor, critic, reference, rew
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.readiness import Consumer, Uid
 from braidrl.flow.sizes import Sizes
-from braidrl.flow.stage import Signature
+from braidrl.flow.stage import Signature, When
 from braidrl.placement.simulate_streaming import Deadlock
 from braidrl.placement.simulator import Runtime, simulate
 from braidrl.placement.workload import Fate, Simulation, Workload, long_tailed
@@ -47,6 +48,14 @@ PPO = Flow(
         train("critic", ("values", "returns")), train("actor", ("advantages", "old_log_probs")),
     ],
 )  # fmt: skip
+# The critic trains alone at first, the reference follows every other iteration, and a check runs from the third on.
+WARM_UP = Flow(
+    "warm-up",
+    [
+        *PPO.stages[:-1], replace(PPO.stages[-1], when=When(start=2)),
+        reference.update(source="actor", when=When(every=2)), replace(compute("check", ("advantages",), ("checked",)), when=When(start=3)),
+    ],
+)  # fmt: skip
 RUNTIMES: list[Runtime] = ["eager", "hybrid", "distributed", "streaming"]
 
 
@@ -64,7 +73,7 @@ def random_fate(seed: int, share: float) -> object:
 
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
-    flow = draw(st.sampled_from([GRPO, DAPO, PPO]))
+    flow = draw(st.sampled_from([GRPO, DAPO, PPO, WARM_UP]))
     seed = draw(st.integers(0, 10_000))
     prompts, samples = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     rows = prompts * samples
@@ -98,8 +107,15 @@ def workloads(draw: st.DrawFn) -> Workload:
 def account(work: Workload, result: Simulation) -> None:
     """Asserts that each row was trained once by each train stage and epoch, or dropped for a reason, or is still in work."""
     trained = [uid for groups in result.batches[: work.sizes.iterations] for uid in work.uids(groups)]
-    consumers = [Consumer(s.name, e) for s in work.flow.stages if is_optimized(s) for e in range(work.sizes.epochs)]
-    assert result.trained == Counter((consumer, uid) for consumer in consumers for uid in trained)
+    expected = Counter(
+        (Consumer(stage.name, epoch), uid)
+        for iteration, groups in enumerate(result.batches[: work.sizes.iterations], 1)
+        for stage in work.flow.stages
+        if is_optimized(stage) and stage.when.includes(iteration)
+        for epoch in range(work.sizes.epochs)
+        for uid in work.uids(groups)
+    )
+    assert result.trained == expected
     ended = Counter([*trained, *work.uids(result.released)])
     assert set(ended.values()) == {1} and set(ended) <= result.admitted
     assert sum(result.dropped.values()) == len(result.released)

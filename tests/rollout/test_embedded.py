@@ -11,6 +11,7 @@ from torch import Tensor
 from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError
 from braidrl.rollout.embedded import EmbeddedEngine
+from braidrl.rollout.prompts import PREFILL_TOKENS
 from braidrl.rollout.requests import Finished, Request, Sampling
 from tests.rollout.tiny import CONFIGS, END, make_model, make_requests, make_tokenizer, training_log_probs
 
@@ -116,6 +117,17 @@ def test_a_prompt_is_computed_once_for_all_rows_that_share_it() -> None:
     assert engine.rows_done == 60
 
 
+def test_more_prompt_tokens_than_one_forward_takes_give_the_same_tokens() -> None:
+    requests = make_requests(3, 1, Sampling(max_tokens=4, ends=False), shortest=PREFILL_TOKENS // 3, apart=200)
+    model, tokenizer = make_model(), make_tokenizer()
+    calls: list[int] = []
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].shape[1]))
+    together = EmbeddedEngine(model, tokenizer, 16, 4096).generate(requests)
+    assert [call for call in calls if call > 1] == [5664, 3136], "two prompts, then the third, in multiples of 16"
+    (alone,) = EmbeddedEngine(model, tokenizer, 16, 4096).generate(requests[2:])
+    assert same(alone, together[2])
+
+
 def test_a_finished_rows_slot_is_filled_in_the_next_step() -> None:
     engine = make_engine(slots=16)
     for number, request in enumerate(make_requests(1, 40, SAMPLED, shortest=3)):
@@ -206,6 +218,7 @@ def test_abort_gives_what_there_is_and_frees_the_slot() -> None:
     running, waiting = engine.abort((0, 0, 5)), engine.abort((0, 0, 17))
     assert (len(running.tokens), running.finish_reason) == (2, FinishReason.ABORT)
     assert (len(waiting.tokens), waiting.finish_reason) == (0, FinishReason.ABORT)
+    assert waiting.versions.dtype == waiting.tokens.dtype == torch.int64
     assert (engine.in_flight, engine.waiting) == (15, 1)
     engine.step()
     assert (engine.in_flight, engine.waiting) == (16, 0)
