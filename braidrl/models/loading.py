@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from braidrl.errors import UserError
 from braidrl.models.attention import ATTENTION
+from braidrl.models.linear import use_fast_products
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -43,6 +44,7 @@ def load_decoder(
         raise UserError(f"model: {folder} cannot be loaded: {_first_line(error)}") from error
     if loaded["missing_keys"]:
         raise UserError(f"model: the weights in {folder} lack {_some(loaded['missing_keys'])}; copy the whole model")
+    use_fast_products(model)
     return model.to(device)
 
 

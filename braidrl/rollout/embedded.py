@@ -17,6 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from braidrl.errors import UserError
 from braidrl.rollout.batch import SlotBatch
+from braidrl.rollout.native.building import compiler
+from braidrl.rollout.native.decoder import NativeDecoder, unsupported
 from braidrl.rollout.prompts import ROW_MULTIPLE
 from braidrl.rollout.requests import Finished, Request, Uid
 from braidrl.rollout.row import Row
@@ -30,7 +32,7 @@ class EmbeddedEngine:
 
     `slots` rows are decoded at once, rounded up to a multiple of 16. `max_sequence_tokens` limits prompt and response together.
     With another `dtype` than the model's the engine has a copy of the weights, refreshed by `publish`. `shrink` lets steps get
-    smaller when few rows are left; by default on the CPU, where it does not change a bit.
+    smaller when few rows are left; by default on the CPU, where it does not change a bit. `compile` is `rollout.compile`.
     """
 
     def __init__(
@@ -42,13 +44,16 @@ class EmbeddedEngine:
         seed: int = 0,
         dtype: torch.dtype | None = None,
         shrink: bool | None = None,
+        compile: bool | None = None,
     ) -> None:
         self._weights = EngineWeights(model, dtype)
         self._tokenizer = tokenizer
         self._max_sequence_tokens = max_sequence_tokens
         self._end_ids = end_of_sequence_ids(model, tokenizer)
         shrink = model.device.type == "cpu" if shrink is None else shrink
-        self._batch = SlotBatch(self._weights.model, round_up(slots, ROW_MULTIPLE), seed, shrink)
+        native = native_decoder(self._weights.model, compile)
+        self.compile_seconds = native.kernels.seconds if native else 0.0
+        self._batch = SlotBatch(self._weights.model, round_up(slots, ROW_MULTIPLE), seed, shrink, native)
         self._waiting: deque[Row] = deque()
         self._under_way: set[Uid] = set()
         self.version = 0
@@ -171,6 +176,16 @@ class EmbeddedEngine:
         finally:
             if training:
                 model.train()
+
+
+def native_decoder(model: PreTrainedModel, compile: bool | None) -> NativeDecoder | None:
+    """Compiled decoding, where it is asked for; with None where it can be had. Raises UserError where it is asked for in vain."""
+    reason = unsupported(model)
+    if compile and reason:
+        raise UserError(f"rollout.compile: {reason}; write rollout.compile=false")
+    if compile is False or reason or (compile is None and compiler() is None):
+        return None
+    return NativeDecoder(model)
 
 
 def end_of_sequence_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

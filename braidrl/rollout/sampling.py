@@ -26,6 +26,11 @@ class Choice:
     top_k: Tensor | None = None
     top_p: Tensor | None = None
 
+    @property
+    def whole(self) -> bool:
+        """True where every row may draw any token."""
+        return self.top_k is None and self.top_p is None
+
 
 def sample(logits: Tensor, choice: Choice, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens (B,) int64 and their log-probs (B,) at the rows' temperatures before any cut.

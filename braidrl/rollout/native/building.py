@@ -1,0 +1,80 @@
+"""Compiles `decode.c` for this processor and one model's shape with the system's C compiler; kept, so that it is done once.
+
+decode.c + shape + processor ──hash──▶ kept library? ──no──▶ cc, under a second ──▶ loaded with ctypes
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from braidrl.errors import UserError
+
+SOURCE = Path(__file__).parent / "decode.c"
+# No -ffast-math: it lets denormal numbers become 0 in the whole process.
+FLAGS = (
+    "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC",
+    "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math",
+)  # fmt: skip
+WIDE = "-mprefer-vector-width=512"
+PROCESSOR = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class Library:
+    """Loaded kernels, and the seconds that compiling them took; 0 where they had been kept."""
+
+    functions: ctypes.CDLL
+    seconds: float
+
+
+def compiler() -> str | None:
+    """The system's C compiler, if there is one."""
+    return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+
+
+def build(head_width: int, group: int, bfloat16: bool) -> Library:
+    """The kernels for heads of this width, `group` query heads per key head. Raises UserError where nothing compiles them."""
+    command = compiler()
+    if command is None:
+        raise UserError("rollout.compile needs a C compiler; install gcc or clang, or write rollout.compile=false")
+    flags = [*FLAGS, f"-DHEAD={head_width}", f"-DGROUP={group}"]
+    flags += ["-DBFLOAT16"] * bfloat16 + [WIDE] * (platform.machine() == "x86_64")
+    kept = _folder() / f"decode-{_name(command, flags)}.so"
+    seconds = 0.0
+    if not kept.exists():
+        start = time.perf_counter()
+        _compile(command, flags, kept)
+        seconds = time.perf_counter() - start
+    return Library(ctypes.CDLL(str(kept)), seconds)
+
+
+def _compile(command: str, flags: list[str], target: Path) -> None:
+    """Into a file of its own first: several processes may compile at once."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        done = subprocess.run([command, *flags, str(SOURCE), "-o", str(made), "-lm"], capture_output=True, text=True)
+        if done.returncode:
+            reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+            raise UserError(f"rollout.compile: {command} failed ({reason}); write rollout.compile=false")
+        os.replace(made, target)
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "braidrl"
+
+
+def _name(command: str, flags: list[str]) -> str:
+    """Of everything that decides what the compiler makes, the processor included: a home folder may be shared by several."""
+    processor = [line for line in PROCESSOR.read_text().splitlines() if line.startswith(("model name", "flags"))][:2] if PROCESSOR.exists() else []  # fmt: skip
+    parts = [SOURCE.read_text(), command, *flags, platform.platform(), *processor]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

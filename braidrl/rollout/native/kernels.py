@@ -1,0 +1,88 @@
+"""The compiled kernels as functions of tensors, with what C cannot check checked here."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from braidrl.rollout.native.building import build
+
+BLOCK = 128
+POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+ARGUMENTS: dict[str, Sequence[type]] = {
+    "add_norm": [POINTER] * 4 + [LONG] * 2 + [FLOAT, INT],
+    "gated": [POINTER] * 2 + [LONG] * 2 + [INT],
+    "attend": [POINTER] * 3 + [FLOAT] + [POINTER] * 6 + [LONG] * 4 + [FLOAT, INT],
+    "draw": [POINTER] * 6 + [LONG] * 2 + [INT],
+}
+
+
+class Kernels:
+    """Of one head width, one number of query heads per key head and one dtype: float32 or bfloat16."""
+
+    def __init__(self, head_width: int, group: int, dtype: torch.dtype) -> None:
+        """Raises UserError where they cannot be compiled."""
+        library = build(head_width, group, dtype == torch.bfloat16)
+        self.dtype, self.seconds = dtype, library.seconds
+        self._functions = library.functions
+        for name, types in ARGUMENTS.items():
+            function = getattr(self._functions, name)
+            function.argtypes, function.restype = types, ctypes.c_int if name == "attend" else None
+
+    def add_norm(self, residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+        """Adds `update` (B, W) to `residual` (B, W) float32 in place; its RMS norm times `weight` (W,), (B, W)."""
+        out = torch.empty(residual.shape, dtype=self.dtype)
+        self._functions.add_norm(
+            _at(residual, torch.float32), None if update is None else _at(update, self.dtype),
+            _at(weight, self.dtype), _at(out, self.dtype), *residual.shape, epsilon, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    def gated(self, both: Tensor) -> Tensor:
+        """silu(first half) · second half of `both` (B, 2W), (B, W)."""
+        out = torch.empty((len(both), both.shape[1] // 2), dtype=self.dtype)
+        self._functions.gated(_at(both, self.dtype), _at(out, self.dtype), *out.shape, torch.get_num_threads())
+        return out
+
+    def attend(
+        self, projected: Tensor, norms: tuple[Tensor, Tensor] | None, epsilon: float, angles: tuple[Tensor, Tensor],
+        positions: Tensor, keys: Tensor, values: Tensor, window: int | None, scaling: float,
+    ) -> Tensor:  # fmt: skip
+        """Attention of B slots' new tokens, (B, H · D), from their projections (B, (H + 2K) · D).
+
+        The new keys and values are written into `keys` and `values` (slots, K, capacity, D) at `positions` (B,) int64. `norms` are the
+        weights (D,) of queries' and keys' RMS norm, `angles` cosines and sines (B, D) float32. Raises MemoryError.
+        """
+        rows, (_, key_heads, capacity, width) = len(projected), keys.shape
+        out = torch.empty((rows, projected.shape[1] - 2 * key_heads * width), dtype=self.dtype)
+        done = self._functions.attend(
+            _at(projected, self.dtype), *([_at(n, self.dtype) for n in norms] if norms else [None, None]), epsilon,
+            *(_at(angle, torch.float32) for angle in angles), _at(positions, torch.int64),
+            _at(keys, self.dtype), _at(values, self.dtype), _at(out, self.dtype),
+            rows, key_heads, capacity, window or 0, scaling, torch.get_num_threads(),
+        )  # fmt: skip
+        if not done:
+            raise MemoryError("no memory for the scores of a decode step")
+        return out
+
+    def draw(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens (B,) and their log-probs (B,) float32 from logits (B, V); a temperature of 0 takes the likeliest."""
+        rows, vocabulary = logits.shape
+        tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        sums = torch.empty((rows, -(-vocabulary // BLOCK)), dtype=torch.float64)
+        self._functions.draw(
+            _at(logits, self.dtype), _at(temperatures, torch.float64), _at(uniforms, torch.float64),
+            _at(tokens, torch.int64), _at(log_probs, torch.float32), _at(sums, torch.float64),
+            rows, vocabulary, torch.get_num_threads(),
+        )  # fmt: skip
+        return tokens, log_probs
+
+
+def _at(tensor: Tensor, dtype: torch.dtype) -> int:
+    """The address of a tensor's numbers. Raises TypeError for one that the kernels would misread."""
+    if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.is_cuda:
+        raise TypeError(f"a contiguous {dtype} tensor in memory is needed, got {tensor.dtype} {tensor.stride()}")
+    return tensor.data_ptr()
