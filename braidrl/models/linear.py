@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-GRADIENT_ROWS = 1024
+GRADIENT_ROWS = 512
 """Rows whose outer products are summed at once in a weight's gradient: oneDNN is slow where the inner dimension is long."""
 
 

@@ -75,7 +75,7 @@ class NativeDecoder:
         """(B, V) for the tokens (B,) at `positions` (B,) of the first B slots, whose keys and values are written."""
         body: Any = self._model.base_model
         kernels, epsilon = self.kernels, self._epsilon
-        residual = body.embed_tokens(tokens).float()
+        residual = body.embed_tokens(tokens[:, None])[:, 0].float()
         cosine, sine = body.rotary_emb(residual, positions[:, None])
         angles = (cosine[:, 0].contiguous(), sine[:, 0].contiguous())
         update = None
