@@ -125,6 +125,8 @@ class RolloutConfig(Section):
     """Rows that the embedded engine decodes at once."""
     dtype: DType | None = None
     """Of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
+    compile: bool | None = None
+    """Decode with kernels compiled for this processor, under a second once; by default where a C compiler and the model allow it."""
 
 
 class TrainerConfig(Section):

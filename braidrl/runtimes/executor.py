@@ -65,8 +65,9 @@ class StageExecutor:
         longest = self.config.data.max_prompt_tokens + rollout.max_response_tokens
         dtype = DTYPES[rollout.dtype] if rollout.dtype else None
         return EmbeddedEngine(
-            self.workers[role].model, self.tokenizer, rollout.slots, longest, seed=self.config.seed, dtype=dtype
-        )
+            self.workers[role].model, self.tokenizer, rollout.slots, longest, seed=self.config.seed, dtype=dtype,
+            compile=rollout.compile,
+        )  # fmt: skip
 
     def execute(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage] = ()) -> Mapping[str, Column]:
         """The columns that a generate, infer or compute stage writes, in the order of `rows`.
