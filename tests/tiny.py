@@ -12,13 +12,21 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers.utils import logging
 
 from braidrl.config import Config, load_config
+from braidrl.data.loader import PromptLoader
 from braidrl.observe.metrics import read_metrics
+from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.runtimes.eager import EagerCrew
+from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.setup import prepare
 
+logging.disable_progress_bar()
 ROOT = Path(__file__).parent.parent
 ARITHMETIC = ROOT / "examples" / "arithmetic"
 
@@ -134,8 +142,6 @@ def metrics_without_times(run: Path) -> list[dict[str, Any]]:
 
 def weights_of(run: Path, role: str = "actor") -> dict[str, torch.Tensor]:
     """The model in the latest checkpoint."""
-    from safetensors.torch import load_file
-
     latest = (run / "checkpoints" / "latest").read_text().strip()
     return load_file(run / "checkpoints" / latest / role / "model.safetensors")
 
@@ -143,3 +149,13 @@ def weights_of(run: Path, role: str = "actor") -> dict[str, torch.Tensor]:
 def recorded(run: Path, step: int) -> Any:
     """The rows of a training step."""
     return read_rollouts(rollout_path(run, step))
+
+
+def eager_crew(config: Config, rewards: bool = False) -> EagerCrew:
+    """Everything that a run executes stages with, without the run: loader, workers, engines."""
+    prepared = prepare(config)
+    executor = StageExecutor(
+        config, prepared.flow, prepared.flow.roles, prepared.tokenizer, prepared.rewards() if rewards else None,
+        Progress(0), prepared.generating,
+    )  # fmt: skip
+    return EagerCrew(config, prepared.flow, PromptLoader(prepared.sources, config.seed), executor)
