@@ -6,6 +6,7 @@ configuration ──prepare──▶ flow, data, models ──▶ each step: wal
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -51,7 +52,7 @@ class TrainingRun:
         self.interrupts = Interrupts()
         self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
         self.crew = EagerCrew(config, self.flow, self.loader, self._executor())
-        self.walk: Walk[Rows] = Walk(config, self.flow, self.crew, self.loader.epoch_size, self.interrupts.hold)
+        self.walk: Walk[Rows] = Walk(config, self.flow, self.crew, self.loader.epoch_size)
         self.step = self.version = 0
         self.saved_step: int | None = None
         checkpoint = latest_checkpoint(resume) if resume else None
@@ -98,8 +99,13 @@ class TrainingRun:
         step, start = self.step + 1, time.perf_counter()
         self.progress.step(step)
         recorded = self.crew.hold_rows(read_rollouts(rollout_path(self.replay, step))) if self.replay else None
-        result = self.walk.iterate(step, self.version, recorded, train=not self.rollout_only)
-        with self.interrupts.hold():
+        with ExitStack() as held:
+            # Once weights have changed, an interrupt waits until the step is written down.
+            def hold() -> None:
+                held.enter_context(self.interrupts.hold())
+
+            result = self.walk.iterate(step, self.version, recorded, not self.rollout_only, hold)
+            hold()
             seconds = time.perf_counter() - start
             metrics = step_metrics(self.flow, result, step, self.version, seconds)
             self._record(rollout_path(self.folder, step), result)
