@@ -18,7 +18,7 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress
 from braidrl.observe.report import write_report
-from braidrl.observe.rollouts import evaluation_path, read_rollouts, rollout_path, write_rollouts
+from braidrl.observe.rollouts import evaluation_path, read_rollouts, recorded_steps, rollout_path, write_rollouts
 from braidrl.rewards.verify import responses
 from braidrl.runtimes.eager import EagerCrew
 from braidrl.runtimes.evaluation import evaluated_sets
@@ -41,6 +41,8 @@ class TrainingRun:
     ) -> None:
         """Checks everything that can be checked before a model loads. Raises UserError for what could not run."""
         self.config, self.replay, self.rollout_only = config, replay, rollout_only
+        if replay is not None:
+            check_recorded(replay, config.trainer.steps, rollout_only)
         self.prepared = prepare(config)
         self.flow = self.prepared.flow
         self.folder = resume or new_run_folder(config)
@@ -98,7 +100,7 @@ class TrainingRun:
     def _one_step(self) -> None:
         step, start = self.step + 1, time.perf_counter()
         self.progress.step(step)
-        recorded = self.crew.hold_rows(read_rollouts(rollout_path(self.replay, step))) if self.replay else None
+        recorded = self.crew.hold_rows(self._recorded(step)) if self.replay else None
         with ExitStack() as held:
             # Once weights have changed, an interrupt waits until the step is written down.
             def hold() -> None:
@@ -115,6 +117,14 @@ class TrainingRun:
                 metrics |= self._evaluate()
             self.metrics.write(metrics)
         self.progress.print(summary(metrics))
+
+    def _recorded(self, step: int) -> Rows:
+        """What another run had when it recorded this step: without the columns that its later stages added."""
+        assert self.replay is not None
+        rows, stages = read_rollouts(rollout_path(self.replay, step)), self.flow.stages
+        before = {name for stage in stages[: self.walk.recorded_stages] for name in stage.writes}
+        later = {name for stage in stages[self.walk.recorded_stages :] for name in stage.writes}
+        return rows.without(list(later - before))
 
     def _record(self, path: Path, result: IterationResult[Rows]) -> None:
         """Rows as generated, and what later stages added under names that are new; a replay begins from the former."""
@@ -176,6 +186,18 @@ class TrainingRun:
         self.loader.restore(state.loader)
         self.walk.restore(state.sampling, state.surplus)
         self.crew.load(folder, state.version)
+
+
+def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
+    """Raises UserError where a run to be replayed has not recorded every step."""
+    if rollout_only:
+        raise UserError("--replay trains on recorded rows and --rollout-only records rows without training; choose one")
+    missing = sorted(set(range(1, steps + 1)) - set(recorded_steps(replay)))
+    if missing:
+        raise UserError(
+            f"{replay} has no recorded rollouts of step {missing[0]}, and trainer.steps is {steps}; "
+            f"give a run folder that recorded them, or write trainer.steps={missing[0] - 1}"
+        )
 
 
 def train(config: Config, **options: Any) -> Path:
