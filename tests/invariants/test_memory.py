@@ -71,7 +71,7 @@ def test_peak_memory_is_one_copy_of_weights_gradients_and_optimizer_state(
     sizes = {"rollout": {"samples_per_prompt": 2, "max_response_tokens": 4, "slots": 16}}
     sizes["trainer"] = {"prompts_per_step": 2, "rows_per_update": 2, "max_tokens_per_device": 32}
     trees = [
-        settings(tmp_path, model, sums_file, name=name, algorithm={"kl_coef": 0}, reward={"verify": "gsm8k"}, **sizes)
+        settings(tmp_path, model, sums_file, name=name, algorithm={"kl_coef": 0}, **sizes)
         for name, model in (("small-run", tiny_models["qwen3"]), ("big-run", big_model(tmp_path / "big")))
     ]
     # Blocks that are given back at once: glibc would otherwise keep holes, and they would be counted.
