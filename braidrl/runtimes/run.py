@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from safetensors import SafetensorError
+
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.errors import UserError
@@ -159,7 +161,7 @@ class TrainingRun:
             return
         try:
             save_checkpoint(self.folder, state, self.crew, self.config.trainer.keep_checkpoints)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise UserError(
                 f"the checkpoint of step {state.step} could not be written ({error}); the one before it is whole: "
                 f"make room and go on with `braid train --resume {self.folder}`"
