@@ -25,11 +25,11 @@ class Role:
         }  # fmt: skip
         return make_stage("generate", self.name, params, id=id, when=when, after=after)
 
-    def verify(self, *, rewards: Sequence[Any] | None = None, correct_score: float | None = None,
-               wrong_score: float | None = None, of: str | None = None,
+    def verify(self, *, correct_score: float | None = None, wrong_score: float | None = None,
+               weight: float | None = None, of: str | None = None,
                id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
         """Score rows by rules, in a process pool."""
-        params = {"rewards": rewards, "correct_score": correct_score, "wrong_score": wrong_score, "of": of}
+        params = {"correct_score": correct_score, "wrong_score": wrong_score, "weight": weight, "of": of}
         return make_stage("verify", self.name, params, id=id, when=when, after=after)
 
     def score(self, *, weight: float | None = None, of: str | None = None,

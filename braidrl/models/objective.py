@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from braidrl.algorithms import registry
@@ -59,15 +60,25 @@ class Objective:
         """Which global count the sums are divided by: tokens, rows or groups."""
         return denominator[self.aggregate]
 
+    @property
+    def whole_groups(self) -> bool:
+        """True where the loss compares the rows of a group, which then share a micro-batch."""
+        return self.loss.needs.whole_groups
+
     def sums(
         self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Loss sums by denominator (with gradient), and per-token metrics (A,) without.
 
-        `predicted` holds what this forward pass computed: `log_probs` and `entropy`, or `values`.
+        `predicted` holds what this forward pass computed: `log_probs` and `entropy`, `values`, or `scores`, which are one per row.
         """
+        if "scores" in predicted:
+            offsets = torch.arange(len(offsets), device=offsets.device)
         look = Lookup(self, rows, offsets, predicted)
         per_token, metrics = self.loss.function(*look.arguments(self.loss), **self.settings)
+        if self.whole_groups:
+            # What is said of a pair counts once for each row, and not for each of its tokens.
+            metrics = {name: Ragged(value, offsets).row_means() for name, value in metrics.items()}
         metrics = {**self._monitors(look), **metrics}
         if self.correction is not None:
             settings = {name: value for name, value in self.correction.items() if name != "name"}

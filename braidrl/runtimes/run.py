@@ -97,8 +97,7 @@ class TrainingRun:
     def _one_step(self) -> None:
         step, start = self.step + 1, time.perf_counter()
         self.progress.step(step)
-        recorded = self.crew.hold_rows(read_rollouts(rollout_path(self.replay, step))) if self.replay else None
-        result = self.walk.iterate(step, self.version, recorded, train=not self.rollout_only)
+        result = self.walk.iterate(step, self.version, self._recorded(step), train=not self.rollout_only)
         with self.interrupts.hold():
             seconds = time.perf_counter() - start
             metrics = step_metrics(self.flow, result, step, self.version, seconds)
@@ -109,6 +108,15 @@ class TrainingRun:
                 metrics |= self._evaluate()
             self.metrics.write(metrics)
         self.progress.print(summary(metrics))
+
+    def _recorded(self, step: int) -> Rows | None:
+        """The rows of an earlier run's step as they were when they were sampled, without what its later stages added."""
+        if self.replay is None:
+            return None
+        sampled, later = self.flow.stages[: self.walk.recorded_stages], self.flow.stages[self.walk.recorded_stages :]
+        kept = {name for stage in sampled for name in stage.writes}
+        added = {name for stage in later for name in stage.writes} - kept
+        return self.crew.hold_rows(read_rollouts(rollout_path(self.replay, step)).without(sorted(added)))
 
     def _record(self, path: Path, result: IterationResult[Rows]) -> None:
         """Rows as generated, and what later stages added under names that are new; a replay begins from the former."""

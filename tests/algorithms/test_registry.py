@@ -31,7 +31,7 @@ def test_every_algorithm_of_the_table_is_registered_by_its_name(family: str) -> 
 @pytest.mark.parametrize("family", TABLE)
 def test_every_registered_function_says_what_it_computes(family: str) -> None:
     for entry in getattr(registry, family).entries.values():
-        if family != "divergences":
+        if family != "divergences" and entry.function.__module__.startswith("braidrl."):
             assert entry.function.__doc__, entry.name
 
 
