@@ -102,10 +102,13 @@ def update(
     correction: Mapping[str, Any] | None = None,
     source: str | None = None,
     decay: float = 0.0,
+    ptx_coef: float = 0.0,
+    positive_coef: float = 0.0,
 ) -> Signature:
     """One pass over the batch in `rows_per_update` steps, or with `source` a copy of another role's weights.
 
-    `old` says where the log-probs before the update come from: the stage `actor.log_probs`, the engine, or this very pass.
+    `old` says where the log-probs before the update come from: the stage `actor.log_probs`, the engine, or this very pass. `ptx_coef`
+    weighs the likelihood of pre-training text, `positive_coef` that of right answers; both are added to the loss.
     """
     if source is not None:
         if loss is not None:
@@ -116,7 +119,11 @@ def update(
     chosen = {"loss": loss, "aggregate": aggregate, "kl": kl, "correction": correction}
     entries = {name: chosen_entry(role, name, choice) for name, choice in chosen.items() if choice is not None}
     check_together(role, entries)
-    return update_signature(role, list(entries.values()), old)
+    beside = {"ptx_tokens": ptx_coef, "correct": positive_coef}
+    for column, coefficient in beside.items():
+        if coefficient < 0:
+            raise UserError(f"{role}.update: the likelihood's weight must be at least 0, got {coefficient} ({column})")
+    return update_signature(role, list(entries.values()), old, [column for column, weight in beside.items() if weight])
 
 
 def check_together(role: str, entries: Mapping[str, Entry]) -> None:
@@ -129,9 +136,9 @@ def check_together(role: str, entries: Mapping[str, Entry]) -> None:
         raise UserError(f"{role}.update: the loss {entries['loss'].name} corrects itself; remove `correction`")
 
 
-def update_signature(role: str, entries: Sequence[Entry], old: str | None) -> Signature:
-    """What an update by these functions reads."""
-    reads: set[str] = set()
+def update_signature(role: str, entries: Sequence[Entry], old: str | None, beside: Sequence[str]) -> Signature:
+    """What an update by these functions, and by likelihood terms of the columns `beside`, reads."""
+    reads: set[str] = set(beside)
     optional: list[str] = []
     for entry in entries:
         reads |= set(columns_in_training(role, entry, entry.reads).values())

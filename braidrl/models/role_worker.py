@@ -19,7 +19,8 @@ from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.models.attention import PackedSequences
 from braidrl.models.data_parallel import DataParallel
-from braidrl.models.objective import Objective, trained
+from braidrl.models.likelihood import Likelihood
+from braidrl.models.objective import Objective
 from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.packed import Packed, pack
 from braidrl.observe.metrics import Sums
@@ -66,7 +67,7 @@ class RoleWorker(ABC):
         """The kind of model that this role needs, from a Hugging Face directory."""
 
     @abstractmethod
-    def predict(self, packed: Packed, objective: Objective | None = None) -> dict[str, Tensor]:
+    def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
         """What a forward pass computes for the objective's loss, by name; without one, what inference needs."""
 
     def hidden_states(self, packed: Packed) -> Tensor:
@@ -116,21 +117,27 @@ class RoleWorker(ABC):
         assert self.optimizer is not None, f"{self.role} is not trained"
         totals: dict[str, float] = {}
         self.model.train()
-        for _, part in self.micro_batches(trained(rows), objective.whole_groups):
-            packed = pack(part, self.device)
-            losses, metrics = objective.sums(part, packed.offsets, self.predict(packed, objective))
-            self.optimizer.backward(losses)
-            for name, loss in losses.items():
-                totals[name] = totals.get(name, 0.0) + float(loss.detach())
-            for name, values in metrics.items():
-                if name.endswith("_max"):
-                    sums.highest(f"{self.role}/{name}", values.max())
-                else:
-                    sums.add(f"{self.role}/{name}", values.sum(), len(values))
-            if advance:
-                advance(len(part), len(packed.input_ids))
+        terms: tuple[Objective | Likelihood, ...] = (objective, *objective.beside)
+        for term in terms:
+            for _, part in self.micro_batches(term.select(rows), term.whole_groups):
+                packed = pack(part, self.device)
+                losses, metrics = term.sums(part, packed.offsets, self.predict(packed, term))
+                self.optimizer.backward(losses)
+                for name, loss in losses.items():
+                    totals[name] = totals.get(name, 0.0) + float(loss.detach())
+                self._count(metrics, sums)
+                if advance:
+                    advance(len(part) if term is objective else 0, len(packed.input_ids))
         self.model.eval()
         return totals
+
+    def _count(self, metrics: Mapping[str, Tensor], sums: Sums) -> None:
+        """Adds numbers per token to the sums, under the role's name."""
+        for name, values in metrics.items():
+            if name.endswith("_max"):
+                sums.highest(f"{self.role}/{name}", values.max())
+            else:
+                sums.add(f"{self.role}/{name}", values.sum(), len(values))
 
     def step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
         """Divides the accumulated sums by their global counts and updates; the gradient norm, or None if there was nothing."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
+from braidrl.models.likelihood import Likelihood
 from braidrl.models.loading import load_scorer
 from braidrl.models.objective import Objective
 from braidrl.models.packed import Packed
@@ -26,7 +27,7 @@ class ScalarWorker(RoleWorker):
     def load_model(self, folder: Path) -> Any:
         return load_scorer(folder, self.dtype, self.device, fresh_head=self.train)
 
-    def predict(self, packed: Packed, objective: Objective | None = None) -> dict[str, Tensor]:
+    def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
         hidden = self.hidden_states(packed)
         wanted = {"values": packed.predictors, "scores": packed.row_ends}
         if objective is not None:

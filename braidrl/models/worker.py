@@ -9,6 +9,7 @@ from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
+from braidrl.models.likelihood import Likelihood
 from braidrl.models.loading import load_decoder
 from braidrl.models.log_probs import linear_log_probs
 from braidrl.models.objective import Objective
@@ -22,7 +23,7 @@ class DecoderWorker(RoleWorker):
     def load_model(self, folder: Path) -> Any:
         return load_decoder(folder, self.dtype, self.device)
 
-    def predict(self, packed: Packed, objective: Objective | None = None) -> dict[str, Tensor]:
+    def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
         hidden = self.hidden_states(packed)[packed.predictors]
         weight = self.model.get_output_embeddings().weight
         with_entropy_grad = objective is not None and objective.entropy_coef != 0

@@ -38,6 +38,9 @@ class EagerCrew:
         beside = checked_beside(self.flow, stage) if stage.type == "generate" else ()
         return table.with_columns(self.executor.execute(stage, table, sums, beside))
 
+    def totals(self, stage: Stage, table: Rows) -> dict[str, float]:
+        return {name: float(total) for name, total in self.executor.sums(stage, table).items()}
+
     def select(self, stage: Stage, table: Rows) -> dict[int, str]:
         return self.executor.select(stage, table.index)
 

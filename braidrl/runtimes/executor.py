@@ -33,6 +33,7 @@ from braidrl.rewards.verify import Pending, RuleRewards
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.requests import Finished, Request, Sampling
 from braidrl.rollout.trajectories import to_rows
+from braidrl.runtimes.stage_state import keywords
 
 VERIFY_CHUNK = 8
 """Finished rows handed to the reward processes at once while others are still being generated."""
@@ -144,19 +145,19 @@ class StageExecutor:
 
     def _compute(self, stage: Stage, rows: Rows) -> Mapping[str, Column]:
         entry = compute_entry(stage.type)
-        return named(entry.function(*arguments(stage, rows), **stage.params), stage.writes)
+        return named(entry.function(*arguments(stage, rows), **keywords(stage)), stage.writes)
 
     def sums(self, stage: Stage, rows: Rows) -> dict[str, Tensor]:
-        """First half of a stage of scope batch: numbers to be added up over all rows."""
+        """First half of a stage of scope batch, or what a stage's state follows: numbers to be added up over all rows."""
         entry = compute_entry(stage.type)
         assert entry.sums is not None
-        totals: dict[str, Tensor] = entry.sums(*arguments(stage, rows), **stage.params)
+        totals: dict[str, Tensor] = entry.sums(*arguments(stage, rows), **stage.settings)
         return totals
 
     def apply(self, stage: Stage, rows: Rows, totals: Mapping[str, Tensor]) -> Mapping[str, Column]:
         """Second half of a stage of scope batch."""
         entry = compute_entry(stage.type)
-        return named(entry.function(*arguments(stage, rows), **stage.params, totals=dict(totals)), stage.writes)
+        return named(entry.function(*arguments(stage, rows), **keywords(stage, totals)), stage.writes)
 
     def select(self, stage: Stage, index: Rows) -> dict[int, str]:
         """The groups that a select stage drops, with its reason."""
@@ -171,8 +172,8 @@ class StageExecutor:
     def step(self, stage: Stage, denominators: Mapping[str, float], iteration: int) -> float | None:
         """One optimizer step by the global denominators; the gradient norm, or None when there was nothing to learn."""
         assert stage.role
-        needed = self.objectives[stage.name].denominator
-        return self.workers[stage.role].step({needed: denominators[needed]}, iteration)
+        needed = self.objectives[stage.name].denominators
+        return self.workers[stage.role].step({name: denominators[name] for name in needed}, iteration)
 
     def publish(self, version: int) -> None:
         """The engines generate with the trained weights from now on."""

@@ -141,7 +141,8 @@ class TrainingRun:
     def _snapshot(self) -> RunState:
         """What a resumed run needs beside the weights, as of the last complete step."""
         sampling = self.walk.sampling.state()
-        return RunState(self.step, self.version, self.loader.state(), sampling, list(self.walk.surplus))
+        surplus, states = list(self.walk.surplus), dict(self.walk.states)
+        return RunState(self.step, self.version, self.loader.state(), sampling, surplus, states)
 
     def _save(self, state: RunState) -> None:
         if self.saved_step == state.step:
@@ -160,7 +161,8 @@ class TrainingRun:
         self.step = self.saved_step = state.step
         self.version = state.version
         self.loader.restore(state.loader)
-        self.walk.restore(state.sampling, [self.crew.bring(Surplus(path)) for path in state.surplus])
+        surplus = [self.crew.bring(Surplus(path)) for path in state.surplus]
+        self.walk.restore(state.sampling, surplus, state.stages)
         self.crew.load(folder, state.version)
 
 
