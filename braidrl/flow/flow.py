@@ -80,6 +80,12 @@ class Flow:
         return tuple(dict.fromkeys(s.role for s in self.stages if s.role and has_scalar_output(s)))
 
     @cached_property
+    def trains_on_pairs(self) -> bool:
+        """True where a loss compares given responses, so that each prompt of the data has a chosen and a rejected one."""
+        losses = [entry_of(registry.losses, s.params["loss"]["name"]) for s in self.stages if is_optimized(s)]
+        return "response" in self.needs_from_data() and any(entry.needs.whole_groups for entry in losses)
+
+    @cached_property
     def sampling_segment(self) -> tuple[Stage, ...]:
         """The stages up to the last `select`, which run in waves; empty in a flow that selects nothing."""
         last = max((i for i, s in enumerate(self.stages) if s.kind is Kind.SELECT), default=-1)
