@@ -51,6 +51,10 @@ class SourceConfig(Section):
     """Field with the reference answer; `reward_model.ground_truth` is taken where this one is absent."""
     response_field: str = "response"
     """Field with a given response, for supervised training."""
+    chosen_field: str = "chosen"
+    """Field with the better response of a pair, for reward models and DPO."""
+    rejected_field: str = "rejected"
+    """Field with the worse one."""
 
     @field_validator("verify", mode="before")
     @classmethod
@@ -65,6 +69,8 @@ class DataConfig(Section):
     """One file, or several with weights."""
     eval: dict[str, SourceConfig] = {}
     """Held-out sets by name."""
+    ptx: SourceConfig | None = None
+    """Plain text whose likelihood the policy keeps (`ptx_coef`); its `prompt_field` names the text."""
     system_prompt: str | None = None
     """Put before every chat prompt."""
     chat_template: bool = True
@@ -79,6 +85,11 @@ class DataConfig(Section):
     def _one_or_more(cls, value: Any) -> Any:
         many = value if isinstance(value, list) else [value]
         return [short_source(item) for item in many]
+
+    @field_validator("ptx", mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return short_source(value)
 
     @field_validator("eval", mode="before")
     @classmethod

@@ -93,13 +93,12 @@ class TrainingRun:
     def _one_step(self) -> None:
         step, start = self.step + 1, time.perf_counter()
         self.progress.step(step)
-        recorded = self.crew.bring(Recording(rollout_path(self.replay, step))) if self.replay else None
         with ExitStack() as held:
             # Once weights have changed, an interrupt waits until the step is written down.
             def hold() -> None:
                 held.enter_context(self.interrupts.hold())
 
-            result = self.walk.iterate(step, self.version, recorded, not self.rollout_only, hold)
+            result = self.walk.iterate(step, self.version, self._recorded(step), not self.rollout_only, hold)
             hold()
             seconds = time.perf_counter() - start
             metrics = step_metrics(self.flow, result, step, self.version, seconds)
@@ -110,6 +109,15 @@ class TrainingRun:
                 metrics |= self._evaluate()
             self.metrics.write(metrics)
         self.progress.print(summary(metrics))
+
+    def _recorded(self, step: int) -> Any:
+        """The rows of an earlier run's step as they were when they were sampled, without what its later stages added."""
+        if self.replay is None:
+            return None
+        sampled, later = self.flow.stages[: self.walk.recorded_stages], self.flow.stages[self.walk.recorded_stages :]
+        kept = {name for stage in sampled for name in stage.writes}
+        added = {name for stage in later for name in stage.writes} - kept
+        return self.crew.bring(Recording(rollout_path(self.replay, step), tuple(sorted(added))))
 
     def _record(self, path: Path, result: IterationResult[Any]) -> None:
         if any("tokens" in stage.writes for stage in self.flow.stages[: self.walk.recorded_stages]):
@@ -141,7 +149,8 @@ class TrainingRun:
     def _snapshot(self) -> RunState:
         """What a resumed run needs beside the weights, as of the last complete step."""
         sampling = self.walk.sampling.state()
-        return RunState(self.step, self.version, self.loader.state(), sampling, list(self.walk.surplus))
+        surplus, states = list(self.walk.surplus), dict(self.walk.states)
+        return RunState(self.step, self.version, self.loader.state(), sampling, surplus, states)
 
     def _save(self, state: RunState) -> None:
         if self.saved_step == state.step:
@@ -160,7 +169,8 @@ class TrainingRun:
         self.step = self.saved_step = state.step
         self.version = state.version
         self.loader.restore(state.loader)
-        self.walk.restore(state.sampling, [self.crew.bring(Surplus(path)) for path in state.surplus])
+        surplus = [self.crew.bring(Surplus(path)) for path in state.surplus]
+        self.walk.restore(state.sampling, surplus, state.stages)
         self.crew.load(folder, state.version)
 
 

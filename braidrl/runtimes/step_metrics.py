@@ -34,6 +34,8 @@ def step_metrics(
     batch = result.batch
     metrics["step"], metrics["version"], metrics["time/step"] = step, version, seconds
     metrics["reward/mean"] = mean_of(batch, "reward")
+    # Scores that are given after the selection exist for the batch alone.
+    metrics["score/mean"] = mean_of(result.generated if "score" in result.generated else batch, "score")
     metrics["tokens/trained"] = total_of(trained(batch), "length") if "length" in batch else 0
     metrics["throughput/tokens_per_second"] = total_of(batch, "length") / seconds
     metrics["staleness/max"] = int(version - batch["version"].min()) if "version" in batch and len(batch) else 0
@@ -41,15 +43,15 @@ def step_metrics(
 
 
 def training_metrics(result: IterationResult[Any]) -> dict[str, float]:
-    """Means of what the updates counted; per-token monitors of the policy come under `actor/`."""
+    """Means of what the updates counted, each under its role."""
     metrics = {}
     for name, value in result.sums.means().items():
-        if name == "rollout_log_prob_gap":
+        if name.endswith("/rollout_log_prob_gap"):
             metrics["train/rollout_log_prob_gap"] = value
         elif name.startswith("reward/failures/"):
             metrics[name] = result.sums.pairs()[name][0]
         else:
-            metrics[name if "/" in name else f"actor/{name}"] = value
+            metrics[name] = value
     return metrics
 
 
@@ -59,7 +61,6 @@ def generated_metrics(index: Rows) -> dict[str, float | int | None]:
         return {"tokens/generated": 0}
     lengths = index["action_tokens"].double()
     found: dict[str, float | int | None] = {
-        "score/mean": mean_of(index, "score"),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated_fraction": share(index["finish_reason"] == FinishReason.LENGTH),
