@@ -17,7 +17,7 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress
 from braidrl.observe.report import write_report
-from braidrl.observe.rollouts import evaluation_path, rollout_path
+from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
 from braidrl.runtimes.crews import start_crew
 from braidrl.runtimes.evaluation import evaluated_sets
 from braidrl.runtimes.folders import latest_checkpoint, new_run_folder
@@ -39,6 +39,8 @@ class TrainingRun:
     ) -> None:
         """Checks everything that can be checked before a model loads. Raises UserError for what could not run."""
         self.config, self.replay, self.rollout_only = config, replay, rollout_only
+        if replay is not None:
+            check_recorded(replay, config.trainer.steps, rollout_only)
         self.prepared = prepare(config)
         self.flow = self.prepared.flow
         self.folder = resume or new_run_folder(config)
@@ -93,6 +95,10 @@ class TrainingRun:
     def _one_step(self) -> None:
         step, start = self.step + 1, time.perf_counter()
         self.progress.step(step)
+<<<<<<< HEAD
+=======
+        recorded = self._recorded(step)
+>>>>>>> tests
         with ExitStack() as held:
             # Once weights have changed, an interrupt waits until the step is written down.
             def hold() -> None:
@@ -172,6 +178,18 @@ class TrainingRun:
         surplus = [self.crew.bring(Surplus(path)) for path in state.surplus]
         self.walk.restore(state.sampling, surplus, state.stages)
         self.crew.load(folder, state.version)
+
+
+def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
+    """Raises UserError where a run to be replayed has not recorded every step."""
+    if rollout_only:
+        raise UserError("--replay trains on recorded rows and --rollout-only records rows without training; choose one")
+    missing = sorted(set(range(1, steps + 1)) - set(recorded_steps(replay)))
+    if missing:
+        raise UserError(
+            f"{replay} has no recorded rollouts of step {missing[0]}, and trainer.steps is {steps}; "
+            f"give a run folder that recorded them, or write trainer.steps={missing[0] - 1}"
+        )
 
 
 def train(config: Config, **options: Any) -> Path:
