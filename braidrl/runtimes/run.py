@@ -95,10 +95,6 @@ class TrainingRun:
     def _one_step(self) -> None:
         step, start = self.step + 1, time.perf_counter()
         self.progress.step(step)
-<<<<<<< HEAD
-=======
-        recorded = self._recorded(step)
->>>>>>> tests
         with ExitStack() as held:
             # Once weights have changed, an interrupt waits until the step is written down.
             def hold() -> None:
