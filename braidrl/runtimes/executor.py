@@ -9,6 +9,7 @@ rows ──accumulate(stage)──▶ loss sums ──reduced──▶ step(stag
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import Pending, RuleRewards
 from braidrl.rollout.embedded import EmbeddedEngine
-from braidrl.rollout.requests import Finished, Request, Sampling
+from braidrl.rollout.requests import Finished, Request, Sampling, Uid
 from braidrl.rollout.trajectories import to_rows
 from braidrl.runtimes.stage_state import keywords
 
@@ -107,14 +108,21 @@ class StageExecutor:
         assert stage.role
         engine, sampling = self.engines[stage.role], sampling_of(stage, self.config)
         place = {uid: i for i, uid in enumerate(rows.uids())}
+        # The likeliest tokens of a prompt are the same for all of its samples: one of them is generated for all.
+        first = leaders(list(place)) if sampling.takes_likeliest else {uid: uid for uid in place}
         prompts = rows["prompt"]
         requests = [
             Request(uid, prompts[i], sampling, str(stage.params.get("purpose", "train")), stage.name)
             for uid, i in place.items()
+            if first[uid] == uid
         ]
         with self.progress.stage(stage.name, len(rows)) as bar:
             early = EarlyChecks(self, stage, rows, place, beside, bar)
-            finished = engine.generate(requests, early.add)
+            done = {finished.uid: finished for finished in engine.generate(requests, early.add)}
+            finished = [done[uid] if uid in done else replace(done[leader], uid=uid) for uid, leader in first.items()]
+            for copy in finished:
+                if copy.uid not in done:
+                    early.add(copy)
             early.flush()
         into = stage.params.get("into")
         return {f"{into}.{n}" if into else n: column for n, column in to_rows(rows, finished).items()}
@@ -256,6 +264,12 @@ def sampling_of(stage: Stage, config: Config) -> Sampling:
         stop=tuple(rollout.stop),
         greedy=bool(params.get("greedy", False)),
     )
+
+
+def leaders(uids: Sequence[Uid]) -> dict[Uid, Uid]:
+    """For each row the first one of its prompt."""
+    first: dict[tuple[int, int], Uid] = {}
+    return {uid: first.setdefault(uid[:2], uid) for uid in uids}
 
 
 def of_namespace(rows: Rows, namespace: str | None) -> Rows:
