@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from braidrl.algorithms.metrics import reflection_counts
 from braidrl.config import Config
 from braidrl.data.rows import IDENTITY, Column, Rows
 from braidrl.flow import Flow, Kind, Stage
@@ -80,7 +81,7 @@ class StageExecutor:
         `beside` are verify stages that may start on finished rows while the rest is being generated.
         """
         if stage.type == "generate":
-            return self._generate(stage, rows, beside)
+            return self._generate(stage, rows, sums, beside)
         if stage.type == "verify":
             return self._verify(stage, rows, sums)
         if stage.kind is Kind.INFER:
@@ -104,7 +105,7 @@ class StageExecutor:
         assert isinstance(worker, DecoderWorker)
         return {stage.writes[0]: worker.log_probs(rows, bar.update)}
 
-    def _generate(self, stage: Stage, rows: Rows, beside: Sequence[Stage]) -> Mapping[str, Column]:
+    def _generate(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage]) -> Mapping[str, Column]:
         assert stage.role
         engine, sampling = self.engines[stage.role], sampling_of(stage, self.config)
         place = {uid: i for i, uid in enumerate(rows.uids())}
@@ -125,7 +126,15 @@ class StageExecutor:
                     early.add(copy)
             early.flush()
         into = stage.params.get("into")
+        if into is None:
+            self._count_reflections(finished, sums)
         return {f"{into}.{n}" if into else n: column for n, column in to_rows(rows, finished).items()}
+
+    def _count_reflections(self, finished: Sequence[Finished], sums: Sums) -> None:
+        """How often responses reconsider themselves, to be averaged over rows."""
+        if phrases := self.config.rollout.reflection_phrases:
+            texts = self.tokenizer.batch_decode([row.tokens for row in finished], skip_special_tokens=True)
+            sums.add("response/reflections", reflection_counts(texts, phrases).sum(), len(texts))
 
     def _verify(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Waits for the checks that were begun beside generation, or begins them now."""

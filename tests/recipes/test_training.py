@@ -15,7 +15,7 @@ from braidrl.flow.recipes import RECIPES
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_rollouts, rollout_path
 from braidrl.runtimes.run import train
-from tests.recipes.tiny import make_config, write_data, write_decoder, write_scorer, write_texts
+from tests.recipes.tiny import make_config, make_tokenizer, write_data, write_decoder, write_scorer, write_texts
 
 SCORED = {"reward": {"model": "scorer"}}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -148,3 +148,32 @@ def test_multiplier_follows_the_cost_is_reported_and_goes_on_after_resume(folder
     for line, other in zip(lines, read_metrics(again), strict=True):
         assert line[state] == other[state]
         assert line["loss/actor"] == pytest.approx(other["loss/actor"], rel=1e-4, abs=1e-6)
+
+
+def test_what_the_papers_watch_is_in_the_metrics(folder: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "algorithm": {"reward": "verify", "correction": {"name": "truncated"}, "clip_low": 1e-3, "clip_high": 1e-3},
+        "trainer__rows_per_update": 4,
+        "trainer__learning_rate": 1e-2,
+        "rollout__reflection_phrases": ["+", "="],
+    }
+    run = train(make_config(folder, "ppo", **changes, output=str(tmp_path)))
+    rows, line = read_rollouts(rollout_path(run, 1)), read_metrics(run)[0]
+    texts = [make_tokenizer().decode(row[mask]) for row, mask in zip(rows["tokens"], rows["action_mask"], strict=True)]
+    assert line["response/reflections"] > 0
+    assert line["response/reflections"] <= sum(text.count("+") + text.count("=") for text in texts) / len(texts)
+    for low, high in (("low", "high"), ("high", "low")):
+        assert 0 < line[f"actor/clip_fraction_{low}"] < line["actor/clip_fraction"], high
+    assert line["actor/clip_fraction_low"] + line["actor/clip_fraction_high"] == pytest.approx(
+        line["actor/clip_fraction"]
+    )
+    assert 0 < line["actor/clip_high_probability"] < line["actor/clip_high_probability_max"] <= 1
+    assert line["actor/effective_sample_size"] == pytest.approx(1.0, abs=1e-4), "engine and trainer agree here"
+    assert line["actor/kl_reference_k2"] > 0 and line["actor/kl_reference_k3"] > 0
+    assert line["critic/explained_variance"] <= 1 and "critic/error_squared" not in line
+    correct = rows["correct"].reshape(4, 4)
+    assert line["groups/all_correct_fraction"] == float((correct.min(1).values == 1).double().mean())
+    assert line["groups/all_wrong_fraction"] == float((correct.max(1).values == 0).double().mean())
+    same = correct.min(1).values == correct.max(1).values
+    assert line["groups/no_signal_fraction"] == float(same.double().mean())
+    assert line["actor/entropy"] > 0
