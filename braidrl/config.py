@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from braidrl.algorithms.metrics import REFLECTION_PHRASES
 from braidrl.errors import UserError, suggest
 
 DType = Literal["float32", "bfloat16", "float64"]
@@ -136,6 +137,8 @@ class RolloutConfig(Section):
     """Rows that the embedded engine decodes at once."""
     dtype: DType | None = None
     """Of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
+    reflection_phrases: list[str] = list(REFLECTION_PHRASES)
+    """Phrases of a response that reconsiders itself, counted in `response/reflections`; none counts nothing."""
 
 
 class TrainerConfig(Section):

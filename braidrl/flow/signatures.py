@@ -29,6 +29,8 @@ CHOICES: dict[str, Registry] = {
     "kl": registry.divergences,
     "correction": registry.corrections,
 }
+# What a policy's update compares with where it is there, to report how far apart they are.
+MONITORED = ("rollout_log_probs", "ref_log_probs")
 OLD = ("recompute", "rollout", "self")
 # Parameters of a loss and the like that the training pass itself computes, so that they are no columns.
 COMPUTED_IN_TRAINING = ("log_probs", "entropy", "values", "scores", "offsets", "group_tokens")
@@ -140,13 +142,14 @@ def update_signature(role: str, entries: Sequence[Entry], old: str | None, besid
     """What an update by these functions, and by likelihood terms of the columns `beside`, reads."""
     reads: set[str] = set(beside)
     optional: list[str] = []
+    computed = {name for entry in entries for name in (*entry.reads, *entry.optional)}
     for entry in entries:
         reads |= set(columns_in_training(role, entry, entry.reads).values())
         optional += columns_in_training(role, entry, entry.optional).values()
     reads = with_old(role, reads, old)
     one_of = (("advantages", "advantage"),) if "advantages" in reads else ()
     columns = (*SEQUENCE, "length", "action_tokens", *sorted(reads - {"advantages"}))
-    monitored = () if "rollout_log_probs" in columns else ("rollout_log_probs",)
+    monitored = [name for name in MONITORED if name not in columns and "log_probs" in computed]
     return Signature(Kind.TRAIN, columns, (), (*optional, "loss_mask", *monitored), one_of)
 
 

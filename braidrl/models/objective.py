@@ -19,6 +19,7 @@ from torch import Tensor
 
 from braidrl.algorithms import registry
 from braidrl.algorithms.aggregation import weighted_sum
+from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry
 from braidrl.data.rows import Rows
@@ -102,7 +103,7 @@ class Objective:
             entry = entry_of(registry.divergences, self.kl["name"])
             divergence = entry.function(*look.arguments(entry))
             per_token = per_token + self.kl["coef"] * divergence
-            metrics["kl_reference"] = divergence.detach()
+            metrics["kl_loss"] = divergence.detach()
         if self.entropy_coef:
             per_token = per_token - self.entropy_coef * predicted["entropy"]
         entry = entry_of(registry.aggregations, self.aggregate)
@@ -121,6 +122,9 @@ class Objective:
             rollout = look.find("rollout_log_probs")
             if rollout is not None:
                 found["rollout_log_prob_gap"] = (old - rollout).abs()
+        reference = look.find("ref_log_probs")
+        if reference is not None:
+            found |= {f"kl_reference_{name}": estimate(name, current, reference) for name in ("k1", "k2", "k3")}
         return found
 
 

@@ -9,12 +9,14 @@ rows ──accumulate(stage)──▶ loss sums ──reduced──▶ step(stag
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from braidrl.algorithms.metrics import reflection_counts
 from braidrl.config import Config
 from braidrl.data.rows import IDENTITY, Column, Rows
 from braidrl.flow import Flow, Kind, Stage
@@ -31,7 +33,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import Pending, RuleRewards
 from braidrl.rollout.embedded import EmbeddedEngine
-from braidrl.rollout.requests import Finished, Request, Sampling
+from braidrl.rollout.requests import Finished, Request, Sampling, Uid
 from braidrl.rollout.trajectories import to_rows
 from braidrl.runtimes.stage_state import keywords
 
@@ -79,7 +81,7 @@ class StageExecutor:
         `beside` are verify stages that may start on finished rows while the rest is being generated.
         """
         if stage.type == "generate":
-            return self._generate(stage, rows, beside)
+            return self._generate(stage, rows, sums, beside)
         if stage.type == "verify":
             return self._verify(stage, rows, sums)
         if stage.kind is Kind.INFER:
@@ -103,21 +105,36 @@ class StageExecutor:
         assert isinstance(worker, DecoderWorker)
         return {stage.writes[0]: worker.log_probs(rows, bar.update)}
 
-    def _generate(self, stage: Stage, rows: Rows, beside: Sequence[Stage]) -> Mapping[str, Column]:
+    def _generate(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage]) -> Mapping[str, Column]:
         assert stage.role
         engine, sampling = self.engines[stage.role], sampling_of(stage, self.config)
         place = {uid: i for i, uid in enumerate(rows.uids())}
+        # The likeliest tokens of a prompt are the same for all of its samples: one of them is generated for all.
+        first = leaders(list(place)) if sampling.takes_likeliest else {uid: uid for uid in place}
         prompts = rows["prompt"]
         requests = [
             Request(uid, prompts[i], sampling, str(stage.params.get("purpose", "train")), stage.name)
             for uid, i in place.items()
+            if first[uid] == uid
         ]
         with self.progress.stage(stage.name, len(rows)) as bar:
             early = EarlyChecks(self, stage, rows, place, beside, bar)
-            finished = engine.generate(requests, early.add)
+            done = {finished.uid: finished for finished in engine.generate(requests, early.add)}
+            finished = [done[uid] if uid in done else replace(done[leader], uid=uid) for uid, leader in first.items()]
+            for copy in finished:
+                if copy.uid not in done:
+                    early.add(copy)
             early.flush()
         into = stage.params.get("into")
+        if into is None:
+            self._count_reflections(finished, sums)
         return {f"{into}.{n}" if into else n: column for n, column in to_rows(rows, finished).items()}
+
+    def _count_reflections(self, finished: Sequence[Finished], sums: Sums) -> None:
+        """How often responses reconsider themselves, to be averaged over rows."""
+        if phrases := self.config.rollout.reflection_phrases:
+            texts = self.tokenizer.batch_decode([row.tokens for row in finished], skip_special_tokens=True)
+            sums.add("response/reflections", reflection_counts(texts, phrases).sum(), len(texts))
 
     def _verify(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Waits for the checks that were begun beside generation, or begins them now."""
@@ -256,6 +273,12 @@ def sampling_of(stage: Stage, config: Config) -> Sampling:
         stop=tuple(rollout.stop),
         greedy=bool(params.get("greedy", False)),
     )
+
+
+def leaders(uids: Sequence[Uid]) -> dict[Uid, Uid]:
+    """For each row the first one of its prompt."""
+    first: dict[tuple[int, int], Uid] = {}
+    return {uid: first.setdefault(uid[:2], uid) for uid in uids}
 
 
 def of_namespace(rows: Rows, namespace: str | None) -> Rows:

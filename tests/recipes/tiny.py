@@ -75,7 +75,7 @@ def make_config(folder: Path, flow: str, **changes: Any) -> Config:
         "flow": flow,
         "model": str(folder / "model"),
         "data": {"train": str(folder / "data.jsonl")},
-        "reward": {"verify": "exact"},
+        "reward": {"verify": f"{Path(__file__).parent}/even.py:even"},
         "rollout": {"samples_per_prompt": 4, "max_response_tokens": 6, "slots": 16},
         "trainer": {"steps": 2, "prompts_per_step": 4, "learning_rate": 1e-3, "checkpoint_every": 0},
         "evaluation": {"every": 0},
