@@ -94,6 +94,12 @@ class HybridCrew:
         self._compute_for(stage, table)
         return self._begin(asked, table, *self._place(stage, table), "execute")
 
+    def totals(self, stage: Stage, table: Handle) -> dict[str, float]:
+        """What a stage adds up over all rows, each part where it lies."""
+        asked = Deferred(stage, 0, Sums())
+        self._compute_for(stage, table)
+        return {name: float(total) for name, total in self._totals(asked, table, *self._where(asked, table)).items()}
+
     def select(self, stage: Stage, table: Handle) -> dict[int, str]:
         return self.executor.select(stage, self.index(table))
 
@@ -233,38 +239,52 @@ class HybridCrew:
         """Computes the first `count` stages that were put off: here if they need index columns alone, else where the payload is."""
         for _ in range(count):
             first, *others = table.deferred
-            reads = columns_read(first.stage)
-            self._resolve(table, reads)
-            holders = [layer for layer in table.layers.values() if layer.holds_any(reads)]
-            columns = None if holders else self._computed_here(first.stage, table.index)
-            done = table.with_index(columns) if columns is not None else self._computed_there(first, table, holders)
+            group, deal = self._where(first, table)
+            columns = self._computed_here(first, table) if group is None else None
+            there = self._computed_there(first, table, group or self.home, deal) if columns is None else None
+            done = there or table.with_index(columns or {})
             table.settle(done.deferring(*others))
 
-    def _computed_here(self, stage: Stage, index: Rows) -> Mapping[str, Column] | None:
+    def _where(self, asked: Deferred, table: Handle) -> tuple[WorkerGroup | None, Deal]:
+        """The group that holds the payload which a compute stage reads, or None where it reads index columns alone.
+
+        Rows stay where they are, but for those of a group, which have to be together.
+        """
+        reads = columns_read(asked.stage)
+        self._resolve(table, reads)
+        holders = [layer for layer in table.layers.values() if layer.holds_any(reads)]
+        if asked.stage.scope is Scope.GROUP:
+            whole = by_cost([1.0] * len(table), table.index["group"].tolist())
+            return (self.home if holders else None), whole
+        if not holders:
+            return None, by_length(table.index)
+        group = self.group_of[holders[0].chunks[0].worker]
+        return group, in_place(holders[0], group.first)
+
+    def _computed_here(self, asked: Deferred, table: Handle) -> Mapping[str, Column] | None:
         """The index columns that a stage makes of index columns; None where it makes payload."""
+        stage, index = asked.stage, table.index
         if stage.scope is Scope.BATCH:
             columns = self.executor.apply(stage, index, self.executor.sums(stage, index))
         else:
             columns = self.executor.execute(stage, index, Sums())
         return columns if all(isinstance(column, Tensor) for column in columns.values()) else None
 
-    def _computed_there(self, first: Deferred, table: Handle, holders: Sequence[Layer]) -> Handle:
-        """Rows stay where they are, but for those of a group, which have to be together."""
-        group, deal = self.home, by_length(table.index)
-        if first.stage.scope is Scope.GROUP:
-            deal = by_cost([1.0] * len(table), table.index["group"].tolist())
-        elif holders:
-            group = self.group_of[holders[0].chunks[0].worker]
-            deal = in_place(holders[0], group.first)
-        if first.stage.scope is not Scope.BATCH:
-            return self._begin(first, table, group, deal, "execute")
-        rows = Dealt(table, deal, columns_read(first.stage))
-        called: list[tuple[Outgoing, Future]] = group.call("sums", rows, first.stage, first.iteration)
+    def _computed_there(self, asked: Deferred, table: Handle, group: WorkerGroup, deal: Deal) -> Handle:
+        if asked.stage.scope is not Scope.BATCH:
+            return self._begin(asked, table, group, deal, "execute")
+        return self._begin(asked, table, group, deal, "apply", self._totals(asked, table, group, deal))
+
+    def _totals(self, asked: Deferred, table: Handle, group: WorkerGroup | None, deal: Deal) -> dict[str, Tensor]:
+        if group is None:
+            return self.executor.sums(asked.stage, table.index)
+        rows = Dealt(table, deal, columns_read(asked.stage))
+        called: list[tuple[Outgoing, Future]] = group.call("sums", rows, asked.stage, asked.iteration)
         totals: dict[str, Tensor] = {}
         for answer in group.wait([future for _, future in called]):
             for name, value in answer.result.items():
                 totals[name] = totals[name] + value if name in totals else value
-        return self._begin(first, table, group, deal, "apply", totals)
+        return totals
 
     def _everywhere(self, method: str, *arguments: Any) -> None:
         """Calls all workers of all groups and waits."""

@@ -19,13 +19,20 @@ from braidrl.runtimes.setup import Prepared
 
 
 def start_hybrid_crew(
-    prepared: Prepared, loader: PromptLoader | None, progress: Progress, folder: Path | None
+    prepared: Prepared,
+    loader: PromptLoader | None,
+    progress: Progress,
+    folder: Path | None,
+    cluster: RayCluster | None = None,
 ) -> HybridCrew:
-    """Starts the workers and has them load their models. Raises UserError for a placement that does not fit."""
+    """Starts the workers and has them load their models; without a `loader` it only evaluates.
+
+    Raises UserError for a placement that does not fit.
+    """
     config = prepared.config
     pools = place(config.placement, prepared.roles(train=loader is not None), prepared.generating, config.workers)
     with ExitStack() as resources:
-        cluster = RayCluster(config.cluster, config.device)
+        cluster = cluster or RayCluster(config.cluster, config.device)
         resources.callback(cluster.close)
         groups = start_groups(cluster, pools, config.cluster.wait_limit_s, folder)
         first = next(iter(prepared.generating), pools[0].roles[0])
@@ -41,18 +48,16 @@ def start_hybrid_crew(
 def start_groups(cluster: RayCluster, pools: Sequence[Pool], limit_s: float, folder: Path | None) -> list[WorkerGroup]:
     """An actor for each rank of each pool; every worker knows the others."""
     groups, traffic, names = [], Traffic(), dict[str, str]()
-    first = 0
-    for pool, seats in zip(pools, cluster.seats(pools), strict=True):
-        actors = []
-        for rank, place_ in enumerate(seats):
-            seat = Seat(first + rank, pool, rank, folder.resolve() if folder else None, limit_s)
-            actors.append(cluster.start(HybridWorker, place_, seat))
-            names[actors[-1]._actor_id.hex()] = f"{pool.name} rank {rank}"
-        groups.append(WorkerGroup(pool, actors, first, cluster.config.start_limit_s, traffic, names))
-        first += len(seats)
+    seats: list[Seat] = []
+    for pool, reserved in zip(pools, cluster.seats(pools), strict=True):
+        actors = [cluster.start(HybridWorker, place_) for place_ in reserved]
+        groups.append(WorkerGroup(pool, actors, len(seats), cluster.config.start_limit_s, traffic, names))
+        for rank, actor in enumerate(actors):
+            names[actor._actor_id.hex()] = f"{pool.name} rank {rank}"
+            seats.append(Seat(len(seats), pool, rank, folder.resolve() if folder else None, limit_s))
     everybody = [actor for group in groups for actor in group.actors]
-    for actor in everybody:
-        actor.connect.remote(*everybody)
+    for actor, seat in zip(everybody, seats, strict=True):
+        actor.sit.remote(seat, *everybody)
     return groups
 
 

@@ -59,10 +59,8 @@ class Seat:
 class HybridWorker:
     """One rank of all roles of a pool. Calls come through `perform` in the driver's order."""
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat = seat
+    def __init__(self) -> None:
         self.chunks: dict[int, Rows] = {}
-        self.peers: Sequence[Any] = ()
         self.ranks = DataParallel()
         # Of the call that a thread runs.
         self.call = threading.local()
@@ -88,9 +86,9 @@ class HybridWorker:
         """The named columns of some rows of a chunk, encoded."""
         return np.frombuffer(join(encode(self._own(key, rows, columns))), dtype=np.uint8)
 
-    def connect(self, *peers: Any) -> None:
-        """The workers of the run by number."""
-        self.peers = peers
+    def sit(self, seat: Seat, *peers: Any) -> None:
+        """Takes a seat in a run, whose workers are `peers` by number."""
+        self.seat, self.peers = seat, peers
 
     def release(self, keys: Sequence[int]) -> None:
         """Forgets chunks that nobody can ask for any more."""
@@ -98,8 +96,10 @@ class HybridWorker:
             self.chunks.pop(key, None)
 
     def close(self) -> None:
-        """Ends the processes that check answers, and lets go of files and ranks."""
+        """Ends the processes that check answers, and lets go of rows, files and ranks."""
         self.resources.close()
+        self.chunks = {}
+        self.ranks = DataParallel()
 
     @register(protocol="RANK_ZERO")
     def rendezvous(self) -> tuple[str, int]:
@@ -236,7 +236,7 @@ class HybridWorker:
     def _own(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Rows:
         chunk = self.chunks[key].only(columns)
         everything = len(rows) == len(chunk) and bool((rows == np.arange(len(rows))).all())
-        return chunk if everything else chunk.take(torch.from_numpy(rows))
+        return chunk if everything else chunk.take(torch.tensor(rows))
 
     @contextmanager
     def _span(self, stage: Stage, rows: Rows, iteration: int) -> Iterator[Clock]:
