@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from braidrl.cluster.ray_cluster import import_ray
 from braidrl.data.loader import PromptLoader
 from braidrl.errors import UserError
 from braidrl.observe.progress import Progress
@@ -24,7 +25,13 @@ def start_crew(
     runtime = prepared.config.runtime
     if runtime == "eager":
         return eager_crew(prepared, loader, progress)
-    raise UserError(f"this version cannot run runtime={runtime}; write runtime=eager")
+    if runtime == "hybrid":
+        # Imported here: Ray is an extra, and importing it takes a second.
+        import_ray()
+        from braidrl.runtimes.hybrid.start import start_hybrid_crew
+
+        return start_hybrid_crew(prepared, loader, progress, folder)
+    raise UserError(f"this version cannot run runtime={runtime}; write runtime=eager or hybrid")
 
 
 def eager_crew(prepared: Prepared, loader: PromptLoader | None, progress: Progress) -> EagerCrew:

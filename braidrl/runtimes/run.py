@@ -97,13 +97,12 @@ class TrainingRun:
     def _one_step(self) -> None:
         step, start = self.step + 1, time.perf_counter()
         self.progress.step(step)
-        recorded = self._recorded(step)
         with ExitStack() as held:
             # Once weights have changed, an interrupt waits until the step is written down.
             def hold() -> None:
                 held.enter_context(self.interrupts.hold())
 
-            result = self.walk.iterate(step, self.version, recorded, not self.rollout_only, hold)
+            result = self.walk.iterate(step, self.version, self._recorded(step), not self.rollout_only, hold)
             hold()
             seconds = time.perf_counter() - start
             metrics = step_metrics(self.flow, result, step, self.version, seconds)
@@ -154,7 +153,8 @@ class TrainingRun:
     def _snapshot(self) -> RunState:
         """What a resumed run needs beside the weights, as of the last complete step."""
         sampling = self.walk.sampling.state()
-        return RunState(self.step, self.version, self.loader.state(), sampling, list(self.walk.surplus))
+        surplus, states = list(self.walk.surplus), dict(self.walk.states)
+        return RunState(self.step, self.version, self.loader.state(), sampling, surplus, states)
 
     def _save(self, state: RunState) -> None:
         if self.saved_step == state.step:
@@ -173,7 +173,8 @@ class TrainingRun:
         self.step = self.saved_step = state.step
         self.version = state.version
         self.loader.restore(state.loader)
-        self.walk.restore(state.sampling, [self.crew.bring(Surplus(path)) for path in state.surplus])
+        surplus = [self.crew.bring(Surplus(path)) for path in state.surplus]
+        self.walk.restore(state.sampling, surplus, state.stages)
         self.crew.load(folder, state.version)
 
 

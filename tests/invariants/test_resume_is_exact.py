@@ -115,5 +115,5 @@ def test_ctrl_c_saves_exits_130_and_the_run_can_go_on(evaluated: Workshop, steps
 
 
 def test_surplus_that_no_batch_could_train_on_is_refused(workshop: Workshop) -> None:
-    with pytest.raises(UserError, match=r"write trainer.max_staleness=1 or trainer.surplus=drop"):
+    with pytest.raises(UserError, match=r"write trainer\.max_staleness=1 or trainer\.surplus=drop"):
         workshop.run(flow="dapo", trainer={"surplus": "keep"})
