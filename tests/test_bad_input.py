@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from braidrl import cli
+from braidrl.errors import UserError
 from braidrl.runtimes.folders import latest_checkpoint, run_config
 from braidrl.runtimes.run import TrainingRun
 from tests.tiny import ROOT, Workshop, braid, sums, write_jsonl
@@ -64,7 +65,7 @@ CONFIGURATION = {
     "trainer.steps": r"'trainer.steps' is not key=value, as in trainer.steps=10",
     "flow=grop": r"no recipe is called 'grop'. Did you mean 'grpo'?",
     "algorithm.clip_hihg=0.3": r"recipe grpo: no parameter is called 'clip_hihg'. Did you mean 'clip_high'?",
-    "algorithm.clip_low=3": r"recipe grpo: clip_low: Input should be less than 1, got 3",
+    "algorithm.clip_low=3": r"recipe grpo: clip_low: Input should be less than .*1, got 3",
     "trainer.rows_per_update=5": r"trainer.rows_per_update=5 .*16",
     "reward.verify=gsm8": r"no verifier is called 'gsm8'. Did you mean 'gsm8k'?",
     "reward.verify=judge.py:score": r"no file .*judge.py",
@@ -205,10 +206,9 @@ def test_export_overwrites_nothing(workshop: Workshop, command: Braid, refusal: 
     assert "holds no role 'critic', only actor" in refusal("export", run, workshop.folder / "new", "--role", "critic")
 
 
-def test_debug_shows_where_a_mistake_was_noticed(workshop: Workshop) -> None:
-    process = braid("--debug", "train", workshop.config_file(), "trainer.stepz=3")
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and "Traceback" in errors and "UserError: unknown key 'trainer.stepz'" in errors
+def test_debug_shows_where_a_mistake_was_noticed(workshop: Workshop, command: Braid) -> None:
+    with pytest.raises(UserError, match=r"unknown key 'trainer.stepz'"):
+        command("--debug", "train", workshop.config_file(), "trainer.stepz=3")
 
 
 @pytest.mark.parametrize(("verifier", "reason"), [("always_wrong", "all wrong"), ("always_right", "all correct")])
