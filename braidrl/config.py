@@ -184,6 +184,15 @@ class RoleConfig(Section):
     model: Path | None = None
     learning_rate: float | None = Field(None, ge=0)
     dtype: DType | None = None
+    generate_workers: int | None = Field(None, ge=1)
+    """Ranks that generate for this role under `runtime: distributed`, from the first on; by default all."""
+
+
+class ClusterConfig(Section):
+    """Processes that work together."""
+
+    wait_limit_s: float = Field(3600.0, gt=0)
+    """Seconds without a word from a worker after which the run ends."""
 
 
 class Config(Section):
@@ -203,6 +212,9 @@ class Config(Section):
     roles: dict[str, RoleConfig] = {}
     runtime: Literal["eager", "hybrid", "distributed", "streaming"] = "eager"
     placement: str = "colocate"
+    workers: int = Field(1, ge=1)
+    """Processes of each pool, where the placement does not say; the ranks of `runtime: distributed`."""
+    cluster: ClusterConfig = ClusterConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: DType = "float32"
     """Of the weights in the forward pass; master weights and optimizer state are never less than float32."""

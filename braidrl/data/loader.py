@@ -61,9 +61,12 @@ class PromptLoader:
 
     def take(self, count: int) -> list[Admitted]:
         """The next `count` prompts."""
-        taken = self.peek(range(self.admitted, self.admitted + count))
+        return self.peek(self.advance(count))
+
+    def advance(self, count: int) -> range:
+        """The numbers of the next `count` prompts, which count as taken; `peek` has the prompts themselves."""
         self.admitted += count
-        return taken
+        return range(self.admitted - count, self.admitted)
 
     def peek(self, numbers: Sequence[int]) -> list[Admitted]:
         """The prompts of these admission numbers, past or future; the loader stays where it is."""

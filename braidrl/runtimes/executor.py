@@ -21,7 +21,7 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.stages import compute_entry
 from braidrl.models.checkpoint import load_worker, save_worker
 from braidrl.models.data_parallel import DataParallel
-from braidrl.models.objective import Objective
+from braidrl.models.objective import Objective, denominators
 from braidrl.models.worker import DTYPES, DecoderWorker
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
@@ -135,6 +135,21 @@ class StageExecutor:
         """The groups that a select stage drops, with its reason."""
         dropped: dict[int, str] = compute_entry(stage.type).function(*arguments(stage, index), **stage.params)
         return dropped
+
+    def optimize(
+        self, stage: Stage, index: Rows, rows: Rows, iteration: int, sums: Sums, bar: Bar, counted: bool = True
+    ) -> None:
+        """One optimizer step on an update with the index columns `index`, of which `rows` are those that are here.
+
+        Of the processes that share the update one alone has it `counted`; the sums of all together then say what happened.
+        """
+        losses, counts = self.accumulate(stage, rows, sums, bar), denominators(index)
+        needed, once = self.objectives[stage.name].denominator, int(counted)
+        if counts[needed] > 0:
+            sums.add(f"loss/{stage.role}", losses.get(needed, 0.0) / counts[needed], once)
+        norm = self.step(stage, counts, iteration)
+        if norm is not None:
+            sums.add(f"{stage.role}/grad_norm", norm * once, once)
 
     def accumulate(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
         """Adds the gradient sums of `rows`; returns loss sums by denominator."""

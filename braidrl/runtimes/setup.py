@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from braidrl.cluster.world import LostPeers, World
 from braidrl.config import Config, VerifierConfig
 from braidrl.data.prompts import LoadedSource, load_eval, load_train
+from braidrl.errors import UserError
 from braidrl.flow import Flow
 from braidrl.models.loading import load_tokenizer
 from braidrl.rewards.verify import RuleRewards
@@ -58,13 +62,35 @@ class Prepared:
         )
 
 
-def prepare(config: Config, train: bool = True) -> Prepared:
-    """Raises UserError for the first thing that could not run; without `train` only evaluation data is read."""
+def prepare_together(config: Config, world: World, train: bool = True) -> Prepared:
+    """As `prepare`; one rank tokenises every prompt to see which are short enough, the others then only those that they draw."""
+    if world.first:
+        try:
+            prepared = prepare(config, train)
+        except UserError as error:
+            world.share("data", {"refused": str(error)})
+            raise
+        evaluation = {name: source.kept for name, source in prepared.eval_sources.items()}
+        world.share("data", {"train": [source.kept for source in prepared.sources], "eval": evaluation})
+        return prepared
+    kept = world.share("data", None)
+    if "refused" in kept:
+        raise LostPeers(f"rank 0 refused the configuration: {kept['refused']}")
+    return prepare(config, train, kept)
+
+
+def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None = None) -> Prepared:
+    """Raises UserError for the first thing that could not run; without `train` only evaluation data is read.
+
+    `kept` says of the sources of `train` and `eval` which examples another process has kept of them.
+    """
     flow = build_flow(config)
     tokenizer = load_tokenizer(config.model)
     responses = "response" in flow.needs_from_data()
-    sources = load_train(config.data, tokenizer, responses=responses) if train else []
-    return Prepared(config, flow, evaluation_flow(config, flow), tokenizer, sources, load_eval(config.data, tokenizer))
+    of_train, of_eval = (kept["train"], kept["eval"]) if kept else (None, None)
+    sources = load_train(config.data, tokenizer, responses=responses, kept=of_train) if train else []
+    held_out = load_eval(config.data, tokenizer, of_eval)
+    return Prepared(config, flow, evaluation_flow(config, flow), tokenizer, sources, held_out)
 
 
 def set_up_torch(config: Config) -> None:
