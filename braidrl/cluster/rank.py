@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -42,9 +43,9 @@ def main(descriptor: int) -> None:
     # Failed or not, the answer is the last word; the launcher may be gone before it is heard.
     with contextlib.suppress(OSError):
         connection.send_bytes(failure_message(failed) if failed else json.dumps({"result": result}).encode())
-    if failed is not None:
-        end_at_once()
-    world.close()
+    if failed is None:
+        world.close()
+    end_at_once(FAILED if failed else 0)
 
 
 def entry_of(name: str) -> Callable[[World, dict[str, Any]], Any]:
@@ -73,8 +74,10 @@ def end_with(connection: Connection) -> None:
     end_at_once()
 
 
-def end_at_once() -> None:
-    """Ends without waiting for other ranks, which may be stuck; processes that this one started end first."""
+def end_at_once(status: int = FAILED) -> None:
+    """Ends without waiting for other ranks, which may be stuck, or for threads of libraries; what this one started ends first."""
     for call in at_end:
         call()
-    os._exit(FAILED)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
