@@ -39,6 +39,10 @@ STOPPING_S = 5.0
 """How long a rank has to end once it is told to; then it is killed."""
 
 
+PATIENCE = 2
+"""Interrupts that are passed on; at the next one the ranks are killed."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """How a rank ended that was not done. `follows` where it only noticed that others were gone."""
@@ -48,6 +52,11 @@ class Failure:
     """user, error, interrupted or died."""
     message: str
     follows: bool = False
+
+    @property
+    def is_cause(self) -> bool:
+        """True for what ends the run at once."""
+        return not self.follows and self.kind != "interrupted"
 
 
 @dataclass
@@ -115,11 +124,13 @@ def outcome(ranks: list[RankProcess]) -> Any:
             answer = answer_of(rank)
             if isinstance(answer, Failure):
                 failures.append(answer)
-                deadline = deadline or time.monotonic() + SETTLING_S
             else:
                 results[rank.rank] = answer
-        if deadline and (not ready or not all(failure.follows for failure in failures)):
+        if any(failure.is_cause for failure in failures) or (left is not None and not ready):
             break
+        # Interrupted ranks are waited for as long as they take: one of them saves.
+        if deadline is None and any(failure.follows for failure in failures):
+            deadline = time.monotonic() + SETTLING_S
     if failures:
         raise error_of(failures)
     return results[0]
@@ -168,7 +179,13 @@ def forwarded_interrupts(ranks: list[RankProcess]) -> Iterator[None]:
         yield
         return
 
+    asked = 0
+
     def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked += 1
+        if asked > PATIENCE:
+            raise KeyboardInterrupt
         for rank in ranks:
             rank.signal(signal.SIGINT)
 

@@ -76,8 +76,10 @@ def end_with(connection: Connection) -> None:
 
 def end_at_once(status: int = FAILED) -> None:
     """Ends without waiting for other ranks, which may be stuck, or for threads of libraries; what this one started ends first."""
-    for call in at_end:
-        call()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    try:
+        for call in at_end:
+            call()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)

@@ -55,13 +55,21 @@ class World:
         """The ranks as holders of copies of one model."""
         return SupervisedSum(self.group, self)
 
+    def at(self, place: str) -> None:
+        """Notes what this rank does from now on; the same words on every rank."""
+        self.place, self.rows = place, ""
+        self._note(place)
+
+    def _note(self, where: str) -> None:
+        if self._store is not None:
+            self._store.set(f"place/{self.rank}", json.dumps([self._meetings, where]))
+
     @contextmanager
     def meeting(self, purpose: str) -> Iterator[str]:
         """Around a collective. Raises LostPeers with who was missing, and where they were, when it fails."""
         self._meetings += 1
         where = f"{self.place}: {purpose}"
-        if self._store is not None:
-            self._store.set(f"place/{self.rank}", json.dumps([self._meetings, where]))
+        self._note(where)
         start = time.monotonic()
         try:
             yield where

@@ -100,7 +100,7 @@ class DistributedCrew:
     def admit(self, groups: int) -> Shard:
         """Each rank reads and tokenises only the prompts of its own rows."""
         assert self.loader is not None, "this crew only evaluates"
-        self.world.place = "admission"
+        self.world.at("admission")
         numbers = self.loader.advance(groups)
         first_use = next((s for s in self.flow.stages if s.kind is Kind.GENERATE), self.flow.stages[0])
         owner = equal_shares(groups * self.samples, self._ranks_of(first_use))
@@ -139,7 +139,7 @@ class DistributedCrew:
         needed = [column.name for column in self.flow.inputs[stage.name]]
         with self.executor.progress.stage(stage.name) as bar:
             for number, update in enumerate(updates, 1):
-                self.world.place = f"step {iteration}, {stage.name}, update {number}"
+                self.world.at(f"step {iteration}, {stage.name}, update {number}")
                 part = table.take(update)
                 part = replace(part, index=part.index.with_columns({"group_tokens": group_tokens(part.index)}))
                 part = self._settled(stage, part, needed)
@@ -170,7 +170,7 @@ class DistributedCrew:
 
     def record(self, path: Path, table: Shard, final: Shard) -> None:
         """Each rank writes its own rows; the first joins the files, so that no rank ever holds all rows."""
-        self.world.place = f"writing {path.name}"
+        self.world.at(f"writing {path.name}")
         known = {name for found in self._all({"columns": list(table.payload)}) for name in found["columns"]}
         later = replace(final, payload=final.payload.without(sorted(known)))
         back = self._moved(path.name, later, table.owner)
@@ -185,7 +185,7 @@ class DistributedCrew:
 
     def keep(self, path: Path, table: Shard) -> None:
         """The rows that a checkpoint keeps, less than a batch, go to the rank that writes it."""
-        self.world.place = f"writing {path.name}"
+        self.world.at(f"writing {path.name}")
         whole = self._moved(path.name, table, torch.zeros_like(table.owner))
         if self.world.first:
             self.store.keep(path, whole.rows)
@@ -209,7 +209,7 @@ class DistributedCrew:
 
     def _at(self, stage: Stage, iteration: int) -> None:
         self.iteration = iteration
-        self.world.place = f"step {iteration}, {stage.name}"
+        self.world.at(f"step {iteration}, {stage.name}")
 
     def _ranks_of(self, stage: Stage) -> int:
         return self.generating.get(str(stage.role), self.world.size) if stage.kind is Kind.GENERATE else self.world.size

@@ -16,6 +16,7 @@ from braidrl.config import Config, VerifierConfig
 from braidrl.data.prompts import LoadedSource, load_eval, load_train
 from braidrl.errors import UserError
 from braidrl.flow import Flow
+from braidrl.flow.planner import serial_chain
 from braidrl.models.loading import load_tokenizer
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.building import build_flow
@@ -85,6 +86,9 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
     `kept` says of the sources of `train` and `eval` which examples another process has kept of them.
     """
     flow = build_flow(config)
+    if config.runtime == "distributed":
+        # One model is active at a time, and every rank switches at the same places.
+        flow = Flow(flow.name, serial_chain(flow))
     tokenizer = load_tokenizer(config.model)
     responses = "response" in flow.needs_from_data()
     of_train, of_eval = (kept["train"], kept["eval"]) if kept else (None, None)
