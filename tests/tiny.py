@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -91,7 +94,7 @@ def always_right(response: str) -> bool:
 """
 
 
-def settings(folder: Path, model: Path, data: Path, **sections: Any) -> dict[str, Any]:
+def settings(folder: Path, model: Path, data: Path, /, **sections: Any) -> dict[str, Any]:
     """A run of a few steps on a tiny model; `trainer={...}` and the like are laid over what is here, section by section."""
     tree: dict[str, Any] = {
         "flow": "grpo", "model": str(model), "output": str(folder), "name": "run", "threads": 1, "device": "cpu",
@@ -159,3 +162,24 @@ def eager_crew(config: Config, rewards: bool = False) -> EagerCrew:
         Progress(0), prepared.generating,
     )  # fmt: skip
     return EagerCrew(config, prepared.flow, PromptLoader(prepared.sources, config.seed), executor)
+
+
+def braid(*arguments: Any, folder: Path | None = None, prefix: str = "") -> subprocess.Popen[str]:
+    """`braid ...` as a process of its own, in a process group of its own; `prefix` is Python that runs before it."""
+    command = f"{prefix}; from braidrl.cli import main; main()" if prefix else "from braidrl.cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return subprocess.Popen(
+        [sys.executable, "-c", command, *map(str, arguments)], cwd=folder, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str]) -> None:
+    """Returns as soon as so many steps are in the run's metrics, while the process goes on."""
+    deadline = time.monotonic() + 60
+    path = run / "metrics.jsonl"
+    while not path.is_file() or path.read_text().count("\n") < steps:
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(f"the run ended before step {steps}: {process.communicate()}")
+        time.sleep(0.002)
