@@ -138,7 +138,8 @@ class TrainingRun:
 
     def _evaluate_before_first_step(self) -> None:
         # A run that was stopped in its first step and goes on has this line already.
-        wanted = self.step == 0 and self.metrics.last_step < 0 and bool(self.config.evaluation.every)
+        last = self.world.from_first("metrics", lambda: self.metrics.last_step if self.metrics else -1)
+        wanted = self.step == 0 and last < 0 and bool(self.config.evaluation.every)
         if wanted and self.config.evaluation.before_first_step:
             metrics = self._evaluate()
             if metrics and self.metrics:

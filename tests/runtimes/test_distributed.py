@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from braidrl.config import parse_config
+from braidrl.runtimes.run import train
 from tests.runtimes.ranks import CASES, assert_same_run, run_in_ranks, tree_of
 from tests.tiny import Workshop
 
