@@ -34,6 +34,14 @@ class LostPeers(RuntimeError):
     """Other ranks did not come to a meeting: what a rank sees of another's failure."""
 
 
+@dataclass
+class Received:
+    """Bytes that came to a rank from others, by the call that brought them."""
+
+    gathered: int = 0
+    exchanged: int = 0
+
+
 class World:
     """Rank `rank` of `size`. Made by `join`; `World()` is a process alone, which waits for nobody."""
 
@@ -42,7 +50,7 @@ class World:
     ) -> None:
         self.rank, self.size, self.group = rank, size, group
         self.place, self.rows = "the start", ""
-        self.bytes_received = 0
+        self.received = Received()
         self._store, self._meetings = store, 0
 
     @property
@@ -104,7 +112,7 @@ class World:
             padded[: len(mine)] = mine
             found = [torch.empty_like(padded) for _ in range(self.size)]
             dist.all_gather(found, padded, group=self.group)
-        self.bytes_received += int(sizes.sum()) - len(mine)
+        self.received.gathered += int(sizes.sum()) - len(mine)
         return [part[:size].numpy().data for part, size in zip(found, sizes.tolist(), strict=True)]
 
     def exchange(self, purpose: str, messages: Sequence[bytes | bytearray]) -> list[memoryview]:
@@ -117,7 +125,7 @@ class World:
             coming = self._sizes(where, sizes)
             received = torch.empty(int(coming.sum()), dtype=torch.uint8)
             dist.all_to_all_single(received, torch.cat(parts), coming.tolist(), sizes.tolist(), group=self.group)
-        self.bytes_received += len(received) - int(coming[self.rank])
+        self.received.exchanged += len(received) - int(coming[self.rank])
         return [part.numpy().data for part in received.split(coming.tolist())]
 
     def _sizes(self, where: str, sizes: Tensor) -> Tensor:

@@ -86,15 +86,27 @@ def balanced_owners(costs: Sequence[int], owner: Tensor, ranks: int) -> Tensor:
         holding[holder].append(row)
     if imbalance(costs, holding) <= IN_PLACE * imbalance(costs, parts):
         return owner
-    target, free = torch.empty_like(owner), list(range(ranks))
+    target = torch.empty_like(owner)
+    for rank, part in named_parts(parts, costs, owners).items():
+        target[part] = rank
+    return target
+
+
+def named_parts(parts: Sequence[list[int]], costs: Sequence[int], owners: Sequence[int]) -> dict[int, list[int]]:
+    """A rank for each part: the fullest first choose, among those that are left, the one that has most of their rows."""
+    chosen: dict[int, list[int]] = {}
+    others = []
     for part in parts:
         here: Counter[int] = Counter()
         for row in part:
             here[owners[row]] += costs[row]
-        chosen = max(free, key=lambda rank: (here[rank], -rank))
-        free.remove(chosen)
-        target[part] = chosen
-    return target
+        free = [rank for rank in sorted(here) if rank not in chosen]
+        if free:
+            chosen[max(free, key=lambda rank: here[rank])] = part
+        else:
+            others.append(part)
+    unused = (rank for rank in range(len(parts)) if rank not in chosen)
+    return {**chosen, **dict(zip(unused, others, strict=True))}
 
 
 def equal_shares(rows: int, ranks: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,21 +28,24 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_all(world: World, task: dict[str, Any]) -> list[dict[str, int]]:
-    """On a rank: trains one configuration after the other; rows that came to this rank through the buffer, and its bytes."""
+def run_all(world: World, task: dict[str, Any]) -> list[list[dict[str, int]]]:
+    """On a rank: trains one configuration after the other; rows that came to each rank through the buffer, and their bytes."""
     counts = []
     for tree in task["runs"]:
-        received = world.bytes_received
+        before = world.received.exchanged
         with TrainingRun(parse_config(tree), world=world) as run:
             run.train()
             assert isinstance(run.crew, DistributedCrew)
-            counts.append({"moved_rows": run.crew.buffer.moved_rows, "bytes": world.bytes_received - received})
+            count = {"moved_rows": run.crew.buffer.moved_rows, "bytes": world.received.exchanged - before}
+            counts.append([json.loads(bytes(c)) for c in world.gather("counts", json.dumps(count).encode())])
     return counts
 
 
-def run_in_ranks(trees: Sequence[dict[str, Any]], workers: int) -> list[dict[str, int]]:
-    """Trains every configuration on the same processes; rank 0's counts of each."""
-    counts: list[dict[str, int]] = run_ranks("tests.runtimes.ranks:run_all", {"runs": list(trees)}, workers, WAIT_S)
+def run_in_ranks(trees: Sequence[dict[str, Any]], workers: int) -> list[list[dict[str, int]]]:
+    """Trains every configuration on the same processes; the counts of each, rank by rank."""
+    counts: list[list[dict[str, int]]] = run_ranks(
+        "tests.runtimes.ranks:run_all", {"runs": list(trees)}, workers, WAIT_S
+    )
     return counts
 
 
