@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from braidrl.cluster.rank import at_end
+from braidrl.cluster.ray_cluster import import_ray
 from braidrl.cluster.world import World
 from braidrl.data.loader import PromptLoader
 from braidrl.errors import UserError
@@ -36,10 +37,16 @@ def start_crew(
     runtime = prepared.config.runtime
     if runtime == "eager":
         return eager_crew(prepared, loader, progress)
+    if runtime == "hybrid":
+        # Imported here: Ray is an extra, and importing it takes a second.
+        import_ray()
+        from braidrl.runtimes.hybrid.start import start_hybrid_crew
+
+        return start_hybrid_crew(prepared, loader, progress, folder)
     if runtime == "distributed":
         assert world is not None and isinstance(interrupts, AgreedInterrupts), "a rank is started by in_ranks"
         return distributed_crew(prepared, loader, progress, folder, world, interrupts)
-    raise UserError(f"this version cannot run runtime={runtime}; write runtime=eager")
+    raise UserError(f"this version cannot run runtime={runtime}; write runtime=eager, hybrid or distributed")
 
 
 def eager_crew(prepared: Prepared, loader: PromptLoader | None, progress: Progress) -> EagerCrew:

@@ -129,6 +129,11 @@ class DistributedCrew:
             columns = {}  # all ranks end together, when they gather
         return self._gathered(table, columns, own, sums)
 
+    def totals(self, stage: Stage, table: Shard) -> dict[str, float]:
+        here = self._known_everywhere(stage, table)
+        found = self.executor.sums(stage, table.index) if here else self._totals(stage, table.rows)
+        return {name: float(total) for name, total in found.items()}
+
     def select(self, stage: Stage, table: Shard) -> dict[int, str]:
         return self.executor.select(stage, table.index)
 
@@ -137,12 +142,13 @@ class DistributedCrew:
         self._at(stage, iteration)
         own = Sums()
         needed = [column.name for column in self.flow.inputs[stage.name]]
+        whole_groups = self.executor.objectives[stage.name].whole_groups
         with self.executor.progress.stage(stage.name) as bar:
             for number, update in enumerate(updates, 1):
                 self.world.at(f"step {iteration}, {stage.name}, update {number}")
                 part = table.take(update)
                 part = replace(part, index=part.index.with_columns({"group_tokens": group_tokens(part.index)}))
-                part = self._settled(stage, part, needed)
+                part = self._settled(stage, part, needed, whole_groups)
                 rows = part.rows
                 with self._working(stage, rows):
                     self.executor.optimize(stage, part.index, rows, iteration, own, bar, self.world.first)
@@ -241,9 +247,10 @@ class DistributedCrew:
             return self._moved(stage.name, table, equal_shares(len(table.owner), ranks))
         return table
 
-    def _settled(self, stage: Stage, table: Shard, needed: Sequence[str]) -> Shard:
+    def _settled(self, stage: Stage, table: Shard, needed: Sequence[str], whole_groups: bool = False) -> Shard:
         """The rows where this stage is to work on them: in place if that is balanced, else moved with the columns `needed`."""
-        owner = balanced_owners(table.index["length"].tolist(), table.owner, self.world.size)
+        groups = table.index["group"].tolist() if whole_groups else None
+        owner = balanced_owners(table.index["length"].tolist(), table.owner, self.world.size, groups)
         if torch.equal(owner, table.owner):
             return table
         return self._moved(stage.name, replace(table, payload=only_present(table.payload, needed)), owner)

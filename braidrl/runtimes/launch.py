@@ -16,7 +16,7 @@ from braidrl.cluster.world import LostPeers, join
 from braidrl.config import Config
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind
-from braidrl.models.worker import choose_device
+from braidrl.models.role_worker import choose_device
 from braidrl.runtimes.building import build_flow
 
 

@@ -74,17 +74,19 @@ def encoded(rows: Rows, places: Tensor) -> bytes | bytearray:
     return join(encode(rows.take(places))) if len(places) else b""
 
 
-def balanced_owners(costs: Sequence[int], owner: Tensor, ranks: int) -> Tensor:
+def balanced_owners(costs: Sequence[int], owner: Tensor, ranks: int, groups: Sequence[int] | None = None) -> Tensor:
     """Which rank is to have each row (B,): `owner` where that is balanced enough, else the partition function's answer.
 
-    Of a new partition each part goes, the fullest first, to the rank that has most of it already.
+    With `groups`, one for each row, they stay or come together. Of a new partition each part goes, the fullest first, to the rank
+    that has most of it already.
     """
-    parts = balanced_partition(costs, ranks)
+    parts = balanced_partition(costs, ranks, groups=groups)
     owners = owner.tolist()
+    together = groups is None or len(set(groups)) == len(set(zip(groups, owners, strict=True)))
     holding: list[list[int]] = [[] for _ in range(ranks)]
     for row, holder in enumerate(owners):
         holding[holder].append(row)
-    if imbalance(costs, holding) <= IN_PLACE * imbalance(costs, parts):
+    if together and imbalance(costs, holding) <= IN_PLACE * imbalance(costs, parts):
         return owner
     target = torch.empty_like(owner)
     for rank, part in named_parts(parts, costs, owners).items():
