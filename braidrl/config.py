@@ -198,6 +198,8 @@ class RoleConfig(Section):
     model: Path | None = None
     learning_rate: float | None = Field(None, ge=0)
     dtype: DType | None = None
+    generate_workers: int | None = Field(None, ge=1)
+    """Ranks that generate for this role under `runtime: distributed`, from the first on; by default all."""
 
 
 class PoolConfig(Section):
@@ -218,7 +220,7 @@ class PlacementConfig(Section):
 
 
 class ClusterConfig(Section):
-    """The Ray cluster of `runtime: hybrid`."""
+    """The processes of a run, and the Ray cluster of `runtime: hybrid`."""
 
     address: str | None = None
     """Of a running cluster; by default RAY_ADDRESS, or a cluster of this machine that ends with the run."""
@@ -249,7 +251,7 @@ class Config(Section):
     placement: PlacementConfig = PlacementConfig()
     """Where roles live: `colocate`, `standalone`, `split`, or lists of roles as in `[[actor, reference], [critic]]`."""
     workers: int = Field(1, ge=1)
-    """Processes of each pool, where the placement does not say."""
+    """Processes of each pool, where the placement does not say; the ranks of `runtime: distributed`."""
     cluster: ClusterConfig = ClusterConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: DType = "float32"

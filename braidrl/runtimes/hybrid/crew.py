@@ -27,8 +27,7 @@ from braidrl.flow import Scope, Stage
 from braidrl.models.objective import denominators
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
-from braidrl.runtimes.eager import record_update
-from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.executor import StageExecutor, record_update
 from braidrl.runtimes.hybrid.dealing import Deal, by_cost, by_length, by_prompt, in_place
 from braidrl.runtimes.hybrid.group import Dealt, Future, Outgoing, WorkerGroup, outgoing
 from braidrl.runtimes.hybrid.handle import Chunk, Deferred, Handle, Layer, merged_column
