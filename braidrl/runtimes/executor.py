@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.config import Config
 from braidrl.data.rows import Column, Rows
-from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow import Flow, Stage
 from braidrl.flow.stages import compute_entry
 from braidrl.models.checkpoint import load_worker, save_worker
 from braidrl.models.data_parallel import DataParallel
@@ -53,11 +53,7 @@ class StageExecutor:
         self.rewards, self.progress = rewards, progress
         self.workers = {role: DecoderWorker(role, config, role in flow.trained_roles, ranks) for role in roles}
         self.engines = {role: self._engine(role) for role in roles if role in generating}
-        self.objectives = {
-            s.name: Objective.of(str(s.role), s.params)
-            for s in flow.stages
-            if s.kind is Kind.TRAIN and "loss" in s.params
-        }
+        self.objectives: dict[str, tuple[Stage, Objective]] = {}
         self.pending: dict[str, list[tuple[Rows, Pending]]] = {}
 
     def _engine(self, role: str) -> EmbeddedEngine:
@@ -136,15 +132,22 @@ class StageExecutor:
         dropped: dict[int, str] = compute_entry(stage.type).function(*arguments(stage, index), **stage.params)
         return dropped
 
+    def objective(self, stage: Stage) -> Objective:
+        """What a train stage minimises; a session's stages need not be the flow's."""
+        known = self.objectives.get(stage.name)
+        if known is None or known[0] != stage:
+            known = self.objectives[stage.name] = (stage, Objective.of(str(stage.role), stage.params))
+        return known[1]
+
     def accumulate(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
         """Adds the gradient sums of `rows`; returns loss sums by denominator."""
         assert stage.role
-        return self.workers[stage.role].accumulate(self.objectives[stage.name], rows, sums, bar.update)
+        return self.workers[stage.role].accumulate(self.objective(stage), rows, sums, bar.update)
 
     def step(self, stage: Stage, denominators: Mapping[str, float], iteration: int) -> float | None:
         """One optimizer step by the global denominators; the gradient norm, or None when there was nothing to learn."""
         assert stage.role
-        needed = self.objectives[stage.name].denominator
+        needed = self.objective(stage).denominator
         return self.workers[stage.role].step({needed: denominators[needed]}, iteration)
 
     def publish(self, version: int) -> None:

@@ -49,7 +49,7 @@ def test_a_worker_that_is_silent_for_too_long_is_named(workshop: Workshop, warm_
     config = workshop.config(**given(workshop, 16), placement="standalone", cluster={"wait_limit_s": 0.5})
     with hybrid_crew(config, warm_cluster, CHAIN) as crew:
         text = failure(crew, second__log_probs=("linger", 2.0))
-    assert text.startswith("waited 0 s without a word from second rank 0 (second.log_probs on 4 rows")
+    assert text.startswith("waited 0.5 s without a word from second rank 0 (second.log_probs on 4 rows")
     assert "raise cluster.wait_limit_s" in text
 
 
