@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from braidrl.algorithms.metrics import REFLECTION_PHRASES
 from braidrl.errors import UserError, suggest
 
 DType = Literal["float32", "bfloat16", "float64"]
@@ -51,6 +52,10 @@ class SourceConfig(Section):
     """Field with the reference answer; `reward_model.ground_truth` is taken where this one is absent."""
     response_field: str = "response"
     """Field with a given response, for supervised training."""
+    chosen_field: str = "chosen"
+    """Field with the better response of a pair, for reward models and DPO."""
+    rejected_field: str = "rejected"
+    """Field with the worse one."""
 
     @field_validator("verify", mode="before")
     @classmethod
@@ -65,6 +70,8 @@ class DataConfig(Section):
     """One file, or several with weights."""
     eval: dict[str, SourceConfig] = {}
     """Held-out sets by name."""
+    ptx: SourceConfig | None = None
+    """Plain text whose likelihood the policy keeps (`ptx_coef`); its `prompt_field` names the text."""
     system_prompt: str | None = None
     """Put before every chat prompt."""
     chat_template: bool = True
@@ -79,6 +86,11 @@ class DataConfig(Section):
     def _one_or_more(cls, value: Any) -> Any:
         many = value if isinstance(value, list) else [value]
         return [short_source(item) for item in many]
+
+    @field_validator("ptx", mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return short_source(value)
 
     @field_validator("eval", mode="before")
     @classmethod
@@ -125,6 +137,8 @@ class RolloutConfig(Section):
     """Rows that the embedded engine decodes at once."""
     dtype: DType | None = None
     """Of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
+    reflection_phrases: list[str] = list(REFLECTION_PHRASES)
+    """Phrases of a response that reconsiders itself, counted in `response/reflections`; none counts nothing."""
 
 
 class TrainerConfig(Section):

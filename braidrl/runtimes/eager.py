@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from braidrl.config import Config
-from braidrl.data.admission import admit
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Scope, Stage
@@ -17,7 +16,7 @@ from braidrl.models.objective import denominators
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.executor import StageExecutor, checked_beside
 from braidrl.runtimes.iteration import group_tokens
-from braidrl.runtimes.row_store import Origin, RowStore, with_added
+from braidrl.runtimes.row_store import Admission, Origin, RowStore, with_added
 
 
 class EagerCrew:
@@ -30,13 +29,16 @@ class EagerCrew:
 
     def admit(self, groups: int) -> Rows:
         assert self.loader is not None, "this crew only evaluates"
-        return admit(self.loader, groups, self.config.rollout.samples_per_prompt)
+        return self.store.make(Admission(tuple(self.loader.advance(groups))))
 
     def run(self, stage: Stage, table: Rows, iteration: int, sums: Sums) -> Rows:
         if stage.scope is Scope.BATCH:
             return table.with_columns(self.executor.apply(stage, table, self.executor.sums(stage, table)))
         beside = checked_beside(self.flow, stage) if stage.type == "generate" else ()
         return table.with_columns(self.executor.execute(stage, table, sums, beside))
+
+    def totals(self, stage: Stage, table: Rows) -> dict[str, float]:
+        return {name: float(total) for name, total in self.executor.sums(stage, table).items()}
 
     def select(self, stage: Stage, table: Rows) -> dict[int, str]:
         return self.executor.select(stage, table.index)

@@ -17,7 +17,7 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress
 from braidrl.observe.report import write_report
-from braidrl.observe.rollouts import evaluation_path, rollout_path
+from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
 from braidrl.runtimes.crews import start_crew
 from braidrl.runtimes.evaluation import evaluated_sets
 from braidrl.runtimes.folders import latest_checkpoint, new_run_folder
@@ -39,6 +39,8 @@ class TrainingRun:
     ) -> None:
         """Checks everything that can be checked before a model loads. Raises UserError for what could not run."""
         self.config, self.replay, self.rollout_only = config, replay, rollout_only
+        if replay is not None:
+            check_recorded(replay, config.trainer.steps, rollout_only)
         self.prepared = prepare(config)
         self.flow = self.prepared.flow
         self.folder = resume or new_run_folder(config)
@@ -93,13 +95,12 @@ class TrainingRun:
     def _one_step(self) -> None:
         step, start = self.step + 1, time.perf_counter()
         self.progress.step(step)
-        recorded = self.crew.bring(Recording(rollout_path(self.replay, step))) if self.replay else None
         with ExitStack() as held:
             # Once weights have changed, an interrupt waits until the step is written down.
             def hold() -> None:
                 held.enter_context(self.interrupts.hold())
 
-            result = self.walk.iterate(step, self.version, recorded, not self.rollout_only, hold)
+            result = self.walk.iterate(step, self.version, self._recorded(step), not self.rollout_only, hold)
             hold()
             seconds = time.perf_counter() - start
             metrics = step_metrics(self.flow, result, step, self.version, seconds)
@@ -110,6 +111,15 @@ class TrainingRun:
                 metrics |= self._evaluate()
             self.metrics.write(metrics)
         self.progress.print(summary(metrics))
+
+    def _recorded(self, step: int) -> Any:
+        """The rows of an earlier run's step as they were when they were sampled, without what its later stages added."""
+        if self.replay is None:
+            return None
+        sampled, later = self.flow.stages[: self.walk.recorded_stages], self.flow.stages[self.walk.recorded_stages :]
+        kept = {name for stage in sampled for name in stage.writes}
+        added = {name for stage in later for name in stage.writes} - kept
+        return self.crew.bring(Recording(rollout_path(self.replay, step), tuple(sorted(added))))
 
     def _record(self, path: Path, result: IterationResult[Any]) -> None:
         if any("tokens" in stage.writes for stage in self.flow.stages[: self.walk.recorded_stages]):
@@ -141,7 +151,8 @@ class TrainingRun:
     def _snapshot(self) -> RunState:
         """What a resumed run needs beside the weights, as of the last complete step."""
         sampling = self.walk.sampling.state()
-        return RunState(self.step, self.version, self.loader.state(), sampling, list(self.walk.surplus))
+        surplus, states = list(self.walk.surplus), dict(self.walk.states)
+        return RunState(self.step, self.version, self.loader.state(), sampling, surplus, states)
 
     def _save(self, state: RunState) -> None:
         if self.saved_step == state.step:
@@ -160,8 +171,21 @@ class TrainingRun:
         self.step = self.saved_step = state.step
         self.version = state.version
         self.loader.restore(state.loader)
-        self.walk.restore(state.sampling, [self.crew.bring(Surplus(path)) for path in state.surplus])
+        surplus = [self.crew.bring(Surplus(path)) for path in state.surplus]
+        self.walk.restore(state.sampling, surplus, state.stages)
         self.crew.load(folder, state.version)
+
+
+def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
+    """Raises UserError where a run to be replayed has not recorded every step."""
+    if rollout_only:
+        raise UserError("--replay trains on recorded rows and --rollout-only records rows without training; choose one")
+    missing = sorted(set(range(1, steps + 1)) - set(recorded_steps(replay)))
+    if missing:
+        raise UserError(
+            f"{replay} has no recorded rollouts of step {missing[0]}, and trainer.steps is {steps}; "
+            f"give a run folder that recorded them, or write trainer.steps={missing[0] - 1}"
+        )
 
 
 def train(config: Config, **options: Any) -> Path:

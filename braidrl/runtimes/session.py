@@ -12,7 +12,6 @@ with Session(config) as session:
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -45,7 +44,7 @@ class Session:
         self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
         self.progress = Progress()
         self.crew: Crew[Any] = start_crew(self.prepared, self.loader, self.progress)
-        self.walk: Walk[Any] = Walk(config, self.prepared.flow, self.crew, self.loader.epoch_size, nullcontext)
+        self.walk: Walk[Any] = Walk(config, self.prepared.flow, self.crew, self.loader.epoch_size)
         self.iteration = self.version = 0
         self.sums = Sums()
         self.trained = False

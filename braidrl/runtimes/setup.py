@@ -10,9 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from braidrl.config import Config, VerifierConfig
-from braidrl.data.prompts import LoadedSource, load_eval, load_train
+from braidrl.data.prompts import LoadedSource, load_eval, load_texts, load_train
+from braidrl.errors import UserError
 from braidrl.flow import Flow
-from braidrl.models.loading import load_tokenizer
+from braidrl.models.loading import check_scorer, load_tokenizer
+from braidrl.models.role_worker import model_path
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.building import build_flow
 from braidrl.runtimes.evaluation import evaluation_flow
@@ -29,6 +31,7 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     sources: list[LoadedSource]
     eval_sources: dict[str, LoadedSource]
+    texts: LoadedSource | None = None
 
     @property
     def generating(self) -> tuple[str, ...]:
@@ -42,14 +45,15 @@ class Prepared:
 
     def store(self) -> RowStore:
         """Where the run's rows come from and go to."""
-        return RowStore(self.config, self.tokenizer, self.sources, self.eval_sources)
+        return RowStore(self.config, self.tokenizer, self.sources, self.eval_sources, self.texts)
 
     def rewards(self) -> RuleRewards | None:
         """The verifiers of the run, or None where nothing is verified. Evaluation sets are numbered after the sources."""
-        checks = [s for s in self.flow.stages if s.type == "verify"]
-        if not checks and not self.eval_sources:
+        evaluated = self.evaluation.stages if self.eval_sources else ()
+        checks = [s for s in (*self.flow.stages, *evaluated) if s.type == "verify"]
+        if not checks:
             return None
-        scores = checks[0].params if checks else {"correct_score": 1.0, "wrong_score": 0.0}
+        scores = checks[0].params
         sources = [*self.config.data.train, *self.config.data.eval.values()]
         own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
         names = {i: source.path.stem for i, source in enumerate(sources)}
@@ -61,10 +65,29 @@ class Prepared:
 def prepare(config: Config, train: bool = True) -> Prepared:
     """Raises UserError for the first thing that could not run; without `train` only evaluation data is read."""
     flow = build_flow(config)
+    evaluation = evaluation_flow(config, flow)
     tokenizer = load_tokenizer(config.model)
-    responses = "response" in flow.needs_from_data()
-    sources = load_train(config.data, tokenizer, responses=responses) if train else []
-    return Prepared(config, flow, evaluation_flow(config, flow), tokenizer, sources, load_eval(config.data, tokenizer))
+    check_models(config, flow if train else evaluation, tokenizer)
+    needed = flow.needs_from_data()
+    responses, pairs = "response" in needed, flow.trains_on_pairs
+    sources = load_train(config.data, tokenizer, responses=responses, pairs=pairs) if train else []
+    held_out = load_eval(config.data, tokenizer, pairs="response" in evaluation.needs_from_data())
+    texts = load_texts(config.data, tokenizer) if train and "ptx_tokens" in needed else None
+    if texts is None and train and config.data.ptx is not None:
+        raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
+    return Prepared(config, flow, evaluation, tokenizer, sources, held_out, texts)
+
+
+def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises UserError for a role whose model lacks the head that it needs, or was trained on other tokens."""
+    for role in flow.roles:
+        path = model_path(role, config)
+        if role in flow.scalar_roles:
+            check_scorer(path, fresh_head=role in flow.trained_roles)
+        if path != config.model and load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+            raise UserError(
+                f"roles.{role}.model: {path} has another tokenizer than {config.model}; roles share token ids"
+            )
 
 
 def set_up_torch(config: Config) -> None:
