@@ -239,7 +239,7 @@ def test_a_full_disk_during_a_checkpoint_leaves_the_one_before_whole_and_the_run
         run,
         prefix=f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({largest - 1},) * 2)",
     )
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=180)
     assert process.returncode == 2 and "Traceback" not in errors, errors
     last = errors.splitlines()[-1]
     assert (
