@@ -198,6 +198,38 @@ class RoleConfig(Section):
     model: Path | None = None
     learning_rate: float | None = Field(None, ge=0)
     dtype: DType | None = None
+    generate_workers: int | None = Field(None, ge=1)
+    """Ranks that generate for this role under `runtime: distributed`, from the first on; by default all."""
+
+
+class PoolConfig(Section):
+    """Roles that share their processes."""
+
+    roles: list[str] = Field(min_length=1)
+    workers: int | None = Field(None, ge=1)
+    """Processes, each with a device of its own; by default the configuration's `workers`."""
+
+
+class PlacementConfig(Section):
+    """Which roles share processes: a name (colocate, standalone, split), or the pools themselves."""
+
+    name: str = "colocate"
+    """`colocate`: one pool for all; `standalone`: one for each role; `split`: one for the roles that generate, one for the others."""
+    pools: list[PoolConfig] = []
+    """Each role in one of them, in place of a name."""
+
+
+class ClusterConfig(Section):
+    """The processes of a run, and the Ray cluster of `runtime: hybrid`."""
+
+    address: str | None = None
+    """Of a running cluster; by default RAY_ADDRESS, or a cluster of this machine that ends with the run."""
+    cpus: int | None = Field(None, ge=1)
+    """CPUs that a cluster of this machine offers, one for each worker; by default all."""
+    start_limit_s: float = Field(300.0, gt=0)
+    """Seconds for workers to start and load their models."""
+    wait_limit_s: float = Field(3600.0, gt=0)
+    """Seconds without a word from a worker after which the run ends."""
 
 
 class Config(Section):
@@ -216,7 +248,11 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     roles: dict[str, RoleConfig] = {}
     runtime: Literal["eager", "hybrid", "distributed", "streaming"] = "eager"
-    placement: str = "colocate"
+    placement: PlacementConfig = PlacementConfig()
+    """Where roles live: `colocate`, `standalone`, `split`, or lists of roles as in `[[actor, reference], [critic]]`."""
+    workers: int = Field(1, ge=1)
+    """Processes of each pool, where the placement does not say; the ranks of `runtime: distributed`."""
+    cluster: ClusterConfig = ClusterConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: DType = "float32"
     """Of the weights in the forward pass; master weights and optimizer state are never less than float32."""
@@ -227,6 +263,11 @@ class Config(Section):
     """The run folder's name; by default the flow's with date and time."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of a process; by default all cores."""
+
+    @field_validator("placement", mode="before")
+    @classmethod
+    def _short_placement(cls, value: Any) -> Any:
+        return short_placement(value)
 
 
 def short_verifiers(value: Any) -> Any:
@@ -240,6 +281,15 @@ def short_verifiers(value: Any) -> Any:
 def short_source(value: Any) -> Any:
     """A path is short for a source with nothing else set."""
     return {"path": value} if isinstance(value, str | Path) else value
+
+
+def short_placement(value: Any) -> Any:
+    """`split` is short for a name, `[[actor, reference], [critic]]` for pools."""
+    if isinstance(value, str):
+        return {"name": value}
+    if isinstance(value, list):
+        return {"pools": [{"roles": item} if isinstance(item, list) else item for item in value]}
+    return value
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:

@@ -12,7 +12,6 @@ from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Scope, Stage
-from braidrl.models.objective import denominators
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.executor import StageExecutor, checked_beside
 from braidrl.runtimes.iteration import group_tokens
@@ -48,11 +47,7 @@ class EagerCrew:
             for update in updates:
                 rows = table.take(update)
                 rows = rows.with_columns({"group_tokens": group_tokens(rows)})
-                losses = self.executor.accumulate(stage, rows, sums, bar)
-                record_update(stage, losses, denominators(rows), sums)
-                norm = self.executor.step(stage, denominators(rows), iteration)
-                if norm is not None:
-                    sums.add(f"{stage.role}/grad_norm", norm)
+                self.executor.optimize(stage, rows.index, rows, iteration, sums, bar)
 
     def index(self, table: Rows) -> Rows:
         return table.index
@@ -84,9 +79,3 @@ class EagerCrew:
 
     def close(self) -> None:
         self.executor.close()
-
-
-def record_update(stage: Stage, losses: dict[str, float], counts: dict[str, float], sums: Sums) -> None:
-    """Adds one optimizer step's loss: sums over global counts."""
-    if any(counts[name] > 0 for name in losses):
-        sums.add(f"loss/{stage.role}", sum(loss / counts[name] for name, loss in losses.items() if counts[name] > 0))
