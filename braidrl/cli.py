@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted key=value, a
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @app.command()
@@ -115,7 +116,7 @@ def split_config(config: Path | None, overrides: list[str] | None) -> tuple[Path
 
 
 def main() -> None:
-    """Entry point: maps mistakes and Ctrl-C to one line and an exit code."""
+    """Entry point: maps mistakes to one line and an exit code; Ctrl-C ends with 130."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1 or os.environ.get("BRAID_DEBUG") == "1"
     try:
@@ -125,12 +126,14 @@ def main() -> None:
             raise
         typer.echo(f"braid: {error}", err=True)
         sys.exit(EXIT_USER_ERROR)
+    except OSError as error:
+        if debug or error.errno not in NO_ROOM:
+            raise
+        typer.echo(f"braid: {error}; make room and go on with `braid train --resume`", err=True)
+        sys.exit(EXIT_USER_ERROR)
     except WorkerError as error:
         typer.echo(f"braid: {error}", err=True)
         sys.exit(EXIT_FAILURE)
-    except KeyboardInterrupt:
-        typer.echo("braid: interrupted", err=True)
-        sys.exit(EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ def import_ray() -> Any:
         raise UserError("runtime=hybrid needs Ray, which is not installed; run `pip install braidrl[ray]`")
     # Ray's own accounting of usage goes to its makers unless it is told not to.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # The driver reports the first failure; those that follow from it would be printed besides.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     return importlib.import_module("ray")
 
 

@@ -145,7 +145,7 @@ class DistributedCrew:
         self._at(stage, iteration)
         own = Sums()
         needed = [column.name for column in self.flow.inputs[stage.name]]
-        whole_groups = self.executor.objectives[stage.name].whole_groups
+        whole_groups = self.executor.objective(stage).whole_groups
         with self.executor.progress.stage(stage.name) as bar:
             for number, update in enumerate(updates, 1):
                 self.world.at(f"step {iteration}, {stage.name}, update {number}")

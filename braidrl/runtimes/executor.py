@@ -60,11 +60,7 @@ class StageExecutor:
         self.rewards, self.progress = rewards, progress
         self.workers: dict[str, RoleWorker] = {role: make_worker(role, config, flow, ranks) for role in roles}
         self.engines = {role: self._engine(role) for role in roles if role in generating}
-        self.objectives = {
-            s.name: Objective.of(str(s.role), s.params)
-            for s in flow.stages
-            if s.kind is Kind.TRAIN and "loss" in s.params
-        }
+        self.objectives: dict[str, tuple[Stage, Objective]] = {}
         self.pending: dict[str, list[tuple[Rows, Pending]]] = {}
 
     def _engine(self, role: str) -> EmbeddedEngine:
@@ -194,15 +190,22 @@ class StageExecutor:
         if norm is not None and counted:
             sums.add(f"{stage.role}/grad_norm", norm)
 
+    def objective(self, stage: Stage) -> Objective:
+        """What a train stage minimises; a session's stages need not be the flow's."""
+        known = self.objectives.get(stage.name)
+        if known is None or known[0] != stage:
+            known = self.objectives[stage.name] = (stage, Objective.of(str(stage.role), stage.params))
+        return known[1]
+
     def accumulate(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
         """Adds the gradient sums of `rows`; returns loss sums by denominator."""
         assert stage.role
-        return self.workers[stage.role].accumulate(self.objectives[stage.name], rows, sums, bar.update)
+        return self.workers[stage.role].accumulate(self.objective(stage), rows, sums, bar.update)
 
     def step(self, stage: Stage, denominators: Mapping[str, float], iteration: int) -> float | None:
         """One optimizer step by the global denominators; the gradient norm, or None when there was nothing to learn."""
         assert stage.role
-        needed = self.objectives[stage.name].denominators
+        needed = self.objective(stage).denominators
         return self.workers[stage.role].step({name: denominators[name] for name in needed}, iteration)
 
     def publish(self, version: int) -> None:

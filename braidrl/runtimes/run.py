@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from safetensors import SafetensorError
+
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.data.loader import PromptLoader
@@ -177,7 +179,7 @@ class TrainingRun:
             return
         try:
             save_checkpoint(self.folder, state, self.crew, self.config.trainer.keep_checkpoints, self.world.first)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise UserError(
                 f"the checkpoint of step {state.step} could not be written ({error}); the one before it is whole: "
                 f"make room and go on with `braid train --resume {self.folder}`"

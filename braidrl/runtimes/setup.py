@@ -21,6 +21,7 @@ from braidrl.models.loading import check_scorer, load_tokenizer
 from braidrl.models.role_worker import model_path
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.building import build_flow
+from braidrl.runtimes.checks import check_answers, check_engine, check_lengths, check_roles
 from braidrl.runtimes.evaluation import evaluation_flow
 from braidrl.runtimes.row_store import RowStore
 
@@ -36,6 +37,16 @@ class Prepared:
     sources: list[LoadedSource]
     eval_sources: dict[str, LoadedSource]
     texts: LoadedSource | None = None
+
+    def __post_init__(self) -> None:
+        """Raises UserError for parts that do not fit together."""
+        config, held_out = self.config, list(self.eval_sources.values())
+        check_engine(config)
+        check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
+        if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
+            check_answers(config, self.sources, config.data.train)
+        check_answers(config, held_out, list(config.data.eval.values()))
+        check_lengths(config, self.flow, self.sources, held_out)
 
     @property
     def generating(self) -> tuple[str, ...]:

@@ -11,10 +11,18 @@ import pytest
 
 from tests.invariants.traces import Step, assert_same, run
 from tests.runtimes.hybrid.warm import WarmCluster
-from tests.tiny import Workshop
+from tests.tiny import ROOT, Workshop
 
 FLOWS: dict[str, dict[str, Any]] = {
     "grpo": {"flow": "grpo", "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "epochs": 2, "learning_rate": 3e-3}},
+    "ppo": {
+        "flow": "ppo", "algorithm": {"reward": "verify", "whiten": True, "kl_target": 0.5},
+        "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "epochs": 2, "learning_rate": 3e-3},
+    },
+    "diamond": {
+        "flow": str(ROOT / "tests" / "runtimes" / "diamond.yaml"),
+        "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3},
+    },
     "dapo with refills": {
         "flow": "dapo", "algorithm": {"overlong_cache": 2}, "rollout": {"samples_per_prompt": 2},
         "trainer": {"prompts_per_step": 4, "learning_rate": 3e-3},
@@ -28,7 +36,8 @@ PLACEMENTS = ("colocate", "standalone", "split")
 WORKERS = (1, 2, 4)
 # Every two of flow, placement and number of workers meet at least once, but for the largest standalone one.
 PAIRWISE = [
-    ("grpo", "colocate", 2), ("grpo", "standalone", 2), ("grpo", "split", 1),
+    ("grpo", "colocate", 2), ("grpo", "standalone", 2), ("ppo", "standalone", 1), ("ppo", "split", 2),
+    ("diamond", "standalone", 2),
     ("dapo with refills", "colocate", 4), ("dapo with refills", "split", 2), ("dapo with surplus", "colocate", 2),
 ]  # fmt: skip
 EVERYTHING = list(itertools.product(FLOWS, PLACEMENTS, WORKERS))

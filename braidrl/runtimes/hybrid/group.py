@@ -6,7 +6,6 @@ driver ──call("execute", rows, ...)──▶ protocol ──▶ rank 0, rank
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,10 +118,9 @@ class WorkerGroup:
         waiting = {future.ref: future for future in futures}
         packed: dict[Any, bytes] = {}
         while waiting:
-            start = time.monotonic()
             ready, _ = ray.wait(list(waiting), num_returns=1, timeout=self.limit_s)
             if not ready:
-                raise WorkerFailure(self._silence(list(waiting.values()), time.monotonic() - start))
+                raise WorkerFailure(self._silence(list(waiting.values())))
             for ref in ready:
                 future = waiting.pop(ref)
                 packed[ref] = self._result(future)
@@ -149,7 +147,8 @@ class WorkerGroup:
             raise WorkerFailure(f"{future.who} failed in {future.what}: {' '.join(str(error).split())}") from None
         return result
 
-    @staticmethod
-    def _silence(waiting: Sequence[Future], seconds: float) -> str:
+    def _silence(self, waiting: Sequence[Future]) -> str:
         whom = "; ".join(f"{f.who} ({f.what}{named_rows(f.uids)})" for f in waiting)
-        return f"waited {seconds:.0f} s without a word from {whom}; raise cluster.wait_limit_s if this may take longer"
+        return (
+            f"waited {self.limit_s:g} s without a word from {whom}; raise cluster.wait_limit_s if this may take longer"
+        )
