@@ -77,5 +77,4 @@ def distributed_crew(
     )  # fmt: skip
     at_end.append(executor.close)
     trace = TraceWriter(folder, f"rank-{world.rank}") if folder else None
-    samples = config.rollout.samples_per_prompt
-    return DistributedCrew(flow, loader, samples, executor, prepared.store(), world, ranks, interrupts, trace)
+    return DistributedCrew(config, flow, loader, executor, prepared.store(), world, ranks, interrupts, trace)
