@@ -106,6 +106,22 @@ class RewardConfig(Section):
         return short_verifiers(value)
 
 
+class EnvironmentConfig(Section):
+    """What trajectories of several turns are played in."""
+
+    name: str | None = None
+    """`module:Class`, `module:function` or `gem:name`, for the generate stages that name none themselves. What it gives is the score
+    and the reward: the flow's `verify` is then left out."""
+    params: dict[str, Any] = {}
+    """Settings handed to it by keyword."""
+    at_once: int = Field(64, ge=1)
+    """Trajectories that are played at the same time."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Seconds for one answer of the environment; after them its trajectory ends, and is counted."""
+    max_turns: int = Field(16, ge=1)
+    """Turns of the model in one trajectory."""
+
+
 class RolloutConfig(Section):
     """How responses are sampled."""
 
@@ -125,6 +141,16 @@ class RolloutConfig(Section):
     """Rows that the embedded engine decodes at once."""
     dtype: DType | None = None
     """Of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
+    max_sequence_tokens: int | None = Field(None, ge=2)
+    """Where generation ends a sequence, prompt included; by default `data.max_prompt_tokens` and `max_response_tokens` together.
+    With an environment `max_response_tokens` is the limit of one turn, and this one that of all turns."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """A name is short for an environment with nothing else set."""
+
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
 
 
 class TrainerConfig(Section):

@@ -17,7 +17,7 @@ from braidrl.runtimes.iteration import Crew
 
 
 def evaluation_flow(config: Config, flow: Flow) -> Flow:
-    """Generation by the flow's first generating role at the evaluation's settings, checked as the flow checks it."""
+    """Generation by the flow's first generating role at the evaluation's settings, checked or played as in the flow."""
     role = next((s.role for s in flow.stages if s.kind is Kind.GENERATE), flow.roles[0])
     checks = next((s.params for s in flow.stages if s.type == "verify"), {"correct_score": 1.0, "wrong_score": 0.0})
     settings = config.evaluation
@@ -25,13 +25,12 @@ def evaluation_flow(config: Config, flow: Flow) -> Flow:
         "temperature": settings.temperature or 1.0, "greedy": settings.temperature == 0,
         "top_p": settings.top_p, "top_k": settings.top_k, "purpose": "evaluation",
     }  # fmt: skip
-    return Flow(
-        "evaluation",
-        [
-            make_stage("generate", role, sampling, id="evaluation.generate"),
-            make_stage("verify", "reward", {n: v for n, v in checks.items() if n != "of"}, id="evaluation.verify"),
-        ],
-    )
+    environment = next((s.params.get("environment") for s in flow.stages if s.kind is Kind.GENERATE), None)
+    generate = make_stage("generate", role, {**sampling, "environment": environment}, id="evaluation.generate")
+    if environment is not None:
+        return Flow("evaluation", [generate])
+    params = {n: v for n, v in checks.items() if n != "of"}
+    return Flow("evaluation", [generate, make_stage("verify", "reward", params, id="evaluation.verify")])
 
 
 def evaluation_metrics(name: str, index: Rows, samples: int) -> dict[str, float]:

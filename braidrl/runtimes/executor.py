@@ -29,6 +29,7 @@ from braidrl.rewards.verify import Pending, RuleRewards
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.requests import Finished, Request, Sampling
 from braidrl.rollout.trajectories import to_rows
+from braidrl.runtimes.playing import play
 
 VERIFY_CHUNK = 8
 """Finished rows handed to the reward processes at once while others are still being generated."""
@@ -62,17 +63,19 @@ class StageExecutor:
 
     def _engine(self, role: str) -> EmbeddedEngine:
         rollout = self.config.rollout
-        longest = self.config.data.max_prompt_tokens + rollout.max_response_tokens
         dtype = DTYPES[rollout.dtype] if rollout.dtype else None
         return EmbeddedEngine(
-            self.workers[role].model, self.tokenizer, rollout.slots, longest, seed=self.config.seed, dtype=dtype
-        )
+            self.workers[role].model, self.tokenizer, rollout.slots, max_sequence_tokens(self.config),
+            seed=self.config.seed, dtype=dtype,
+        )  # fmt: skip
 
     def execute(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage] = ()) -> Mapping[str, Column]:
         """The columns that a generate, infer or compute stage writes, in the order of `rows`.
 
         `beside` are verify stages that may start on finished rows while the rest is being generated.
         """
+        if stage.type == "generate" and "environment" in stage.params:
+            return self._play(stage, rows, sums)
         if stage.type == "generate":
             return self._generate(stage, rows, beside)
         if stage.type == "verify":
@@ -98,6 +101,19 @@ class StageExecutor:
             early.flush()
         into = stage.params.get("into")
         return {f"{into}.{n}" if into else n: column for n, column in to_rows(rows, finished).items()}
+
+    def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
+        """Episodes in the stage's environment; failures of environments are counted and the first is shown."""
+        assert stage.role
+        with self.progress.stage(stage.name, len(rows)) as bar:
+            columns, failures = play(
+                self.engines[stage.role], stage, rows, self.config, self.tokenizer, sampling_of(stage, self.config),
+                sums, bar,
+            )  # fmt: skip
+        for line in failures:
+            self.progress.print(f"{stage.name}: {line}")
+        into = stage.params.get("into")
+        return {f"{into}.{n}" if into else n: column for n, column in columns.items()}
 
     def _verify(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Waits for the checks that were begun beside generation, or begins them now."""
@@ -214,6 +230,12 @@ def checked_beside(flow: Flow, stage: Stage) -> list[Stage]:
         and any(c.writer == stage.name for c in flow.inputs[later.name])
         and all(c.writer in (stage.name, "admission") for c in flow.inputs[later.name])
     ]
+
+
+def max_sequence_tokens(config: Config) -> int:
+    """Tokens of a sequence, prompt and everything after it."""
+    rollout = config.rollout
+    return rollout.max_sequence_tokens or config.data.max_prompt_tokens + rollout.max_response_tokens
 
 
 def sampling_of(stage: Stage, config: Config) -> Sampling:

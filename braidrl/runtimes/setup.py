@@ -37,10 +37,11 @@ class Prepared:
 
     def rewards(self) -> RuleRewards | None:
         """The verifiers of the run, or None where nothing is verified. Evaluation sets are numbered after the sources."""
-        checks = [s for s in self.flow.stages if s.type == "verify"]
-        if not checks and not self.eval_sources:
+        evaluation = self.evaluation.stages if self.eval_sources else ()
+        checks = [s for s in (*self.flow.stages, *evaluation) if s.type == "verify"]
+        if not checks:
             return None
-        scores = checks[0].params if checks else {"correct_score": 1.0, "wrong_score": 0.0}
+        scores = checks[0].params
         sources = [*self.config.data.train, *self.config.data.eval.values()]
         own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
         names = {i: source.path.stem for i, source in enumerate(sources)}

@@ -44,7 +44,7 @@ def training_metrics(result: IterationResult[Any]) -> dict[str, float]:
     for name, value in result.sums.means().items():
         if name == "rollout_log_prob_gap":
             metrics["train/rollout_log_prob_gap"] = value
-        elif name.startswith("reward/failures/"):
+        elif "/failures/" in name:
             metrics[name] = result.sums.pairs()[name][0]
         else:
             metrics[name if "/" in name else f"actor/{name}"] = value
