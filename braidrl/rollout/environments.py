@@ -66,15 +66,16 @@ def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
     if name.startswith(GEM):
         check_gem(name.removeprefix(GEM))
         return partial(GemEnvironment, name.removeprefix(GEM), dict(settings))
-    found = import_function(name)
-    if not inspect.isclass(found):
+    found: Any = import_function(name)
+    if not isinstance(found, type):
         return partial(FunctionEnvironment, found, settings)
     lacking = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
     if lacking:
         raise UserError(f"{name} is no environment: it lacks {' and '.join(lacking)}")
+    kind: Any = found
 
     def make() -> Environment:
-        environment: Environment = found(**settings)
+        environment: Environment = kind(**settings)
         return environment
 
     return make

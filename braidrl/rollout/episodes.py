@@ -157,7 +157,7 @@ class Episodes:
         held, opens = trajectory.sequence, False
         if observation.restart:
             ids = self.template.first(observation.said, tools)
-            opens = len(ids) <= len(held) or ids[: len(held)] != held
+            opens = ids[: len(held)] != held
             ids = ids if opens else ids[len(held) :]
         else:
             ids = self.template.following(observation.said, held[-1], tools)
