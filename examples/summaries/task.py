@@ -51,3 +51,16 @@ def texts(count: int, seed: int) -> Iterator[dict[str, Any]]:
         code, where = source.choice(CODES), source.randrange(PARTS)
         parts = [" ".join(source.sample(FILLERS, 3)) + (f" code {code}" if n == where else "") for n in range(PARTS)]
         yield {"prompt": "What is the code?", "answer": code, "parts": parts}
+
+
+def demonstrations(count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Turns of a reader who says something else in half of them."""
+    source = random.Random(seed)
+    for text in texts(count, seed):
+        notes, code = "none", text["answer"]
+        for part in [*text["parts"], None]:
+            context = f"notes {notes} question code" if part is None else f"notes {notes} part {part}"
+            right = code if part is None or code in part.split() else notes
+            said = right if source.random() < 0.5 else source.choice([*CODES, "none"])
+            yield {"prompt": context, "response": said, "answer": code}
+            notes = right
