@@ -37,6 +37,7 @@ def build_flow(config: Config) -> Flow:
         check_update_size(
             config.trainer.prompts_per_step, config.rollout.samples_per_prompt, config.trainer.rows_per_update
         )
+    check_pairs(flow, config)
     stages = [resolve(stage, config) for stage in flow.stages]
     return Flow(flow.name, with_recomputed(stages))
 
@@ -58,6 +59,17 @@ def in_environment(flow: Flow, config: Config) -> Flow:
         if "environment" in stage.params:
             environments(stage.params["environment"], config.rollout.environment.params)
     return Flow(flow.name, stages)
+
+
+def check_pairs(flow: Flow, config: Config) -> None:
+    """Raises UserError where rows that must share an update would be torn apart."""
+    samples, rows = config.rollout.samples_per_prompt, config.trainer.rows_per_update
+    if flow.trains_on_pairs and samples != 2:
+        raise UserError(
+            f"{flow.name} trains on pairs of given responses and rollout.samples_per_prompt is {samples}; write 2"
+        )
+    if flow.trains_on_pairs and rows is not None and rows % 2:
+        raise UserError(f"trainer.rows_per_update={rows} tears pairs apart; write an even number")
 
 
 def resolve(stage: Stage, config: Config) -> Stage:
