@@ -45,7 +45,8 @@ class Prepared:
         check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
         if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
             check_answers(config, self.sources, config.data.train)
-        check_answers(config, held_out, list(config.data.eval.values()))
+        if any(stage.type == "verify" for stage in self.evaluation.stages):
+            check_answers(config, held_out, list(config.data.eval.values()))
         check_lengths(config, self.flow, self.sources, held_out)
 
     @property
