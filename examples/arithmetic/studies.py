@@ -190,9 +190,7 @@ def safe_rlhf(study: Study) -> None:
     limit, functions = 6.0, HERE / "limits.py"
     if not (study.folder / "small").is_dir():
         write_model(study.folder / "small", seed=0, layers=2, width=64)
-        write_jsonl(
-            study.folder / "sums.jsonl", questions(problems(60, 1, seed=0))
-        )
+        write_jsonl(study.folder / "sums.jsonl", questions(problems(60, 1, seed=0)))
     common = {"reward": "verify", "kl_coef": 0.0, "lam": 1.0, "value_clip": None, "whiten": True, "entropy_coef": 0.05}
     critics = {role: {"learning_rate": 3e-3} for role in ("critic", "cost_critic")}
     lines: dict[str, Lines] = {}
