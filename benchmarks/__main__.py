@@ -64,7 +64,11 @@ def measured_machine(threads: int) -> dict[str, Any]:
     """In a process of its own, with the threads that the sides have."""
     environment = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(
-        [str(OURS), "-m", "benchmarks.machine", str(threads)], check=True, capture_output=True, text=True, env=environment
+        [str(OURS), "-m", "benchmarks.machine", str(threads)],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -73,7 +77,9 @@ def measured_machine(threads: int) -> dict[str, Any]:
 def fingerprint(case: Case, threads: int, rounds: int | None) -> str:
     """Of the case and of the code that it runs."""
     digest = hashlib.sha256(repr((case.name, case.sides, threads, rounds)).encode())
-    for path in sorted([*Path("braidrl").rglob("*.py"), *Path("braidrl").rglob("*.c"), *Path("benchmarks").rglob("*.py")]):
+    for path in sorted(
+        [*Path("braidrl").rglob("*.py"), *Path("braidrl").rglob("*.c"), *Path("benchmarks").rglob("*.py")]
+    ):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:24]
 
@@ -84,7 +90,9 @@ def compared(case: Case, found: dict[str, dict[str, Any]], rates: dict[str, floa
     for ours, theirs, goal in case.goals:
         ratio = found[ours][case.measure] / found[theirs][case.measure]
         ratio = 1 / ratio if case.measure == "peak_mebibytes" else ratio
-        ratios.append({"ours": ours, "theirs": theirs, "times": round(ratio, 2), "goal": goal, "reached": ratio >= goal})
+        ratios.append(
+            {"ours": ours, "theirs": theirs, "times": round(ratio, 2), "goal": goal, "reached": ratio >= goal}
+        )
     if case.floor is not None:
         for side in case.sides:
             least = case.floor(side.case["dtype"], rates)
@@ -95,7 +103,10 @@ def compared(case: Case, found: dict[str, dict[str, Any]], rates: dict[str, floa
 
 def table(case: Case, found: dict[str, Any]) -> str:
     """For people."""
-    lines = [f"\n{case.name}", f"  {'':24}{'tokens/s':>10}{'per CPU s':>10}{'seconds':>9}{'of floor':>9}{'peak MiB':>9}"]
+    lines = [
+        f"\n{case.name}",
+        f"  {'':24}{'tokens/s':>10}{'per CPU s':>10}{'seconds':>9}{'of floor':>9}{'peak MiB':>9}",
+    ]
     for name, side in found["sides"].items():
         numbers = [("tokens_per_second", 10, ".0f"), ("tokens_per_cpu_second", 10, ".0f"), ("seconds", 9, ".2f"),
                    ("fraction_of_floor", 9, ".0%"), ("peak_mebibytes", 9, ".0f")]  # fmt: skip
@@ -103,7 +114,9 @@ def table(case: Case, found: dict[str, Any]) -> str:
         lines.append(f"  {name:24}{''.join(cells)}")
     for ratio in found["ratios"]:
         mark = "" if ratio["reached"] else "   SHORT"
-        lines.append(f"  {ratio['ours']} over {ratio['theirs']}: {ratio['times']:.2f} times, goal {ratio['goal']}{mark}")
+        lines.append(
+            f"  {ratio['ours']} over {ratio['theirs']}: {ratio['times']:.2f} times, goal {ratio['goal']}{mark}"
+        )
     return "\n".join(lines)
 
 

@@ -30,7 +30,13 @@ class Case:
 
 def decode() -> list[Case]:
     """Generation: every row a prompt of 16 tokens, groups of 8."""
-    settings = [(128, 64, False, 1.3), (128, 256, False, 1.5), (128, 64, True, 2.5), (128, 256, True, 2.5), (32768, 256, False, 1.5)]
+    settings = [
+        (128, 64, False, 1.3),
+        (128, 256, False, 1.5),
+        (128, 64, True, 2.5),
+        (128, 256, True, 2.5),
+        (32768, 256, False, 1.5),
+    ]
     return [decode_case(*setting) for setting in settings]
 
 
@@ -112,20 +118,30 @@ def shared_prompt() -> list[Case]:
         for dtype in ("float32", "bfloat16") for shared in (True, False)
     ]  # fmt: skip
     goals = [(f"shared {dtype}", f"apart {dtype}", 3.0) for dtype in ("float32", "bfloat16")]
-    return [Case("training, prompts of 1024 tokens, 16 responses of 32 each", sides, goals, measure="tokens_per_second")]
+    return [
+        Case("training, prompts of 1024 tokens, 16 responses of 32 each", sides, goals, measure="tokens_per_second")
+    ]
 
 
 def memory() -> list[Case]:
     """Peak memory of a step at a vocabulary of 151,936 with 8,192 tokens; each side is a fresh process, and takes one turn."""
     shape = Shape(151_936)
-    case: dict[str, Any] = {"model": str(model_folder(shape)), "rows": 64, "tokens": 128, "vocabulary": shape.vocabulary, "dtype": "float32"}
+    case: dict[str, Any] = {
+        "model": str(model_folder(shape)),
+        "rows": 64,
+        "tokens": 128,
+        "vocabulary": shape.vocabulary,
+        "dtype": "float32",
+    }
     sides = [
         Side("braid", "memory_braid", {**case, "way": "braid"}),
         Side("plain", "memory_braid", {**case, "way": "plain"}),
         Side("trl", "memory_trl", case),
     ]
     goals = [("braid", "trl", 1.0), ("braid", "plain", 1.0)]
-    return [Case("peak memory of a step, vocabulary 151936, 8192 tokens", sides, goals, rounds=1, measure="peak_mebibytes")]
+    return [
+        Case("peak memory of a step, vocabulary 151936, 8192 tokens", sides, goals, rounds=1, measure="peak_mebibytes")
+    ]
 
 
 BENCHMARKS: dict[str, Callable[[], list[Case]]] = {

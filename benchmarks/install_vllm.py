@@ -21,7 +21,9 @@ def main() -> None:
 
 
 def install(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments], check=True
+    )
 
 
 def requirements() -> list[str]:

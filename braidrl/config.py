@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from braidrl.algorithms.metrics import REFLECTION_PHRASES
 from braidrl.errors import UserError, suggest
 
 DType = Literal["float32", "bfloat16", "float64"]
@@ -51,6 +52,10 @@ class SourceConfig(Section):
     """Field with the reference answer; `reward_model.ground_truth` is taken where this one is absent."""
     response_field: str = "response"
     """Field with a given response, for supervised training."""
+    chosen_field: str = "chosen"
+    """Field with the better response of a pair, for reward models and DPO."""
+    rejected_field: str = "rejected"
+    """Field with the worse one."""
 
     @field_validator("verify", mode="before")
     @classmethod
@@ -65,6 +70,8 @@ class DataConfig(Section):
     """One file, or several with weights."""
     eval: dict[str, SourceConfig] = {}
     """Held-out sets by name."""
+    ptx: SourceConfig | None = None
+    """Plain text whose likelihood the policy keeps (`ptx_coef`); its `prompt_field` names the text."""
     system_prompt: str | None = None
     """Put before every chat prompt."""
     chat_template: bool = True
@@ -79,6 +86,11 @@ class DataConfig(Section):
     def _one_or_more(cls, value: Any) -> Any:
         many = value if isinstance(value, list) else [value]
         return [short_source(item) for item in many]
+
+    @field_validator("ptx", mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return short_source(value)
 
     @field_validator("eval", mode="before")
     @classmethod
@@ -106,15 +118,35 @@ class RewardConfig(Section):
         return short_verifiers(value)
 
 
+class EnvironmentConfig(Section):
+    """What trajectories of several turns are played in."""
+
+    name: str | None = None
+    """`module:Class`, `module:function` or `gem:name`, for the generate stages that name none themselves. What it gives is the score
+    and the reward: the flow's `verify` is then left out."""
+    params: dict[str, Any] = {}
+    """Settings handed to it by keyword."""
+    at_once: int = Field(64, ge=1)
+    """Trajectories that are played at the same time."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Seconds for one answer of the environment; after them its trajectory ends, and is counted."""
+    max_turns: int = Field(16, ge=1)
+    """Turns of the model in one trajectory."""
+
+
 class RolloutConfig(Section):
     """How responses are sampled."""
 
     engine: str = "embedded"
+    """Who generates: `embedded` decodes with the trainer's own weights."""
     samples_per_prompt: int = Field(8, ge=1)
     """Rows in a group."""
     max_response_tokens: int = Field(512, ge=1)
+    """Responses end here at the latest."""
     temperature: float = Field(1.0, gt=0)
+    """Logits are divided by it, in sampling and in every log-probability."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Tokens are drawn from the likeliest that have this share together; 1 keeps all."""
     top_k: int = Field(0, ge=0)
     """0 keeps all tokens."""
     stop: list[str] = []
@@ -127,6 +159,19 @@ class RolloutConfig(Section):
     """Of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
     compile: bool | None = None
     """Decode with kernels compiled for this processor, under a second once; by default where a C compiler and the model allow it."""
+    max_sequence_tokens: int | None = Field(None, ge=2)
+    """Where generation ends a sequence, prompt included; by default `data.max_prompt_tokens` and `max_response_tokens` together.
+    With an environment `max_response_tokens` is the limit of one turn, and this one that of all turns."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """A name is short for an environment with nothing else set."""
+
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    reflection_phrases: list[str] = list(REFLECTION_PHRASES)
+    """Phrases of a response that reconsiders itself, counted in `response/reflections`; none counts nothing."""
 
 
 class TrainerConfig(Section):
@@ -143,19 +188,25 @@ class TrainerConfig(Section):
     max_tokens_per_device: int = Field(8192, ge=1)
     """Tokens of a micro-batch; the only dial for memory, without effect on the result."""
     learning_rate: float = Field(1e-6, ge=0)
+    """Of AdamW, after warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does after its warm-up, over `steps`."""
     warmup_steps: int = Field(0, ge=0)
     """Iterations over which the learning rate rises from 0."""
     weight_decay: float = Field(0.0, ge=0)
+    """Of AdamW, applied to the weights and not to the gradient."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Of AdamW: how long the two moments remember."""
     epsilon: float = Field(1e-8, gt=0)
+    """Of AdamW, added to the root of the second moment."""
     max_grad_norm: float | None = Field(1.0, gt=0)
-    """None does not clip."""
+    """A longer gradient is scaled down to this norm; none does not clip."""
     activation_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, about a third more time."""
     checkpoint_every: int = Field(50, ge=0)
     """Iterations between checkpoints; 0 keeps only the one at the end."""
     keep_checkpoints: int = Field(2, ge=1)
+    """The last so many stay, older ones are removed."""
     deterministic: bool = False
     """Only deterministic kernels, so that a resumed run repeats the uninterrupted one to the bit."""
     surplus: Literal["drop", "keep"] = "drop"
@@ -170,12 +221,15 @@ class EvaluationConfig(Section):
     every: int = Field(10, ge=0)
     """Iterations between evaluations; 0 never."""
     before_first_step: bool = True
+    """Evaluate the untrained model too."""
     samples: int = Field(8, ge=1)
     """Responses per prompt: the k of avg@k; pass@ is reported for every power of two up to it."""
     temperature: float = Field(1.0, ge=0)
     """0 takes the likeliest token."""
     top_p: float = Field(0.7, gt=0, le=1)
+    """As `rollout.top_p`, for evaluation."""
     top_k: int = Field(0, ge=0)
+    """As `rollout.top_k`, for evaluation."""
     max_prompts: int | None = Field(None, ge=1)
     """The first so many prompts of each set; all by default."""
 
@@ -184,8 +238,44 @@ class RoleConfig(Section):
     """Settings of one role that differ from the run's."""
 
     model: Path | None = None
+    """A model of its own; by default the run's."""
     learning_rate: float | None = Field(None, ge=0)
+    """By default the trainer's."""
     dtype: DType | None = None
+    """By default the run's."""
+    generate_workers: int | None = Field(None, ge=1)
+    """Ranks that generate for this role under `runtime: distributed`, from the first on; by default all."""
+
+
+class PoolConfig(Section):
+    """Roles that share their processes."""
+
+    roles: list[str] = Field(min_length=1)
+    """Their names."""
+    workers: int | None = Field(None, ge=1)
+    """Processes, each with a device of its own; by default the configuration's `workers`."""
+
+
+class PlacementConfig(Section):
+    """Which roles share processes: a name (colocate, standalone, split), or the pools themselves."""
+
+    name: str = "colocate"
+    """`colocate`: one pool for all; `standalone`: one for each role; `split`: one for the roles that generate, one for the others."""
+    pools: list[PoolConfig] = []
+    """Each role in one of them, in place of a name."""
+
+
+class ClusterConfig(Section):
+    """The processes of a run, and the Ray cluster of `runtime: hybrid`."""
+
+    address: str | None = None
+    """Of a running cluster; by default RAY_ADDRESS, or a cluster of this machine that ends with the run."""
+    cpus: int | None = Field(None, ge=1)
+    """CPUs that a cluster of this machine offers, one for each worker; by default all."""
+    start_limit_s: float = Field(300.0, gt=0)
+    """Seconds for workers to start and load their models."""
+    wait_limit_s: float = Field(3600.0, gt=0)
+    """Seconds without a word from a worker after which the run ends."""
 
 
 class Config(Section):
@@ -198,23 +288,48 @@ class Config(Section):
     algorithm: dict[str, Any] = {}
     """Settings of the recipe, such as `clip_high`."""
     data: DataConfig = DataConfig()
+    """Where prompts come from."""
     reward: RewardConfig = RewardConfig()
+    """How answers are checked."""
     rollout: RolloutConfig = RolloutConfig()
+    """How responses are sampled."""
     trainer: TrainerConfig = TrainerConfig()
+    """How long, how much at once, and the optimizer."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """When and how held-out sets are measured."""
     roles: dict[str, RoleConfig] = {}
+    """Settings of single roles by name, as in `roles.critic.learning_rate=1e-5`."""
     runtime: Literal["eager", "hybrid", "distributed", "streaming"] = "eager"
-    placement: str = "colocate"
+    """Who decides what runs next: a loop in this process, a controller on Ray, nobody, or a queue."""
+    placement: PlacementConfig = PlacementConfig()
+    """Where roles live: `colocate`, `standalone`, `split`, or lists of roles as in `[[actor, reference], [critic]]`."""
+    workers: int = Field(1, ge=1)
+    """Processes of each pool, where the placement does not say; the ranks of `runtime: distributed`."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Where and how long to wait for workers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes the CUDA device where there is one."""
     dtype: DType = "float32"
     """Of the weights in the forward pass; master weights and optimizer state are never less than float32."""
     seed: int = 0
+    """Of everything random: order of the data, sampling, shuffles."""
     output: Path = Path("runs")
-    """Run folders are made in it."""
+    """The folder in which run folders are made."""
     name: str | None = None
     """The run folder's name; by default the flow's with date and time."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of a process; by default all cores."""
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Tokens of a sequence, its prompt and all that follows it."""
+        both = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        return self.rollout.max_sequence_tokens or both
+
+    @field_validator("placement", mode="before")
+    @classmethod
+    def _short_placement(cls, value: Any) -> Any:
+        return short_placement(value)
 
 
 def short_verifiers(value: Any) -> Any:
@@ -228,6 +343,15 @@ def short_verifiers(value: Any) -> Any:
 def short_source(value: Any) -> Any:
     """A path is short for a source with nothing else set."""
     return {"path": value} if isinstance(value, str | Path) else value
+
+
+def short_placement(value: Any) -> Any:
+    """`split` is short for a name, `[[actor, reference], [critic]]` for pools."""
+    if isinstance(value, str):
+        return {"name": value}
+    if isinstance(value, list):
+        return {"pools": [{"roles": item} if isinstance(item, list) else item for item in value]}
+    return value
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:

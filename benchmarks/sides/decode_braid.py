@@ -24,10 +24,14 @@ def prepare(case: Mapping[str, Any]) -> Turn:
         **case.get("engine", {}),
     )  # fmt: skip
     requests = [
-        Request((0, i // group, i % group), torch.tensor(case["prompts"][i // group]), Sampling(max_tokens=n, ends=False))
+        Request(
+            (0, i // group, i % group), torch.tensor(case["prompts"][i // group]), Sampling(max_tokens=n, ends=False)
+        )
         for i, n in enumerate(lengths)
     ]
-    short = [replace(r, sampling=replace(r.sampling, max_tokens=min(n, 40))) for r, n in zip(requests, lengths, strict=True)]
+    short = [
+        replace(r, sampling=replace(r.sampling, max_tokens=min(n, 40))) for r, n in zip(requests, lengths, strict=True)
+    ]
     engine.generate(requests if case.get("engine") else short)
 
     def turn() -> dict[str, float]:

@@ -30,7 +30,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., K) by weight (N, K), transposed, plus bias (N,): (..., N). Differentiable."""
     if x.dtype != torch.float32 or x.device.type != "cpu" or weight.dtype != torch.float32 or not prefers_onednn():
         return nn.functional.linear(x, weight, bias)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
         result: Tensor = _Product.apply(x, weight, bias)
         return result
     return onednn(x, weight, bias)
@@ -59,7 +61,7 @@ class _Product(torch.autograd.Function):
 
 def weight_gradient(grads: Tensor, x: Tensor) -> Tensor:
     """grads (M, N) transposed by x (M, K): (N, K)."""
-    if grads.dtype != torch.float32 or not prefers_onednn():
+    if grads.dtype != torch.float32 or grads.device.type != "cpu" or not prefers_onednn():
         return grads.t() @ x
     total = None
     for part_grads, part_x in zip(grads.split(GRADIENT_ROWS), x.split(GRADIENT_ROWS), strict=True):
@@ -67,6 +69,14 @@ def weight_gradient(grads: Tensor, x: Tensor) -> Tensor:
         total = part if total is None else total.add_(part)
     assert total is not None
     return total
+
+
+def add_weight_gradient(total: Tensor, grads: Tensor, x: Tensor) -> None:
+    """Adds grads (M, N) transposed by x (M, K) to `total` (N, K), which may be of a higher precision."""
+    if total.dtype != grads.dtype or (total.device.type == "cpu" and total.dtype == torch.float32 and prefers_onednn()):
+        total += weight_gradient(grads, x)
+    else:
+        total.addmm_(grads.t(), x)
 
 
 class ProductLinear(nn.Linear):

@@ -41,6 +41,11 @@ class SlotBatch:
         self.clear()
 
     @property
+    def slots(self) -> int:
+        """Rows that can be decoded at once."""
+        return self._slots
+
+    @property
     def log_prob_dtype(self) -> torch.dtype:
         """float32, or float64 for a model in float64."""
         return torch.promote_types(self._model.dtype, torch.float32)
@@ -140,16 +145,13 @@ class SlotBatch:
     def _decode(self) -> tuple[Tensor, Tensor]:
         """One token for each slot of the step, (B,), and whether its row came to a stop token or its limit, (B,)."""
         states = self._active
-        if self._native is None:
-            logits = self._logits()
+        native, uniforms = self._native, states.uniforms()
+        logits = native.logits(states.current, states.position, self._cache) if native else self._logits()
+        if native and self._choice.whole:
+            tokens, log_probs = native.kernels.draw(logits, states.temperature, states.greedy, uniforms)
         else:
-            logits = self._native.logits(states.current, states.position, self._cache)
+            tokens, log_probs = sample(logits, self._choice, uniforms)
         self._steps += 1
-        if self._native is not None and self._choice.whole:
-            temperatures = states.temperature.masked_fill(states.greedy, 0.0)
-            tokens, log_probs = self._native.kernels.draw(logits, temperatures, states.uniforms())
-        else:
-            tokens, log_probs = sample(logits, self._choice, states.uniforms())
         return tokens, states.advance(tokens, log_probs)
 
     def _logits(self) -> Tensor:

@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from braidrl.algorithms.metrics import avg_at_k, pass_at_k
 from braidrl.config import Config, EvaluationConfig
-from braidrl.data.admission import eval_rows
-from braidrl.data.prompts import LoadedSource
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind
 from braidrl.flow.stages import make_stage
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.iteration import Crew
+from braidrl.runtimes.row_store import HeldOut
+
+T = TypeVar("T")
 
 
 def evaluation_flow(config: Config, flow: Flow) -> Flow:
-    """Generation by the flow's first generating role at the evaluation's settings, checked as the flow checks it."""
+    """Generation by the flow's first generating role at the evaluation's settings, checked or played as in the flow.
+
+    Where the flow trains a model that only scores, it scores held-out pairs instead.
+    """
+    if flow.trains_on_pairs and flow.roles[0] in flow.scalar_roles:
+        joined = make_stage("data.join_response", None, id="evaluation.join_response")
+        return Flow("evaluation", [joined, make_stage("score", flow.roles[0], id="evaluation.score")])
     role = next((s.role for s in flow.stages if s.kind is Kind.GENERATE), flow.roles[0])
-    checks = next((s.params for s in flow.stages if s.type == "verify"), {"correct_score": 1.0, "wrong_score": 0.0})
+    checks = next((s.params for s in flow.stages if s.type == "verify"), {})
+    scores = {"correct_score": checks.get("correct_score", 1.0), "wrong_score": checks.get("wrong_score", 0.0)}
     settings = config.evaluation
     sampling = {
         "temperature": settings.temperature or 1.0, "greedy": settings.temperature == 0,
         "top_p": settings.top_p, "top_k": settings.top_k, "purpose": "evaluation",
     }  # fmt: skip
-    return Flow(
-        "evaluation",
-        [
-            make_stage("generate", role, sampling, id="evaluation.generate"),
-            make_stage("verify", "reward", {n: v for n, v in checks.items() if n != "of"}, id="evaluation.verify"),
-        ],
-    )
+    environment = next((s.params.get("environment") for s in flow.stages if s.kind is Kind.GENERATE), None)
+    generate = make_stage("generate", role, {**sampling, "environment": environment}, id="evaluation.generate")
+    if environment is not None:
+        return Flow("evaluation", [generate])
+    return Flow("evaluation", [generate, make_stage("verify", "reward", scores, id="evaluation.verify")])
 
 
 def evaluation_metrics(name: str, index: Rows, samples: int) -> dict[str, float]:
-    """avg@k for k = `samples`, pass@k for the powers of two up to it, mean length and score."""
+    """avg@k for k = `samples`, pass@k for the powers of two up to it, mean length and score; for pairs, how many are told apart."""
+    if "correct" not in index:
+        return pair_metrics(name, index)
     correct, group = index["correct"], index["group"]
     metrics = {f"eval/{name}/avg@{samples}": float(avg_at_k(correct, group))}
     k = 1
@@ -47,12 +55,22 @@ def evaluation_metrics(name: str, index: Rows, samples: int) -> dict[str, float]
     return metrics
 
 
+def pair_metrics(name: str, index: Rows) -> dict[str, float]:
+    """The share of pairs whose chosen response (sample 0) has the higher score, and by how much on average."""
+    scores = index["score" if "score" in index else "cost"].double()
+    margin = scores[index["sample"] == 0] - scores[index["sample"] == 1]
+    return {
+        f"eval/{name}/pair_accuracy": float((margin > 0).double().mean()),
+        f"eval/{name}/margin": float(margin.mean()),
+    }
+
+
 def evaluated_sets(
-    crew: Crew[Any], flow: Flow, sources: Mapping[str, LoadedSource], settings: EvaluationConfig, first: int, step: int
-) -> Iterator[tuple[str, Rows, dict[str, float]]]:
-    """Each set's name, its rows and its metrics under the current weights; sets are numbered from `first` on."""
-    for number, (name, source) in enumerate(sources.items(), first):
-        table = crew.hold_rows(eval_rows(source, settings.samples, settings.max_prompts, number))
+    crew: Crew[T], flow: Flow, names: Iterable[str], settings: EvaluationConfig, step: int
+) -> Iterator[tuple[str, T, dict[str, float]]]:
+    """Each set's name, its rows and its metrics under the current weights."""
+    for name in names:
+        table = crew.bring(HeldOut(name))
         for stage in flow.stages:
             table = crew.run(stage, table, step, Sums())
-        yield name, crew.fetch(table), evaluation_metrics(name, crew.index(table), settings.samples)
+        yield name, table, evaluation_metrics(name, crew.index(table), settings.samples)

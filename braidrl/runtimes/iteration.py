@@ -7,9 +7,10 @@ admit ─▶ generate ─▶ verify ─▶ select ──▶ the rest of the stag
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -20,6 +21,8 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.updates import update_plan
 from braidrl.flow.waves import Sampling, Verdict
 from braidrl.observe.metrics import Sums
+from braidrl.runtimes.row_store import Origin
+from braidrl.runtimes.stage_state import State, initial_states, next_state, with_state
 
 T = TypeVar("T")
 
@@ -32,6 +35,9 @@ class Crew(Protocol[T]):
 
     def run(self, stage: Stage, table: T, iteration: int, sums: Sums) -> T:
         """The table with the columns that a generate, infer or compute stage writes."""
+
+    def totals(self, stage: Stage, table: T) -> dict[str, float]:
+        """What the stage's state follows, summed over all rows."""
 
     def select(self, stage: Stage, table: T) -> dict[int, str]:
         """The groups that a select stage drops, with its reason."""
@@ -48,14 +54,26 @@ class Crew(Protocol[T]):
     def cat(self, tables: Sequence[T]) -> T:
         """The rows of all tables."""
 
-    def hold_rows(self, rows: Rows) -> T:
-        """A table of given rows: recorded ones, or those of an evaluation set."""
+    def bring(self, origin: Origin) -> T:
+        """A table of rows that exist elsewhere: a held-out set, a recording, what a checkpoint kept."""
 
-    def fetch(self, table: T) -> Rows:
-        """The rows with their payload, to be written down."""
+    def record(self, path: Path, table: T, final: T) -> None:
+        """Writes a parquet file of `table`, with the columns that only `final`, the same rows, has."""
+
+    def keep(self, path: Path, table: T) -> None:
+        """Writes rows with all their columns into a checkpoint."""
 
     def publish(self, version: int) -> None:
-        """Makes the trained weights those that the next rows are generated with."""
+        """Makes the trained weights those that the next rows are generated with. All training is done when it returns."""
+
+    def save(self, folder: Path) -> None:
+        """Every trained role into a folder of its own."""
+
+    def load(self, folder: Path, version: int) -> None:
+        """The reverse of `save`; the loaded weights are those of `version`."""
+
+    def close(self) -> None:
+        """Ends what was started; may be called after a failure."""
 
 
 @dataclass
@@ -75,53 +93,68 @@ class IterationResult(Generic[T]):
 
 
 class Walk(Generic[T]):
-    """Walks a flow with a crew. Holds what goes on from one iteration to the next: selection state and kept surplus."""
+    """Walks a flow with a crew. Holds what goes on from one iteration to the next: selection, kept surplus and the stages' states."""
 
-    def __init__(
-        self,
-        config: Config,
-        flow: Flow,
-        crew: Crew[T],
-        epoch_groups: int,
-        hold: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        """`hold` is entered when weights begin to change: until the iteration is over, an interrupt has to wait."""
+    def __init__(self, config: Config, flow: Flow, crew: Crew[T], epoch_groups: int) -> None:
         trainer = config.trainer
-        self.config, self.flow, self.crew, self.hold = config, flow, crew, hold
+        self.config, self.flow, self.crew = config, flow, crew
         self.sampling = Sampling(trainer.prompts_per_step, epoch_groups, trainer.surplus, trainer.max_staleness)
         self.surplus: list[T] = []
+        self.states = initial_states(flow)
         self.seconds: dict[str, float] = {}
 
     def iterate(
-        self, iteration: int, version: int, recorded: T | None = None, train: bool = True
+        self,
+        iteration: int,
+        version: int,
+        recorded: T | None = None,
+        train: bool = True,
+        before_training: Callable[[], object] = lambda: None,
     ) -> IterationResult[T]:
         """Runs every stage that is due in this iteration on one batch; the weights of trained roles become `version` + 1.
 
         `recorded` rows take the place of those that would be generated; without `train` the weights stay as they are.
+        `before_training` is called before each train stage: from the first one on, the iteration cannot be taken back.
         """
         self.seconds, sums = {stage.name: 0.0 for stage in self.flow.stages}, Sums()
         result = self.replayed(recorded, sums) if recorded is not None else self.sample(iteration, version, sums)
         table = result.table = self.ordered(result.table)
-        with ExitStack() as held:
-            for stage in self.flow.stages[self.recorded_stages :]:
-                training = stage.kind is Kind.TRAIN
-                if not stage.when.includes(iteration) or (training and not train):
-                    continue
+        states = dict(self.states)
+        for stage in self.flow.stages[self.recorded_stages :]:
+            training = stage.kind is Kind.TRAIN
+            if not stage.when.includes(iteration) or (training and not train):
+                continue
+            if training:
+                before_training()
+            with self.timed(stage):
                 if training:
-                    held.enter_context(self.hold())
-                with self.timed(stage):
-                    if training:
-                        self.crew.train(stage, table, self.updates(table, iteration), iteration, sums)
-                    else:
-                        table = self.crew.run(stage, table, iteration, sums)
-            if train:
-                self.crew.publish(version + 1)
+                    self.crew.train(stage, table, self.updates(table, iteration), iteration, sums)
+                else:
+                    table, states[stage.name] = self.run_with_state(stage, table, iteration, sums)
+        if train:
+            self.crew.publish(version + 1)
+            self.states = {name: states[name] for name in self.states}
         result.batch, result.seconds, result.final = self.crew.index(table), self.seconds, table
+        if not self.flow.sampling_segment:
+            # Nothing is selected: all that was generated is in the batch, with the scores that came after it.
+            result.generated = result.batch
         return result
 
-    def restore(self, sampling: dict[str, Any], surplus: Sequence[T]) -> None:
-        """Goes on from a checkpoint's selection state and surplus rows."""
+    def run_with_state(self, stage: Stage, table: T, iteration: int, sums: Sums) -> tuple[T, State]:
+        """The table with the stage's columns, and the stage's state for the next iteration; empty for most stages."""
+        if not stage.state:
+            return self.crew.run(stage, table, iteration, sums), {}
+        state = self.states[stage.name]
+        stage = with_state(stage, state)
+        for name, value in state.items():
+            sums.add(f"{stage.name}/{name}", value)
+        done = self.crew.run(stage, table, iteration, sums)
+        return done, next_state(stage, state, self.crew.totals(stage, table))
+
+    def restore(self, sampling: dict[str, Any], surplus: Sequence[T], states: Mapping[str, State]) -> None:
+        """Goes on from a checkpoint's selection state, surplus rows and stages' states."""
         self.sampling, self.surplus = Sampling.restored(sampling), list(surplus)
+        self.states |= {name: dict(state) for name, state in states.items() if name in self.states}
 
     def replayed(self, recorded: T, sums: Sums) -> IterationResult[T]:
         index = self.crew.index(recorded)

@@ -75,6 +75,13 @@ def _folder() -> Path:
 
 def _name(command: str, flags: list[str]) -> str:
     """Of everything that decides what the compiler makes, the processor included: a home folder may be shared by several."""
-    processor = [line for line in PROCESSOR.read_text().splitlines() if line.startswith(("model name", "flags"))][:2] if PROCESSOR.exists() else []  # fmt: skip
-    parts = [SOURCE.read_text(), command, *flags, platform.platform(), *processor]
+    parts = [SOURCE.read_text(), command, *flags, platform.platform(), *_processor()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _processor() -> list[str]:
+    """Its name and what it can do, where the system says so."""
+    if not PROCESSOR.exists():
+        return [platform.processor()]
+    lines = PROCESSOR.read_text().splitlines()
+    return [line for line in lines if line.startswith(("model name", "flags"))][:2]

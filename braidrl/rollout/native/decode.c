@@ -176,15 +176,15 @@ int attend(const number *projected, const number *query_weight, const number *ke
 #define BLOCK 128
 
 /* Draws a token for each row by the inverse of the running sum of exp((logit - largest) / temperature), in blocks; `sums` has
-   room for a row of blocks per thread. A temperature of 0 takes the likeliest. log_probs are at the row's temperature (1 for 0). */
-void draw(const number *logits, const double *temperatures, const double *uniforms, int64_t *tokens, float *log_probs,
+   room for every row's blocks. A greedy row takes the likeliest. log_probs are at the row's temperature. */
+void draw(const number *logits, const double *temperatures, const uint8_t *greedy, const double *uniforms, int64_t *tokens, float *log_probs,
           double *sums, int64_t rows, int64_t vocabulary, int threads) {
     int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         const number *restrict x = logits + r * vocabulary;
         double *restrict sum = sums + r * blocks;
-        float inverse = temperatures[r] > 0 ? (float)(1.0 / temperatures[r]) : 1.0f;
+        float inverse = (float)(1.0 / temperatures[r]);
         float largest = -INFINITY;
 #pragma omp simd reduction(max : largest)
         for (int64_t i = 0; i < vocabulary; i++) {
@@ -201,7 +201,7 @@ void draw(const number *logits, const double *temperatures, const double *unifor
             total += part;
         }
         int64_t token = -1;
-        if (temperatures[r] > 0) {
+        if (!greedy[r]) {
             double target = uniforms[r] * total, before = 0;
             int64_t b = 0;
             while (b + 1 < blocks && before + sum[b] <= target) before += sum[b++];

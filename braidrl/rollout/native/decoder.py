@@ -99,7 +99,9 @@ def _layer(module: Any) -> Layer:
     attention, mlp = module.self_attn, module.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     halves = (mlp.gate_proj, mlp.up_proj)
-    norms = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if hasattr(attention, "q_norm") else None
+    norms = (
+        (attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if hasattr(attention, "q_norm") else None
+    )
     return Layer(
         module.input_layernorm.weight.detach(),
         side_by_side([p.weight for p in projections]), _bias(projections), norms, attention.o_proj,

@@ -16,7 +16,7 @@ ARGUMENTS: dict[str, Sequence[type]] = {
     "add_norm": [POINTER] * 4 + [LONG] * 2 + [FLOAT, INT],
     "gated": [POINTER] * 2 + [LONG] * 2 + [INT],
     "attend": [POINTER] * 3 + [FLOAT] + [POINTER] * 6 + [LONG] * 4 + [FLOAT, INT],
-    "draw": [POINTER] * 6 + [LONG] * 2 + [INT],
+    "draw": [POINTER] * 7 + [LONG] * 2 + [INT],
 }
 
 
@@ -68,13 +68,16 @@ class Kernels:
             raise MemoryError("no memory for the scores of a decode step")
         return out
 
-    def draw(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens (B,) and their log-probs (B,) float32 from logits (B, V); a temperature of 0 takes the likeliest."""
+    def draw(self, logits: Tensor, temperatures: Tensor, greedy: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens (B,) and their log-probs (B,) float32 at the rows' temperatures, from logits (B, V).
+
+        `uniforms` (B,) float64 decide the tokens; where `greedy` (B,) it is the likeliest.
+        """
         rows, vocabulary = logits.shape
         tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
         sums = torch.empty((rows, -(-vocabulary // BLOCK)), dtype=torch.float64)
         self._functions.draw(
-            _at(logits, self.dtype), _at(temperatures, torch.float64), _at(uniforms, torch.float64),
+            _at(logits, self.dtype), _at(temperatures, torch.float64), _at(greedy, torch.bool), _at(uniforms, torch.float64),
             _at(tokens, torch.int64), _at(log_probs, torch.float32), _at(sums, torch.float64),
             rows, vocabulary, torch.get_num_threads(),
         )  # fmt: skip

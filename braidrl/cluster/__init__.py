@@ -1,0 +1,1 @@
+"""Starting processes, and what those of one run say to each other."""
