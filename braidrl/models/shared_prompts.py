@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +127,7 @@ def families_of(rows: Rows) -> list[Family] | None:
     offsets, actions = rows["action_mask"].offsets.tolist(), rows["action_mask"].values
     found: dict[tuple[int, bytes], list[tuple[int, int, int]]] = {}
     tokens, groups = rows["tokens"].values, rows["group"].tolist()
-    for row, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for row, (start, end) in enumerate(pairwise(offsets)):
         sampled = actions[start:end].nonzero()
         first = int(sampled[0]) if len(sampled) else 0
         if first == 0:
