@@ -204,6 +204,8 @@ class TrainerConfig(Section):
     share_prompts: bool = True
     """Rows of a group put their prompt through the model once, where that makes a quarter of the tokens go away. Gradients are the
     same up to rounding."""
+    compile: bool | None = None
+    """Norms and gated activations by kernels compiled for this processor, under a second once; by default on a CPU with a C compiler."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, about a third more time."""
     checkpoint_every: int = Field(50, ge=0)

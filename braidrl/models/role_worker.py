@@ -18,6 +18,7 @@ from braidrl.config import Config
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.models.data_parallel import DataParallel
+from braidrl.models.layers import compile_layers
 from braidrl.models.likelihood import Likelihood
 from braidrl.models.objective import Objective
 from braidrl.models.optimizer import MasterOptimizer
@@ -53,6 +54,7 @@ class RoleWorker(ABC):
         self.path = model_path(role, config)
         self.dtype = DTYPES[(own and own.dtype) or config.dtype]
         self.model = self.load_model(self.path)
+        compile_layers(self.model, config.trainer.compile)
         self.model.requires_grad_(train).eval()
         self.max_tokens = config.trainer.max_tokens_per_device
         self.optimizer: MasterOptimizer | None = None

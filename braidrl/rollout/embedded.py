@@ -16,9 +16,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from braidrl.errors import UserError
+from braidrl.models.native.building import compiler
 from braidrl.rollout.batch import SlotBatch
 from braidrl.rollout.engine import WeightSource
-from braidrl.rollout.native.building import compiler
 from braidrl.rollout.native.decoder import NativeDecoder, unsupported
 from braidrl.rollout.prompts import ROW_MULTIPLE
 from braidrl.rollout.requests import Finished, Request, Uid

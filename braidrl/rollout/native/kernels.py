@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from braidrl.rollout.native.building import build
+from braidrl.models.native.building import FLOAT, INT, LONG, POINTER, address, build
 
 BLOCK = 128
-POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+SOURCE = Path(__file__).parent / "decode.c"
 ARGUMENTS: dict[str, Sequence[type]] = {
     "add_norm": [POINTER] * 4 + [LONG] * 2 + [FLOAT, INT],
     "gated": [POINTER] * 2 + [LONG] * 2 + [INT],
@@ -25,7 +26,8 @@ class Kernels:
 
     def __init__(self, head_width: int, group: int, dtype: torch.dtype) -> None:
         """Raises UserError where they cannot be compiled."""
-        library = build(head_width, group, dtype == torch.bfloat16)
+        half = {"BFLOAT16": 1} if dtype == torch.bfloat16 else {}
+        library = build(SOURCE, HEAD=head_width, GROUP=group, **half)
         self.dtype, self.seconds = dtype, library.seconds
         self._functions = library.functions
         for name, types in ARGUMENTS.items():
@@ -36,15 +38,15 @@ class Kernels:
         """Adds `update` (B, W) to `residual` (B, W) float32 in place; its RMS norm times `weight` (W,), (B, W)."""
         out = torch.empty(residual.shape, dtype=self.dtype)
         self._functions.add_norm(
-            _at(residual, torch.float32), None if update is None else _at(update, self.dtype),
-            _at(weight, self.dtype), _at(out, self.dtype), *residual.shape, epsilon, torch.get_num_threads(),
+            address(residual, torch.float32), None if update is None else address(update, self.dtype),
+            address(weight, self.dtype), address(out, self.dtype), *residual.shape, epsilon, torch.get_num_threads(),
         )  # fmt: skip
         return out
 
     def gated(self, both: Tensor) -> Tensor:
         """silu(first half) · second half of `both` (B, 2W), (B, W)."""
         out = torch.empty((len(both), both.shape[1] // 2), dtype=self.dtype)
-        self._functions.gated(_at(both, self.dtype), _at(out, self.dtype), *out.shape, torch.get_num_threads())
+        self._functions.gated(address(both, self.dtype), address(out, self.dtype), *out.shape, torch.get_num_threads())
         return out
 
     def attend(
@@ -59,9 +61,9 @@ class Kernels:
         rows, (_, key_heads, capacity, width) = len(projected), keys.shape
         out = torch.empty((rows, projected.shape[1] - 2 * key_heads * width), dtype=self.dtype)
         done = self._functions.attend(
-            _at(projected, self.dtype), *([_at(n, self.dtype) for n in norms] if norms else [None, None]), epsilon,
-            *(_at(angle, torch.float32) for angle in angles), _at(positions, torch.int64),
-            _at(keys, self.dtype), _at(values, self.dtype), _at(out, self.dtype),
+            address(projected, self.dtype), *([address(n, self.dtype) for n in norms] if norms else [None, None]), epsilon,
+            *(address(angle, torch.float32) for angle in angles), address(positions, torch.int64),
+            address(keys, self.dtype), address(values, self.dtype), address(out, self.dtype),
             rows, key_heads, capacity, window or 0, scaling, torch.get_num_threads(),
         )  # fmt: skip
         if not done:
@@ -77,15 +79,8 @@ class Kernels:
         tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
         sums = torch.empty((rows, -(-vocabulary // BLOCK)), dtype=torch.float64)
         self._functions.draw(
-            _at(logits, self.dtype), _at(temperatures, torch.float64), _at(greedy, torch.bool), _at(uniforms, torch.float64),
-            _at(tokens, torch.int64), _at(log_probs, torch.float32), _at(sums, torch.float64),
+            address(logits, self.dtype), address(temperatures, torch.float64), address(greedy, torch.bool), address(uniforms, torch.float64),
+            address(tokens, torch.int64), address(log_probs, torch.float32), address(sums, torch.float64),
             rows, vocabulary, torch.get_num_threads(),
         )  # fmt: skip
         return tokens, log_probs
-
-
-def _at(tensor: Tensor, dtype: torch.dtype) -> int:
-    """The address of a tensor's numbers. Raises TypeError for one that the kernels would misread."""
-    if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.is_cuda:
-        raise TypeError(f"a contiguous {dtype} tensor in memory is needed, got {tensor.dtype} {tensor.stride()}")
-    return tensor.data_ptr()
