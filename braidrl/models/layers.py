@@ -47,7 +47,7 @@ def compile_layers(model: nn.Module, wanted: bool | None) -> None:
 
 
 @cache
-def _derived(kind: type, forward: Any) -> type:
+def _derived(kind: Any, forward: Any) -> Any:
     """The class with `forward` in place of its own, under the same name."""
     return type(
         kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "plain_forward": kind.forward}

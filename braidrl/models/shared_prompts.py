@@ -66,8 +66,10 @@ class SharedPrompts:
             )
             for block in range(len(_blocks(family))):
                 place += 1
-                seen = [torch.cat([states[prompt], states[place]]) for states in (keys, values)]
-                outputs.append(_masked(queries[place], *seen, self._mask(number, block, window), scaling))
+                seen_keys = torch.cat([keys[prompt], keys[place]])
+                seen_values = torch.cat([values[prompt], values[place]])
+                mask = self._mask(number, block, window)
+                outputs.append(_masked(queries[place], seen_keys, seen_values, mask, scaling))
             place += 1
         return torch.cat(outputs)[None]
 

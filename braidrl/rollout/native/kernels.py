@@ -79,8 +79,8 @@ class Kernels:
         tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
         sums = torch.empty((rows, -(-vocabulary // BLOCK)), dtype=torch.float64)
         self._functions.draw(
-            address(logits, self.dtype), address(temperatures, torch.float64), address(greedy, torch.bool), address(uniforms, torch.float64),
-            address(tokens, torch.int64), address(log_probs, torch.float32), address(sums, torch.float64),
-            rows, vocabulary, torch.get_num_threads(),
+            address(logits, self.dtype), address(temperatures, torch.float64), address(greedy, torch.bool),
+            address(uniforms, torch.float64), address(tokens, torch.int64), address(log_probs, torch.float32),
+            address(sums, torch.float64), rows, vocabulary, torch.get_num_threads(),
         )  # fmt: skip
         return tokens, log_probs
