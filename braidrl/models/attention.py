@@ -25,6 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 ATTENTION = "braid"
+PLAIN_ELEMENTS = 1 << 23
+"""Scores of one call, over all its sequences and heads, up to which a CPU keeps them whole: 32 MiB in float32."""
 
 
 class AttentionContext(Protocol):
@@ -199,6 +201,8 @@ def attend_equal(query: Tensor, key: Tensor, value: Tensor, scaling: float, wind
         positions = torch.arange(length, device=query.device)
         back = positions[:, None] - positions[None, :]
         mask = (back >= 0) & (back < window)
+    if query.device.type == "cpu" and query.shape[0] * query.shape[2] * length * length <= PLAIN_ELEMENTS:
+        return _attend_plainly(query, key, value, scaling, mask)
     output = scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -209,3 +213,17 @@ def attend_equal(query: Tensor, key: Tensor, value: Tensor, scaling: float, wind
         enable_gqa=query.shape[2] != key.shape[2],
     )
     return output.transpose(1, 2).flatten(0, 1)
+
+
+def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
+    """As `attend_equal`, by two matrix products in at least float32: the blocked kernel's backward is slow on short sequences."""
+    sequences, length, heads, _ = query.shape
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    # query heads that share a key head are more queries to it
+    queries = query.unflatten(2, (key.shape[2], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3).to(dtype)
+    keys, values = (states.transpose(1, 2).to(dtype) for states in (key, value))
+    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask
+    hidden = torch.zeros(length, length, dtype=dtype, device=query.device).masked_fill_(~seen, float("-inf"))
+    scores = torch.matmul(queries * scaling, keys.transpose(-1, -2)) + hidden.repeat(heads // key.shape[2], 1)
+    output = torch.matmul(scores.softmax(-1), values).unflatten(2, (-1, length))
+    return output.permute(0, 3, 1, 2, 4).reshape(sequences * length, heads, -1).to(query.dtype)
