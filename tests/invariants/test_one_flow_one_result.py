@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from braidrl.runtimes.run import TrainingRun
-from tests.invariants.traces import EVERY_STEP, Step, assert_same, run, trace
+from tests.invariants.traces import Step, assert_same, run, trace, whole
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import ROOT, Workshop
 
@@ -73,10 +73,8 @@ def test_a_run_stopped_under_hybrid_goes_on_under_either_as_if_nothing_had_happe
     workshop: Workshop, reference: Reference, warm_cluster: WarmCluster, runtime: str
 ) -> None:
     flow = FLOWS["dapo with surplus"]
-    stopped = {**flow["trainer"], "steps": 3}
-    run(workshop, "run", **{**flow, "trainer": stopped}, runtime="hybrid", workers=2)
-    whole = {**flow, "trainer": {**EVERY_STEP["trainer"], **flow["trainer"]}}
-    config = workshop.config("resumed", **whole, dtype="float64", runtime=runtime, workers=2)
+    run(workshop, "run", **{**flow, "trainer": {**flow["trainer"], "steps": 4}}, runtime="hybrid", workers=2)
+    config = workshop.config("resumed", **whole(workshop, **flow, runtime=runtime, workers=2))
     with TrainingRun(config, resume=workshop.folder / "run") as resumed:
         resumed.train()
     assert_same(trace(workshop.folder / "run"), reference("dapo with surplus"))

@@ -15,7 +15,8 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_rollouts, rollout_path
 from tests.tiny import Workshop
 
-EVERY_STEP = {"dtype": "float64", "trainer": {"steps": 5, "checkpoint_every": 1, "keep_checkpoints": 5}}
+EVERY_STEP = {"steps": 5, "checkpoint_every": 1, "keep_checkpoints": 5}
+EVALUATED = {"every": 2, "samples": 2, "max_prompts": 4, "before_first_step": False}
 TOLERANCE = 1e-7
 
 
@@ -32,9 +33,14 @@ class Step:
 
 def run(workshop: Workshop, name: str, **sections: Any) -> list[Step]:
     """Trains in float64 under whatever runtime `sections` names, and says what happened at each step."""
-    trainer = {**EVERY_STEP["trainer"], **sections.pop("trainer", {})}  # type: ignore[dict-item]
-    folder = workshop.run(name, **{**sections, "trainer": trainer, "dtype": "float64"})
-    return trace(folder)
+    return trace(workshop.run(name, **whole(workshop, **sections)))
+
+
+def whole(workshop: Workshop, **sections: Any) -> dict[str, Any]:
+    """Sections with what every such run has: float64, a checkpoint after each step, evaluation now and then."""
+    trainer = {**EVERY_STEP, **sections.get("trainer", {})}
+    held_out = {"train": str(workshop.data), "eval": {"held_out": str(workshop.data)}}
+    return {"evaluation": EVALUATED, "data": held_out, **sections, "trainer": trainer, "dtype": "float64"}
 
 
 def trace(folder: Path) -> list[Step]:
