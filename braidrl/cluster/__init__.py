@@ -1,0 +1,1 @@
+"""Starting processes and ending them."""
