@@ -178,6 +178,28 @@ class EvaluationConfig(Section):
     """The first so many prompts of each set; all by default."""
 
 
+class StreamingConfig(Section):
+    """How the streaming runtime spreads work; nothing here changes the result of a run without staleness."""
+
+    workers: dict[str, int] = {}
+    """Processes of a worker group, 1 where not named: `actor.generate`, `compute`, and each role that infers or trains."""
+    dispatch_rows: int = Field(16, ge=1)
+    """The most rows that a worker takes at once: fewer spread work sooner, more ask the queue less often."""
+    weights: Literal["end", "delayed"] = "end"
+    """New weights reach the engines when a batch's generation ends; `delayed` receives them before, while it goes on."""
+    lease_s: float = Field(600.0, gt=0)
+    """Seconds without progress after which a worker's rows are given to another."""
+    wait_s: float = Field(5.0, gt=0)
+    """Seconds after which a worker that has found nothing to do asks again."""
+
+    @field_validator("workers")
+    @classmethod
+    def _positive(cls, value: dict[str, int]) -> dict[str, int]:
+        if any(count < 1 for count in value.values()):
+            raise ValueError("a worker group has at least one process")
+        return value
+
+
 class RoleConfig(Section):
     """Settings of one role that differ from the run's."""
 
@@ -203,6 +225,7 @@ class Config(Section):
     roles: dict[str, RoleConfig] = {}
     runtime: Literal["eager", "hybrid", "distributed", "streaming"] = "eager"
     placement: str = "colocate"
+    streaming: StreamingConfig = StreamingConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: DType = "float32"
     """Of the weights in the forward pass; master weights and optimizer state are never less than float32."""

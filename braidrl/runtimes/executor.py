@@ -47,11 +47,15 @@ class StageExecutor:
         progress: Progress,
         generating: Collection[str] = (),
         ranks: DataParallel | None = None,
+        training: bool = True,
     ) -> None:
-        """`generating` are the roles that need an engine; `ranks` the other processes that hold the same roles."""
+        """`generating` are the roles that need an engine; `ranks` the other processes that hold the same roles.
+
+        Without `training` even trained roles are copies without an optimizer, whose weights come from elsewhere.
+        """
         self.config, self.flow, self.tokenizer = config, flow, tokenizer
         self.rewards, self.progress = rewards, progress
-        self.workers = {role: DecoderWorker(role, config, role in flow.trained_roles, ranks) for role in roles}
+        self.workers = {role: DecoderWorker(role, config, training and role in flow.trained_roles, ranks) for role in roles}
         self.engines = {role: self._engine(role) for role in roles if role in generating}
         self.objectives = {
             s.name: Objective.of(str(s.role), s.params)
@@ -85,19 +89,13 @@ class StageExecutor:
 
     def _generate(self, stage: Stage, rows: Rows, beside: Sequence[Stage]) -> Mapping[str, Column]:
         assert stage.role
-        engine, sampling = self.engines[stage.role], sampling_of(stage, self.config)
+        engine, requests = self.engines[stage.role], requests_of(stage, rows, self.config)
         place = {uid: i for i, uid in enumerate(rows.uids())}
-        prompts = rows["prompt"]
-        requests = [
-            Request(uid, prompts[i], sampling, str(stage.params.get("purpose", "train")), stage.name)
-            for uid, i in place.items()
-        ]
         with self.progress.stage(stage.name, len(rows)) as bar:
             early = EarlyChecks(self, stage, rows, place, beside, bar)
             finished = engine.generate(requests, early.add)
             early.flush()
-        into = stage.params.get("into")
-        return {f"{into}.{n}" if into else n: column for n, column in to_rows(rows, finished).items()}
+        return generated_columns(stage, rows, finished)
 
     def _verify(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Waits for the checks that were begun beside generation, or begins them now."""
@@ -214,6 +212,18 @@ def checked_beside(flow: Flow, stage: Stage) -> list[Stage]:
         and any(c.writer == stage.name for c in flow.inputs[later.name])
         and all(c.writer in (stage.name, "admission") for c in flow.inputs[later.name])
     ]
+
+
+def requests_of(stage: Stage, rows: Rows, config: Config) -> list[Request]:
+    """What a generate stage asks of its engine, one request per row."""
+    sampling, purpose, prompts = sampling_of(stage, config), str(stage.params.get("purpose", "train")), rows["prompt"]
+    return [Request(uid, prompts[i], sampling, purpose, stage.name) for i, uid in enumerate(rows.uids())]
+
+
+def generated_columns(stage: Stage, rows: Rows, finished: Sequence[Finished]) -> dict[str, Column]:
+    """The columns that a generate stage writes, in the order of `rows`."""
+    into = stage.params.get("into")
+    return {f"{into}.{n}" if into else n: column for n, column in to_rows(rows, finished).items()}
 
 
 def sampling_of(stage: Stage, config: Config) -> Sampling:
