@@ -17,13 +17,16 @@ from braidrl.models.objective import denominators
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.executor import StageExecutor, checked_beside
 from braidrl.runtimes.iteration import group_tokens
+from braidrl.runtimes.row_store import Origin, RowStore, with_added
 
 
 class EagerCrew:
     """One executor that holds every role; the table is the rows."""
 
-    def __init__(self, config: Config, flow: Flow, loader: PromptLoader | None, executor: StageExecutor) -> None:
-        self.config, self.flow, self.loader, self.executor = config, flow, loader, executor
+    def __init__(
+        self, config: Config, flow: Flow, loader: PromptLoader | None, executor: StageExecutor, store: RowStore
+    ) -> None:
+        self.config, self.flow, self.loader, self.executor, self.store = config, flow, loader, executor, store
 
     def admit(self, groups: int) -> Rows:
         assert self.loader is not None, "this crew only evaluates"
@@ -58,11 +61,14 @@ class EagerCrew:
     def cat(self, tables: Sequence[Rows]) -> Rows:
         return Rows.cat(tables)
 
-    def hold_rows(self, rows: Rows) -> Rows:
-        return rows
+    def bring(self, origin: Origin) -> Rows:
+        return self.store.make(origin)
 
-    def fetch(self, table: Rows) -> Rows:
-        return table
+    def record(self, path: Path, table: Rows, final: Rows) -> None:
+        self.store.record(path, with_added(table, final))
+
+    def keep(self, path: Path, table: Rows) -> None:
+        self.store.keep(path, table)
 
     def publish(self, version: int) -> None:
         self.executor.publish(version)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from braidrl.algorithms.metrics import avg_at_k, pass_at_k
 from braidrl.config import Config, EvaluationConfig
-from braidrl.data.admission import eval_rows
-from braidrl.data.prompts import LoadedSource
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind
 from braidrl.flow.stages import make_stage
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.iteration import Crew
+from braidrl.runtimes.row_store import HeldOut
+
+T = TypeVar("T")
 
 
 def evaluation_flow(config: Config, flow: Flow) -> Flow:
@@ -48,11 +49,11 @@ def evaluation_metrics(name: str, index: Rows, samples: int) -> dict[str, float]
 
 
 def evaluated_sets(
-    crew: Crew[Any], flow: Flow, sources: Mapping[str, LoadedSource], settings: EvaluationConfig, first: int, step: int
-) -> Iterator[tuple[str, Rows, dict[str, float]]]:
-    """Each set's name, its rows and its metrics under the current weights; sets are numbered from `first` on."""
-    for number, (name, source) in enumerate(sources.items(), first):
-        table = crew.hold_rows(eval_rows(source, settings.samples, settings.max_prompts, number))
+    crew: Crew[T], flow: Flow, names: Iterable[str], settings: EvaluationConfig, step: int
+) -> Iterator[tuple[str, T, dict[str, float]]]:
+    """Each set's name, its rows and its metrics under the current weights."""
+    for name in names:
+        table = crew.bring(HeldOut(name))
         for stage in flow.stages:
             table = crew.run(stage, table, step, Sums())
-        yield name, crew.fetch(table), evaluation_metrics(name, crew.index(table), settings.samples)
+        yield name, table, evaluation_metrics(name, crew.index(table), settings.samples)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.updates import update_plan
 from braidrl.flow.waves import Sampling, Verdict
 from braidrl.observe.metrics import Sums
+from braidrl.runtimes.row_store import Origin
 
 T = TypeVar("T")
 
@@ -48,14 +50,26 @@ class Crew(Protocol[T]):
     def cat(self, tables: Sequence[T]) -> T:
         """The rows of all tables."""
 
-    def hold_rows(self, rows: Rows) -> T:
-        """A table of given rows: recorded ones, or those of an evaluation set."""
+    def bring(self, origin: Origin) -> T:
+        """A table of rows that exist elsewhere: a held-out set, a recording, what a checkpoint kept."""
 
-    def fetch(self, table: T) -> Rows:
-        """The rows with their payload, to be written down."""
+    def record(self, path: Path, table: T, final: T) -> None:
+        """Writes a parquet file of `table`, with the columns that only `final`, the same rows, has."""
+
+    def keep(self, path: Path, table: T) -> None:
+        """Writes rows with all their columns into a checkpoint."""
 
     def publish(self, version: int) -> None:
-        """Makes the trained weights those that the next rows are generated with."""
+        """Makes the trained weights those that the next rows are generated with. All training is done when it returns."""
+
+    def save(self, folder: Path) -> None:
+        """Every trained role into a folder of its own."""
+
+    def load(self, folder: Path, version: int) -> None:
+        """The reverse of `save`; the loaded weights are those of `version`."""
+
+    def close(self) -> None:
+        """Ends what was started; may be called after a failure."""
 
 
 @dataclass

@@ -12,19 +12,17 @@ from typing import Any
 
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
-from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress
 from braidrl.observe.report import write_report
-from braidrl.observe.rollouts import evaluation_path, read_rollouts, rollout_path, write_rollouts
-from braidrl.rewards.verify import responses
-from braidrl.runtimes.eager import EagerCrew
+from braidrl.observe.rollouts import evaluation_path, rollout_path
+from braidrl.runtimes.crews import start_crew
 from braidrl.runtimes.evaluation import evaluated_sets
-from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.folders import latest_checkpoint, new_run_folder
 from braidrl.runtimes.interrupts import Interrupts
-from braidrl.runtimes.iteration import IterationResult, Walk
+from braidrl.runtimes.iteration import Crew, IterationResult, Walk
+from braidrl.runtimes.row_store import Recording, Surplus
 from braidrl.runtimes.setup import prepare, set_up_torch
 from braidrl.runtimes.state import RunState, load_checkpoint, save_checkpoint
 from braidrl.runtimes.step_metrics import step_metrics, summary
@@ -50,21 +48,18 @@ class TrainingRun:
         set_up_torch(config)
         self.interrupts = Interrupts()
         self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
-        self.crew = EagerCrew(config, self.flow, self.loader, self._executor())
-        self.walk: Walk[Rows] = Walk(config, self.flow, self.crew, self.loader.epoch_size, self.interrupts.hold)
         self.step = self.version = 0
         self.saved_step: int | None = None
-        checkpoint = latest_checkpoint(resume) if resume else None
-        if checkpoint is not None:
-            self._restore(load_checkpoint(checkpoint))
-        self.metrics = MetricsWriter(self.folder, self.step if resume else None)
-
-    def _executor(self) -> StageExecutor:
-        prepared = self.prepared
-        roles = tuple(dict.fromkeys([*self.flow.roles, *prepared.generating]))
-        return StageExecutor(
-            self.config, self.flow, roles, prepared.tokenizer, prepared.rewards(), self.progress, prepared.generating
-        )
+        self.crew: Crew[Any] = start_crew(self.prepared, self.loader, self.progress, self.folder)
+        try:
+            self.walk: Walk[Any] = Walk(config, self.flow, self.crew, self.loader.epoch_size, self.interrupts.hold)
+            checkpoint = latest_checkpoint(resume) if resume else None
+            if checkpoint is not None:
+                self._restore(load_checkpoint(checkpoint))
+            self.metrics = MetricsWriter(self.folder, self.step if resume else None)
+        except BaseException:
+            self.crew.close()
+            raise
 
     def __enter__(self) -> TrainingRun:
         return self
@@ -97,7 +92,7 @@ class TrainingRun:
     def _one_step(self) -> None:
         step, start = self.step + 1, time.perf_counter()
         self.progress.step(step)
-        recorded = self.crew.hold_rows(read_rollouts(rollout_path(self.replay, step))) if self.replay else None
+        recorded = self.crew.bring(Recording(rollout_path(self.replay, step))) if self.replay else None
         result = self.walk.iterate(step, self.version, recorded, train=not self.rollout_only)
         with self.interrupts.hold():
             seconds = time.perf_counter() - start
@@ -110,17 +105,9 @@ class TrainingRun:
             self.metrics.write(metrics)
         self.progress.print(summary(metrics))
 
-    def _record(self, path: Path, result: IterationResult[Rows]) -> None:
-        """Rows as generated, and what later stages added under names that are new; a replay begins from the former."""
-        if "tokens" in result.table:
-            rows = self.crew.fetch(result.table)
-            added = {n: column for n, column in self.crew.fetch(result.final).items() if n not in rows}
-            self._write_rows(path, rows.with_columns(added))
-
-    def _write_rows(self, path: Path, rows: Rows) -> None:
-        tokenizer = self.prepared.tokenizer
-        prompts = [tokenizer.decode(rows["prompt"][i].tolist()) for i in range(len(rows))]
-        write_rollouts(path, rows, prompts, responses(rows, tokenizer))
+    def _record(self, path: Path, result: IterationResult[Any]) -> None:
+        if any("tokens" in stage.writes for stage in self.flow.stages[: self.walk.recorded_stages]):
+            self.crew.record(path, result.table, result.final)
 
     def _evaluation_is_due(self) -> bool:
         every, steps = self.config.evaluation.every, self.config.trainer.steps
@@ -136,24 +123,23 @@ class TrainingRun:
     def _evaluate(self) -> Metrics:
         """Every evaluation set under the current weights; the rows are recorded too."""
         prepared, metrics = self.prepared, Metrics()
-        first = len(prepared.sources)
-        for name, rows, found in evaluated_sets(
-            self.crew, prepared.evaluation, prepared.eval_sources, self.config.evaluation, first, self.step
+        for name, table, found in evaluated_sets(
+            self.crew, prepared.evaluation, prepared.eval_sources, self.config.evaluation, self.step
         ):
-            self._write_rows(evaluation_path(self.folder, name, self.step), rows)
+            self.crew.record(evaluation_path(self.folder, name, self.step), table, table)
             metrics |= found
         return metrics
 
     def _snapshot(self) -> RunState:
         """What a resumed run needs beside the weights, as of the last complete step."""
-        surplus = [self.crew.fetch(table) for table in self.walk.surplus]
-        return RunState(self.step, self.version, self.loader.state(), self.walk.sampling.state(), surplus)
+        sampling = self.walk.sampling.state()
+        return RunState(self.step, self.version, self.loader.state(), sampling, list(self.walk.surplus))
 
     def _save(self, state: RunState) -> None:
         if self.saved_step == state.step:
             return
         try:
-            save_checkpoint(self.folder, state, self.crew.save, self.config.trainer.keep_checkpoints)
+            save_checkpoint(self.folder, state, self.crew, self.config.trainer.keep_checkpoints)
         except OSError as error:
             raise UserError(
                 f"the checkpoint of step {state.step} could not be written ({error}); the one before it is whole: "
@@ -166,7 +152,7 @@ class TrainingRun:
         self.step = self.saved_step = state.step
         self.version = state.version
         self.loader.restore(state.loader)
-        self.walk.restore(state.sampling, state.surplus)
+        self.walk.restore(state.sampling, [self.crew.bring(Surplus(path)) for path in state.surplus])
         self.crew.load(folder, state.version)
 
 
@@ -183,17 +169,10 @@ def evaluate_model(config: Config) -> dict[str, float]:
     if not prepared.eval_sources:
         raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")
     set_up_torch(config)
-    executor = StageExecutor(
-        config, prepared.evaluation, prepared.generating, prepared.tokenizer, prepared.rewards(), Progress(),
-        prepared.generating,
-    )  # fmt: skip
-    crew = EagerCrew(config, prepared.evaluation, None, executor)
-    first = len(config.data.train)
+    crew = start_crew(prepared, None, Progress())
     metrics: dict[str, float] = {}
     try:
-        for _, _, found in evaluated_sets(
-            crew, prepared.evaluation, prepared.eval_sources, config.evaluation, first, 0
-        ):
+        for _, _, found in evaluated_sets(crew, prepared.evaluation, prepared.eval_sources, config.evaluation, 0):
             metrics |= found
     finally:
         crew.close()

@@ -16,6 +16,7 @@ from braidrl.models.loading import load_tokenizer
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.building import build_flow
 from braidrl.runtimes.evaluation import evaluation_flow
+from braidrl.runtimes.row_store import RowStore
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,14 @@ class Prepared:
         """Roles that need an engine."""
         stages = [*self.flow.stages, *(self.evaluation.stages if self.eval_sources else ())]
         return tuple(dict.fromkeys(s.role for s in stages if s.type == "generate" and s.role))
+
+    def roles(self, train: bool = True) -> tuple[str, ...]:
+        """Roles that need a model: in training those of the flow too."""
+        return tuple(dict.fromkeys([*(self.flow.roles if train else ()), *self.generating]))
+
+    def store(self) -> RowStore:
+        """Where the run's rows come from and go to."""
+        return RowStore(self.config, self.tokenizer, self.sources, self.eval_sources)
 
     def rewards(self) -> RuleRewards | None:
         """The verifiers of the run, or None where nothing is verified. Evaluation sets are numbered after the sources."""

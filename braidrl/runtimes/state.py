@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from braidrl.data.codec import decode, encode
-from braidrl.data.frames import join, split
-from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.runtimes.folders import checkpoint_folder, finish_checkpoint, read_state, whole_folder
 
 FORMAT = 1
 
 
+class Keeper(Protocol):
+    """The part of a crew that writes what it holds."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def keep(self, path: Path, table: Any) -> None: ...
+
+
 @dataclass(frozen=True)
 class RunState:
-    """The run after `step` complete iterations; the same under every runtime."""
+    """The run after `step` complete iterations; the same under every runtime.
+
+    `surplus` are tables of the crew, or the files that hold them in a checkpoint.
+    """
 
     step: int
     version: int
     loader: dict[str, Any]
     sampling: dict[str, Any]
-    surplus: list[Rows] = field(default_factory=list)
+    surplus: list[Any] = field(default_factory=list)
 
 
-def save_checkpoint(run: Path, state: RunState, save_models: Callable[[Path], None], keep: int) -> None:
+def save_checkpoint(run: Path, state: RunState, crew: Keeper, keep: int) -> None:
     """Writes a checkpoint whole, points `latest` at it and removes the oldest. Raises OSError where the disk is full."""
     with whole_folder(checkpoint_folder(run, state.step)) as folder:
-        save_models(folder)
-        for number, rows in enumerate(state.surplus):
-            (folder / f"surplus-{number}.rows").write_bytes(join(encode(rows)))
+        crew.save(folder)
+        for number, table in enumerate(state.surplus):
+            crew.keep(surplus_path(folder, number), table)
         plain = {"format": FORMAT, "step": state.step, "version": state.version, "surplus": len(state.surplus)}
         (folder / "state.json").write_text(json.dumps({**plain, "loader": state.loader, "sampling": state.sampling}))
     finish_checkpoint(run, state.step, keep)
@@ -44,5 +51,9 @@ def load_checkpoint(folder: Path) -> tuple[Path, RunState]:
     state = read_state(folder)
     if state.get("format") != FORMAT:
         raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads {FORMAT}")
-    surplus = [decode(split((folder / f"surplus-{n}.rows").read_bytes())) for n in range(state["surplus"])]
+    surplus = [surplus_path(folder, number) for number in range(state["surplus"])]
     return folder, RunState(state["step"], state["version"], state["loader"], state["sampling"], surplus)
+
+
+def surplus_path(folder: Path, number: int) -> Path:
+    return folder / f"surplus-{number}.rows"

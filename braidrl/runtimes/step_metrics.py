@@ -28,7 +28,9 @@ def step_metrics(
     metrics |= training_metrics(result)
     metrics |= generated_metrics(result.generated)
     metrics |= {f"groups/dropped/{reason.replace(' ', '_')}": count for reason, count in result.dropped.items()}
-    metrics |= {f"time/{stage.name}": result.seconds[stage.name] for stage in flow.stages}
+    # What workers measured counts; the walk's own clock where the work was done in this process.
+    measured = {name: total for name, (total, _) in result.sums.pairs().items()}
+    metrics |= {f"time/{s.name}": measured.get(f"time/{s.name}", result.seconds[s.name]) for s in flow.stages}
     batch = result.batch
     metrics["step"], metrics["version"], metrics["time/step"] = step, version, seconds
     metrics["reward/mean"] = mean_of(batch, "reward")

@@ -1,0 +1,97 @@
+"""Where rows come from and where they are written down: the same under every runtime, in whichever process holds the rows.
+
+training data, held-out sets, recordings, checkpoints ──make──▶ rows ──record, keep──▶ parquet, surplus of a checkpoint
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from braidrl.config import Config
+from braidrl.data.admission import as_rows, eval_rows
+from braidrl.data.codec import decode, encode
+from braidrl.data.frames import join, split
+from braidrl.data.loader import PromptLoader
+from braidrl.data.prompts import LoadedSource
+from braidrl.data.rows import Rows
+from braidrl.observe.rollouts import read_rollouts, write_rollouts
+from braidrl.rewards.verify import responses
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The prompts of these admission numbers."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """An evaluation set by name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Rows that a run has recorded, a parquet file."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class Surplus:
+    """Rows that a checkpoint keeps for the next batch."""
+
+    path: Path
+
+
+Origin = Admission | HeldOut | Recording | Surplus
+
+
+class RowStore:
+    """Makes rows from what they are named by, and writes rows to files."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        sources: Sequence[LoadedSource],
+        eval_sources: Mapping[str, LoadedSource],
+    ) -> None:
+        self.config, self.tokenizer, self.eval_sources = config, tokenizer, eval_sources
+        self.loader = PromptLoader(sources, config.seed, config.data.shuffle) if sources else None
+
+    def make(self, origin: Origin) -> Rows:
+        """The rows that `origin` names. Raises UserError for a file that is not there."""
+        match origin:
+            case Admission(numbers):
+                assert self.loader is not None, "no training data was loaded"
+                return as_rows(self.loader.peek(numbers), self.config.rollout.samples_per_prompt)
+            case HeldOut(name):
+                settings = self.config.evaluation
+                # Evaluation sets are numbered after the sources of training.
+                number = len(self.config.data.train) + list(self.eval_sources).index(name)
+                return eval_rows(self.eval_sources[name], settings.samples, settings.max_prompts, number)
+            case Recording(path):
+                return read_rollouts(path)
+            case Surplus(path):
+                return decode(split(path.read_bytes()))
+
+    def record(self, path: Path, rows: Rows) -> None:
+        """Writes rows with their texts, to be read by people and replayed."""
+        prompts = [self.tokenizer.decode(rows["prompt"][i].tolist()) for i in range(len(rows))]
+        write_rollouts(path, rows, prompts, responses(rows, self.tokenizer))
+
+    def keep(self, path: Path, rows: Rows) -> None:
+        """Writes rows as a checkpoint holds them."""
+        path.write_bytes(join(encode(rows)))
+
+
+def with_added(rows: Rows, later: Rows) -> Rows:
+    """The rows with the columns that later stages added under names that are new; a replay begins from the former."""
+    return rows.with_columns({name: column for name, column in later.items() if name not in rows})
