@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -91,45 +91,42 @@ class IterationResult(Generic[T]):
 class Walk(Generic[T]):
     """Walks a flow with a crew. Holds what goes on from one iteration to the next: selection state and kept surplus."""
 
-    def __init__(
-        self,
-        config: Config,
-        flow: Flow,
-        crew: Crew[T],
-        epoch_groups: int,
-        hold: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        """`hold` is entered when weights begin to change: until the iteration is over, an interrupt has to wait."""
+    def __init__(self, config: Config, flow: Flow, crew: Crew[T], epoch_groups: int) -> None:
         trainer = config.trainer
-        self.config, self.flow, self.crew, self.hold = config, flow, crew, hold
+        self.config, self.flow, self.crew = config, flow, crew
         self.sampling = Sampling(trainer.prompts_per_step, epoch_groups, trainer.surplus, trainer.max_staleness)
         self.surplus: list[T] = []
         self.seconds: dict[str, float] = {}
 
     def iterate(
-        self, iteration: int, version: int, recorded: T | None = None, train: bool = True
+        self,
+        iteration: int,
+        version: int,
+        recorded: T | None = None,
+        train: bool = True,
+        before_training: Callable[[], object] = lambda: None,
     ) -> IterationResult[T]:
         """Runs every stage that is due in this iteration on one batch; the weights of trained roles become `version` + 1.
 
         `recorded` rows take the place of those that would be generated; without `train` the weights stay as they are.
+        `before_training` is called before each train stage: from the first one on, the iteration cannot be taken back.
         """
         self.seconds, sums = {stage.name: 0.0 for stage in self.flow.stages}, Sums()
         result = self.replayed(recorded, sums) if recorded is not None else self.sample(iteration, version, sums)
         table = result.table = self.ordered(result.table)
-        with ExitStack() as held:
-            for stage in self.flow.stages[self.recorded_stages :]:
-                training = stage.kind is Kind.TRAIN
-                if not stage.when.includes(iteration) or (training and not train):
-                    continue
+        for stage in self.flow.stages[self.recorded_stages :]:
+            training = stage.kind is Kind.TRAIN
+            if not stage.when.includes(iteration) or (training and not train):
+                continue
+            if training:
+                before_training()
+            with self.timed(stage):
                 if training:
-                    held.enter_context(self.hold())
-                with self.timed(stage):
-                    if training:
-                        self.crew.train(stage, table, self.updates(table, iteration), iteration, sums)
-                    else:
-                        table = self.crew.run(stage, table, iteration, sums)
-            if train:
-                self.crew.publish(version + 1)
+                    self.crew.train(stage, table, self.updates(table, iteration), iteration, sums)
+                else:
+                    table = self.crew.run(stage, table, iteration, sums)
+        if train:
+            self.crew.publish(version + 1)
         result.batch, result.seconds, result.final = self.crew.index(table), self.seconds, table
         return result
 

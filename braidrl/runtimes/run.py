@@ -6,6 +6,7 @@ configuration ──prepare──▶ flow, data, models ──▶ each step: wal
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -52,7 +53,7 @@ class TrainingRun:
         self.saved_step: int | None = None
         self.crew: Crew[Any] = start_crew(self.prepared, self.loader, self.progress, self.folder)
         try:
-            self.walk: Walk[Any] = Walk(config, self.flow, self.crew, self.loader.epoch_size, self.interrupts.hold)
+            self.walk: Walk[Any] = Walk(config, self.flow, self.crew, self.loader.epoch_size)
             checkpoint = latest_checkpoint(resume) if resume else None
             if checkpoint is not None:
                 self._restore(load_checkpoint(checkpoint))
@@ -93,8 +94,13 @@ class TrainingRun:
         step, start = self.step + 1, time.perf_counter()
         self.progress.step(step)
         recorded = self.crew.bring(Recording(rollout_path(self.replay, step))) if self.replay else None
-        result = self.walk.iterate(step, self.version, recorded, train=not self.rollout_only)
-        with self.interrupts.hold():
+        with ExitStack() as held:
+            # Once weights have changed, an interrupt waits until the step is written down.
+            def hold() -> None:
+                held.enter_context(self.interrupts.hold())
+
+            result = self.walk.iterate(step, self.version, recorded, not self.rollout_only, hold)
+            hold()
             seconds = time.perf_counter() - start
             metrics = step_metrics(self.flow, result, step, self.version, seconds)
             self._record(rollout_path(self.folder, step), result)
