@@ -59,6 +59,11 @@ class Objective:
         """Which global count the sums are divided by: tokens, rows or groups."""
         return denominator[self.aggregate]
 
+    @property
+    def needs_group_tokens(self) -> bool:
+        """True if a row's loss depends on how many tokens its whole group has in the optimizer step."""
+        return "group_tokens" in entry_of(registry.aggregations, self.aggregate).reads
+
     def sums(
         self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

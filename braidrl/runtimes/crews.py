@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.errors import UserError
+from braidrl.flow import Flow
 from braidrl.observe.progress import Progress
 from braidrl.runtimes.eager import EagerCrew
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.iteration import Crew
+from braidrl.runtimes.iteration import Crew, RunCrew, Walk
 from braidrl.runtimes.setup import Prepared
+from braidrl.runtimes.streaming.groups import check_streaming
+from braidrl.runtimes.streaming.program import StreamingProgram
 
 
 def start_crew(
     prepared: Prepared, loader: PromptLoader | None, progress: Progress, folder: Path | None = None
-) -> Crew[Any]:
+) -> RunCrew[Any]:
     """The crew of `config.runtime`; without a `loader` it only evaluates. `folder` is the run's, for what workers write.
 
     Raises UserError where the runtime cannot do what is asked of it.
     """
     runtime = prepared.config.runtime
-    if runtime == "eager":
+    # Without training there is nothing to stream to.
+    if runtime == "eager" or (runtime == "streaming" and loader is None):
         return eager_crew(prepared, loader, progress)
+    if runtime == "streaming":
+        assert loader is not None and folder is not None, "training has a folder"
+        return StreamingProgram(prepared, loader, folder)
     raise UserError(f"this version cannot run runtime={runtime}; write runtime=eager")
+
+
+def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool) -> None:
+    """Raises UserError, before anything is made, for what the runtime cannot run; a replay does not generate."""
+    if config.runtime == "streaming":
+        check_streaming(config, flow)
+        if not (generates and trains):
+            raise UserError("runtime=streaming generates and trains; to record or replay rollouts write runtime=eager")
+
+
+def walk_with(crew: RunCrew[Any], config: Config, flow: Flow, epoch_groups: int) -> Walk[Any] | StreamingProgram:
+    """Who goes through the iterations: the walk in serial order, or the stream, which has no order of its own."""
+    if isinstance(crew, StreamingProgram):
+        return crew
+    return Walk(config, flow, cast(Crew[Any], crew), epoch_groups)
 
 
 def eager_crew(prepared: Prepared, loader: PromptLoader | None, progress: Progress) -> EagerCrew:

@@ -55,7 +55,9 @@ class StageExecutor:
         """
         self.config, self.flow, self.tokenizer = config, flow, tokenizer
         self.rewards, self.progress = rewards, progress
-        self.workers = {role: DecoderWorker(role, config, training and role in flow.trained_roles, ranks) for role in roles}
+        self.workers = {
+            role: DecoderWorker(role, config, training and role in flow.trained_roles, ranks) for role in roles
+        }
         self.engines = {role: self._engine(role) for role in roles if role in generating}
         self.objectives = {
             s.name: Objective.of(str(s.role), s.params)

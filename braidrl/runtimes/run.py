@@ -18,11 +18,11 @@ from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import evaluation_path, rollout_path
-from braidrl.runtimes.crews import start_crew
+from braidrl.runtimes.crews import check_runtime, start_crew, walk_with
 from braidrl.runtimes.evaluation import evaluated_sets
 from braidrl.runtimes.folders import latest_checkpoint, new_run_folder
 from braidrl.runtimes.interrupts import Interrupts
-from braidrl.runtimes.iteration import Crew, IterationResult, Walk
+from braidrl.runtimes.iteration import IterationResult, RunCrew
 from braidrl.runtimes.row_store import Recording, Surplus
 from braidrl.runtimes.setup import prepare, set_up_torch
 from braidrl.runtimes.state import RunState, load_checkpoint, save_checkpoint
@@ -41,6 +41,7 @@ class TrainingRun:
         self.config, self.replay, self.rollout_only = config, replay, rollout_only
         self.prepared = prepare(config)
         self.flow = self.prepared.flow
+        check_runtime(config, self.flow, generates=replay is None, trains=not rollout_only)
         self.folder = resume or new_run_folder(config)
         self.progress = Progress(config.trainer.steps)
         self.progress.print(str(self.folder))
@@ -51,9 +52,9 @@ class TrainingRun:
         self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
         self.step = self.version = 0
         self.saved_step: int | None = None
-        self.crew: Crew[Any] = start_crew(self.prepared, self.loader, self.progress, self.folder)
+        self.crew: RunCrew[Any] = start_crew(self.prepared, self.loader, self.progress, self.folder)
         try:
-            self.walk: Walk[Any] = Walk(config, self.flow, self.crew, self.loader.epoch_size)
+            self.walk = walk_with(self.crew, config, self.flow, self.loader.epoch_size)
             checkpoint = latest_checkpoint(resume) if resume else None
             if checkpoint is not None:
                 self._restore(load_checkpoint(checkpoint))
@@ -138,8 +139,7 @@ class TrainingRun:
 
     def _snapshot(self) -> RunState:
         """What a resumed run needs beside the weights, as of the last complete step."""
-        sampling = self.walk.sampling.state()
-        return RunState(self.step, self.version, self.loader.state(), sampling, list(self.walk.surplus))
+        return RunState(self.step, self.version, *self.walk.position(self.loader))
 
     def _save(self, state: RunState) -> None:
         if self.saved_step == state.step:

@@ -49,13 +49,17 @@ class Prepared:
         checks = [s for s in self.flow.stages if s.type == "verify"]
         if not checks and not self.eval_sources:
             return None
-        scores = checks[0].params if checks else {"correct_score": 1.0, "wrong_score": 0.0}
-        sources = [*self.config.data.train, *self.config.data.eval.values()]
-        own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
-        names = {i: source.path.stem for i, source in enumerate(sources)}
-        return RuleRewards(
-            self.config.reward, own, scores["correct_score"], scores["wrong_score"], self.tokenizer, names
-        )
+        return rule_rewards(self.config, self.flow, self.tokenizer)
+
+
+def rule_rewards(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> RuleRewards:
+    """The verifiers of a run with the scores that its flow gives. Its processes start when something is first checked."""
+    checks = [s for s in flow.stages if s.type == "verify"]
+    scores = checks[0].params if checks else {"correct_score": 1.0, "wrong_score": 0.0}
+    sources = [*config.data.train, *config.data.eval.values()]
+    own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
+    names = {i: source.path.stem for i, source in enumerate(sources)}
+    return RuleRewards(config.reward, own, scores["correct_score"], scores["wrong_score"], tokenizer, names)
 
 
 def prepare(config: Config, train: bool = True) -> Prepared:

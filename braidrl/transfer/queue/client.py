@@ -65,7 +65,9 @@ class Written:
 class Client:
     """One worker's connection. For one thread."""
 
-    def __init__(self, address: str, holder: str, data: DataPlane, limit_s: float = 60.0, generates: bool = False) -> None:
+    def __init__(
+        self, address: str, holder: str, data: DataPlane, limit_s: float = 60.0, generates: bool = False
+    ) -> None:
         """Says hello. Raises QueueTimeout where no queue is at the address."""
         self.holder, self.data = holder, data
         self.held: set[int] = set()
@@ -86,7 +88,13 @@ class Client:
         With `single` each row is a lease of its own; train stages in `whole` are given all rows of an update at once.
         """
         answer, frames = self.ask(
-            "take", wait_s=wait_s, stages=list(stages), most=most, single=single, whole=list(whole), held=sorted(self.held)
+            "take",
+            wait_s=wait_s,
+            stages=list(stages),
+            most=most,
+            single=single,
+            whole=list(whole),
+            held=sorted(self.held),
         )
         lost = tuple(answer.get("lost", ()))
         self.held.difference_update(lost)
@@ -97,21 +105,29 @@ class Client:
 
     def write(self, uids: Sequence[Uid], columns: Mapping[str, Column]) -> Written:
         """Puts the payload of new columns where others can read it."""
-        rows = Rows(columns)
-        return Written(list(uids), self.data.write_rows(rows), list(rows.payload), encode(rows.index))
+        return write_columns(self.data, uids, columns)
 
-    def done(self, stage: str, leases: Sequence[int], written: Sequence[Written], report: Mapping[str, Any]) -> list[int]:
+    def done(
+        self, stage: str, leases: Sequence[int], written: Sequence[Written], report: Mapping[str, Any]
+    ) -> list[int]:
         """The leases' rows are done, and have these columns; the numbers of those that were lost."""
         frames: list[Frame] = []
         parts = []
         for part in written:
             parts.append(
-                {"uids": part.uids, "block": part.block, "columns": part.columns, "frames": [len(frames), len(part.frames)]}
+                {
+                    "uids": part.uids,
+                    "block": part.block,
+                    "columns": part.columns,
+                    "frames": [len(frames), len(part.frames)],
+                }
             )
             frames += part.frames
         return self._done(stage, leases, {"parts": parts}, report, frames)
 
-    def selected(self, stage: str, lease: int, reasons: Mapping[int, str | None], report: Mapping[str, Any]) -> list[int]:
+    def selected(
+        self, stage: str, lease: int, reasons: Mapping[int, str | None], report: Mapping[str, Any]
+    ) -> list[int]:
         """A select stage's verdicts by group; None keeps."""
         return self._done(stage, [lease], {"reasons": list(reasons.items()), "parts": []}, report, ())
 
@@ -129,7 +145,12 @@ class Client:
         self.data.close()
 
     def _done(
-        self, stage: str, leases: Sequence[int], content: Mapping[str, Any], report: Mapping[str, Any], frames: Sequence[Frame]
+        self,
+        stage: str,
+        leases: Sequence[int],
+        content: Mapping[str, Any],
+        report: Mapping[str, Any],
+        frames: Sequence[Frame],
     ) -> list[int]:
         answer, _ = self.ask("done", frames, stage=stage, leases=list(leases), report=dict(report), **content)
         self.held.difference_update(leases)
@@ -150,6 +171,12 @@ class StreamLoader:
             if work.kind == "stop":
                 return
             yield work
+
+
+def write_columns(data: DataPlane, uids: Sequence[Uid], columns: Mapping[str, Column]) -> Written:
+    """Puts the payload of new columns of these rows where others can read it."""
+    rows = Rows(columns)
+    return Written(list(uids), data.write_rows(rows), list(rows.payload), encode(rows.index))
 
 
 def assembled(

@@ -57,7 +57,8 @@ class ControlPlane:
         self.finished: deque[Finished] = deque()
         self.results: dict[int, dict[str, Any]] = {}
         self.orders_given = 0
-        self.failure: str | None = None
+        self.changes = 0
+        """Counts what may interest the main program."""
         self.changed = threading.Condition(threading.RLock())
 
     # Requests
@@ -71,7 +72,6 @@ class ControlPlane:
             answer: Answer | None = handler(request, frames)
             if request["request"] != "take":
                 self.advance()
-                self.changed.notify_all()
         return answer
 
     def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
@@ -180,10 +180,6 @@ class ControlPlane:
             self.holders[holder].orders.append({**order, "order": self.orders_given})
             return self.orders_given
 
-    def begin_stream(self, stream: Stream) -> None:
-        with self.changed:
-            self.streams.append(stream)
-
     def end_stream(self, stream: Stream) -> None:
         """Forgets a stream with all of its rows."""
         with self.changed:
@@ -197,7 +193,6 @@ class ControlPlane:
             for stream in self.streams:
                 stream.schedule.fail_holder(holder)
             self.data.segments.unlink(set(self.data.segments.names(holder)) - self._known_segments())
-            self.changed.notify_all()
 
     def tick(self) -> None:
         """What has been held for too long is free again."""
@@ -216,6 +211,8 @@ class ControlPlane:
             self.finished.append(self.training.publish())
         if not self.pinned and self.engine_version < schedule.published and schedule.is_generation_over():
             self.engine_version = schedule.published
+        self.changes += 1
+        self.changed.notify_all()
 
     def are_engines_ready(self) -> bool:
         """True if every engine that lives has loaded the version that it should have."""
@@ -232,7 +229,7 @@ class ControlPlane:
             return None
         uids = [uid for lease in leases for uid in lease.rows]
         index, payload = stream.read(stage.name, uids)
-        iteration = stream.schedule.iteration_of[uids[0][1]]
+        iteration = stream.schedule.iteration_of[uids[0][1]] if stream.during is None else stream.during
         numbers = [[lease.number, len(lease.rows)] for lease in leases]
         answer = {"kind": "rows", "stage": stage.name, "iteration": iteration, "leases": numbers, "payload": payload}
         return answer, encode(index)
@@ -265,7 +262,7 @@ class ControlPlane:
         index = decode(list(frames[first : first + count]))
         rows = {tuple(uid): place for place, uid in enumerate(part["uids"])}
         block = Block(*part["block"]) if part["block"] else None
-        return Part(stage, index, block, tuple(part["columns"]), rows)
+        return Part(stage, index, block, tuple(part["columns"]), len(rows), rows)
 
     def _stream_of(self, stage: str) -> Stream | None:
         return next((s for s in self.streams if any(known.name == stage for known in s.flow.stages)), None)

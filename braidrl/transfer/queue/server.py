@@ -35,7 +35,9 @@ class Parked(NamedTuple):
 class Server:
     """Serves `handle` on an address of this machine until it is closed."""
 
-    def __init__(self, handle: Handler, tick: Callable[[], None] | None = None, address: str = "tcp://127.0.0.1:*") -> None:
+    def __init__(
+        self, handle: Handler, tick: Callable[[], None] | None = None, address: str = "tcp://127.0.0.1:*"
+    ) -> None:
         """`tick` is called several times a second. Raises zmq.ZMQError where the address cannot be bound."""
         self._handle, self._tick = handle, tick
         self._context = zmq.Context()

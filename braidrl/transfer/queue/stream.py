@@ -53,7 +53,9 @@ class Account:
 class Stream:
     """The rows of one flow."""
 
-    def __init__(self, flow: Flow, sizes: Sizes) -> None:
+    def __init__(self, flow: Flow, sizes: Sizes, during: int | None = None) -> None:
+        """`during` is the training iteration that an evaluation's work is shown under."""
+        self.during = during
         self.flow, self.schedule, self.table = flow, StreamSchedule(flow, sizes), Table()
         self.readable = {stage.name: writers_before(flow, stage) for stage in flow.stages}
         self.accounts: defaultdict[int, Account] = defaultdict(Account)
@@ -63,6 +65,10 @@ class Stream:
         """The stages after which a batch is recorded: the sampling segment, or up to the last `generate`."""
         stages = self.flow.stages
         return stages[: max((i + 1 for i, s in enumerate(stages) if s.kind in (Kind.SELECT, Kind.GENERATE)), default=0)]
+
+    @property
+    def recorded_writers(self) -> list[str]:
+        return [ADMISSION, *(stage.name for stage in self.recorded)]
 
     def admit(self, index: Rows, block: Block | None, columns: tuple[str, ...]) -> None:
         """Rows are born, with these index columns and a block with these payload columns."""
@@ -89,8 +95,9 @@ class Stream:
 
     def acknowledge(self, leases: Sequence[int], parts: Sequence[Part], now: float) -> list[int]:
         """Work is done and written; the numbers of leases that were lost, whose rows are left out."""
-        versions = {uid: int(v) for part in parts for uid, v in zip(part.rows, oldest(part.index), strict=True)}
-        lost, kept = [], set()
+        versions = {uid: version for part in parts for uid, version in oldest(part).items()}
+        lost: list[int] = []
+        kept: set[Uid] = set()
         for number in leases:
             try:
                 held = self.schedule.leases.held.get(number)
@@ -131,7 +138,7 @@ class Stream:
         assert account.outcome is not None
         uids = sorted(batch.uids, key=lambda uid: uid[1:])
         every = [ADMISSION, *(stage.name for stage in self.flow.stages)]
-        recorded = [ADMISSION, *(stage.name for stage in self.recorded)]
+        recorded = self.recorded_writers
         finished = Finished(
             batch.iteration, self.table.index(uids, recorded), self.table.index(uids, every),
             self.table.payload(uids, recorded, None), self.table.payload(uids, every, None),
@@ -150,8 +157,10 @@ class Stream:
     def _generating(self) -> list[Stage]:
         return [stage for stage in self.flow.stages if stage.kind is Kind.GENERATE]
 
-    def _write(self, writer: str, uids: Sequence[Uid], index: Rows, block: Block | None, columns: tuple[str, ...]) -> None:
-        self.table.add(Part(writer, index, block, columns, {uid: place for place, uid in enumerate(uids)}))
+    def _write(
+        self, writer: str, uids: Sequence[Uid], index: Rows, block: Block | None, columns: tuple[str, ...]
+    ) -> None:
+        self.table.add(Part(writer, index, block, columns, len(uids), {uid: place for place, uid in enumerate(uids)}))
 
     def _keep(self, part: Part, kept: set[Uid]) -> None:
         part.rows = {uid: place for uid, place in part.rows.items() if uid in kept}
@@ -173,7 +182,7 @@ def writers_before(flow: Flow, stage: Stage) -> list[str]:
     return [name for name in (ADMISSION, *(s.name for s in flow.stages)) if name in found]
 
 
-def oldest(index: Rows) -> list[int]:
-    """The `version` column of what a generate stage wrote, in whatever namespace; zeros of other stages."""
-    name = next((name for name in index if name.rsplit(".", 1)[-1] == "version"), None)
-    return index[name].tolist() if name else [0] * len(index)
+def oldest(part: Part) -> dict[Uid, int]:
+    """The `version` column of what a generate stage wrote, in whatever namespace; nothing of other stages."""
+    name = next((name for name in part.index if name.rsplit(".", 1)[-1] == "version"), None)
+    return dict(zip(part.rows, part.index[name].tolist(), strict=True)) if name else {}

@@ -24,6 +24,8 @@ class Part:
     index: Rows
     block: Block | None
     columns: tuple[str, ...]
+    size: int
+    """Rows that were written, of which some may have left."""
     rows: dict[Uid, int] = field(default_factory=dict)
     """The place of each row that has not left."""
 
@@ -61,7 +63,7 @@ class Table:
                 assert part.block is not None
                 positions = [part.rows[uids[place]] for place in places]
                 pieces.append(
-                    {"columns": names, "block": part.block, "rows": len(part.index), "positions": positions, "places": places}
+                    {"columns": names, "block": part.block, "rows": part.size, "positions": positions, "places": places}
                 )  # fmt: skip
         return pieces
 
