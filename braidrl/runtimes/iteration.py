@@ -138,6 +138,9 @@ class Walk(Generic[T]):
         if train:
             self.crew.publish(version + 1)
         result.batch, result.seconds, result.final = self.crew.index(table), self.seconds, table
+        if not self.flow.sampling_segment:
+            # Nothing is selected: all that was generated is in the batch, with the scores that came after it.
+            result.generated = result.batch
         return result
 
     def position(self, loader: PromptLoader) -> Position:

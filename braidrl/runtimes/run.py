@@ -121,7 +121,9 @@ class TrainingRun:
         return bool(every) and (self.step % every == 0 or self.step == steps)
 
     def _evaluate_before_first_step(self) -> None:
-        if self.step == 0 and self.config.evaluation.before_first_step and self.config.evaluation.every:
+        # A run that was stopped in its first step and goes on has this line already.
+        wanted = self.step == 0 and self.metrics.last_step < 0 and bool(self.config.evaluation.every)
+        if wanted and self.config.evaluation.before_first_step:
             metrics = self._evaluate()
             if metrics:
                 self.metrics.write_evaluation(0, self.version, metrics)

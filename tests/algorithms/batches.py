@@ -8,10 +8,17 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+import braidrl.algorithms.library  # noqa: F401  (registers what comes with Braid)
 from braidrl.algorithms.ragged import Ragged, offsets_of
+from braidrl.algorithms.registry import Entry, Registry
 
 numbers = st.floats(-3, 3, allow_nan=False, width=32)
 scores = st.sampled_from([-1.0, 0.0, 0.1, 0.5, 1.0])
+
+
+def built_in(registry: Registry) -> dict[str, Entry]:
+    """What comes with Braid, and not what other tests of the same process registered."""
+    return {n: e for n, e in registry.entries.items() if e.function.__module__.startswith("braidrl.")}
 
 
 def ragged_rows(elements: st.SearchStrategy[float] = numbers, min_len: int = 0) -> st.SearchStrategy[list[list[float]]]:

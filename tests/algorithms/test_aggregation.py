@@ -15,7 +15,7 @@ from braidrl.algorithms.aggregation import denominator, weighted_sum
 from braidrl.algorithms.groups import Groups
 from braidrl.algorithms.ragged import offsets_of
 from braidrl.algorithms.registry import aggregations, losses
-from tests.algorithms.batches import floats, loss_columns, ragged, ragged_rows, take_rows
+from tests.algorithms.batches import built_in, floats, loss_columns, ragged, ragged_rows, take_rows
 
 MAX_TOKENS = 8
 Columns = dict[str, Any]
@@ -52,7 +52,7 @@ def loop(name: str, rows: list[list[float]], group: list[int]) -> float:
     return statistics.fmean(statistics.fmean(tokens) for tokens in joined)
 
 
-@pytest.mark.parametrize("name", list(aggregations))
+@pytest.mark.parametrize("name", list(built_in(aggregations)))
 @given(rows=ragged_rows(min_len=1), data=st.data())
 def test_an_aggregation_is_the_mean_that_its_name_says(name: str, rows: list[list[float]], data: st.DataObject) -> None:
     group = data.draw(st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows)))
@@ -98,8 +98,8 @@ def partitions(draw: st.DrawFn, units: int) -> list[list[int]]:
     return [[unit for unit in order if owner[unit] == part] for part in range(4)]
 
 
-@pytest.mark.parametrize("aggregation", list(aggregations))
-@pytest.mark.parametrize("name", list(losses))
+@pytest.mark.parametrize("aggregation", list(built_in(aggregations)))
+@pytest.mark.parametrize("name", list(built_in(losses)))
 @settings(max_examples=5)
 @given(data=st.data())
 def test_loss_and_gradient_are_the_same_for_any_packing_and_any_micro_batches(
@@ -116,7 +116,7 @@ def test_loss_and_gradient_are_the_same_for_any_packing_and_any_micro_batches(
     torch.testing.assert_close(cut_gradient, gradient, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("aggregation", list(aggregations))
+@pytest.mark.parametrize("aggregation", list(built_in(aggregations)))
 def test_reinforce_with_every_advantage_1_is_sft_under_any_aggregation(aggregation: str) -> None:
     columns = loss_columns(1)
     columns["advantages"] = torch.ones_like(columns["advantages"])
@@ -134,6 +134,6 @@ def test_token_mean_divides_by_the_tokens_of_the_whole_batch_and_not_by_each_mic
 
 def test_rows_without_action_tokens_weigh_nothing() -> None:
     offsets = torch.tensor([0, 0, 2, 2])
-    for name in aggregations:
+    for name in built_in(aggregations):
         weights = weights_of(name, offsets, torch.tensor([0, 2, 2]))
         assert weights.shape == (2,) and torch.isfinite(weights).all()

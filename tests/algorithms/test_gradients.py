@@ -16,7 +16,7 @@ from torch import Tensor
 import braidrl.algorithms.library
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import divergences, losses
-from tests.algorithms.batches import loss_columns
+from tests.algorithms.batches import built_in, loss_columns
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "clip": {"low": 0.2, "high": 0.28, "dual": 3.0},
@@ -65,7 +65,7 @@ def central_differences(function: Callable[[Tensor], Tensor], at: Tensor, step: 
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", list(losses))
+@pytest.mark.parametrize("name", list(built_in(losses)))
 def test_a_losses_gradient_is_its_finite_difference(name: str, seed: int) -> None:
     assert braidrl.algorithms.library
     columns, entry = loss_columns(seed), losses[name]
@@ -82,7 +82,7 @@ def test_a_losses_gradient_is_its_finite_difference(name: str, seed: int) -> Non
     assert gradient.abs().max() > 0
 
 
-@pytest.mark.parametrize("name", [name for name in losses if name not in FROZEN])
+@pytest.mark.parametrize("name", [name for name in built_in(losses) if name not in FROZEN])
 def test_autograds_own_check_agrees(name: str) -> None:
     columns, entry = loss_columns(9), losses[name]
     trained = TRAINED.get(name, "log_probs")
@@ -92,7 +92,7 @@ def test_autograds_own_check_agrees(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", list(divergences))
+@pytest.mark.parametrize("name", list(built_in(divergences)))
 def test_a_kl_estimators_gradient_is_its_finite_difference_and_with_plus_that_of_k2(name: str) -> None:
     columns = loss_columns(4)
     of = divergences["k2" if name.endswith("+") else name].function

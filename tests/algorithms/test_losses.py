@@ -12,7 +12,7 @@ import torch
 
 import braidrl.algorithms.library
 from braidrl.algorithms.registry import losses
-from tests.algorithms.batches import loss_columns
+from tests.algorithms.batches import built_in, loss_columns
 
 SEEDS = range(4)
 Columns = dict[str, Any]
@@ -158,10 +158,10 @@ def test_a_loss_is_its_formula(
 
 
 def test_every_registered_loss_has_a_case_here() -> None:
-    assert braidrl.algorithms.library and {case[0] for case in CASES} == set(losses)
+    assert braidrl.algorithms.library and {case[0] for case in CASES} == set(built_in(losses))
 
 
-@pytest.mark.parametrize("name", list(losses))
+@pytest.mark.parametrize("name", list(built_in(losses)))
 def test_metrics_are_detached_numbers_for_each_entry_of_the_loss(name: str) -> None:
     columns = loss_columns(0)
     for trained in ("log_probs", "values", "scores"):
@@ -171,14 +171,14 @@ def test_metrics_are_detached_numbers_for_each_entry_of_the_loss(name: str) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", list(losses))
+@pytest.mark.parametrize("name", list(built_in(losses)))
 def test_a_loss_keeps_the_dtype_of_its_columns(name: str, dtype: torch.dtype) -> None:
     loss, metrics = call(name, loss_columns(1, dtype))
     assert {loss.dtype, *(m.dtype for m in metrics.values())} == {dtype}
     torch.testing.assert_close(loss.double(), call(name, loss_columns(1))[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", list(losses))
+@pytest.mark.parametrize("name", list(built_in(losses)))
 def test_an_empty_micro_batch_has_an_empty_loss(name: str) -> None:
     columns = loss_columns(0, pairs=0)
     loss, _ = call(name, columns)

@@ -8,6 +8,7 @@ from torch import Tensor
 import braidrl.algorithms.library
 from braidrl.algorithms import registry
 from braidrl.algorithms.registry import Needs, Registry, advantages, aggregations, corrections, divergences, losses
+from tests.algorithms.batches import built_in
 
 # The rows of the published table, so that none is lost.
 TABLE = {
@@ -30,7 +31,7 @@ def test_every_algorithm_of_the_table_is_registered_by_its_name(family: str) -> 
 
 @pytest.mark.parametrize("family", TABLE)
 def test_every_registered_function_says_what_it_computes(family: str) -> None:
-    for entry in getattr(registry, family).entries.values():
+    for entry in built_in(getattr(registry, family)).values():
         if family != "divergences":
             assert entry.function.__doc__, entry.name
 
@@ -59,7 +60,7 @@ def test_a_wrong_setting_is_one_line_that_names_it(
         entry.check(given)
 
 
-@pytest.mark.parametrize("entry", [e for r in (advantages, losses, corrections) for e in r.entries.values()])
+@pytest.mark.parametrize("entry", [e for r in (advantages, losses, corrections) for e in built_in(r).values()])
 def test_defaults_are_within_their_own_limits(entry: registry.Entry) -> None:
     entry.check({**entry.settings, **dict.fromkeys(entry.required, 1)})
 

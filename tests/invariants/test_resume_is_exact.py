@@ -1,0 +1,118 @@
+"""Invariant 7: kill at any step, resume: metrics and weights go on as in the run that nobody touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.folders import latest_checkpoint, run_config
+from braidrl.runtimes.run import TrainingRun
+from tests.tiny import Workshop, braid, metrics_without_times, recorded, wait_for_steps, weights_of
+
+STEPS = 9
+DAPO = {"flow": "dapo", "algorithm": {"overlong_cache": 2}, "rollout": {"samples_per_prompt": 2}}
+TRAINER = {"steps": STEPS, "prompts_per_step": 4, "checkpoint_every": 5, "deterministic": True, "learning_rate": 3e-3}
+RUNS: dict[str, dict[str, Any]] = {
+    "several updates": {"flow": "grpo", "trainer": {**TRAINER, "rows_per_update": 8, "epochs": 2}},
+    "refills": {**DAPO, "trainer": TRAINER},
+    "surplus": {
+        **DAPO, "trainer": {**TRAINER, "surplus": "keep", "max_staleness": 1, "schedule": "cosine", "warmup_steps": 3},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def deterministic_for_this_test() -> Iterator[None]:
+    """A deterministic run in this process switches torch for good."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def evaluated(workshop: Workshop) -> Workshop:
+    """With a held-out set, so that evaluation lies on both sides of the interruption."""
+    lines = workshop.data.read_text().splitlines(keepends=True)[:4]
+    (workshop.folder / "held_out.jsonl").write_text("".join(lines))
+    return workshop
+
+
+def sections(workshop: Workshop, kind: str) -> dict[str, Any]:
+    data = {"eval": {"held_out": str(workshop.folder / "held_out.jsonl")}}
+    return {**RUNS[kind], "data": data, "evaluation": {"every": 4, "samples": 2}}
+
+
+def assert_goes_on_as(resumed: Path, whole: Path) -> None:
+    assert metrics_without_times(resumed) == metrics_without_times(whole)
+    first, second = weights_of(resumed), weights_of(whole)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert recorded(resumed, STEPS).uids() == recorded(whole, STEPS).uids()
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_killed_during_step_7_and_resumed(evaluated: Workshop, kind: str) -> None:
+    config = evaluated.config_file("killed", **sections(evaluated, kind))
+    killed = evaluated.folder / "killed"
+    process = braid("train", config)
+    # One line before the first step, then one for each.
+    wait_for_steps(killed, 7, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert max(line["step"] for line in read_metrics(killed)) == 6
+    checkpoint = latest_checkpoint(killed)
+    assert checkpoint is not None and checkpoint.name == "step-5"
+    resumed = braid("train", "--resume", killed)
+    _, said = resumed.communicate(timeout=60)
+    assert resumed.returncode == 0 and said.startswith(f"{killed}\n"), said
+    whole = evaluated.run("whole", **sections(evaluated, kind))
+    lines = metrics_without_times(whole)
+    if kind != "several updates":
+        assert any(line.get("groups/dropped/all_wrong") or line.get("groups/dropped/all_correct") for line in lines)
+    if kind == "surplus":
+        assert max(line["staleness/max"] or 0 for line in lines) == 1
+    assert_goes_on_as(killed, whole)
+
+
+def test_killed_before_the_first_checkpoint_begins_anew(evaluated: Workshop) -> None:
+    kind = sections(evaluated, "refills")
+    config = evaluated.config_file("killed", **kind)
+    process = braid("train", config)
+    wait_for_steps(evaluated.folder / "killed", 3, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    with TrainingRun(run_config(evaluated.folder / "killed"), resume=evaluated.folder / "killed") as run:
+        run.train()
+    assert_goes_on_as(evaluated.folder / "killed", evaluated.run("whole", **kind))
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_ctrl_c_saves_exits_130_and_the_run_can_go_on(evaluated: Workshop, steps: int) -> None:
+    kind = sections(evaluated, "surplus")
+    process = braid("train", evaluated.config_file("stopped", **kind))
+    stopped = evaluated.folder / "stopped"
+    wait_for_steps(stopped, steps + 1, process)
+    time.sleep(0.05)
+    # As a terminal does: everybody in the group is told, the reward processes too.
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    done = read_metrics(stopped)[-1]["step"]
+    assert said.splitlines()[-1] == f"saved step {done}; go on with: braid train --resume {stopped}"
+    assert "Traceback" not in said
+    with TrainingRun(run_config(stopped), resume=stopped) as run:
+        assert run.step == done
+        run.train()
+    assert_goes_on_as(stopped, evaluated.run("whole", **kind))
+
+
+def test_surplus_that_no_batch_could_train_on_is_refused(workshop: Workshop) -> None:
+    with pytest.raises(Exception, match="write trainer.max_staleness=1 or trainer.surplus=drop"):
+        workshop.run(flow="dapo", trainer={"surplus": "keep"})

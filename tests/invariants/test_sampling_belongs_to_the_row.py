@@ -1,0 +1,37 @@
+"""Invariant 2: random numbers depend on (seed, purpose, stage, group, sample, position), not on who else is generated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from braidrl.config import parse_config
+from braidrl.observe.metrics import Sums
+from tests.tiny import MODELS, Workshop, eager_crew, recorded, settings
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_sampled_alone_and_among_64_has_the_same_tokens_bit_for_bit(
+    name: str, dtype: str, tmp_path: Path, tiny_models: dict[str, Path], sums_file: Path
+) -> None:
+    tree = settings(tmp_path, tiny_models[name], sums_file, flow="dapo", dtype=dtype, rollout={"slots": 64})
+    crew = eager_crew(parse_config(tree))
+    stage, rows = crew.flow["actor.generate"], crew.admit(16)
+    together = crew.executor.execute(stage, rows, Sums())
+    assert len(rows) == 64 and len({tuple(together["tokens"][i].tolist()) for i in range(64)}) > 32
+    for number in (0, 17, 40, 63):
+        alone = crew.executor.execute(stage, rows.take([number]), Sums())
+        for column in ("tokens", "rollout_log_probs"):
+            assert torch.equal(alone[column][0], together[column][number]), (number, column)
+
+
+def test_rows_of_a_run_do_not_depend_on_slots_or_on_how_many_prompts_a_step_has(workshop: Workshop) -> None:
+    few = recorded(workshop.run("few", trainer={"steps": 1}), 1)
+    many = recorded(workshop.run("many", trainer={"steps": 1, "prompts_per_step": 8}, rollout={"slots": 32}), 1)
+    both = many.take([i for i, uid in enumerate(many.uids()) if uid in few.uids()])
+    assert both.uids() == few.uids()
+    for row in range(len(few)):
+        assert torch.equal(few["tokens"][row], both["tokens"][row])

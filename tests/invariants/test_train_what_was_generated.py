@@ -1,0 +1,69 @@
+"""Invariant 3: the ids that are trained on are those that the engine consumed and produced, at the log-probs that it had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from braidrl.data.prompts import load_train
+from braidrl.models.loading import load_decoder
+from braidrl.rollout.embedded import EmbeddedEngine
+from braidrl.rollout.requests import Request, Sampling
+from tests.tiny import MODELS, TOKENIZER, Workshop, recorded
+
+TEMPERATURE = 0.8
+STEPS = 3
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def workshop(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_models: dict[str, Path],
+    sums_file: Path,
+) -> Workshop:
+    """A run of three steps at another temperature than 1, whose weights move a lot."""
+    shop = Workshop(tmp_path_factory.mktemp("run"), tiny_models[request.param], sums_file)
+    shop.run(
+        flow="grpo", algorithm={"old": "recompute"}, rollout={"temperature": TEMPERATURE, "top_k": 6},
+        trainer={"steps": STEPS, "learning_rate": 1e-2},
+    )  # fmt: skip
+    return shop
+
+
+def test_the_engines_log_probs_equal_training_ones_in_every_row_of_every_step(workshop: Workshop) -> None:
+    for step in range(1, STEPS + 1):
+        rows = recorded(workshop.folder / "run", step)
+        assert len(rows) == 16
+        for row in range(len(rows)):
+            gap = (rows["rollout_log_probs"][row] - rows["old_log_probs"][row]).abs().max()
+            assert gap < 1e-5, (step, rows.uids()[row])
+
+
+def test_they_are_what_transformers_own_forward_says_of_the_recorded_ids(workshop: Workshop) -> None:
+    rows = recorded(workshop.folder / "run", 1)
+    model = AutoModelForCausalLM.from_pretrained(workshop.model, dtype=torch.float32)
+    for row in range(len(rows)):
+        tokens, actions = rows["tokens"][row], rows["action_mask"][row]
+        with torch.no_grad():
+            scores = (model(tokens[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        expected = scores.gather(-1, tokens[1:, None])[:, 0][actions[1:]]
+        torch.testing.assert_close(rows["rollout_log_probs"][row], expected, rtol=0, atol=1e-5)
+
+
+def test_recorded_ids_are_the_prompts_of_the_file_and_what_the_engine_drew(workshop: Workshop) -> None:
+    rows = recorded(workshop.folder / "run", 1)
+    config = workshop.config()
+    (source,) = load_train(config.data, TOKENIZER)
+    prompts = {example.prompt: source.prompt(i) for i, example in enumerate(source.examples)}
+    engine = EmbeddedEngine(load_decoder(workshop.model), TOKENIZER, 16, 64, seed=config.seed)
+    sampling = Sampling(temperature=TEMPERATURE, top_k=6, max_tokens=8)
+    for row, uid in enumerate(rows.uids()):
+        prompt = prompts[rows["metadata"][row]["prompt"]]
+        (drawn,) = engine.generate([Request(uid, prompt, sampling, stage="actor.generate")])
+        assert torch.equal(rows["tokens"][row], torch.cat([prompt, drawn.tokens]))
+        assert torch.equal(rows["action_mask"][row], torch.arange(len(rows["tokens"][row])) >= len(prompt))
+        assert rows["rollout_versions"][row].tolist() == [0] * len(drawn.tokens)

@@ -1,0 +1,185 @@
+"""Tiny models, data files and runs that the tests of several folders share. Everything is made on the spot."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers.utils import logging
+
+from braidrl.config import Config, load_config
+from braidrl.data.loader import PromptLoader
+from braidrl.observe.metrics import read_metrics
+from braidrl.observe.progress import Progress
+from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.runtimes.eager import EagerCrew
+from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.setup import prepare
+
+logging.disable_progress_bar()
+ROOT = Path(__file__).parent.parent
+ARITHMETIC = ROOT / "examples" / "arithmetic"
+
+
+def load_module(path: Path) -> ModuleType:
+    """A Python file outside the package, as a module under its own name."""
+    if path.stem not in sys.modules:
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+    return sys.modules[path.stem]
+
+
+task = load_module(ARITHMETIC / "task.py")
+TOKENIZER = task.make_tokenizer()
+SIZES = {
+    "vocab_size": len(TOKENIZER), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,
+    "eos_token_id": TOKENIZER.eos_token_id, "pad_token_id": TOKENIZER.pad_token_id,
+}  # fmt: skip
+MODELS: dict[str, PreTrainedConfig] = {
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False),
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+}
+
+
+def write_model(folder: Path, name: str = "qwen3", seed: int = 0) -> Path:
+    """A random model with a tokenizer that knows digits, `+`, `=` and `####`, as a Hugging Face directory."""
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(deepcopy(MODELS[name])).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def sums(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Prompts such as `4+7=`, each with a worked response and its answer."""
+    pairs = task.problems(count, 1, seed)
+    return list(task.demonstrations(pairs, mistakes=0.0, seed=seed))
+
+
+# A reward that a random model gets right now and then, so that groups differ: its answer has an even digit first.
+LENIENT = """
+def starts_even(response: str) -> bool:
+    return response[:1] in set("02468")
+
+
+def always_wrong(response: str) -> bool:
+    return False
+
+
+def always_right(response: str) -> bool:
+    return True
+"""
+
+
+def settings(folder: Path, model: Path, data: Path, /, **sections: Any) -> dict[str, Any]:
+    """A run of a few steps on a tiny model; `trainer={...}` and the like are laid over what is here, section by section."""
+    tree: dict[str, Any] = {
+        "flow": "grpo", "model": str(model), "output": str(folder), "name": "run", "threads": 1, "device": "cpu",
+        "data": {"train": str(data)},
+        "reward": {"verify": [{"name": f"{folder}/verifiers.py:starts_even"}]},
+        "rollout": {"samples_per_prompt": 4, "max_response_tokens": 8, "slots": 16},
+        "trainer": {"steps": 2, "prompts_per_step": 4, "learning_rate": 1e-3, "checkpoint_every": 0},
+        "evaluation": {"every": 0},
+    }  # fmt: skip
+    for name, value in sections.items():
+        tree[name] = {**tree.get(name, {}), **value} if isinstance(value, dict) else value
+    return tree
+
+
+class Workshop:
+    """A folder with a model, data and verifiers in it, and runs made there."""
+
+    def __init__(self, folder: Path, model: Path, data: Path) -> None:
+        self.folder, self.model, self.data = folder, model, data
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "verifiers.py").write_text(LENIENT)
+
+    def tree(self, name: str = "run", **sections: Any) -> dict[str, Any]:
+        return settings(self.folder, self.model, self.data, **{"name": name, **sections})
+
+    def config_file(self, name: str = "run", **sections: Any) -> Path:
+        path = self.folder / f"{name}.yaml"
+        path.write_text(json.dumps(self.tree(name, **sections)))
+        return path
+
+    def config(self, name: str = "run", **sections: Any) -> Config:
+        return load_config(self.config_file(name, **sections))
+
+    def run(
+        self, name: str = "run", *, replay: Path | None = None, rollout_only: bool = False, **sections: Any
+    ) -> Path:
+        """Trains to the end in this process; the run folder."""
+        with TrainingRun(self.config(name, **sections), replay=replay, rollout_only=rollout_only) as run:
+            run.train()
+        return run.folder
+
+
+def metrics_without_times(run: Path) -> list[dict[str, Any]]:
+    """What `metrics.jsonl` says, without seconds and rates, which differ from run to run."""
+    timed = ("time/", "throughput/")
+    return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in read_metrics(run)]
+
+
+def weights_of(run: Path, role: str = "actor") -> dict[str, torch.Tensor]:
+    """The model in the latest checkpoint."""
+    latest = (run / "checkpoints" / "latest").read_text().strip()
+    return load_file(run / "checkpoints" / latest / role / "model.safetensors")
+
+
+def recorded(run: Path, step: int) -> Any:
+    """The rows of a training step."""
+    return read_rollouts(rollout_path(run, step))
+
+
+def eager_crew(config: Config, rewards: bool = False) -> EagerCrew:
+    """Everything that a run executes stages with, without the run: loader, workers, engines."""
+    prepared = prepare(config)
+    executor = StageExecutor(
+        config, prepared.flow, prepared.flow.roles, prepared.tokenizer, prepared.rewards() if rewards else None,
+        Progress(0), prepared.generating,
+    )  # fmt: skip
+    return EagerCrew(config, prepared.flow, PromptLoader(prepared.sources, config.seed), executor)
+
+
+def braid(*arguments: Any, folder: Path | None = None, prefix: str = "") -> subprocess.Popen[str]:
+    """`braid ...` as a process of its own, in a process group of its own; `prefix` is Python that runs before it."""
+    command = f"{prefix}; from braidrl.cli import main; main()" if prefix else "from braidrl.cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return subprocess.Popen(
+        [sys.executable, "-c", command, *map(str, arguments)], cwd=folder, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str]) -> None:
+    """Returns as soon as so many steps are in the run's metrics, while the process goes on."""
+    deadline = time.monotonic() + 60
+    path = run / "metrics.jsonl"
+    while not path.is_file() or path.read_text().count("\n") < steps:
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(f"the run ended before step {steps}: {process.communicate()}")
+        time.sleep(0.002)
