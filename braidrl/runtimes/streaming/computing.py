@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from braidrl.flow import Kind, Scope
 from braidrl.runtimes.streaming.workplace import Workplace
 from braidrl.transfer.queue.client import Client, StreamLoader, Work
+from braidrl.transfer.queue.data_plane import Evicted
 
 
 def compute(place: Workplace, client: Client) -> None:
@@ -13,7 +16,9 @@ def compute(place: Workplace, client: Client) -> None:
     place.progress.on_advance = lambda: client.renew(settings.lease_s / 3)
     for work in StreamLoader(client, place.group.stages, settings.dispatch_rows, settings.wait_s):
         if work.kind == "rows":
-            compute_rows(place, client, work)
+            # Rows of a group that selection has dropped meanwhile are gone, and the lease with them.
+            with suppress(Evicted):
+                compute_rows(place, client, work)
 
 
 def compute_rows(place: Workplace, client: Client, work: Work) -> None:

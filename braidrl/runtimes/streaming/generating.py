@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from contextlib import suppress
 
 from braidrl.data.rows import Rows
 from braidrl.rollout.requests import Finished
@@ -16,7 +17,7 @@ from braidrl.runtimes.executor import generated_columns, requests_of
 from braidrl.runtimes.streaming.weights import WeightSource
 from braidrl.runtimes.streaming.workplace import Workplace
 from braidrl.transfer.queue.client import Client, Work
-from braidrl.transfer.queue.data_plane import Block
+from braidrl.transfer.queue.data_plane import Block, Evicted
 
 Uid = tuple[int, int, int]
 ASK_EVERY_S = 0.02
@@ -68,9 +69,10 @@ class Generation:
     def _act(self, work: Work) -> None:
         self._drop(work.lost)
         if work.kind == "rows":
-            rows = work.rows()
             for place, (lease, _) in enumerate(work.leases):
-                self._begin(lease, work, rows.take([place]))
+                # A row that selection has dropped meanwhile is gone, and its lease with it.
+                with suppress(Evicted):
+                    self._begin(lease, work, work.rows([place]))
         elif work.kind == "load":
             self._load(work)
 
@@ -141,8 +143,14 @@ class Generation:
 
     def _prefetch(self) -> None:
         """With `delayed` weights: one bucket of the newest version between two decode steps."""
-        if self.place.settings.weights != "delayed" or self.source.receive():
+        if self.place.settings.weights != "delayed":
             return
+        try:
+            if self.source.receive():
+                return
+        except Evicted:
+            # A newer version has come, and all engines hold one that is no older than this.
+            self.source.forget()
         if time.monotonic() - self.looked < LOOK_EVERY_S:
             return
         self.looked = time.monotonic()

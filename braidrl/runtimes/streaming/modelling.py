@@ -8,6 +8,7 @@ leader: take ──▶ share ──▶ each rank: its rows ──▶ columns in 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from braidrl.runtimes.streaming.ranks import Ranks
 from braidrl.runtimes.streaming.weights import export
 from braidrl.runtimes.streaming.workplace import Workplace
 from braidrl.transfer.queue.client import Client, StreamLoader, Work, Written, write_columns
-from braidrl.transfer.queue.data_plane import Block
+from braidrl.transfer.queue.data_plane import Block, Evicted
 
 
 class Modelling:
@@ -79,11 +80,12 @@ class Modelling:
         places = self._own_places(work.index)
         with self.place.busy(stage.name, work.iteration, len(places)) as report:
             written = None
-            if places:
-                rows = work.rows(places)
-                written = write_columns(
-                    self.place.data, rows.uids(), self.place.executor.execute(stage, rows, report.sums)
-                )
+            # Rows of a group that selection has dropped meanwhile are gone, and the lease with them.
+            with suppress(Evicted):
+                if places:
+                    rows = work.rows(places)
+                    columns = self.place.executor.execute(stage, rows, report.sums)
+                    written = write_columns(self.place.data, rows.uids(), columns)
         parts = self.ranks.gather(pack_written(written))
         if self.client is not None:
             found = [part for part in map(unpack_written, parts) if part is not None]

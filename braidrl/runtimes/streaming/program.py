@@ -203,7 +203,7 @@ class StreamingProgram:
     def _result(self, finished: Finished) -> IterationResult[Rows]:
         table = assembled(self.data, finished.index, finished.payload)
         final = assembled(self.data, finished.final, finished.final_payload)
-        self.data.free(finished.blocks)
+        self.control.release(finished)
         parts = [*finished.generated, finished.final]
         common = [name for name in finished.final if all(name in part for part in parts)]
         return IterationResult(

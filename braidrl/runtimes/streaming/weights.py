@@ -96,5 +96,8 @@ class WeightSource:
             raise WrongWeights(f"version {version} and the engine's model differ in {sorted(different)[:4]}")
         for name, tensor in self._tensors.items():
             target[name].copy_(tensor)
-        self._tensors = {}
-        self.version = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go of what was received."""
+        self.version, self._tensors, self._left, self._complete = 0, {}, iter(()), True

@@ -33,6 +33,8 @@ class Work:
     """Index columns of the leased rows; of all rows of the update in a `step`."""
     lost: tuple[int, ...] = ()
     """Leases that this worker held and has lost."""
+    blocks: dict[Any, Rows] = field(default_factory=dict)
+    """Blocks that were opened, for when rows are read in several portions."""
 
     @property
     def stage(self) -> str:
@@ -49,7 +51,7 @@ class Work:
 
     def rows(self, places: Sequence[int] | None = None) -> Rows:
         """The leased rows with all columns that the stage reads, or those at some places."""
-        return assembled(self.data, self.index, self.message["payload"], places)
+        return assembled(self.data, self.index, self.message["payload"], places, self.blocks)
 
 
 @dataclass
@@ -180,9 +182,17 @@ def write_columns(data: DataPlane, uids: Sequence[Uid], columns: Mapping[str, Co
 
 
 def assembled(
-    data: DataPlane, index: Rows, payload: Sequence[Mapping[str, Any]], places: Sequence[int] | None = None
+    data: DataPlane,
+    index: Rows,
+    payload: Sequence[Mapping[str, Any]],
+    places: Sequence[int] | None = None,
+    opened: dict[Any, Rows] | None = None,
 ) -> Rows:
-    """Index columns with payload from its blocks; all rows, or those at some places in the order given."""
+    """Index columns with payload from its blocks; all rows, or those at some places in the order given.
+
+    `opened` keeps what was read of blocks from one call to the next. Raises Evicted.
+    """
+    opened = {} if opened is None else opened
     asked = range(len(index)) if places is None else places
     standing = {place: number for number, place in enumerate(asked)}
     found: defaultdict[tuple[str, ...], list[tuple[Rows, list[int]]]] = defaultdict(list)
@@ -191,7 +201,10 @@ def assembled(
         if not pairs:
             continue
         positions = [position for position, _ in pairs]
-        rows = data.read_rows(Block(*piece["block"]), piece["columns"])
+        key = (tuple(piece["block"]), tuple(piece["columns"]))
+        if key not in opened:
+            opened[key] = data.read_rows(Block(*piece["block"]), piece["columns"])
+        rows = opened[key]
         whole = positions == list(range(piece["rows"]))
         found[tuple(piece["columns"])].append((rows if whole else rows.take(positions), [at for _, at in pairs]))
     columns = dict((index if places is None else index.take(places)).items())

@@ -173,6 +173,11 @@ class ControlPlane:
             stream.admit(rows.index, block, tuple(rows.payload))
             self.advance()
 
+    def release(self, finished: Finished) -> None:
+        """A finished iteration's payload has been read."""
+        with self.changed:
+            self.data.free(self.training.table.drop(finished.places))
+
     def give_order(self, holder: str, order: dict[str, Any]) -> int:
         """Has a worker do something between two pieces of work; the number under which its result will be."""
         with self.changed:
@@ -297,7 +302,6 @@ class ControlPlane:
                 self.data.free(known.pop(version))
 
     def _known_segments(self) -> set[str]:
-        parts = [p for s in self.streams for rows in s.table.parts.values() for p in rows.values()]
-        blocks = [p.block for p in parts if p.block is not None] + [b for f in self.finished for b in f.blocks]
+        blocks = [block for stream in self.streams for block in stream.table.blocks()]
         blocks += [block for known in self.weights.values() for many in known.values() for block in many]
         return {block.name for block in blocks}

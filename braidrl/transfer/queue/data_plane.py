@@ -30,6 +30,10 @@ def host_name() -> str:
     return f"{socket.gethostname()}-{uuid.getnode():x}"
 
 
+class Evicted(LookupError):
+    """A block is gone: its rows were dropped, so that whatever was to be made of them is not needed."""
+
+
 class DataPlane:
     """A process's view of the payload of all nodes. `address` is that of this node's server."""
 
@@ -50,13 +54,16 @@ class DataPlane:
         return self.write(encode(payload)) if list(payload) else None
 
     def read(self, block: Block) -> Sequence[Frame]:
-        """The block's frames: views on shared memory, or bytes from its node. Raises FileNotFoundError if it was evicted."""
+        """The block's frames: views on shared memory, or bytes from its node. Raises Evicted."""
         if block.host == self.host:
-            return self.segments.read(block.name)
+            try:
+                return self.segments.read(block.name)
+            except FileNotFoundError:
+                raise Evicted(f"{block.name} was evicted") from None
         with self._lock:
             answer, frames = self._connection(block.address).ask({"request": "frames", "name": block.name})
         if "missing" in answer:
-            raise FileNotFoundError(f"{block.name} was evicted from {block.host}")
+            raise Evicted(f"{block.name} was evicted from {block.host}")
         return frames
 
     def read_rows(self, block: Block, columns: Sequence[str]) -> Rows:

@@ -15,7 +15,7 @@ from braidrl.flow.sizes import Sizes
 from braidrl.flow.waves import Outcome
 from braidrl.transfer.leases import Lease, LeaseLost
 from braidrl.transfer.queue.data_plane import Block
-from braidrl.transfer.queue.table import Part, Table
+from braidrl.transfer.queue.table import Detached, Part, Table
 from braidrl.transfer.schedule import StreamSchedule
 
 Report = dict[str, Any]
@@ -26,7 +26,7 @@ Report = dict[str, Any]
 class Finished:
     """A published iteration: its rows as recorded after `recorded` stages and with everything, and what happened.
 
-    `blocks` hold the payload and are to be freed when it has been read.
+    The payload stays until `places` are dropped from the table.
     """
 
     iteration: int
@@ -34,7 +34,7 @@ class Finished:
     final: Rows
     payload: list[dict[str, Any]]
     final_payload: list[dict[str, Any]]
-    blocks: list[Block]
+    places: Detached
     outcome: Outcome
     generated: list[Rows]
     reports: list[Report]
@@ -142,7 +142,7 @@ class Stream:
         finished = Finished(
             batch.iteration, self.table.index(uids, recorded), self.table.index(uids, every),
             self.table.payload(uids, recorded, None), self.table.payload(uids, every, None),
-            self.table.evict(uids), account.outcome, account.generated, account.reports,
+            self.table.detach(uids), account.outcome, account.generated, account.reports,
         )  # fmt: skip
         self.schedule.publish()
         return finished

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from braidrl.data.rows import Column, Rows
@@ -30,11 +31,15 @@ class Part:
     """The place of each row that has not left."""
 
 
+Detached = list[tuple[Uid, Part]]
+
+
 class Table:
     """All parts of the rows in work."""
 
     def __init__(self) -> None:
         self.parts: dict[str, dict[Uid, Part]] = {}
+        self.detached: list[Detached] = []
 
     def add(self, part: Part) -> None:
         """Notes what was written."""
@@ -69,16 +74,29 @@ class Table:
 
     def evict(self, uids: Iterable[Uid]) -> list[Block]:
         """Rows leave; the blocks that held no others."""
+        return self.drop(self.detach(uids))
+
+    def detach(self, uids: Iterable[Uid]) -> Detached:
+        """Rows leave the table, but what they have written stays where it is until it is dropped."""
+        places = [(uid, part) for uid in uids for parts in self.parts.values() if (part := parts.pop(uid, None))]
+        self.detached.append(places)
+        return places
+
+    def drop(self, places: Detached) -> list[Block]:
+        """Detached rows are not needed any more; the blocks that held no others."""
+        self.detached = [known for known in self.detached if known is not places]
         freed = []
-        for uid in uids:
-            for parts in self.parts.values():
-                part = parts.pop(uid, None)
-                if part is None:
-                    continue
-                del part.rows[uid]
-                if not part.rows and part.block is not None:
-                    freed.append(part.block)
+        for uid, part in places:
+            del part.rows[uid]
+            if not part.rows and part.block is not None:
+                freed.append(part.block)
         return freed
+
+    def blocks(self) -> set[Block]:
+        """All blocks that may still be read."""
+        attached = (part for parts in self.parts.values() for part in parts.values())
+        detached = (part for places in self.detached for _, part in places)
+        return {part.block for part in chain(attached, detached) if part.block is not None}
 
     def _writers_of(self, uids: Sequence[Uid], writers: Sequence[str]) -> list[str]:
         return [w for w in writers if w in self.parts and uids and all(uid in self.parts[w] for uid in uids)]
