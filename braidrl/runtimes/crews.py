@@ -9,6 +9,7 @@ from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.errors import UserError
 from braidrl.flow import Flow
+from braidrl.flow.waves import Sampling
 from braidrl.observe.progress import Progress
 from braidrl.runtimes.eager import EagerCrew
 from braidrl.runtimes.executor import StageExecutor
@@ -37,6 +38,8 @@ def start_crew(
 
 def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool) -> None:
     """Raises UserError, before anything is made, for what the runtime cannot run; a replay does not generate."""
+    trainer = config.trainer
+    Sampling(trainer.prompts_per_step, 1, trainer.surplus, trainer.max_staleness)
     if config.runtime == "streaming":
         check_streaming(config, flow)
         if not (generates and trains):
