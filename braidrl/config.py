@@ -186,7 +186,8 @@ class StreamingConfig(Section):
     dispatch_rows: int = Field(16, ge=1)
     """The most rows that a worker takes at once: fewer spread work sooner, more ask the queue less often."""
     weights: Literal["end", "delayed"] = "end"
-    """New weights reach the engines when a batch's generation ends; `delayed` receives them before, while it goes on."""
+    """An engine takes new weights when it has finished the rows that it has. With `delayed` it receives them while it goes on
+    generating, and all engines load them together when the batch's generation is over."""
     lease_s: float = Field(600.0, gt=0)
     """Seconds without progress after which a worker's rows are given to another."""
     wait_s: float = Field(5.0, gt=0)

@@ -115,13 +115,25 @@ class StreamSchedule:
     # Work
 
     def take(
-        self, stage: str, holder: str, now: float, seconds: float, most: int, whole_update: bool = False
+        self,
+        stage: str,
+        holder: str,
+        now: float,
+        seconds: float,
+        most: int,
+        whole_update: bool = False,
+        engine_version: int | None = None,
     ) -> Lease | None:
         """Leases up to `most` ready rows to a holder for so many seconds (whole groups and batches by scope), or None.
 
-        With `whole_update` a train stage gets all rows of its next optimizer step at once, as some losses need them.
+        With `whole_update` a train stage gets all rows of its next optimizer step at once, as some losses need them. An engine
+        whose version lags behind (`engine_version`) gets no rows that would be too old when they are trained.
         """
         consumer, rows = self._rows_for(self.flow[stage], most, whole_update)
+        if engine_version is not None and rows:
+            iteration = self.iteration_of[rows[0][1]]
+            if not admissible(iteration, engine_version, self.sizes.max_staleness):
+                return None
         if not rows:
             return None
         if self.flow[stage].kind is Kind.TRAIN:

@@ -128,7 +128,7 @@ class Generation:
         self.postponed = [item for item in self.postponed if item[0] not in lost]
 
     def _load(self, work: Work) -> None:
-        """Takes a version whole. Generation is over then: what is still under way belongs to dropped rows."""
+        """Takes a version whole. What is still under way belongs to dropped rows."""
         self.engine.clear()
         self.flight.clear()
         self.postponed.clear()

@@ -60,7 +60,8 @@ class StreamingProgram:
         self.owner = Owner()
         self.data = DataPlane(Segments(self.owner.run, "main"), "")
         exported = [role for role in prepared.generating if role in flow.trained_roles]
-        self.control = ControlPlane(self.stream, self.data, config.streaming.lease_s, exported)
+        together = config.streaming.weights == "delayed"
+        self.control = ControlPlane(self.stream, self.data, config.streaming.lease_s, exported, together)
         self.server = Server(self.control.handle, self.control.tick)
         self.data.address = self.server.address
         self.processes = Processes(config, folder, self.owner.run, self.control, self.server.address)
@@ -221,7 +222,7 @@ class StreamingProgram:
         return seconds
 
     def _begin_evaluation(self, rows: Rows) -> None:
-        """Waits until the engines may hold the newest version, keeps them at it, and puts the set's rows into the queue."""
+        """Waits until engines may load the newest version, keeps them at it, and puts the set's rows into the queue."""
         schedule = self.stream.schedule
         while self.control.engine_version < schedule.published:
             self._admit(may_begin=False)
@@ -265,9 +266,7 @@ class StreamingProgram:
         self.processes.watch()
         if self.server.failure is not None:
             raise WorkerFailed(f"the queue's server failed:\n{self.server.failure}")
-        with self.control.changed:
-            self.control.changed.wait_for(lambda: self.control.changes != self.seen, LOOK_EVERY_S)
-            self.seen = self.control.changes
+        self.seen = self.control.wait(self.seen, LOOK_EVERY_S)
 
     def _change(self, change: Callable[[], object]) -> None:
         """Changes something at the queue, and has waiting workers asked again."""

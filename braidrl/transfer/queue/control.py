@@ -33,21 +33,28 @@ class Holder:
 
     name: str
     version: int | None = None
+    loading: int | None = None
+    """What it was told to load and has not yet."""
     orders: deque[dict[str, Any]] = field(default_factory=deque)
 
 
 class ControlPlane:
     """All streams of a run: the training flow, and an evaluation's while there is one."""
 
-    def __init__(self, stream: Stream, data: DataPlane, lease_s: float, exported: Collection[str] = ()) -> None:
-        """`exported` are the trained roles that also generate: their weights must have come before a version is published."""
-        self.training, self.data, self.lease_s = stream, data, lease_s
+    def __init__(
+        self, stream: Stream, data: DataPlane, lease_s: float, exported: Collection[str] = (), together: bool = False
+    ) -> None:
+        """`exported` are the trained roles that also generate: their weights must have come before a version is published.
+
+        An engine loads the newest version when it has no rows left; with `together` all do, when a batch's generation is over.
+        """
+        self.training, self.data, self.lease_s, self.together = stream, data, lease_s, together
         self.exported = frozenset(exported)
         self.streams = [stream]
         self.holders: dict[str, Holder] = {}
         self.weights: dict[str, dict[int, list[Block]]] = {role: {} for role in exported}
         self.engine_version = 0
-        """What all engines hold or are about to load."""
+        """What engines hold or are about to load; prompts are admitted for rows of this version."""
         self.allowed = 0
         """The last iteration whose optimizer steps may be made."""
         self.pinned = False
@@ -87,12 +94,14 @@ class ControlPlane:
         lost = self._lost(request["held"])
         if holder.orders:
             return {**holder.orders.popleft(), "kind": "order", "lost": lost}, ()
-        if holder.version is not None and holder.version != self.engine_version:
-            return {"kind": "load", "lost": lost, **self._load(holder.version)}, ()
+        lags = holder.version is not None and holder.version != self.engine_version
+        if lags and set(request["held"]) <= set(lost):
+            return {"kind": "load", "lost": lost, **self._load(holder)}, ()
         for name in request["stages"]:
             for stream in self.streams:
-                if any(stage.name == name for stage in stream.flow.stages):
-                    answer = self._work(stream, stream.flow[name], request)
+                # An evaluation speaks of one version alone.
+                if any(stage.name == name for stage in stream.flow.stages) and not (lags and stream.during is not None):
+                    answer = self._work(stream, stream.flow[name], request, holder.version)
                     if answer is not None:
                         return {**answer[0], "lost": lost}, answer[1]
         return ({"kind": "lost", "lost": lost}, ()) if lost else None
@@ -134,7 +143,8 @@ class ControlPlane:
     def on_loaded(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """An engine holds a version."""
         if request["holder"] in self.holders:
-            self.holders[request["holder"]].version = request["version"]
+            holder = self.holders[request["holder"]]
+            holder.version, holder.loading = request["version"], None
         self._free_old_weights()
         return {}, ()
 
@@ -178,6 +188,12 @@ class ControlPlane:
         with self.changed:
             self.data.free(self.training.table.drop(finished.places))
 
+    def wait(self, seen: int, seconds: float) -> int:
+        """Waits until there are more changes than `seen`, or for so long; how many there are."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.changes != seen, seconds)
+            return self.changes
+
     def give_order(self, holder: str, order: dict[str, Any]) -> int:
         """Has a worker do something between two pieces of work; the number under which its result will be."""
         with self.changed:
@@ -214,22 +230,18 @@ class ControlPlane:
         schedule = self.training.schedule
         while (version := schedule.due_publication()) is not None and self._has_weights(version):
             self.finished.append(self.training.publish())
-        if not self.pinned and self.engine_version < schedule.published and schedule.is_generation_over():
+        may_load = not self.pinned and (not self.together or schedule.is_generation_over())
+        if may_load and self.engine_version < schedule.published:
             self.engine_version = schedule.published
         self.changes += 1
         self.changed.notify_all()
 
-    def are_engines_ready(self) -> bool:
-        """True if every engine that lives has loaded the version that it should have."""
-        versions = [holder.version for holder in self.holders.values() if holder.version is not None]
-        return bool(versions) and all(version == self.engine_version for version in versions)
-
     # Inside
 
-    def _work(self, stream: Stream, stage: Stage, request: dict[str, Any]) -> Answer | None:
+    def _work(self, stream: Stream, stage: Stage, request: dict[str, Any], version: int | None) -> Answer | None:
         if stage.kind is Kind.TRAIN and stage.name in stream.schedule.due_steps():
             return self._step(stream, stage)
-        leases = self._leases(stream, stage, request)
+        leases = self._leases(stream, stage, request, version if stream is self.training else None)
         if not leases:
             return None
         uids = [uid for lease in leases for uid in lease.rows]
@@ -248,14 +260,14 @@ class ControlPlane:
         index, _ = stream.read(stage.name, schedule.batches[iteration].updates[stage.name][0].rows)
         return {"kind": "step", "stage": stage.name, "iteration": iteration}, encode(index)
 
-    def _leases(self, stream: Stream, stage: Stage, request: dict[str, Any]) -> list[Lease]:
+    def _leases(self, stream: Stream, stage: Stage, request: dict[str, Any], version: int | None) -> list[Lease]:
         # What a trainer has accumulated cannot be taken back: it keeps its rows until it is known to be dead.
         seconds = math.inf if stage.kind is Kind.TRAIN else self.lease_s
         most, found = request["most"], []
         for _ in range(most if request["single"] else 1):
             lease = stream.schedule.take(
                 stage.name, request["holder"], time.monotonic(), seconds, 1 if request["single"] else most,
-                stage.name in request["whole"],
+                stage.name in request["whole"], version,
             )  # fmt: skip
             if lease is None:
                 break
@@ -276,9 +288,10 @@ class ControlPlane:
         current = {number for stream in self.streams for number in stream.schedule.leases.held}
         return [number for number in held if number not in current]
 
-    def _load(self, held: int) -> dict[str, Any]:
+    def _load(self, holder: Holder) -> dict[str, Any]:
         """The weights that take an engine from what it holds to the version that it should have."""
-        chosen = []
+        held, chosen = holder.version or 0, []
+        holder.loading = self.engine_version
         for role, known in self.weights.items():
             version = max((v for v in known if v <= self.engine_version), default=0)
             if version > held:
@@ -293,12 +306,11 @@ class ControlPlane:
         return all(version in self.weights[role] or not self._updates_of(role, version) for role in self.exported)
 
     def _free_old_weights(self) -> None:
-        """A restarted engine may need the version that all hold; once all hold it, nobody needs what is older."""
-        if not self.are_engines_ready():
-            return
+        """A restarted engine may need the version that engines should have; what is older, only those who are loading it."""
         for known in self.weights.values():
-            needed = max((v for v in known if v <= self.engine_version), default=0)
-            for version in [v for v in known if v < needed]:
+            wanted = {self.engine_version, *(h.loading for h in self.holders.values() if h.loading is not None)}
+            needed = {max((v for v in known if v <= version), default=0) for version in wanted}
+            for version in [v for v in known if v < max(needed) and v not in needed]:
                 self.data.free(known.pop(version))
 
     def _known_segments(self) -> set[str]:

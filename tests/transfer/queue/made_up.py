@@ -114,7 +114,8 @@ def work_once(
 
 def main_program(control: ControlPlane, server: Server, iterations: int, limit_s: float = 60.0) -> list[Any]:
     """Admits what is wanted and lets steps be made until so many iterations are finished; those."""
-    groups, finished, deadline = 0, [], time.monotonic() + limit_s
+    groups, seen, finished, deadline = 0, -1, [], time.monotonic() + limit_s
+    control.allowed = iterations
     while len(finished) < iterations:
         assert time.monotonic() < deadline, f"only {len(finished)} iterations came to their end"
         with control.changed:
@@ -122,13 +123,12 @@ def main_program(control: ControlPlane, server: Server, iterations: int, limit_s
         if wanted:
             control.admit(control.training, born(range(groups, groups + wanted)))
             groups += wanted
-        control.allowed = iterations
-        server.changed()
+            server.changed()
         with control.changed:
             while control.finished:
                 finished.append(control.finished.popleft())
-            if not wanted and len(finished) < iterations:
-                control.changed.wait(0.05)
+        if not wanted and len(finished) < iterations:
+            seen = control.wait(seen, 0.1)
     return finished
 
 
