@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from braidrl.errors import UserError
+from braidrl.errors import UserError, WorkerError
 
 app = typer.Typer(
     help="Reinforcement-learning post-training of language models.",
@@ -21,8 +22,9 @@ ConfigFile = Annotated[
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted key=value, as in trainer.steps=10.")]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
+EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @app.command()
@@ -36,7 +38,7 @@ def train(
     """Train by a flow. Prints the run folder first."""
     from braidrl.config import load_config
     from braidrl.runtimes.folders import run_config
-    from braidrl.runtimes.run import TrainingRun
+    from braidrl.runtimes.run import train as run_training
 
     if resume is not None:
         if config is not None or overrides:
@@ -44,8 +46,7 @@ def train(
         settings = run_config(resume)
     else:
         settings = load_config(*split_config(config, overrides))
-    with TrainingRun(settings, resume=resume, replay=replay, rollout_only=rollout_only) as run:
-        run.train()
+    run_training(settings, resume=resume, replay=replay, rollout_only=rollout_only)
 
 
 @app.command(name="eval")
@@ -115,7 +116,7 @@ def split_config(config: Path | None, overrides: list[str] | None) -> tuple[Path
 
 
 def main() -> None:
-    """Entry point: maps mistakes and Ctrl-C to one line and an exit code."""
+    """Entry point: maps mistakes to one line and an exit code; Ctrl-C ends with 130."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1 or os.environ.get("BRAID_DEBUG") == "1"
     try:
@@ -125,9 +126,14 @@ def main() -> None:
             raise
         typer.echo(f"braid: {error}", err=True)
         sys.exit(EXIT_USER_ERROR)
-    except KeyboardInterrupt:
-        typer.echo("braid: interrupted", err=True)
-        sys.exit(EXIT_INTERRUPTED)
+    except OSError as error:
+        if debug or error.errno not in NO_ROOM:
+            raise
+        typer.echo(f"braid: {error}; make room and go on with `braid train --resume`", err=True)
+        sys.exit(EXIT_USER_ERROR)
+    except WorkerError as error:
+        typer.echo(f"braid: {error}", err=True)
+        sys.exit(EXIT_FAILURE)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from braidrl.algorithms.metrics import REFLECTION_PHRASES
 from braidrl.errors import UserError, suggest
 
 DType = Literal["float32", "bfloat16", "float64"]
@@ -51,6 +52,10 @@ class SourceConfig(Section):
     """Field with the reference answer; `reward_model.ground_truth` is taken where this one is absent."""
     response_field: str = "response"
     """Field with a given response, for supervised training."""
+    chosen_field: str = "chosen"
+    """Field with the better response of a pair, for reward models and DPO."""
+    rejected_field: str = "rejected"
+    """Field with the worse one."""
 
     @field_validator("verify", mode="before")
     @classmethod
@@ -65,6 +70,8 @@ class DataConfig(Section):
     """One file, or several with weights."""
     eval: dict[str, SourceConfig] = {}
     """Held-out sets by name."""
+    ptx: SourceConfig | None = None
+    """Plain text whose likelihood the policy keeps (`ptx_coef`); its `prompt_field` names the text."""
     system_prompt: str | None = None
     """Put before every chat prompt."""
     chat_template: bool = True
@@ -79,6 +86,11 @@ class DataConfig(Section):
     def _one_or_more(cls, value: Any) -> Any:
         many = value if isinstance(value, list) else [value]
         return [short_source(item) for item in many]
+
+    @field_validator("ptx", mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return short_source(value)
 
     @field_validator("eval", mode="before")
     @classmethod
@@ -125,6 +137,8 @@ class RolloutConfig(Section):
     """Rows that the embedded engine decodes at once."""
     dtype: DType | None = None
     """Of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
+    reflection_phrases: list[str] = list(REFLECTION_PHRASES)
+    """Phrases of a response that reconsiders itself, counted in `response/reflections`; none counts nothing."""
 
 
 class TrainerConfig(Section):
@@ -207,6 +221,38 @@ class RoleConfig(Section):
     model: Path | None = None
     learning_rate: float | None = Field(None, ge=0)
     dtype: DType | None = None
+    generate_workers: int | None = Field(None, ge=1)
+    """Ranks that generate for this role under `runtime: distributed`, from the first on; by default all."""
+
+
+class PoolConfig(Section):
+    """Roles that share their processes."""
+
+    roles: list[str] = Field(min_length=1)
+    workers: int | None = Field(None, ge=1)
+    """Processes, each with a device of its own; by default the configuration's `workers`."""
+
+
+class PlacementConfig(Section):
+    """Which roles share processes: a name (colocate, standalone, split), or the pools themselves."""
+
+    name: str = "colocate"
+    """`colocate`: one pool for all; `standalone`: one for each role; `split`: one for the roles that generate, one for the others."""
+    pools: list[PoolConfig] = []
+    """Each role in one of them, in place of a name."""
+
+
+class ClusterConfig(Section):
+    """The processes of a run, and the Ray cluster of `runtime: hybrid`."""
+
+    address: str | None = None
+    """Of a running cluster; by default RAY_ADDRESS, or a cluster of this machine that ends with the run."""
+    cpus: int | None = Field(None, ge=1)
+    """CPUs that a cluster of this machine offers, one for each worker; by default all."""
+    start_limit_s: float = Field(300.0, gt=0)
+    """Seconds for workers to start and load their models."""
+    wait_limit_s: float = Field(3600.0, gt=0)
+    """Seconds without a word from a worker after which the run ends."""
 
 
 class Config(Section):
@@ -225,7 +271,11 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     roles: dict[str, RoleConfig] = {}
     runtime: Literal["eager", "hybrid", "distributed", "streaming"] = "eager"
-    placement: str = "colocate"
+    placement: PlacementConfig = PlacementConfig()
+    """Where roles live: `colocate`, `standalone`, `split`, or lists of roles as in `[[actor, reference], [critic]]`."""
+    workers: int = Field(1, ge=1)
+    """Processes of each pool, where the placement does not say; the ranks of `runtime: distributed`."""
+    cluster: ClusterConfig = ClusterConfig()
     streaming: StreamingConfig = StreamingConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: DType = "float32"
@@ -237,6 +287,11 @@ class Config(Section):
     """The run folder's name; by default the flow's with date and time."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of a process; by default all cores."""
+
+    @field_validator("placement", mode="before")
+    @classmethod
+    def _short_placement(cls, value: Any) -> Any:
+        return short_placement(value)
 
 
 def short_verifiers(value: Any) -> Any:
@@ -250,6 +305,15 @@ def short_verifiers(value: Any) -> Any:
 def short_source(value: Any) -> Any:
     """A path is short for a source with nothing else set."""
     return {"path": value} if isinstance(value, str | Path) else value
+
+
+def short_placement(value: Any) -> Any:
+    """`split` is short for a name, `[[actor, reference], [critic]]` for pools."""
+    if isinstance(value, str):
+        return {"name": value}
+    if isinstance(value, list):
+        return {"pools": [{"roles": item} if isinstance(item, list) else item for item in value]}
+    return value
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:

@@ -1,7 +1,11 @@
 """Shared by all tests: one thread per process, and a fixed hypothesis profile."""
 
+from __future__ import annotations
+
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -9,6 +13,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.runtimes.hybrid.warm import WarmCluster
 
 from tests.tiny import MODELS, Workshop, sums, write_jsonl, write_model
 
@@ -34,3 +41,36 @@ def sums_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def workshop(tmp_path: Path, tiny_models: dict[str, Path], sums_file: Path) -> Workshop:
     """Runs on the tiny Qwen3, in a folder of the test's own."""
     return Workshop(tmp_path, tiny_models["qwen3"], sums_file)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One Ray cluster for all tests; it has as many CPUs as they ask for, whatever this machine has."""
+    # Imported here: it takes a second, which tests without Ray do not have to wait.
+    import ray
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        num_cpus=16,
+        include_dashboard=False,
+        object_store_memory=200 * 2**20,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def warm_workers(ray_cluster: None) -> WarmCluster:
+    """Workers that crews of several tests share."""
+    from tests.runtimes.hybrid.warm import WarmCluster
+
+    return WarmCluster()
+
+
+@pytest.fixture
+def warm_cluster(warm_workers: WarmCluster, monkeypatch: pytest.MonkeyPatch) -> WarmCluster:
+    """What crews of this test start on, in place of processes of their own."""
+    monkeypatch.setattr("braidrl.runtimes.hybrid.start.RayCluster", lambda config, device: warm_workers)
+    return warm_workers

@@ -24,8 +24,8 @@ from braidrl.data.loader import PromptLoader
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.runtimes.crews import start_crew
 from braidrl.runtimes.eager import EagerCrew
-from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.setup import prepare
 
@@ -99,7 +99,7 @@ def settings(folder: Path, model: Path, data: Path, /, **sections: Any) -> dict[
     tree: dict[str, Any] = {
         "flow": "grpo", "model": str(model), "output": str(folder), "name": "run", "threads": 1, "device": "cpu",
         "data": {"train": str(data)},
-        "reward": {"verify": [{"name": f"{folder}/verifiers.py:starts_even"}]},
+        "reward": {"verify": "gsm8k"},
         "rollout": {"samples_per_prompt": 4, "max_response_tokens": 8, "slots": 16},
         "trainer": {"steps": 2, "prompts_per_step": 4, "learning_rate": 1e-3, "checkpoint_every": 0},
         "evaluation": {"every": 0},
@@ -118,7 +118,8 @@ class Workshop:
         (folder / "verifiers.py").write_text(LENIENT)
 
     def tree(self, name: str = "run", **sections: Any) -> dict[str, Any]:
-        return settings(self.folder, self.model, self.data, **{"name": name, **sections})
+        even = {"verify": f"{self.folder}/verifiers.py:starts_even"}
+        return settings(self.folder, self.model, self.data, **{"name": name, "reward": even, **sections})
 
     def config_file(self, name: str = "run", **sections: Any) -> Path:
         path = self.folder / f"{name}.yaml"
@@ -154,14 +155,13 @@ def recorded(run: Path, step: int) -> Any:
     return read_rollouts(rollout_path(run, step))
 
 
-def eager_crew(config: Config, rewards: bool = False) -> EagerCrew:
+def eager_crew(config: Config) -> EagerCrew:
     """Everything that a run executes stages with, without the run: loader, workers, engines."""
     prepared = prepare(config)
-    executor = StageExecutor(
-        config, prepared.flow, prepared.flow.roles, prepared.tokenizer, prepared.rewards() if rewards else None,
-        Progress(0), prepared.generating,
-    )  # fmt: skip
-    return EagerCrew(config, prepared.flow, PromptLoader(prepared.sources, config.seed), executor)
+    loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle)
+    crew = start_crew(prepared, loader, Progress(0))
+    assert isinstance(crew, EagerCrew)
+    return crew
 
 
 def braid(*arguments: Any, folder: Path | None = None, prefix: str = "") -> subprocess.Popen[str]:

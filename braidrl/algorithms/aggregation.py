@@ -3,8 +3,8 @@
 loss = Σ over all micro-batches of Σ_N weight·loss, divided once by a count over the whole optimizer step. The sum does not know
 how it was cut into micro-batches or spread over devices, and neither does the result.
 
-`denominator[name]` is `tokens` (action tokens), `rows` or `groups`, counted over the step after masking. Weights are float64, so that they
-are exact for any loss; cast them to the loss's dtype.
+An aggregation registers its denominator: `tokens` (action tokens), `rows` or `groups`, counted over the step after masking. Weights
+are float64, so that they are exact for any loss; cast them to the loss's dtype.
 """
 
 from __future__ import annotations
@@ -13,14 +13,6 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.registry import Needs, aggregations
-
-denominator: dict[str, str] = {
-    "token-mean": "tokens",
-    "seq-mean-token-mean": "rows",
-    "seq-mean-token-sum": "rows",
-    "token-sum-norm": "rows",
-    "prompt-mean": "groups",
-}
 
 
 def per_token(offsets: Tensor, per_row: Tensor) -> Tensor:
@@ -34,25 +26,25 @@ def token_mean(offsets: Tensor) -> Tensor:
     return per_token(offsets, torch.ones_like(offsets[1:]))
 
 
-@aggregations.register("seq-mean-token-mean")
+@aggregations.register("seq-mean-token-mean", denominator="rows")
 def seq_mean_token_mean(offsets: Tensor) -> Tensor:
     """1/|o_i|, over rows: every row counts the same. GRPO, arXiv 2402.03300, equation 3."""
     return per_token(offsets, 1 / offsets.diff().clamp(min=1).double())
 
 
-@aggregations.register("seq-mean-token-sum")
+@aggregations.register("seq-mean-token-sum", denominator="rows")
 def seq_mean_token_sum(offsets: Tensor) -> Tensor:
     """1 for every token, over rows: the mean of row sums."""
     return token_mean(offsets)
 
 
-@aggregations.register("token-sum-norm", needs=Needs({"max_tokens": (1, 1 << 40)}))
+@aggregations.register("token-sum-norm", denominator="rows", needs=Needs({"max_tokens": (1, 1 << 40)}))
 def token_sum_norm(offsets: Tensor, *, max_tokens: int) -> Tensor:
     """1/L_max, over rows: a constant instead of the lengths. Dr. GRPO, arXiv 2503.20783. `max_tokens` is L_max."""
     return token_mean(offsets) / max_tokens
 
 
-@aggregations.register("prompt-mean")
+@aggregations.register("prompt-mean", denominator="groups")
 def prompt_mean(offsets: Tensor, group_tokens: Tensor) -> Tensor:
     """1/(action tokens of the row's group), over groups: tokens averaged in a group, then over groups.
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 Scope = Literal["row", "group", "batch"]
+DENOMINATORS = ("tokens", "rows", "groups")
+"""What sums of losses may be divided by: action tokens, rows or groups of the optimizer step, after masking."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -50,6 +52,8 @@ class Entry:
 
     `state` gives the initial values of a small state that the stage owns (a KL coefficient, a multiplier). The function receives it
     as its keyword `state`; once per iteration `update_state(state, totals, **settings)` returns the next one.
+
+    `denominator` is for aggregations: which count over the optimizer step their sums are divided by.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Entry:
     state: dict[str, float] = field(default_factory=dict)
     update_state: Callable[..., dict[str, float]] | None = None
     needs: Needs = field(default_factory=Needs)
+    denominator: str = "tokens"
 
     def column(self, parameter: str) -> str:
         """The column that a positional parameter stands for: its own name unless `columns` says another."""
@@ -122,6 +127,7 @@ class Registry:
         state: dict[str, float] | None = None,
         update_state: Callable[..., dict[str, float]] | None = None,
         needs: Needs | None = None,
+        denominator: str = "tokens",
     ) -> Callable[[F], F]:
         """Decorator; the name defaults to the function's own. Raises ValueError if another function has the name.
 
@@ -129,10 +135,12 @@ class Registry:
         """
         if bool(state) != bool(update_state) or (state and sums is None):
             raise ValueError("a state needs its initial values, the function that updates it and the sums for that")
+        if denominator not in DENOMINATORS:
+            raise ValueError(f"a denominator is one of {', '.join(DENOMINATORS)}, not {denominator!r}")
 
         def add(function: F) -> F:
             entry = describe(name or function.__name__, function, tuple(writes), scope, sums, columns, needs)
-            entry = replace(entry, state=state or {}, update_state=update_state)
+            entry = replace(entry, state=state or {}, update_state=update_state, denominator=denominator)
             if both := set(entry.state) & set(entry.settings):
                 raise ValueError(f"{entry.name}: {sorted(both)} are in the state and among the settings")
             known = self.entries.get(entry.name)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.gae import at_row_end
+from braidrl.algorithms.controllers import adaptive_kl_coefficient
+from braidrl.algorithms.gae import at_row_end, same_for_rows, sums_to_go
 from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Needs, divergences, shapes
@@ -62,6 +65,95 @@ def kl_penalty(
     return kl_shaped(
         reward, rollout_log_probs if old_log_probs is None else old_log_probs, ref_log_probs, -coef, estimator
     )
+
+
+@shapes.register(writes=["reward"], needs=KL)
+def row_kl_penalty(
+    reward: Tensor,
+    rollout_log_probs: Ragged,
+    ref_log_probs: Ragged,
+    old_log_probs: Ragged | None = None,
+    *,
+    coef: float,
+    estimator: str = "k1",
+) -> Tensor:
+    """`reward` (B,) minus coef·KL(π, π_ref) summed over the row: the response is one action.
+
+    arXiv 1909.08593, equation 2, for estimators of one number per row, as in RLOO, arXiv 2402.14740.
+    """
+    policy = rollout_log_probs if old_log_probs is None else old_log_probs
+    kl = policy.with_values(estimate(estimator, policy.values, ref_log_probs.values))
+    return reward - coef * kl.row_sums().to(reward.dtype)
+
+
+@shapes.register(writes=["advantages"], needs=KL)
+def advantage_kl_penalty(
+    advantage: Tensor,
+    rollout_log_probs: Ragged,
+    ref_log_probs: Ragged,
+    old_log_probs: Ragged | None = None,
+    *,
+    coef: float,
+    estimator: str = "k1",
+) -> Ragged:
+    """The row's `advantage` (B,) minus coef·KL(π, π_ref) summed from each action token to the row's end.
+
+    What a KL penalty per token adds to the return behind a baseline that has none, as in ReMax, arXiv 2310.10505.
+    """
+    policy = rollout_log_probs if old_log_probs is None else old_log_probs
+    kl = policy.with_values(estimate(estimator, policy.values, ref_log_probs.values))
+    to_go = sums_to_go(kl, same_for_rows(kl, 1.0)).values
+    return policy.with_values(policy.spread(advantage).to(to_go.dtype) - coef * to_go)
+
+
+def kl_sums(
+    reward: Tensor,
+    rollout_log_probs: Ragged,
+    ref_log_probs: Ragged,
+    old_log_probs: Ragged | None = None,
+    *,
+    target: float,
+    gain: float = 0.1,
+    estimator: str = "k1",
+) -> dict[str, Tensor]:
+    """What the batch's mean KL per row is made of."""
+    policy = rollout_log_probs if old_log_probs is None else old_log_probs
+    kl = estimate(estimator, policy.values, ref_log_probs.values)
+    return {"kl": kl.double().sum(), "rows": torch.tensor(float(len(policy)))}
+
+
+def next_kl_coefficient(
+    state: dict[str, float], totals: dict[str, float], *, target: float, gain: float = 0.1, estimator: str = "k1"
+) -> dict[str, float]:
+    """The coefficient after the batch's mean KL was seen."""
+    kl = totals["kl"] / max(totals["rows"], 1.0)
+    return {"coef": adaptive_kl_coefficient(state["coef"], kl, target=target, gain=gain)}
+
+
+@shapes.register(
+    writes=["token_rewards"],
+    sums=kl_sums,
+    state={"coef": 0.05},
+    update_state=next_kl_coefficient,
+    needs=replace(KL, limits={"coef": (0, 1e6), "target": (1e-9, 1e6), "gain": (0, 1e6)}),
+)
+def adaptive_kl_penalty(
+    reward: Tensor,
+    rollout_log_probs: Ragged,
+    ref_log_probs: Ragged,
+    old_log_probs: Ragged | None = None,
+    *,
+    target: float,
+    gain: float = 0.1,
+    estimator: str = "k1",
+    state: dict[str, float],
+) -> Ragged:
+    """`kl_penalty` with a coefficient that follows `target`, a mean KL in nats per row; `coef` is its first value.
+
+    arXiv 1909.08593, section 2.2.
+    """
+    policy = rollout_log_probs if old_log_probs is None else old_log_probs
+    return kl_shaped(reward, policy, ref_log_probs, -state["coef"], estimator)
 
 
 @shapes.register(writes=["token_rewards", "cost_token_rewards"], needs=KL)

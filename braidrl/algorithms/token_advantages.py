@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from braidrl.algorithms.controllers import safe_rlhf_multiplier
 from braidrl.algorithms.gae import rewards_of_tokens, same_for_rows, sums_to_go
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Needs, advantages
@@ -104,8 +106,43 @@ def distillation(rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs
     return student.with_values(ref_log_probs.values - student.values)
 
 
-@advantages.register(writes=["advantages"], needs=Needs({"multiplier": (0, float("inf"))}))
-def safe_rlhf(advantages: Ragged, cost_advantages: Ragged, *, multiplier: float = 1.0) -> Ragged:
-    """(A_reward − λ·A_cost)/(1 + λ) per action token, λ the multiplier. Safe-RLHF, arXiv 2310.12773."""
+def cost_sums(
+    advantages: Ragged, cost_advantages: Ragged, cost: Tensor, *, threshold: float = 0.0, learning_rate: float = 0.1
+) -> Sums:
+    """What the batch's mean cost is made of."""
+    return {"cost": cost.double().sum(), "rows": torch.tensor(float(len(cost)))}
+
+
+def next_multiplier(
+    state: dict[str, float], totals: dict[str, float], *, threshold: float = 0.0, learning_rate: float = 0.1
+) -> dict[str, float]:
+    """The multiplier after the batch's mean cost was seen."""
+    mean = totals["cost"] / max(totals["rows"], 1.0)
+    return {
+        "multiplier": safe_rlhf_multiplier(state["multiplier"], mean, threshold=threshold, learning_rate=learning_rate)
+    }
+
+
+@advantages.register(
+    writes=["advantages"],
+    sums=cost_sums,
+    state={"multiplier": 1.0},
+    update_state=next_multiplier,
+    needs=Needs({"multiplier": (0, float("inf")), "learning_rate": (0, 1e6)}),
+)
+def safe_rlhf(
+    advantages: Ragged,
+    cost_advantages: Ragged,
+    cost: Tensor,
+    *,
+    threshold: float = 0.0,
+    learning_rate: float = 0.1,
+    state: dict[str, float],
+) -> Ragged:
+    """(A_reward − λ·A_cost)/(1 + λ) per action token, with the multiplier λ of `state`. Safe-RLHF, arXiv 2310.12773.
+
+    After each iteration λ rises by learning_rate·(mean of `cost` (B,) − threshold), kept ≥ 0.
+    """
+    multiplier = state["multiplier"]
     mixed = advantages.values - multiplier * cost_advantages.values
     return advantages.with_values(mixed / (1 + multiplier))

@@ -1,1 +1,1 @@
-"""Starting processes and ending them."""
+"""Starting processes, and what those of one run say to each other."""

@@ -21,18 +21,18 @@ def admit(loader: PromptLoader, groups: int, samples_per_prompt: int) -> Rows:
 def eval_rows(source: LoadedSource, samples: int, max_prompts: int | None = None, number: int = 0) -> Rows:
     """Every prompt of a held-out set, or the first `max_prompts`, in file order; `group` is the prompt's place, `source` is `number`."""
     count = len(source) if max_prompts is None else min(max_prompts, len(source))
-    prompts = [
-        Admitted(i, number, 0, i, source.examples[i], source.prompt(i), source.response(i)) for i in range(count)
-    ]
-    return as_rows(prompts, samples)
+    return as_rows([Admitted.of(source, i, number, 0, i) for i in range(count)], samples)
 
 
 def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
     """Rows in the order of `admitted`, the samples of a group one after the other.
 
     Writes source, group, sample, prompt_length (B,) int64; prompt, int64 token ids; metadata, with "prompt" and "answer" as the
-    file has them in place of any fields of these names; response, int64 token ids, where the sources have been read with it.
+    file has them in place of any fields of these names; response, int64 token ids, where the sources have been read with it. A pair of
+    given responses makes two rows whatever `samples` is: sample 0 has the chosen one and sample 1 the rejected.
     """
+    if any(a.rejected is not None for a in admitted):
+        samples = 2
     each = torch.arange(len(admitted)).repeat_interleave(samples)
     prompts = Ragged.from_rows([a.prompt for a in admitted], torch.int64).take(each)
     metadata = [a.example.metadata | {"prompt": a.example.prompt, "answer": a.example.answer} for a in admitted]
@@ -44,17 +44,22 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
         "prompt_length": prompts.lengths,
         "metadata": Objects(tuple(metadata)).take(each),
     }
-    responses = [a.response for a in admitted if a.response is not None]
-    if responses:
-        columns["response"] = Ragged.from_rows(responses, torch.int64).take(each)
+    better = [a.response for a in admitted if a.response is not None]
+    worse = [a.rejected for a in admitted if a.rejected is not None]
+    if worse:
+        both = [response for pair in zip(better, worse, strict=True) for response in pair]
+        columns["response"] = Ragged.from_rows(both, torch.int64)
+    elif better:
+        columns["response"] = Ragged.from_rows(better, torch.int64).take(each)
     return Rows(columns)
 
 
 def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows:
-    """The rows with `ptx_tokens`, int64: one pre-training text each, in the texts' own seeded order.
+    """The rows with `ptx_tokens`, int64, and `ptx_length`: one pre-training text each, in the texts' own seeded order.
 
     Row (group, sample) gets text group * samples_per_prompt + sample, whichever rows are asked for together and in any order.
     """
     numbers: Tensor = rows["group"] * samples_per_prompt + rows["sample"]
     tokens = [admitted.prompt for admitted in texts.peek(numbers.tolist())]
-    return rows.with_columns({"ptx_tokens": Ragged.from_rows(tokens, torch.int64)})
+    joined = Ragged.from_rows(tokens, torch.int64)
+    return rows.with_columns({"ptx_tokens": joined, "ptx_length": joined.lengths})

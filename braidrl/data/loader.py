@@ -23,7 +23,7 @@ class Admitted:
     """One prompt as it enters the run.
 
     `number` counts admissions through the whole run and becomes the rows' `group`; `index` is the example's place among those of
-    its source that were kept; `prompt` (T,) and `response` (T,) are int64 token ids.
+    its source that were kept; `prompt` (T,), `response` (T,) and the worse response of a pair, `rejected` (T,), are int64 token ids.
     """
 
     number: int
@@ -33,6 +33,15 @@ class Admitted:
     example: Example
     prompt: Tensor
     response: Tensor | None
+    rejected: Tensor | None = None
+
+    @staticmethod
+    def of(source: LoadedSource, number: int, position: int, epoch: int, index: int) -> Admitted:
+        """Example `index` of a source, which is the run's `position`-th."""
+        response, rejected = source.response(index), source.rejected_response(index)
+        return Admitted(
+            number, position, epoch, index, source.examples[index], source.prompt(index), response, rejected
+        )
 
 
 class PromptLoader:
@@ -61,9 +70,13 @@ class PromptLoader:
 
     def take(self, count: int) -> list[Admitted]:
         """The next `count` prompts."""
-        taken = self.peek(range(self.admitted, self.admitted + count))
+        return self.peek(self.advance(count))
+
+    def advance(self, count: int) -> range:
+        """The admission numbers of the next `count` prompts, which are taken with that."""
+        numbers = range(self.admitted, self.admitted + count)
         self.admitted += count
-        return taken
+        return numbers
 
     def peek(self, numbers: Sequence[int]) -> list[Admitted]:
         """The prompts of these admission numbers, past or future; the loader stays where it is."""
@@ -75,9 +88,7 @@ class PromptLoader:
         epoch, index = divmod(place, len(source))
         if self.shuffle:
             index = int(permutation(self.seed, position, epoch, len(source))[index])
-        return Admitted(
-            number, position, epoch, index, source.examples[index], source.prompt(index), source.response(index)
-        )
+        return Admitted.of(source, number, position, epoch, index)
 
     def state(self) -> dict[str, Any]:
         """A JSON value from which a loader over the same data goes on exactly."""

@@ -23,12 +23,15 @@ def plan_micro_batches(
     costs: Sequence[float] | None = None,
     oversized: Literal["refuse", "alone"] = "refuse",
     uids: Sequence[Any] | None = None,
+    groups: Sequence[int] | None = None,
 ) -> list[list[list[int]]]:
     """For each rank its micro-batches, for each of those the positions of its rows; some may be empty, none is over the limit.
 
     `costs` (the lengths by default) balance the ranks. A row longer than `max_tokens` is a micro-batch alone, or raises UserError,
-    which names it by its uid (by its position, without `uids`).
+    which names it by its uid (by its position, without `uids`). With `groups`, one for each row, rows of a group share a micro-batch.
     """
+    if groups is not None:
+        return _plan_whole_groups(lengths, dp_size, max_tokens, costs, oversized, groups)
     long = [row for row, length in enumerate(lengths) if length > max_tokens]
     if long and oversized == "refuse":
         raise UserError(_too_long(lengths, long[0], max_tokens, uids))
@@ -40,6 +43,30 @@ def plan_micro_batches(
         if all(rank is not None for rank in plan):
             return [rank for rank in plan if rank is not None]
         count += 1
+
+
+def _plan_whole_groups(
+    lengths: Sequence[int],
+    dp_size: int,
+    max_tokens: int,
+    costs: Sequence[float] | None,
+    oversized: Literal["refuse", "alone"],
+    groups: Sequence[int],
+) -> list[list[list[int]]]:
+    """The plan for groups in place of rows, with each group's rows put in its place."""
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    rows_of = list(members.values())
+
+    def sums(numbers: Sequence[Any]) -> list[Any]:
+        return [sum(numbers[row] for row in rows) for rows in rows_of]
+
+    names = [f"group {group}, which must stay whole," for group in members]
+    plan = plan_micro_batches(
+        sums(lengths), dp_size, max_tokens, None if costs is None else sums(costs), oversized, names
+    )
+    return [[sorted(row for item in batch for row in rows_of[item]) for batch in rank] for rank in plan]
 
 
 def estimated_operations(lengths: Sequence[int], *, parameters: int, layers: int, hidden: int) -> list[int]:
@@ -66,7 +93,8 @@ def _pack(lengths: Sequence[int], rows: Sequence[int], count: int, max_tokens: i
 
 
 def _too_long(lengths: Sequence[int], row: int, max_tokens: int, uids: Sequence[Any] | None) -> str:
-    name = f"row {uids[row] if uids is not None else row}"
+    uid = uids[row] if uids is not None else row
+    name = uid if isinstance(uid, str) else f"row {uid}"
     return (
         f"{name} has {lengths[row]} tokens and trainer.max_tokens_per_device={max_tokens} is the most that one micro-batch holds; "
         f"write trainer.max_tokens_per_device={lengths[row]} or lower rollout.max_response_tokens"

@@ -6,11 +6,11 @@ file ──read_examples──▶ examples ──PromptTemplate──▶ token i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -23,6 +23,7 @@ from braidrl.data.sources import Example, place, read_examples
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
 
+T = TypeVar("T")
 BATCH = 512
 PROGRESS_AFTER_S = 2.0
 
@@ -43,6 +44,7 @@ class LoadedSource:
     template: PromptTemplate
     prompts: Ragged | None
     responses: Ragged | None
+    rejected: Ragged | None = None
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -60,11 +62,17 @@ class LoadedSource:
 
     def response(self, index: int) -> Tensor | None:
         """Token ids (T,) int64 of an example's given response, or None where responses were not asked for."""
-        text = self.examples[index].response
+        return self._given(self.examples[index].response, self.responses, index)
+
+    def rejected_response(self, index: int) -> Tensor | None:
+        """Token ids (T,) int64 of the worse response of a pair, or None where pairs were not asked for."""
+        return self._given(self.examples[index].rejected, self.rejected, index)
+
+    def _given(self, text: str | None, tokenized: Ragged | None, index: int) -> Tensor | None:
         if text is None:
             return None
-        if self.responses is not None:
-            return self.responses[index].to(torch.int64)
+        if tokenized is not None:
+            return tokenized[index].to(torch.int64)
         return torch.tensor(self.template.encode_responses([text])[0], dtype=torch.int64)
 
     def report(self) -> str:
@@ -72,18 +80,46 @@ class LoadedSource:
         return f"{self.path}: {self.read} prompts, {self.dropped} dropped as longer than data.max_prompt_tokens"
 
 
-def load_train(data: DataConfig, tokenizer: Any, *, responses: bool = False) -> list[LoadedSource]:
-    """Every source of `data.train`. Raises UserError when there is none, or for a file that cannot be used."""
+def load_train(
+    data: DataConfig,
+    tokenizer: Any,
+    *,
+    responses: bool = False,
+    pairs: bool = False,
+    kept: Sequence[Sequence[int]] | None = None,
+) -> list[LoadedSource]:
+    """Every source of `data.train`. Raises UserError when there is none, or for a file that cannot be used.
+
+    `kept` holds another rank's `LoadedSource.kept` of each.
+    """
     if not data.train:
         raise UserError("data.train is not set; give it a .jsonl or .parquet file, as in data.train=train.jsonl")
     template = PromptTemplate(tokenizer, data.chat_template, data.system_prompt)
-    return [load_source(source, template, data.max_prompt_tokens, responses=responses) for source in data.train]
+    longest, places = data.max_prompt_tokens, kept if kept is not None else [None] * len(data.train)
+    return [
+        load_source(source, template, longest, responses=responses, pairs=pairs, kept=of_source)
+        for source, of_source in zip(data.train, places, strict=True)
+    ]
 
 
-def load_eval(data: DataConfig, tokenizer: Any) -> dict[str, LoadedSource]:
-    """The held-out sets of `data.eval` by name. Raises UserError for a file that cannot be used."""
+def load_eval(
+    data: DataConfig, tokenizer: Any, *, pairs: bool = False, kept: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, LoadedSource]:
+    """The held-out sets of `data.eval` by name. Raises UserError for a file that cannot be used. `kept` as for `load_train`."""
     template = PromptTemplate(tokenizer, data.chat_template, data.system_prompt)
-    return {name: load_source(source, template, data.max_prompt_tokens) for name, source in data.eval.items()}
+    longest = data.max_prompt_tokens
+    return {
+        name: load_source(source, template, longest, pairs=pairs, kept=kept[name] if kept else None)
+        for name, source in data.eval.items()
+    }
+
+
+def load_texts(data: DataConfig, tokenizer: Any, kept: Sequence[int] | None = None) -> LoadedSource:
+    """The pre-training texts of `data.ptx`. Raises UserError when there are none, or for a file that cannot be used."""
+    if data.ptx is None:
+        raise UserError("data.ptx is not set, and the flow trains on pre-training text; write data.ptx=texts.jsonl")
+    template = PromptTemplate(tokenizer, chat_template=False)
+    return load_source(data.ptx, template, data.max_prompt_tokens, kept=kept)
 
 
 def load_source(
@@ -92,6 +128,7 @@ def load_source(
     max_prompt_tokens: int,
     *,
     responses: bool = False,
+    pairs: bool = False,
     kept: Sequence[int] | None = None,
 ) -> LoadedSource:
     """Reads, tokenises and filters one file. Raises UserError for a fault in the file or when no prompt is short enough.
@@ -99,7 +136,7 @@ def load_source(
     `kept` is another rank's `LoadedSource.kept` of the same file: the filter is then done, and this rank tokenises only the prompts
     that it draws.
     """
-    examples = read_examples(source, responses=responses)
+    examples = read_examples(source, responses=responses, pairs=pairs)
     if kept is not None:
         chosen = [examples[i] for i in kept]
         return LoadedSource(source.path, source.weight, chosen, list(kept), len(examples), template, None, None)
@@ -111,8 +148,14 @@ def load_source(
             f"the shortest has {min(lengths)} tokens"
         )
     chosen = [examples[i] for i in places]
-    given = tokenize_responses(source.path, chosen, template) if responses else None
-    return LoadedSource(source.path, source.weight, chosen, places, len(examples), template, prompts, given)
+    given = [
+        tokenize_responses(source.path, [text for text in texts if text is not None], template) if any_given else None
+        for texts, any_given in (
+            ([example.response for example in chosen], responses or pairs),
+            ([example.rejected for example in chosen], pairs),
+        )
+    ]
+    return LoadedSource(source.path, source.weight, chosen, places, len(examples), template, prompts, *given)
 
 
 def tokenize(
@@ -137,10 +180,10 @@ def tokenize(
     return tokens, lengths
 
 
-def tokenize_responses(path: Path, examples: Sequence[Example], template: PromptTemplate) -> Ragged:
+def tokenize_responses(path: Path, texts: Sequence[str], template: PromptTemplate) -> Ragged:
     """Token ids of every given response with its end of sequence, int32."""
-    batches = with_progress(in_batches(examples), len(examples), f"Tokenising responses of {path.name}")
-    return joined(template.encode_responses([e.response for e in batch if e.response is not None]) for batch in batches)
+    batches = with_progress(in_batches(texts), len(texts), f"Tokenising responses of {path.name}")
+    return joined(template.encode_responses(batch) for batch in batches)
 
 
 def render_at(path: Path, example: Example, template: PromptTemplate) -> str:
@@ -157,15 +200,15 @@ def joined(batches: Iterable[list[list[int]]]) -> Ragged:
     return Ragged.cat(parts) if parts else Ragged.from_rows([], torch.int32)
 
 
-def in_batches(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
-    """Runs of at most BATCH examples."""
-    for start in range(0, len(examples), BATCH):
-        yield examples[start : start + BATCH]
+def in_batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Runs of at most BATCH items."""
+    for start in range(0, len(items), BATCH):
+        yield items[start : start + BATCH]
 
 
 def with_progress(
-    batches: Iterable[Sequence[Example]], total: int, title: str, after_s: float = PROGRESS_AFTER_S
-) -> Iterator[Sequence[Example]]:
+    batches: Iterable[Sequence[T]], total: int, title: str, after_s: float = PROGRESS_AFTER_S
+) -> Iterator[Sequence[T]]:
     """The same batches; a bar appears on the terminal's error stream if they take longer than `after_s` seconds."""
     started = time.monotonic()
     done = 0

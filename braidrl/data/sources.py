@@ -4,6 +4,7 @@ field of the file                              part of the example
 `prompt_field`                                 prompt      text, or chat messages {role, content}
 `answer_field`, or reward_model.ground_truth   answer      what a verifier compares with
 `response_field`, where asked for              response    text to train on
+`chosen_field` and `rejected_field`, likewise  response and rejected
 all others                                     metadata    JSON values, kept as they are
 """
 
@@ -38,15 +39,18 @@ class Example:
     response: str | None
     metadata: dict[str, Any]
     line: int
+    rejected: str | None = None
 
 
-def read_examples(source: SourceConfig, *, responses: bool = False) -> list[Example]:
+def read_examples(source: SourceConfig, *, responses: bool = False, pairs: bool = False) -> list[Example]:
     """All examples of a file, in its order.
 
-    `responses` says that the flow trains on given responses: each example must then have one, and otherwise that field is metadata
-    like any other. Raises UserError naming file and line, or row, for whatever cannot be used.
+    `responses` says that the flow trains on given responses, `pairs` that each prompt has a chosen and a rejected one: each example must
+    then have them, and otherwise these fields are metadata like any other. Raises UserError naming file and line, or row, for whatever
+    cannot be used.
     """
-    examples = [make_example(source, record, line, responses) for line, record in read_records(source.path)]
+    given = given_fields(source, responses, pairs)
+    examples = [make_example(source, record, line, given) for line, record in read_records(source.path)]
     if not examples:
         raise UserError(f"{source.path} has no examples; write one JSON object or row for each prompt")
     return examples
@@ -119,15 +123,19 @@ def _check_json(path: Path, number: int, record: Mapping[str, Any]) -> None:
             raise UserError(f"{place(path, number)}: column {name!r} {fault}") from None
 
 
-def make_example(source: SourceConfig, record: dict[str, Any], line: int, responses: bool) -> Example:
+def given_fields(source: SourceConfig, responses: bool, pairs: bool) -> dict[str, str]:
+    """What each given response is called, and the field that holds it: none, one, or the two of a pair, the better first."""
+    if pairs:
+        return {"chosen": source.chosen_field, "rejected": source.rejected_field}
+    return {"response": source.response_field} if responses else {}
+
+
+def make_example(source: SourceConfig, record: dict[str, Any], line: int, given: Mapping[str, str]) -> Example:
     """Picks the configured fields out of one record. Raises UserError for a missing field or a wrong type."""
     where = place(source.path, line)
-    used = {source.prompt_field, source.answer_field}
-    response = None
-    if responses:
-        used.add(source.response_field)
-        given = find_required(where, "response", source.response_field, record)
-        response = check_response(where, source.response_field, given)
+    used = {source.prompt_field, source.answer_field, *given.values()}
+    texts = [check_response(where, field, find_required(where, what, field, record)) for what, field in given.items()]
+    response, rejected = (*texts, None, None)[:2]
     prompt = find_required(where, "prompt", source.prompt_field, record)
     return Example(
         prompt=check_prompt(where, source.prompt_field, prompt),
@@ -135,6 +143,7 @@ def make_example(source: SourceConfig, record: dict[str, Any], line: int, respon
         response=response,
         metadata={name: value for name, value in record.items() if name not in used},
         line=line,
+        rejected=rejected,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from braidrl.algorithms import registry
 from braidrl.errors import UserError, suggest
 from braidrl.flow.columns import (
     ADMISSION,
@@ -20,10 +21,12 @@ from braidrl.flow.columns import (
     Inputs,
     resolve_columns,
 )
+from braidrl.flow.lookup import entry_of
 from braidrl.flow.order import check_selects, serial_order, unique_names
 from braidrl.flow.stage import Kind, Stage
 from braidrl.flow.stages import make_stage
 
+SCALARS = {"values", "scores"}
 __all__ = ["ADMISSION", "ADMITTED", "ADMITTED_IF_GIVEN", "ColumnVersion", "Edge", "Flow"]
 
 
@@ -70,6 +73,17 @@ class Flow:
     def trained_roles(self) -> tuple[str, ...]:
         """Roles with an optimizer, in order of first update."""
         return tuple(dict.fromkeys(s.role for s in self.stages if is_optimized(s) and s.role))
+
+    @cached_property
+    def scalar_roles(self) -> tuple[str, ...]:
+        """Roles whose model has one number as its output: those that give or learn values or scores."""
+        return tuple(dict.fromkeys(s.role for s in self.stages if s.role and has_scalar_output(s)))
+
+    @cached_property
+    def trains_on_pairs(self) -> bool:
+        """True where a loss compares given responses, so that each prompt of the data has a chosen and a rejected one."""
+        losses = [entry_of(registry.losses, s.params["loss"]["name"]) for s in self.stages if is_optimized(s)]
+        return "response" in self.needs_from_data() and any(entry.needs.whole_groups for entry in losses)
 
     @cached_property
     def sampling_segment(self) -> tuple[Stage, ...]:
@@ -120,6 +134,13 @@ def with_old_log_probs(stages: Sequence[Stage]) -> list[Stage]:
 def is_optimized(stage: Stage) -> bool:
     """True for an update by a loss, False for one that copies another role's weights."""
     return stage.kind is Kind.TRAIN and "source" not in stage.params
+
+
+def has_scalar_output(stage: Stage) -> bool:
+    """True for `values`, `score` and an update whose loss is about either."""
+    if stage.type in ("values", "score"):
+        return True
+    return is_optimized(stage) and bool(SCALARS & set(entry_of(registry.losses, stage.params["loss"]["name"]).reads))
 
 
 def column_edges(inputs: Inputs) -> list[Edge]:

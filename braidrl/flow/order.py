@@ -62,11 +62,21 @@ def first_ready(names: Sequence[str], before: Mapping[str, set[str]]) -> list[st
 
 
 def check_selects(stages: Sequence[Stage]) -> None:
-    """Raises UserError for a train stage before a `select`: its rows could still be dropped."""
-    trained = None
+    """Raises UserError for a train stage before a `select`, whose rows could still be dropped, and for a stateful one.
+
+    Stages up to a `select` run once for each wave, and a state changes once per iteration.
+    """
+    trained = stateful = None
     for stage in stages:
         if stage.kind is Kind.TRAIN:
             trained = stage.name
+        if stage.state:
+            stateful = stage.name
+        if stage.kind is Kind.SELECT and stateful:
+            raise UserError(
+                f"{stateful} has a state, which changes once per iteration, and stages before {stage.name} run several times; "
+                f"move {stage.name} before {stateful}"
+            )
         if stage.kind is Kind.SELECT and trained:
             raise UserError(
                 f"{stage.name} comes after {trained}, but rows must be selected before any stage trains on them; "

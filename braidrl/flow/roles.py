@@ -25,11 +25,11 @@ class Role:
         }  # fmt: skip
         return make_stage("generate", self.name, params, id=id, when=when, after=after)
 
-    def verify(self, *, rewards: Sequence[Any] | None = None, correct_score: float | None = None,
-               wrong_score: float | None = None, of: str | None = None,
+    def verify(self, *, correct_score: float | None = None, wrong_score: float | None = None,
+               weight: float | None = None, of: str | None = None,
                id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
         """Score rows by rules, in a process pool."""
-        params = {"rewards": rewards, "correct_score": correct_score, "wrong_score": wrong_score, "of": of}
+        params = {"correct_score": correct_score, "wrong_score": wrong_score, "weight": weight, "of": of}
         return make_stage("verify", self.name, params, id=id, when=when, after=after)
 
     def score(self, *, weight: float | None = None, of: str | None = None,
@@ -48,12 +48,14 @@ class Role:
     def update(self, *, loss: Mapping[str, Any] | None = None, aggregate: str | Mapping[str, Any] | None = None, old: str | None = None,
                kl: Mapping[str, Any] | None = None, entropy_coef: float | None = None,
                correction: Mapping[str, Any] | None = None, source: str | Role | None = None, decay: float | None = None,
+               ptx_coef: float | None = None, positive_coef: float | None = None,
                id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
         """Train on the batch: a loss, how it is aggregated, and what is added to it; or with `source` copy its weights."""
         source = source.name if isinstance(source, Role) else source
         params = {
             "loss": loss, "aggregate": aggregate, "old": old, "kl": kl, "entropy_coef": entropy_coef,
             "correction": correction, "source": source, "decay": decay,
+            "ptx_coef": ptx_coef or None, "positive_coef": positive_coef or None,
         }  # fmt: skip
         return make_stage("update", self.name, params, id=id, when=when, after=after)
 

@@ -16,6 +16,8 @@ SEQUENCE = ("tokens", "action_mask", "sequence_lengths")
 GENERATED = (
     *SEQUENCE, "rollout_log_probs", "rollout_versions", "length", "action_tokens", "finish_reason", "version",
 )  # fmt: skip
+# What each source of rewards adds to: the next one reads the sum so far.
+SUMMED = ("score", "reward")
 LOG_PROBS = {"actor": "old_log_probs", "reference": "ref_log_probs"}
 VALUES = {"critic": "values", "cost_critic": "cost_values"}
 # The same of the cost: what a loss calls by the left name is its role's column of the right one.
@@ -27,9 +29,11 @@ CHOICES: dict[str, Registry] = {
     "kl": registry.divergences,
     "correction": registry.corrections,
 }
+# What a policy's update compares with where it is there, to report how far apart they are.
+MONITORED = ("rollout_log_probs", "ref_log_probs")
 OLD = ("recompute", "rollout", "self")
 # Parameters of a loss and the like that the training pass itself computes, so that they are no columns.
-COMPUTED_IN_TRAINING = ("log_probs", "entropy", "values", "offsets", "group_tokens")
+COMPUTED_IN_TRAINING = ("log_probs", "entropy", "values", "scores", "offsets", "group_tokens")
 
 
 def generate(
@@ -52,20 +56,32 @@ def generate(
 
 def verify(
     role: str,
-    rewards: Sequence[Any] | None = None,
     correct_score: float | None = None,
     wrong_score: float | None = None,
+    weight: float = 1.0,
     of: str | None = None,
 ) -> Signature:
-    """Rule rewards: `score` and `correct` of each verifier, weighted into `reward`."""
+    """Rule rewards: `correct`, and the weighted sum of the verifiers' scores, times `weight`, added to `score` and `reward`."""
     reads = ("prompt", "metadata", *in_namespace(of, ("tokens", "action_mask")))
-    return Signature(Kind.COMPUTE, reads, in_namespace(of, ("score", "correct", "reward")))
+    writes = in_namespace(of, ("score", "correct", "reward"))
+    return Signature(Kind.COMPUTE, reads, writes, optional=in_namespace(of, SUMMED))
 
 
-def score(role: str, weight: float = 1.0, of: str | None = None) -> Signature:
-    """A learned score at the row's end; the reward role's becomes `reward`, times `weight`."""
-    writes = ("score", "reward") if role == "reward" else (role,)
-    return Signature(Kind.INFER, in_namespace(of, SEQUENCE), in_namespace(of, writes))
+def score(role: str, weight: float | None = None, of: str | None = None) -> Signature:
+    """A learned score at the row's end, times `weight` added to `score` and `reward`; its own column is `<role>_score`.
+
+    Without a weight the reward role's is 1, and any other role's score is no reward: it is the column of the role's name alone.
+    """
+    reads = in_namespace(of, SEQUENCE)
+    if not is_reward(role, weight):
+        return Signature(Kind.INFER, reads, in_namespace(of, (role,)))
+    writes = in_namespace(of, (f"{role}_score", *SUMMED))
+    return Signature(Kind.INFER, reads, writes, optional=in_namespace(of, SUMMED))
+
+
+def is_reward(role: str, weight: float | None) -> bool:
+    """True where a role's score is part of the reward."""
+    return role == "reward" or weight is not None
 
 
 def log_probs(role: str) -> Signature:
@@ -88,10 +104,13 @@ def update(
     correction: Mapping[str, Any] | None = None,
     source: str | None = None,
     decay: float = 0.0,
+    ptx_coef: float = 0.0,
+    positive_coef: float = 0.0,
 ) -> Signature:
     """One pass over the batch in `rows_per_update` steps, or with `source` a copy of another role's weights.
 
-    `old` says where the log-probs before the update come from: the stage `actor.log_probs`, the engine, or this very pass.
+    `old` says where the log-probs before the update come from: the stage `actor.log_probs`, the engine, or this very pass. `ptx_coef`
+    weighs the likelihood of pre-training text, `positive_coef` that of right answers; both are added to the loss.
     """
     if source is not None:
         if loss is not None:
@@ -102,7 +121,11 @@ def update(
     chosen = {"loss": loss, "aggregate": aggregate, "kl": kl, "correction": correction}
     entries = {name: chosen_entry(role, name, choice) for name, choice in chosen.items() if choice is not None}
     check_together(role, entries)
-    return update_signature(role, list(entries.values()), old)
+    beside = {"ptx_tokens": ptx_coef, "correct": positive_coef}
+    for column, coefficient in beside.items():
+        if coefficient < 0:
+            raise UserError(f"{role}.update: the likelihood's weight must be at least 0, got {coefficient} ({column})")
+    return update_signature(role, list(entries.values()), old, [column for column, weight in beside.items() if weight])
 
 
 def check_together(role: str, entries: Mapping[str, Entry]) -> None:
@@ -115,17 +138,18 @@ def check_together(role: str, entries: Mapping[str, Entry]) -> None:
         raise UserError(f"{role}.update: the loss {entries['loss'].name} corrects itself; remove `correction`")
 
 
-def update_signature(role: str, entries: Sequence[Entry], old: str | None) -> Signature:
-    """What an update by these functions reads."""
-    reads: set[str] = set()
+def update_signature(role: str, entries: Sequence[Entry], old: str | None, beside: Sequence[str]) -> Signature:
+    """What an update by these functions, and by likelihood terms of the columns `beside`, reads."""
+    reads: set[str] = set(beside)
     optional: list[str] = []
+    computed = {name for entry in entries for name in (*entry.reads, *entry.optional)}
     for entry in entries:
         reads |= set(columns_in_training(role, entry, entry.reads).values())
         optional += columns_in_training(role, entry, entry.optional).values()
     reads = with_old(role, reads, old)
     one_of = (("advantages", "advantage"),) if "advantages" in reads else ()
     columns = (*SEQUENCE, "length", "action_tokens", *sorted(reads - {"advantages"}))
-    monitored = () if "rollout_log_probs" in columns else ("rollout_log_probs",)
+    monitored = [name for name in MONITORED if name not in columns and "log_probs" in computed]
     return Signature(Kind.TRAIN, columns, (), (*optional, "loss_mask", *monitored), one_of)
 
 

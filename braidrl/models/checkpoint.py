@@ -10,13 +10,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from braidrl.errors import UserError
-from braidrl.models.loading import load_decoder
-from braidrl.models.worker import DecoderWorker
+from braidrl.models.role_worker import RoleWorker
 
 OPTIMIZER = "optimizer.safetensors"
 
 
-def save_worker(worker: DecoderWorker, folder: Path) -> None:
+def save_worker(worker: RoleWorker, folder: Path) -> None:
     """Writes model, tokenizer and optimizer into `folder`, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
     worker.model.save_pretrained(folder)
@@ -27,9 +26,9 @@ def save_worker(worker: DecoderWorker, folder: Path) -> None:
 
 
 @torch.no_grad()
-def load_worker(worker: DecoderWorker, folder: Path) -> None:
+def load_worker(worker: RoleWorker, folder: Path) -> None:
     """Puts a saved worker's weights and optimizer into this one, in place. Raises UserError for another model's."""
-    saved = load_decoder(folder, worker.model.dtype, worker.device)
+    saved = worker.load_model(folder)
     ours, theirs = dict(worker.model.named_parameters()), dict(saved.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in ours.items()}
     if shapes != {name: tuple(p.shape) for name, p in theirs.items()}:

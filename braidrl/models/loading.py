@@ -6,12 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from braidrl.errors import UserError
 from braidrl.models.attention import ATTENTION
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+HEAD = "score.weight"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # What a model does beside softmax attention and a linear output layer, and the value that means "not at all".
 UNSUPPORTED = {
@@ -30,20 +38,69 @@ def load_decoder(
 
     Raises UserError for a folder that is missing, incomplete or holds a model that cannot be trained here.
     """
+    folder = _whole_model_folder(path)
+    model, missing = _load(AutoModelForCausalLM, folder, _config(folder), dtype)
+    if missing:
+        raise UserError(f"model: the weights in {folder} lack {_some(missing)}; copy the whole model")
+    return model.to(device)
+
+
+def load_scorer(
+    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", fresh_head: bool = True
+) -> PreTrainedModel:
+    """A decoder with one number as output, from a sequence-classification directory or, with `fresh_head`, from a causal decoder's.
+
+    A fresh head is zero: every value and score begins as 0, whatever the seed. Raises UserError as `load_decoder`, and for a causal
+    decoder where the head must be there already.
+    """
+    folder = _whole_model_folder(path)
+    check_scorer(folder, fresh_head)
+    config = _config(folder)
+    config.num_labels = 1
+    model, missing = _load(AutoModelForSequenceClassification, folder, config, dtype)
+    if lacking := set(missing) - {HEAD}:
+        raise UserError(f"model: the weights in {folder} lack {_some(lacking)}; copy the whole model")
+    if not hasattr(model, "score"):
+        raise UserError(
+            f"model: {type(model).__name__} in {folder} has no linear `score` head; use Qwen2, Qwen3 or Llama"
+        )
+    if missing:
+        torch.nn.init.zeros_(model.score.weight)
+    return model.to(device)
+
+
+def check_scorer(path: str | Path, fresh_head: bool) -> None:
+    """Raises UserError where a folder cannot give a model with one number as output; reads no weights."""
+    folder = _model_folder(path)
+    config = _config(folder)
+    if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+        if config.num_labels != 1:
+            raise UserError(
+                f"model: {folder} classifies into {config.num_labels} labels; a critic or reward model has one (num_labels: 1)"
+            )
+    elif not fresh_head:
+        raise UserError(
+            f"model: {folder} has no trained score head; train one by the recipe reward_model, and give its directory to the role"
+        )
+
+
+def _whole_model_folder(path: str | Path) -> Path:
     folder = _model_folder(path)
     if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
         raise UserError(f"model: {folder} has a config.json but no weights (*.safetensors); copy the whole model")
-    config = _config(folder)
+    return folder
+
+
+def _load(auto: Any, folder: Path, config: Any, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
+    """The model and the names of the weights that the folder does not have."""
     try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
+        model, loaded = auto.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=ATTENTION,
             local_files_only=True, output_loading_info=True,
         )  # fmt: skip
     except (ValueError, OSError, RuntimeError) as error:
         raise UserError(f"model: {folder} cannot be loaded: {_first_line(error)}") from error
-    if loaded["missing_keys"]:
-        raise UserError(f"model: the weights in {folder} lack {_some(loaded['missing_keys'])}; copy the whole model")
-    return model.to(device)
+    return model, sorted(loaded["missing_keys"])
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

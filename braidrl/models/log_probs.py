@@ -19,34 +19,46 @@ CHUNK_ELEMENTS = 1 << 24
 
 
 def linear_log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy_grad: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    with_entropy_grad: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
     """log_softmax(hidden @ weight.T / temperature) at `targets`, and the entropy of that distribution.
 
     hidden (N, D), weight (V, D), targets (N,) int64; both results (N,) in float32, or float64 for float64 weights.
     The entropy carries a gradient only when asked: it costs one more pass over the logits in the backward.
     """
-    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, targets, temperature, with_entropy_grad)
+    parts = chunks(len(hidden), len(weight), chunk_elements)
+    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, targets, temperature, with_entropy_grad, parts)
     return log_probs, entropy if with_entropy_grad else entropy.detach()
 
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy_grad: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        with_entropy_grad: bool,
+        parts: list[slice],
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         log_probs = hidden.new_empty(len(hidden), dtype=dtype)
         entropy = hidden.new_empty(len(hidden), dtype=dtype)
         log_sums = hidden.new_empty(len(hidden), dtype=dtype)
-        for part in chunks(len(hidden), len(weight)):
+        for part in parts:
             logits = scaled_logits(hidden[part], weight, temperature, dtype)
             log_sums[part] = logits.logsumexp(-1)
             log_probs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - log_sums[part]
             logits.sub_(log_sums[part, None])
             entropy[part] = -(logits.exp() * logits).sum(-1)
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
-        ctx.temperature, ctx.with_entropy_grad, ctx.dtype = temperature, with_entropy_grad, dtype
+        ctx.temperature, ctx.with_entropy_grad, ctx.dtype, ctx.parts = temperature, with_entropy_grad, dtype, parts
         return log_probs, entropy
 
     @staticmethod
@@ -54,7 +66,7 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=ctx.dtype) if ctx.needs_input_grad[1] else None
-        for part in chunks(len(hidden), len(weight)):
+        for part in ctx.parts:
             logits = scaled_logits(hidden[part], weight, ctx.temperature, ctx.dtype).sub_(log_sums[part, None])
             grad = logits_grad(
                 logits, targets[part], grads[0][part], grads[1][part] if ctx.with_entropy_grad else None, entropy[part]
@@ -66,7 +78,7 @@ class _LinearLogProbs(torch.autograd.Function):
                     grad_weight.addmm_(grad.T, hidden[part])
                 else:
                     grad_weight += grad.T @ hidden[part]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 4
 
 
 def logits_grad(
@@ -91,7 +103,7 @@ def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, dtype: tor
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def chunks(tokens: int, vocabulary: int) -> list[slice]:
-    """Slices of the tokens whose logits fit in CHUNK_ELEMENTS."""
-    size = max(16, CHUNK_ELEMENTS // vocabulary)
+def chunks(tokens: int, vocabulary: int, elements: int) -> list[slice]:
+    """Slices of the tokens whose logits fit in so many elements, of at least 16 tokens."""
+    size = max(16, elements // vocabulary)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]

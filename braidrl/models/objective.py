@@ -4,7 +4,8 @@
     ──────────────────────────────────────────────────────────────
                  global count of tokens, rows or groups                    divided at `step`, not here
 
-All tensors are flat over the A action tokens of a micro-batch; `offsets` (B + 1,) says which row each belongs to.
+Likelihood terms beside it have sums and denominators of their own. All tensors are flat over the A action tokens of a micro-batch;
+`offsets` (B + 1,) says which row each belongs to.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from braidrl.algorithms import registry
-from braidrl.algorithms.aggregation import denominator, weighted_sum
+from braidrl.algorithms.aggregation import weighted_sum
+from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry
 from braidrl.data.rows import Rows
 from braidrl.flow.lookup import entry_of
 from braidrl.flow.signatures import columns_in_training
+from braidrl.models.likelihood import Likelihood, likelihood_counts, likelihoods
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Objective:
     kl: Mapping[str, Any] | None = None
     entropy_coef: float = 0.0
     correction: Mapping[str, Any] | None = None
+    beside: tuple[Likelihood, ...] = ()
 
     @staticmethod
     def of(role: str, params: Mapping[str, Any]) -> Objective:
@@ -52,12 +57,27 @@ class Objective:
             choice(params["kl"]) if "kl" in params else None,
             params.get("entropy_coef", 0.0),
             choice(params["correction"]) if "correction" in params else None,
+            likelihoods(params),
         )
 
     @property
     def denominator(self) -> str:
         """Which global count the sums are divided by: tokens, rows or groups."""
-        return denominator[self.aggregate]
+        return entry_of(registry.aggregations, self.aggregate).denominator
+
+    @property
+    def denominators(self) -> tuple[str, ...]:
+        """Every global count that `step` needs: of this loss and of the terms beside it."""
+        return (self.denominator, *(term.denominator for term in self.beside))
+
+    def select(self, rows: Rows) -> Rows:
+        """The rows that take part in this loss."""
+        return trained(rows)
+
+    @property
+    def whole_groups(self) -> bool:
+        """True where the loss compares the rows of a group, which then share a micro-batch."""
+        return self.loss.needs.whole_groups
 
     @property
     def needs_group_tokens(self) -> bool:
@@ -69,10 +89,15 @@ class Objective:
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Loss sums by denominator (with gradient), and per-token metrics (A,) without.
 
-        `predicted` holds what this forward pass computed: `log_probs` and `entropy`, or `values`.
+        `predicted` holds what this forward pass computed: `log_probs` and `entropy`, `values`, or `scores`, which are one per row.
         """
+        if "scores" in predicted:
+            offsets = torch.arange(len(offsets), device=offsets.device)
         look = Lookup(self, rows, offsets, predicted)
         per_token, metrics = self.loss.function(*look.arguments(self.loss), **self.settings)
+        if self.whole_groups:
+            # What is said of a pair counts once for each row, and not for each of its tokens.
+            metrics = {name: Ragged(value, offsets).row_means() for name, value in metrics.items()}
         metrics = {**self._monitors(look), **metrics}
         if self.correction is not None:
             settings = {name: value for name, value in self.correction.items() if name != "name"}
@@ -83,7 +108,7 @@ class Objective:
             entry = entry_of(registry.divergences, self.kl["name"])
             divergence = entry.function(*look.arguments(entry))
             per_token = per_token + self.kl["coef"] * divergence
-            metrics["kl_reference"] = divergence.detach()
+            metrics["kl_loss"] = divergence.detach()
         if self.entropy_coef:
             per_token = per_token - self.entropy_coef * predicted["entropy"]
         entry = entry_of(registry.aggregations, self.aggregate)
@@ -102,6 +127,9 @@ class Objective:
             rollout = look.find("rollout_log_probs")
             if rollout is not None:
                 found["rollout_log_prob_gap"] = (old - rollout).abs()
+        reference = look.find("ref_log_probs")
+        if reference is not None:
+            found |= {f"kl_reference_{name}": estimate(name, current, reference) for name in ("k1", "k2", "k3")}
         return found
 
 
@@ -164,6 +192,7 @@ def denominators(index: Rows) -> dict[str, float]:
         "tokens": float(used["action_tokens"].sum()),
         "rows": float(len(used)),
         "groups": float(len(used["group"].unique())),
+        **likelihood_counts(index),
     }
 
 

@@ -20,7 +20,7 @@ class Packed:
     """N tokens of B rows with A action tokens.
 
     input_ids, position_ids (N,); sequence_lengths of all sequences; predictors (A,): positions whose hidden state predicts an action;
-    targets (A,): the actions; offsets (B + 1,): each row's part of the A actions.
+    targets (A,): the actions; offsets (B + 1,): each row's part of the A actions; row_ends (B,): position of each row's last token.
     """
 
     input_ids: Tensor
@@ -29,6 +29,7 @@ class Packed:
     predictors: Tensor
     targets: Tensor
     offsets: Tensor
+    row_ends: Tensor
 
 
 def pack(rows: Rows, device: torch.device) -> Packed:
@@ -47,4 +48,5 @@ def pack(rows: Rows, device: torch.device) -> Packed:
         (actions - 1).to(device),
         tokens.values[actions].to(device),
         offsets_of(per_row).to(device),
+        (tokens.offsets[1:] - 1).to(device),
     )

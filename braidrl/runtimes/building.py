@@ -36,8 +36,20 @@ def build_flow(config: Config) -> Flow:
         check_update_size(
             config.trainer.prompts_per_step, config.rollout.samples_per_prompt, config.trainer.rows_per_update
         )
+    check_pairs(flow, config)
     stages = [resolve(stage, config) for stage in flow.stages]
     return Flow(flow.name, with_recomputed(stages))
+
+
+def check_pairs(flow: Flow, config: Config) -> None:
+    """Raises UserError where rows that must share an update would be torn apart."""
+    samples, rows = config.rollout.samples_per_prompt, config.trainer.rows_per_update
+    if flow.trains_on_pairs and samples != 2:
+        raise UserError(
+            f"{flow.name} trains on pairs of given responses and rollout.samples_per_prompt is {samples}; write 2"
+        )
+    if flow.trains_on_pairs and rows is not None and rows % 2:
+        raise UserError(f"trainer.rows_per_update={rows} tears pairs apart; write an even number")
 
 
 def resolve(stage: Stage, config: Config) -> Stage:

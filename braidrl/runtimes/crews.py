@@ -5,24 +5,37 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+from braidrl.cluster.rank import at_end
+from braidrl.cluster.ray_cluster import import_ray
+from braidrl.cluster.world import World
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.errors import UserError
 from braidrl.flow import Flow
 from braidrl.flow.waves import Sampling
 from braidrl.observe.progress import Progress
+from braidrl.observe.trace import TraceWriter
+from braidrl.runtimes.distributed import DistributedCrew
 from braidrl.runtimes.eager import EagerCrew
 from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 from braidrl.runtimes.iteration import Crew, RunCrew, Walk
+from braidrl.runtimes.launch import generating_ranks
 from braidrl.runtimes.setup import Prepared
 from braidrl.runtimes.streaming.groups import check_streaming
 from braidrl.runtimes.streaming.program import StreamingProgram
 
 
 def start_crew(
-    prepared: Prepared, loader: PromptLoader | None, progress: Progress, folder: Path | None = None
+    prepared: Prepared,
+    loader: PromptLoader | None,
+    progress: Progress,
+    folder: Path | None = None,
+    world: World | None = None,
+    interrupts: Interrupts | None = None,
 ) -> RunCrew[Any]:
     """The crew of `config.runtime`; without a `loader` it only evaluates. `folder` is the run's, for what workers write.
+    `world` are the ranks of a distributed run, which end by `interrupts` together.
 
     Raises UserError where the runtime cannot do what is asked of it.
     """
@@ -30,10 +43,20 @@ def start_crew(
     # Without training there is nothing to stream to.
     if runtime == "eager" or (runtime == "streaming" and loader is None):
         return eager_crew(prepared, loader, progress)
-    if runtime == "streaming":
-        assert loader is not None and folder is not None, "training has a folder"
-        return StreamingProgram(prepared, loader, folder)
-    raise UserError(f"this version cannot run runtime={runtime}; write runtime=eager")
+    if runtime == "hybrid":
+        # Imported here: Ray is an extra, and importing it takes a second.
+        import_ray()
+        from braidrl.runtimes.hybrid.start import start_hybrid_crew
+
+        return start_hybrid_crew(prepared, loader, progress, folder)
+    if runtime == "distributed":
+        assert world is not None and isinstance(interrupts, AgreedInterrupts), "a rank is started by in_ranks"
+        return distributed_crew(prepared, loader, progress, folder, world, interrupts)
+    if loader is None or folder is None:
+        raise UserError(
+            "runtime=streaming has no order in which a session could call stages; write runtime=eager or hybrid"
+        )
+    return StreamingProgram(prepared, loader, folder)
 
 
 def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool) -> None:
@@ -61,3 +84,25 @@ def eager_crew(prepared: Prepared, loader: PromptLoader | None, progress: Progre
         progress, prepared.generating,
     )  # fmt: skip
     return EagerCrew(prepared.config, flow, loader, executor, prepared.store())
+
+
+def distributed_crew(
+    prepared: Prepared,
+    loader: PromptLoader | None,
+    progress: Progress,
+    folder: Path | None,
+    world: World,
+    interrupts: AgreedInterrupts,
+) -> DistributedCrew:
+    """This rank's part of a crew of `world`: every role, and an engine on the ranks that generate."""
+    config, flow = prepared.config, prepared.flow if loader else prepared.evaluation
+    ranks = {role: generating_ranks(config, role, world.size) for role in prepared.generating}
+    here = [role for role, count in ranks.items() if world.rank < count]
+    executor = StageExecutor(
+        config, flow, prepared.roles(train=loader is not None), prepared.tokenizer, prepared.rewards(), progress, here,
+        world.data_parallel,
+    )  # fmt: skip
+    at_end.append(executor.close)
+    trace = TraceWriter(folder, f"rank-{world.rank}") if folder else None
+    samples = config.rollout.samples_per_prompt
+    return DistributedCrew(flow, loader, samples, executor, prepared.store(), world, ranks, interrupts, trace)

@@ -9,15 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from braidrl.config import Config
-from braidrl.data.admission import admit
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Scope, Stage
-from braidrl.models.objective import denominators
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.executor import StageExecutor, checked_beside
 from braidrl.runtimes.iteration import group_tokens
-from braidrl.runtimes.row_store import Origin, RowStore, with_added
+from braidrl.runtimes.row_store import Admission, Origin, RowStore, with_added
 
 
 class EagerCrew:
@@ -30,13 +28,16 @@ class EagerCrew:
 
     def admit(self, groups: int) -> Rows:
         assert self.loader is not None, "this crew only evaluates"
-        return admit(self.loader, groups, self.config.rollout.samples_per_prompt)
+        return self.store.make(Admission(tuple(self.loader.advance(groups))))
 
     def run(self, stage: Stage, table: Rows, iteration: int, sums: Sums) -> Rows:
         if stage.scope is Scope.BATCH:
             return table.with_columns(self.executor.apply(stage, table, self.executor.sums(stage, table)))
         beside = checked_beside(self.flow, stage) if stage.type == "generate" else ()
         return table.with_columns(self.executor.execute(stage, table, sums, beside))
+
+    def totals(self, stage: Stage, table: Rows) -> dict[str, float]:
+        return {name: float(total) for name, total in self.executor.sums(stage, table).items()}
 
     def select(self, stage: Stage, table: Rows) -> dict[int, str]:
         return self.executor.select(stage, table.index)
@@ -46,11 +47,7 @@ class EagerCrew:
             for update in updates:
                 rows = table.take(update)
                 rows = rows.with_columns({"group_tokens": group_tokens(rows)})
-                losses = self.executor.accumulate(stage, rows, sums, bar)
-                record_update(stage, losses, denominators(rows), sums)
-                norm = self.executor.step(stage, denominators(rows), iteration)
-                if norm is not None:
-                    sums.add(f"{stage.role}/grad_norm", norm)
+                self.executor.optimize(stage, rows.index, rows, iteration, sums, bar)
 
     def index(self, table: Rows) -> Rows:
         return table.index
@@ -82,9 +79,3 @@ class EagerCrew:
 
     def close(self) -> None:
         self.executor.close()
-
-
-def record_update(stage: Stage, losses: dict[str, float], counts: dict[str, float], sums: Sums) -> None:
-    """Adds one optimizer step's loss: sums over global counts."""
-    if any(counts[name] > 0 for name in losses):
-        sums.add(f"loss/{stage.role}", sum(loss / counts[name] for name, loss in losses.items() if counts[name] > 0))

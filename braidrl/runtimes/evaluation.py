@@ -18,9 +18,16 @@ T = TypeVar("T")
 
 
 def evaluation_flow(config: Config, flow: Flow) -> Flow:
-    """Generation by the flow's first generating role at the evaluation's settings, checked as the flow checks it."""
+    """Generation by the flow's first generating role at the evaluation's settings, checked as the flow checks it.
+
+    Where the flow trains a model that only scores, it scores held-out pairs instead.
+    """
+    if flow.trains_on_pairs and flow.roles[0] in flow.scalar_roles:
+        joined = make_stage("data.join_response", None, id="evaluation.join_response")
+        return Flow("evaluation", [joined, make_stage("score", flow.roles[0], id="evaluation.score")])
     role = next((s.role for s in flow.stages if s.kind is Kind.GENERATE), flow.roles[0])
-    checks = next((s.params for s in flow.stages if s.type == "verify"), {"correct_score": 1.0, "wrong_score": 0.0})
+    checks = next((s.params for s in flow.stages if s.type == "verify"), {})
+    scores = {"correct_score": checks.get("correct_score", 1.0), "wrong_score": checks.get("wrong_score", 0.0)}
     settings = config.evaluation
     sampling = {
         "temperature": settings.temperature or 1.0, "greedy": settings.temperature == 0,
@@ -30,13 +37,15 @@ def evaluation_flow(config: Config, flow: Flow) -> Flow:
         "evaluation",
         [
             make_stage("generate", role, sampling, id="evaluation.generate"),
-            make_stage("verify", "reward", {n: v for n, v in checks.items() if n != "of"}, id="evaluation.verify"),
+            make_stage("verify", "reward", scores, id="evaluation.verify"),
         ],
     )
 
 
 def evaluation_metrics(name: str, index: Rows, samples: int) -> dict[str, float]:
-    """avg@k for k = `samples`, pass@k for the powers of two up to it, mean length and score."""
+    """avg@k for k = `samples`, pass@k for the powers of two up to it, mean length and score; for pairs, how many are told apart."""
+    if "correct" not in index:
+        return pair_metrics(name, index)
     correct, group = index["correct"], index["group"]
     metrics = {f"eval/{name}/avg@{samples}": float(avg_at_k(correct, group))}
     k = 1
@@ -46,6 +55,16 @@ def evaluation_metrics(name: str, index: Rows, samples: int) -> dict[str, float]
     metrics[f"eval/{name}/length_mean"] = float(index["action_tokens"].double().mean())
     metrics[f"eval/{name}/score_mean"] = float(index["score"].double().mean())
     return metrics
+
+
+def pair_metrics(name: str, index: Rows) -> dict[str, float]:
+    """The share of pairs whose chosen response (sample 0) has the higher score, and by how much on average."""
+    scores = index["score" if "score" in index else "cost"].double()
+    margin = scores[index["sample"] == 0] - scores[index["sample"] == 1]
+    return {
+        f"eval/{name}/pair_accuracy": float((margin > 0).double().mean()),
+        f"eval/{name}/margin": float(margin.mean()),
+    }
 
 
 def evaluated_sets(

@@ -9,26 +9,33 @@ rows ──accumulate(stage)──▶ loss sums ──reduced──▶ step(stag
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from braidrl.algorithms.metrics import reflection_counts
 from braidrl.config import Config
-from braidrl.data.rows import Column, Rows
+from braidrl.data.rows import IDENTITY, Column, Rows
 from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
 from braidrl.flow.stages import compute_entry
 from braidrl.models.checkpoint import load_worker, save_worker
 from braidrl.models.data_parallel import DataParallel
-from braidrl.models.objective import Objective
-from braidrl.models.worker import DTYPES, DecoderWorker
+from braidrl.models.objective import Objective, denominators
+from braidrl.models.role_worker import DTYPES, RoleWorker
+from braidrl.models.scalar_worker import ScalarWorker
+from braidrl.models.worker import DecoderWorker
+from braidrl.models.workers import make_worker
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import Pending, RuleRewards
 from braidrl.rollout.embedded import EmbeddedEngine
-from braidrl.rollout.requests import Finished, Request, Sampling
+from braidrl.rollout.requests import Finished, Request, Sampling, Uid
 from braidrl.rollout.trajectories import to_rows
+from braidrl.runtimes.stage_state import keywords
 
 VERIFY_CHUNK = 8
 """Finished rows handed to the reward processes at once while others are still being generated."""
@@ -55,15 +62,9 @@ class StageExecutor:
         """
         self.config, self.flow, self.tokenizer = config, flow, tokenizer
         self.rewards, self.progress = rewards, progress
-        self.workers = {
-            role: DecoderWorker(role, config, training and role in flow.trained_roles, ranks) for role in roles
-        }
+        self.workers: dict[str, RoleWorker] = {role: make_worker(role, config, flow, ranks, training) for role in roles}
         self.engines = {role: self._engine(role) for role in roles if role in generating}
-        self.objectives = {
-            s.name: Objective.of(str(s.role), s.params)
-            for s in flow.stages
-            if s.kind is Kind.TRAIN and "loss" in s.params
-        }
+        self.objectives: dict[str, tuple[Stage, Objective]] = {}
         self.pending: dict[str, list[tuple[Rows, Pending]]] = {}
 
     def _engine(self, role: str) -> EmbeddedEngine:
@@ -80,24 +81,60 @@ class StageExecutor:
         `beside` are verify stages that may start on finished rows while the rest is being generated.
         """
         if stage.type == "generate":
-            return self._generate(stage, rows, beside)
+            return self._generate(stage, rows, sums, beside)
         if stage.type == "verify":
             return self._verify(stage, rows, sums)
-        if stage.type == "log_probs":
-            assert stage.role
+        if stage.kind is Kind.INFER:
             with self.progress.stage(stage.name, len(rows)) as bar:
-                return {stage.writes[0]: self.workers[stage.role].log_probs(rows, bar.update)}
+                return self._infer(stage, rows, bar)
         return self._compute(stage, rows)
 
-    def _generate(self, stage: Stage, rows: Rows, beside: Sequence[Stage]) -> Mapping[str, Column]:
+    def _infer(self, stage: Stage, rows: Rows, bar: Bar) -> Mapping[str, Column]:
+        worker = self.workers[str(stage.role)]
+        if stage.type == "score":
+            assert isinstance(worker, ScalarWorker)
+            of = stage.params.get("of")
+            own, *_ = stage.writes
+            scores = worker.scores(of_namespace(rows, of), bar.update)
+            weight = stage.params.get("weight")
+            summed = self._added(stage, rows, scores, weight) if is_reward(worker.role, weight) else {}
+            return {own: scores, **summed}
+        if stage.type == "values":
+            assert isinstance(worker, ScalarWorker)
+            return {stage.writes[0]: worker.values(rows, bar.update)}
+        assert isinstance(worker, DecoderWorker)
+        return {stage.writes[0]: worker.log_probs(rows, bar.update)}
+
+    def _generate(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage]) -> Mapping[str, Column]:
         assert stage.role
         engine, requests = self.engines[stage.role], requests_of(stage, rows, self.config)
         place = {uid: i for i, uid in enumerate(rows.uids())}
+        # The likeliest tokens of a prompt are the same for all of its samples: one of them is generated for all.
+        greedy = sampling_of(stage, self.config).takes_likeliest
+        first = leaders(list(place)) if greedy else {uid: uid for uid in place}
+        requests = [request for request in requests if first[request.uid] == request.uid]
         with self.progress.stage(stage.name, len(rows)) as bar:
             early = EarlyChecks(self, stage, rows, place, beside, bar)
-            finished = engine.generate(requests, early.add)
+            done = {finished.uid: finished for finished in engine.generate(requests, early.add)}
+            finished = [done[uid] if uid in done else replace(done[leader], uid=uid) for uid, leader in first.items()]
+            for copy in finished:
+                if copy.uid not in done:
+                    early.add(copy)
             early.flush()
-        return generated_columns(stage, rows, finished)
+        return self.generated(stage, rows, finished, sums)
+
+    def generated(self, stage: Stage, rows: Rows, finished: Sequence[Finished], sums: Sums) -> Mapping[str, Column]:
+        """The columns that a generate stage writes, in the order of `rows`."""
+        into = stage.params.get("into")
+        if into is None:
+            self._count_reflections(finished, sums)
+        return {f"{into}.{n}" if into else n: column for n, column in to_rows(rows, finished).items()}
+
+    def _count_reflections(self, finished: Sequence[Finished], sums: Sums) -> None:
+        """How often responses reconsider themselves, to be averaged over rows."""
+        if phrases := self.config.rollout.reflection_phrases:
+            texts = self.tokenizer.batch_decode([row.tokens for row in finished], skip_special_tokens=True)
+            sums.add("response/reflections", reflection_counts(texts, phrases).sum(), len(texts))
 
     def _verify(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Waits for the checks that were begun beside generation, or begins them now."""
@@ -106,46 +143,74 @@ class StageExecutor:
         with self.progress.stage(stage.name, len(rows)) as bar:
             parts = []
             for part, pending in begun:
-                parts.append(part.only(["source", "group", "sample"]).with_columns(pending.result()))
+                parts.append(part.only(IDENTITY).with_columns(pending.result()))
                 bar.update(len(part))
                 for name, count in pending.failure_counts().items():
                     sums.add(f"reward/failures/{name}", count)
         checked = Rows.cat(parts)
         place = {uid: i for i, uid in enumerate(checked.uids())}
-        checked = checked.take([place[uid] for uid in rows.uids()])
-        return {name: column for name, column in checked.items() if name not in ("source", "group", "sample")}
+        checked = checked.take([place[uid] for uid in rows.uids()]).without(IDENTITY)
+        found = checked[in_namespace(stage.params.get("of"), ("score",))[0]]
+        return {**dict(checked.items()), **self._added(stage, rows, found, stage.params.get("weight"))}
+
+    def _added(self, stage: Stage, rows: Rows, scores: Tensor, weight: float | None) -> Mapping[str, Column]:
+        """`score` and `reward` with these scores (B,), times their weight, on top of what earlier sources gave."""
+        earlier = {column.name for column in self.flow.inputs.get(stage.name, ())}
+        weighted = scores.float() * (1.0 if weight is None else weight)
+        columns = in_namespace(stage.params.get("of"), SUMMED)
+        return {name: rows[name] + weighted if name in earlier else weighted for name in columns}
 
     def _compute(self, stage: Stage, rows: Rows) -> Mapping[str, Column]:
         entry = compute_entry(stage.type)
-        return named(entry.function(*arguments(stage, rows), **stage.params), stage.writes)
+        return named(entry.function(*arguments(stage, rows), **keywords(stage)), stage.writes)
 
     def sums(self, stage: Stage, rows: Rows) -> dict[str, Tensor]:
-        """First half of a stage of scope batch: numbers to be added up over all rows."""
+        """First half of a stage of scope batch, or what a stage's state follows: numbers to be added up over all rows."""
         entry = compute_entry(stage.type)
         assert entry.sums is not None
-        totals: dict[str, Tensor] = entry.sums(*arguments(stage, rows), **stage.params)
+        totals: dict[str, Tensor] = entry.sums(*arguments(stage, rows), **stage.settings)
         return totals
 
     def apply(self, stage: Stage, rows: Rows, totals: Mapping[str, Tensor]) -> Mapping[str, Column]:
         """Second half of a stage of scope batch."""
         entry = compute_entry(stage.type)
-        return named(entry.function(*arguments(stage, rows), **stage.params, totals=dict(totals)), stage.writes)
+        return named(entry.function(*arguments(stage, rows), **keywords(stage, totals)), stage.writes)
 
     def select(self, stage: Stage, index: Rows) -> dict[int, str]:
         """The groups that a select stage drops, with its reason."""
         dropped: dict[int, str] = compute_entry(stage.type).function(*arguments(stage, index), **stage.params)
         return dropped
 
+    def optimize(
+        self, stage: Stage, index: Rows, rows: Rows, iteration: int, sums: Sums, bar: Bar, counted: bool = True
+    ) -> None:
+        """One optimizer step on an update with the index columns `index`, of which `rows` are those that are here.
+
+        Of the processes that share the update one alone has it `counted`; the sums of all together then say what happened.
+        """
+        losses, counts = self.accumulate(stage, rows, sums, bar), denominators(index)
+        record_update(stage, losses, counts, sums, counted)
+        norm = self.step(stage, counts, iteration)
+        if norm is not None and counted:
+            sums.add(f"{stage.role}/grad_norm", norm)
+
+    def objective(self, stage: Stage) -> Objective:
+        """What a train stage minimises; a session's stages need not be the flow's."""
+        known = self.objectives.get(stage.name)
+        if known is None or known[0] != stage:
+            known = self.objectives[stage.name] = (stage, Objective.of(str(stage.role), stage.params))
+        return known[1]
+
     def accumulate(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
         """Adds the gradient sums of `rows`; returns loss sums by denominator."""
         assert stage.role
-        return self.workers[stage.role].accumulate(self.objectives[stage.name], rows, sums, bar.update)
+        return self.workers[stage.role].accumulate(self.objective(stage), rows, sums, bar.update)
 
     def step(self, stage: Stage, denominators: Mapping[str, float], iteration: int) -> float | None:
         """One optimizer step by the global denominators; the gradient norm, or None when there was nothing to learn."""
         assert stage.role
-        needed = self.objectives[stage.name].denominator
-        return self.workers[stage.role].step({needed: denominators[needed]}, iteration)
+        needed = self.objective(stage).denominators
+        return self.workers[stage.role].step({name: denominators[name] for name in needed}, iteration)
 
     def publish(self, version: int) -> None:
         """The engines generate with the trained weights from now on."""
@@ -204,6 +269,15 @@ class EarlyChecks:
             self.executor.pending.setdefault(stage.name, []).append((part, self.executor.rewards.submit(part)))
 
 
+def record_update(
+    stage: Stage, losses: Mapping[str, float], counts: Mapping[str, float], sums: Sums, counted: bool = True
+) -> None:
+    """Adds one optimizer step's loss: sums over global counts. A part of it that is not `counted` adds to the loss alone."""
+    if any(count > 0 for count in counts.values()):
+        total = sum(loss / counts[name] for name, loss in losses.items() if counts[name] > 0)
+        sums.add(f"loss/{stage.role}", total, int(counted))
+
+
 def checked_beside(flow: Flow, stage: Stage) -> list[Stage]:
     """The verify stages that need nothing but what `stage` and admission write."""
     return [
@@ -222,12 +296,6 @@ def requests_of(stage: Stage, rows: Rows, config: Config) -> list[Request]:
     return [Request(uid, prompts[i], sampling, purpose, stage.name) for i, uid in enumerate(rows.uids())]
 
 
-def generated_columns(stage: Stage, rows: Rows, finished: Sequence[Finished]) -> dict[str, Column]:
-    """The columns that a generate stage writes, in the order of `rows`."""
-    into = stage.params.get("into")
-    return {f"{into}.{n}" if into else n: column for n, column in to_rows(rows, finished).items()}
-
-
 def sampling_of(stage: Stage, config: Config) -> Sampling:
     """How a generate stage samples: the configuration's `rollout`, where the stage does not say otherwise."""
     rollout, params = config.rollout, stage.params
@@ -240,6 +308,20 @@ def sampling_of(stage: Stage, config: Config) -> Sampling:
         stop=tuple(rollout.stop),
         greedy=bool(params.get("greedy", False)),
     )
+
+
+def leaders(uids: Sequence[Uid]) -> dict[Uid, Uid]:
+    """For each row the first one of its prompt."""
+    first: dict[tuple[int, int], Uid] = {}
+    return {uid: first.setdefault(uid[:2], uid) for uid in uids}
+
+
+def of_namespace(rows: Rows, namespace: str | None) -> Rows:
+    """The rows with a namespace's columns under their plain names: the second response in place of the first."""
+    if namespace is None:
+        return rows
+    prefix = f"{namespace}."
+    return rows.with_columns({n.removeprefix(prefix): column for n, column in rows.items() if n.startswith(prefix)})
 
 
 def arguments(stage: Stage, rows: Rows) -> list[Any]:

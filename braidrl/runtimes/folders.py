@@ -20,15 +20,32 @@ LATEST = "latest"
 
 
 def new_run_folder(config: Config) -> Path:
-    """Makes the run's folder with the resolved configuration in it. Raises UserError when it is there already."""
-    name = config.name or f"{Path(config.flow).stem.replace(':', '-')}-{datetime.now():%Y%m%d-%H%M%S}"
-    folder = config.output / name
-    try:
-        folder.mkdir(parents=True, exist_ok=config.name is None)
-    except FileExistsError:
-        raise UserError(f"{folder} exists; resume it with `--resume {folder}` or set another `name`") from None
+    """Makes the run's folder with the resolved configuration in it. Raises UserError when a run has begun there already."""
+    folder = config.output / config.name if config.name else unused_folder(config)
+    if config.name:
+        if folder.exists() and not never_began(folder):
+            raise UserError(f"{folder} exists; resume it with `--resume {folder}` or set another `name`")
+        folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     return folder
+
+
+def unused_folder(config: Config) -> Path:
+    """A new folder named by the flow and the time; of two runs of one second the later gets a number."""
+    name = f"{Path(config.flow).stem.replace(':', '-')}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder, number = config.output / name, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = config.output / f"{name}-{number}"
+
+
+def never_began(folder: Path) -> bool:
+    """True where a run was refused after its folder was made: it holds at most a configuration."""
+    return folder.is_dir() and all(path.name == "config.yaml" for path in folder.iterdir())
 
 
 def run_config(folder: Path) -> Config:

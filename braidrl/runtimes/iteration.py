@@ -7,7 +7,7 @@ admit ─▶ generate ─▶ verify ─▶ select ──▶ the rest of the stag
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +23,11 @@ from braidrl.flow.updates import update_plan
 from braidrl.flow.waves import Sampling, Verdict
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.row_store import Origin
+from braidrl.runtimes.stage_state import State, initial_states, next_state, with_state
 
 T = TypeVar("T")
-Position = tuple[dict[str, Any], dict[str, Any], list[Any]]
-"""What a checkpoint holds beside the weights: the states of loader and selection, and tables of surplus rows."""
+Position = tuple[dict[str, Any], dict[str, Any], list[Any], dict[str, State]]
+"""What a checkpoint holds beside the weights: the states of loader and selection, tables of surplus rows, states of stages."""
 
 
 class RunCrew(Protocol[T]):
@@ -62,6 +63,9 @@ class RunCrew(Protocol[T]):
 
 class Crew(RunCrew[T], Protocol[T]):
     """Who does the work under a runtime that walks the flow in serial order."""
+
+    def totals(self, stage: Stage, table: T) -> dict[str, float]:
+        """What the stage's state follows, summed over all rows."""
 
     def admit(self, groups: int) -> T:
         """The next prompts as rows, one per sample."""
@@ -99,13 +103,14 @@ class IterationResult(Generic[T]):
 
 
 class Walk(Generic[T]):
-    """Walks a flow with a crew. Holds what goes on from one iteration to the next: selection state and kept surplus."""
+    """Walks a flow with a crew. Holds what goes on from one iteration to the next: selection, kept surplus and the stages' states."""
 
     def __init__(self, config: Config, flow: Flow, crew: Crew[T], epoch_groups: int) -> None:
         trainer = config.trainer
         self.config, self.flow, self.crew = config, flow, crew
         self.sampling = Sampling(trainer.prompts_per_step, epoch_groups, trainer.surplus, trainer.max_staleness)
         self.surplus: list[T] = []
+        self.states = initial_states(flow)
         self.seconds: dict[str, float] = {}
 
     def iterate(
@@ -124,6 +129,7 @@ class Walk(Generic[T]):
         self.seconds, sums = {stage.name: 0.0 for stage in self.flow.stages}, Sums()
         result = self.replayed(recorded, sums) if recorded is not None else self.sample(iteration, version, sums)
         table = result.table = self.ordered(result.table)
+        states = dict(self.states)
         for stage in self.flow.stages[self.recorded_stages :]:
             training = stage.kind is Kind.TRAIN
             if not stage.when.includes(iteration) or (training and not train):
@@ -134,9 +140,10 @@ class Walk(Generic[T]):
                 if training:
                     self.crew.train(stage, table, self.updates(table, iteration), iteration, sums)
                 else:
-                    table = self.crew.run(stage, table, iteration, sums)
+                    table, states[stage.name] = self.run_with_state(stage, table, iteration, sums)
         if train:
             self.crew.publish(version + 1)
+            self.states = {name: states[name] for name in self.states}
         result.batch, result.seconds, result.final = self.crew.index(table), self.seconds, table
         if not self.flow.sampling_segment:
             # Nothing is selected: all that was generated is in the batch, with the scores that came after it.
@@ -145,11 +152,23 @@ class Walk(Generic[T]):
 
     def position(self, loader: PromptLoader) -> Position:
         """Where a run resumes from after the last iteration."""
-        return loader.state(), self.sampling.state(), list(self.surplus)
+        return loader.state(), self.sampling.state(), list(self.surplus), dict(self.states)
 
-    def restore(self, sampling: dict[str, Any], surplus: Sequence[T]) -> None:
-        """Goes on from a checkpoint's selection state and surplus rows."""
+    def run_with_state(self, stage: Stage, table: T, iteration: int, sums: Sums) -> tuple[T, State]:
+        """The table with the stage's columns, and the stage's state for the next iteration; empty for most stages."""
+        if not stage.state:
+            return self.crew.run(stage, table, iteration, sums), {}
+        state = self.states[stage.name]
+        stage = with_state(stage, state)
+        for name, value in state.items():
+            sums.add(f"{stage.name}/{name}", value)
+        done = self.crew.run(stage, table, iteration, sums)
+        return done, next_state(stage, state, self.crew.totals(stage, table))
+
+    def restore(self, sampling: dict[str, Any], surplus: Sequence[T], states: Mapping[str, State]) -> None:
+        """Goes on from a checkpoint's selection state, surplus rows and stages' states."""
         self.sampling, self.surplus = Sampling.restored(sampling), list(surplus)
+        self.states |= {name: dict(state) for name, state in states.items() if name in self.states}
 
     def replayed(self, recorded: T, sums: Sums) -> IterationResult[T]:
         index = self.crew.index(recorded)

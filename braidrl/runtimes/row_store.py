@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.config import Config
-from braidrl.data.admission import as_rows, eval_rows
+from braidrl.data.admission import as_rows, eval_rows, join_texts
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import join, split
 from braidrl.data.loader import PromptLoader
@@ -38,9 +38,10 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Recording:
-    """Rows that a run has recorded, a parquet file."""
+    """Rows that a run has recorded, a parquet file, but for some of their columns."""
 
     path: Path
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,23 +63,27 @@ class RowStore:
         tokenizer: PreTrainedTokenizerBase,
         sources: Sequence[LoadedSource],
         eval_sources: Mapping[str, LoadedSource],
+        texts: LoadedSource | None = None,
     ) -> None:
         self.config, self.tokenizer, self.eval_sources = config, tokenizer, eval_sources
         self.loader = PromptLoader(sources, config.seed, config.data.shuffle) if sources else None
+        self.texts = PromptLoader([texts], config.seed, config.data.shuffle) if texts else None
 
     def make(self, origin: Origin) -> Rows:
         """The rows that `origin` names. Raises UserError for a file that is not there."""
         match origin:
             case Admission(numbers):
                 assert self.loader is not None, "no training data was loaded"
-                return as_rows(self.loader.peek(numbers), self.config.rollout.samples_per_prompt)
+                samples = self.config.rollout.samples_per_prompt
+                rows = as_rows(self.loader.peek(numbers), samples)
+                return join_texts(rows, self.texts, samples) if self.texts else rows
             case HeldOut(name):
                 settings = self.config.evaluation
                 # Evaluation sets are numbered after the sources of training.
                 number = len(self.config.data.train) + list(self.eval_sources).index(name)
                 return eval_rows(self.eval_sources[name], settings.samples, settings.max_prompts, number)
-            case Recording(path):
-                return read_rollouts(path)
+            case Recording(path, without):
+                return read_rollouts(path).without(without)
             case Surplus(path):
                 return decode(split(path.read_bytes()))
 

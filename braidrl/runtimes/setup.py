@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from braidrl.cluster.world import LostPeers, World
 from braidrl.config import Config, VerifierConfig
-from braidrl.data.prompts import LoadedSource, load_eval, load_train
+from braidrl.data.prompts import LoadedSource, load_eval, load_texts, load_train
+from braidrl.errors import UserError
 from braidrl.flow import Flow
-from braidrl.models.loading import load_tokenizer
+from braidrl.flow.planner import serial_chain
+from braidrl.models.loading import check_scorer, load_tokenizer
+from braidrl.models.role_worker import model_path
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.building import build_flow
+from braidrl.runtimes.checks import check_answers, check_engine, check_lengths, check_roles
 from braidrl.runtimes.evaluation import evaluation_flow
 from braidrl.runtimes.row_store import RowStore
 
@@ -29,6 +36,17 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     sources: list[LoadedSource]
     eval_sources: dict[str, LoadedSource]
+    texts: LoadedSource | None = None
+
+    def __post_init__(self) -> None:
+        """Raises UserError for parts that do not fit together."""
+        config, held_out = self.config, list(self.eval_sources.values())
+        check_engine(config)
+        check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
+        if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
+            check_answers(config, self.sources, config.data.train)
+        check_answers(config, held_out, list(config.data.eval.values()))
+        check_lengths(config, self.flow, self.sources, held_out)
 
     @property
     def generating(self) -> tuple[str, ...]:
@@ -42,33 +60,79 @@ class Prepared:
 
     def store(self) -> RowStore:
         """Where the run's rows come from and go to."""
-        return RowStore(self.config, self.tokenizer, self.sources, self.eval_sources)
+        return RowStore(self.config, self.tokenizer, self.sources, self.eval_sources, self.texts)
 
     def rewards(self) -> RuleRewards | None:
         """The verifiers of the run, or None where nothing is verified. Evaluation sets are numbered after the sources."""
-        checks = [s for s in self.flow.stages if s.type == "verify"]
-        if not checks and not self.eval_sources:
+        evaluated = self.evaluation.stages if self.eval_sources else ()
+        checks = [s for s in (*self.flow.stages, *evaluated) if s.type == "verify"]
+        if not checks:
             return None
-        return rule_rewards(self.config, self.flow, self.tokenizer)
+        return rule_rewards(self.config, self.flow, self.evaluation, self.tokenizer)
 
 
-def rule_rewards(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> RuleRewards:
-    """The verifiers of a run with the scores that its flow gives. Its processes start when something is first checked."""
-    checks = [s for s in flow.stages if s.type == "verify"]
-    scores = checks[0].params if checks else {"correct_score": 1.0, "wrong_score": 0.0}
+def rule_rewards(config: Config, flow: Flow, evaluation: Flow, tokenizer: PreTrainedTokenizerBase) -> RuleRewards:
+    """The verifiers of a run with the scores that its flows give. Its processes start when something is first checked."""
+    scores = next(s for s in (*flow.stages, *evaluation.stages) if s.type == "verify").params
     sources = [*config.data.train, *config.data.eval.values()]
     own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
     names = {i: source.path.stem for i, source in enumerate(sources)}
     return RuleRewards(config.reward, own, scores["correct_score"], scores["wrong_score"], tokenizer, names)
 
 
-def prepare(config: Config, train: bool = True) -> Prepared:
-    """Raises UserError for the first thing that could not run; without `train` only evaluation data is read."""
+def prepare_together(config: Config, world: World, train: bool = True) -> Prepared:
+    """As `prepare`; one rank tokenises every prompt to see which are short enough, the others then only those that they draw."""
+    if world.first:
+        try:
+            prepared = prepare(config, train)
+        except UserError as error:
+            world.share("data", {"refused": str(error)})
+            raise
+        evaluation = {name: source.kept for name, source in prepared.eval_sources.items()}
+        texts = prepared.texts.kept if prepared.texts else None
+        world.share("data", {"train": [source.kept for source in prepared.sources], "eval": evaluation, "texts": texts})
+        return prepared
+    kept = world.share("data", None)
+    if "refused" in kept:
+        raise LostPeers(f"rank 0 refused the configuration: {kept['refused']}")
+    return prepare(config, train, kept)
+
+
+def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None = None) -> Prepared:
+    """Raises UserError for the first thing that could not run; without `train` only evaluation data is read.
+
+    `kept` says of the sources of `train` and `eval` which examples another process has kept of them, and of `texts`.
+    """
     flow = build_flow(config)
+    if config.runtime == "distributed":
+        # One model is active at a time, and every rank switches at the same places.
+        flow = Flow(flow.name, serial_chain(flow))
+    evaluation = evaluation_flow(config, flow)
     tokenizer = load_tokenizer(config.model)
-    responses = "response" in flow.needs_from_data()
-    sources = load_train(config.data, tokenizer, responses=responses) if train else []
-    return Prepared(config, flow, evaluation_flow(config, flow), tokenizer, sources, load_eval(config.data, tokenizer))
+    check_models(config, flow if train else evaluation, tokenizer)
+    needed, known = flow.needs_from_data(), kept or {}
+    responses, pairs = "response" in needed, flow.trains_on_pairs
+    sources = (
+        load_train(config.data, tokenizer, responses=responses, pairs=pairs, kept=known.get("train")) if train else []
+    )
+    of_eval = "response" in evaluation.needs_from_data()
+    held_out = load_eval(config.data, tokenizer, pairs=of_eval, kept=known.get("eval"))
+    texts = load_texts(config.data, tokenizer, known.get("texts")) if train and "ptx_tokens" in needed else None
+    if texts is None and train and config.data.ptx is not None:
+        raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
+    return Prepared(config, flow, evaluation, tokenizer, sources, held_out, texts)
+
+
+def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises UserError for a role whose model lacks the head that it needs, or was trained on other tokens."""
+    for role in flow.roles:
+        path = model_path(role, config)
+        if role in flow.scalar_roles:
+            check_scorer(path, fresh_head=role in flow.trained_roles)
+        if path != config.model and load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+            raise UserError(
+                f"roles.{role}.model: {path} has another tokenizer than {config.model}; roles share token ids"
+            )
 
 
 def set_up_torch(config: Config) -> None:

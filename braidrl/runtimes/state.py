@@ -33,16 +33,25 @@ class RunState:
     loader: dict[str, Any]
     sampling: dict[str, Any]
     surplus: list[Any] = field(default_factory=list)
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def save_checkpoint(run: Path, state: RunState, crew: Keeper, keep: int) -> None:
-    """Writes a checkpoint whole, points `latest` at it and removes the oldest. Raises OSError where the disk is full."""
+def save_checkpoint(run: Path, state: RunState, crew: Keeper, keep: int, write: bool = True) -> None:
+    """Writes a checkpoint whole, points `latest` at it and removes the oldest. Raises OSError where the disk is full.
+
+    Ranks that do not `write` give the rows that they hold to the one that does.
+    """
+    if not write:
+        for number, table in enumerate(state.surplus):
+            crew.keep(surplus_path(checkpoint_folder(run, state.step), number), table)
+        return
     with whole_folder(checkpoint_folder(run, state.step)) as folder:
         crew.save(folder)
         for number, table in enumerate(state.surplus):
             crew.keep(surplus_path(folder, number), table)
         plain = {"format": FORMAT, "step": state.step, "version": state.version, "surplus": len(state.surplus)}
-        (folder / "state.json").write_text(json.dumps({**plain, "loader": state.loader, "sampling": state.sampling}))
+        parts = {"loader": state.loader, "sampling": state.sampling, "stages": state.stages}
+        (folder / "state.json").write_text(json.dumps({**plain, **parts}))
     finish_checkpoint(run, state.step, keep)
 
 
@@ -52,7 +61,9 @@ def load_checkpoint(folder: Path) -> tuple[Path, RunState]:
     if state.get("format") != FORMAT:
         raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads {FORMAT}")
     surplus = [surplus_path(folder, number) for number in range(state["surplus"])]
-    return folder, RunState(state["step"], state["version"], state["loader"], state["sampling"], surplus)
+    return folder, RunState(
+        state["step"], state["version"], state["loader"], state["sampling"], surplus, state.get("stages", {})
+    )
 
 
 def surplus_path(folder: Path, number: int) -> Path:

@@ -7,17 +7,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from braidrl.algorithms.metrics import effective_sample_share, explained_variance, group_shares, mean_where
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.flow import Flow
 from braidrl.models.objective import trained
 from braidrl.observe.metrics import REQUIRED_KEYS
 from braidrl.runtimes.iteration import IterationResult
+
+# Name of a number: what computes it, from which means, and which of these it takes the place of.
+DERIVED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], tuple[str, ...]]] = {
+    "explained_variance": (
+        explained_variance,
+        ("error", "error_squared", "returns", "returns_squared"),
+        ("error", "error_squared", "returns_squared"),
+    ),
+    "effective_sample_size": (effective_sample_share, ("ratio", "ratio_squared"), ("ratio_squared",)),
+    "clip_high_probability": (mean_where, ("clip_high_probability", "clip_fraction_high"), ()),
+}
 
 
 def step_metrics(
@@ -27,6 +39,7 @@ def step_metrics(
     metrics: dict[str, float | int | None] = dict.fromkeys(REQUIRED_KEYS)
     metrics |= training_metrics(result)
     metrics |= generated_metrics(result.generated)
+    metrics |= group_metrics(result.generated, result.batch)
     metrics |= {f"groups/dropped/{reason.replace(' ', '_')}": count for reason, count in result.dropped.items()}
     # What workers measured counts; the walk's own clock where the work was done in this process.
     measured = {name: total for name, (total, _) in result.sums.pairs().items()}
@@ -34,6 +47,8 @@ def step_metrics(
     batch = result.batch
     metrics["step"], metrics["version"], metrics["time/step"] = step, version, seconds
     metrics["reward/mean"] = mean_of(batch, "reward")
+    # Scores that are given after the selection exist for the batch alone.
+    metrics["score/mean"] = mean_of(result.generated if "score" in result.generated else batch, "score")
     metrics["tokens/trained"] = total_of(trained(batch), "length") if "length" in batch else 0
     metrics["throughput/tokens_per_second"] = total_of(batch, "length") / seconds
     metrics["staleness/max"] = int(version - batch["version"].min()) if "version" in batch and len(batch) else 0
@@ -41,45 +56,55 @@ def step_metrics(
 
 
 def training_metrics(result: IterationResult[Any]) -> dict[str, float]:
-    """Means of what the updates counted; per-token monitors of the policy come under `actor/`."""
+    """Means of what the updates counted, each under its role."""
     metrics = {}
     for name, value in result.sums.means().items():
-        if name == "rollout_log_prob_gap":
+        if name.endswith("/rollout_log_prob_gap"):
             metrics["train/rollout_log_prob_gap"] = value
         elif name.startswith("reward/failures/"):
             metrics[name] = result.sums.pairs()[name][0]
         else:
-            metrics[name if "/" in name else f"actor/{name}"] = value
+            metrics[name] = value
+    return with_derived(metrics)
+
+
+def with_derived(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics with the numbers that moments stand for in place of the moments."""
+    for role in dict.fromkeys(name.partition("/")[0] for name in metrics):
+        parts = {name.removeprefix(f"{role}/"): value for name, value in metrics.items() if name.startswith(f"{role}/")}
+        for name, (function, arguments, spent) in DERIVED.items():
+            if all(argument in parts for argument in arguments):
+                metrics[f"{role}/{name}"] = float(function(*(torch.tensor(parts[a]).double() for a in arguments)))
+                for moment in spent:
+                    del metrics[f"{role}/{moment}"]
     return metrics
 
 
 def generated_metrics(index: Rows) -> dict[str, float | int | None]:
-    """What the responses look like, and how many groups can teach anything."""
+    """What the responses look like."""
     if "finish_reason" not in index:
         return {"tokens/generated": 0}
     lengths = index["action_tokens"].double()
     found: dict[str, float | int | None] = {
-        "score/mean": mean_of(index, "score"),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated_fraction": share(index["finish_reason"] == FinishReason.LENGTH),
         "tokens/generated": int(lengths.sum()),
         "rows/generated": len(index),
     }
-    if "correct" in index:
-        low, high = group_extremes(index["correct"], index["group"])
-        found["groups/all_correct_fraction"] = share(low > 0.5)
-        found["groups/all_wrong_fraction"] = share(high < 0.5)
     return found
 
 
-def group_extremes(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the greatest value of each group, (groups,) each."""
-    _, place = group.unique(return_inverse=True)
-    size = int(place.max()) + 1
-    low = torch.full((size,), math.inf).scatter_reduce(0, place, values.float(), "amin")
-    high = torch.full((size,), -math.inf).scatter_reduce(0, place, values.float(), "amax")
-    return low, high
+def group_metrics(generated: Rows, batch: Rows) -> dict[str, float]:
+    """How many groups can teach anything: of those generated, or where rewards come after the selection of those in the batch."""
+    index = generated if "reward" in generated else batch
+    if "reward" not in index or not len(index):
+        return {}
+    shares = group_shares(
+        index["correct"] if "correct" in index else index["reward"] * 0, index["reward"], index["group"]
+    )
+    known = shares if "correct" in index else {"no_signal_fraction": shares["no_signal_fraction"]}
+    return {f"groups/{name}": float(value) for name, value in known.items()}
 
 
 def mean_of(index: Rows, name: str) -> float | None:
@@ -111,5 +136,6 @@ def summary(metrics: Mapping[str, float | int | None]) -> str:
         value = metrics.get(name)
         if value is not None:
             parts.append(f"{label} {form.format(value)}")
-    parts += [f"{name} {value:.3f}" for name, value in metrics.items() if "/avg@" in name and value is not None]
+    shown = [name for name in metrics if "/avg@" in name or name.endswith(("/pair_accuracy", "/multiplier"))]
+    parts += [f"{name} {value:.3f}" for name in shown if (value := metrics[name]) is not None]
     return "  ".join(parts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from task import demonstrations, problems, questions, write_jsonl, write_model
@@ -39,23 +40,35 @@ def main() -> None:
     )
 
 
-def learn(folder: Path, seed: int) -> Path:
-    """Data and model, warm start, then DAPO; returns the run folder of the last."""
-    shutil.rmtree(folder, ignore_errors=True)
-    pairs = problems(HELD_OUT + TRAINED, DIGITS, seed)
-    write_jsonl(folder / "held_out.jsonl", questions(pairs[:HELD_OUT]))
-    write_jsonl(folder / "train.jsonl", questions(pairs[HELD_OUT:]))
-    write_jsonl(folder / "demonstrations.jsonl", demonstrations(pairs[HELD_OUT:], mistakes=0.5, seed=seed))
+def learn(
+    folder: Path, seed: int, held_out: int = HELD_OUT, warm_start: Sequence[str] = (), dapo: Sequence[str] = ()
+) -> Path:
+    """Data and model, warm start, then DAPO; returns the run folder of the last.
+
+    `warm_start` and `dapo` are overrides of the two configurations.
+    """
+    clear(folder)
+    pairs = problems(held_out + TRAINED, DIGITS, seed)
+    write_jsonl(folder / "held_out.jsonl", questions(pairs[:held_out]))
+    write_jsonl(folder / "train.jsonl", questions(pairs[held_out:]))
+    write_jsonl(folder / "demonstrations.jsonl", demonstrations(pairs[held_out:], mistakes=0.5, seed=seed))
     write_model(folder / "untrained", seed)
     common = [f"seed={seed}", f"output={folder}"]
     warm = train(load_config(HERE / "warm_start.yaml", [
-        *common, f"model={folder}/untrained", f"data.train={folder}/demonstrations.jsonl",
+        *common, f"model={folder}/untrained", f"data.train={folder}/demonstrations.jsonl", *warm_start,
     ]))  # fmt: skip
     export_model(warm, folder / "warm-start-model")
     return train(load_config(HERE / "config.yaml", [
         *common, f"model={folder}/warm-start-model", f"data.train={folder}/train.jsonl",
-        f"data.eval.held_out={folder}/held_out.jsonl",
+        f"data.eval.held_out={folder}/held_out.jsonl", *dapo,
     ]))  # fmt: skip
+
+
+def clear(folder: Path) -> None:
+    """Removes what an earlier demo left. Ends the program where the folder holds anything else."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / "demonstrations.jsonl").is_file():
+        raise SystemExit(f"{folder} is not empty and no folder of this demo; choose another one with --folder")
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def test_distillation_is_how_much_likelier_the_teacher_finds_each_token() -> Non
 @given(ragged_rows(), st.floats(0, 10))
 def test_safe_rlhf_weighs_reward_against_cost(rows: list[list[float]], multiplier: float) -> None:
     reward, cost = ragged(rows), ragged([[-0.5 * x + 1 for x in row] for row in rows])
-    result = adv.safe_rlhf(reward, cost, multiplier=multiplier)
+    result = adv.safe_rlhf(reward, cost, torch.zeros(len(rows)), state={"multiplier": multiplier})
     wanted = [
         (a - multiplier * c) / (1 + multiplier)
         for a, c in zip(reward.values.tolist(), cost.values.tolist(), strict=True)

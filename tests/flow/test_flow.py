@@ -163,7 +163,7 @@ ERRORS = {
     ),
     "two writers": (
         lambda: Flow("f", [actor.generate(), reward.verify(), reward.verify(id="again"), update()]),
-        "column 'score' is written by reward.verify and by again, of which neither reads it; "
+        "column 'correct' is written by reward.verify and by again, of which neither reads it; "
         "give one of them a namespace with `into`, or remove it",
     ),
     "cycle": (

@@ -75,8 +75,8 @@ ERRORS = {
         "actor.generate: into must be a plain name, as in `into: greedy`, got 'a.b'",
     ),
     "parameter that is no plain value": (
-        lambda: reward.verify(rewards=[len]),
-        "verify: parameters are numbers, texts, lists and mappings, not <built-in function len>; "
+        lambda: actor.update(loss={"name": len}),
+        "update: parameters are numbers, texts, lists and mappings, not <built-in function len>; "
         "name a function by module:function",
     ),
     "function that is not registered": (

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.folders import latest_checkpoint, run_config
 from braidrl.runtimes.run import TrainingRun
@@ -114,5 +115,5 @@ def test_ctrl_c_saves_exits_130_and_the_run_can_go_on(evaluated: Workshop, steps
 
 
 def test_surplus_that_no_batch_could_train_on_is_refused(workshop: Workshop) -> None:
-    with pytest.raises(Exception, match="write trainer.max_staleness=1 or trainer.surplus=drop"):
+    with pytest.raises(UserError, match=r"write trainer\.max_staleness=1 or trainer\.surplus=drop"):
         workshop.run(flow="dapo", trainer={"surplus": "keep"})

@@ -6,14 +6,15 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from braidrl.flow import Flow, actor, advantage, loss, reward, select, shape
-from braidrl.flow.recipes.parameters import PolicyParameters
+from braidrl.flow import Flow, actor, advantage, shape
+from braidrl.flow.recipes.parameters import ClippedParameters
+from braidrl.flow.recipes.parts import informative, policy_update, rewarded, surrogate
 
 # Of the response limit of 20,480 tokens in the paper, 4,096 are the interval in which the punishment grows.
 CACHE_SHARE = 5
 
 
-class DapoParameters(PolicyParameters):
+class DapoParameters(ClippedParameters):
     """Of DAPO."""
 
     clip_high: float = Field(0.28, ge=0)
@@ -47,17 +48,11 @@ def dapo(p: DapoParameters) -> Flow:
     penalty = shape.overlong_penalty(max_response_tokens=p.max_response_tokens, cache=p.cache) if p.cache else None
     stages = [
         actor.generate(),
-        reward.verify(correct_score=p.correct_score, wrong_score=p.wrong_score),
-        select.informative_groups() if p.dynamic_sampling else None,
+        *rewarded(p.reward, correct_score=p.correct_score, wrong_score=p.wrong_score),
+        informative(p.reward) if p.dynamic_sampling else None,
         penalty,
         shape.overlong_filter() if p.overlong_filter else None,
         advantage.group_normalized(),
-        actor.update(
-            loss=loss.clip(low=p.clip_low, high=p.clip_high, dual=p.dual_clip),
-            aggregate=p.aggregate,
-            old=p.old,
-            entropy_coef=p.entropy_coef,
-            correction=p.correction,
-        ),
+        policy_update(p, surrogate(p)),
     ]
     return Flow("dapo", [stage for stage in stages if stage is not None])

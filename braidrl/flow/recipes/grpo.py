@@ -6,11 +6,12 @@ from typing import Any
 
 from pydantic import Field
 
-from braidrl.flow import Flow, actor, advantage, loss, reference, reward
-from braidrl.flow.recipes.parameters import PolicyParameters
+from braidrl.flow import Flow, actor, advantage
+from braidrl.flow.recipes.parameters import ClippedParameters, KlParameters
+from braidrl.flow.recipes.parts import kl_term, policy_update, reference_model, rewarded, surrogate
 
 
-class GrpoParameters(PolicyParameters):
+class GrpoParameters(ClippedParameters, KlParameters):
     """Of GRPO."""
 
     aggregate: str | dict[str, Any] = "seq-mean-token-mean"
@@ -24,20 +25,14 @@ class GrpoParameters(PolicyParameters):
 
 
 def grpo(p: GrpoParameters) -> Flow:
-    """Groups of verified responses, and a KL term in the loss."""
-    kl = {"name": p.kl_estimator, "coef": p.kl_coef} if p.kl_coef > 0 else None
-    stages = [
-        actor.generate(),
-        reward.verify(),
-        *([reference.log_probs()] if kl else []),
-        advantage.group_normalized() if p.normalise else advantage.group_centered(),
-        actor.update(
-            loss=loss.clip(low=p.clip_low, high=p.clip_high, dual=p.dual_clip),
-            aggregate=p.aggregate,
-            old=p.old,
-            kl=kl,
-            entropy_coef=p.entropy_coef,
-            correction=p.correction,
-        ),
-    ]
-    return Flow("grpo", stages)
+    """Groups of rewarded responses, and a KL term in the loss."""
+    return Flow(
+        "grpo",
+        [
+            actor.generate(),
+            *rewarded(p.reward),
+            *reference_model(p),
+            advantage.group_normalized() if p.normalise else advantage.group_centered(),
+            policy_update(p, surrogate(p), kl=kl_term(p)),
+        ],
+    )

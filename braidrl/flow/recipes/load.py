@@ -14,14 +14,48 @@ from braidrl.algorithms.registry import Entry
 from braidrl.errors import UserError, suggest
 from braidrl.flow.flow import Flow
 from braidrl.flow.lookup import compute_entry, entry_of
+from braidrl.flow.recipes.cispo import cispo
 from braidrl.flow.recipes.dapo import dapo
+from braidrl.flow.recipes.distillation import distillation
+from braidrl.flow.recipes.dpo import dpo
+from braidrl.flow.recipes.dr_grpo import dr_grpo
 from braidrl.flow.recipes.grpo import grpo
+from braidrl.flow.recipes.gspo import gspo
+from braidrl.flow.recipes.maxrl import maxrl
 from braidrl.flow.recipes.ppo import ppo
+from braidrl.flow.recipes.ppo_ptx import ppo_ptx
+from braidrl.flow.recipes.reinforce_plus_plus import reinforce_plus_plus
+from braidrl.flow.recipes.remax import remax
+from braidrl.flow.recipes.reward_model import reward_model
+from braidrl.flow.recipes.rloo import rloo
+from braidrl.flow.recipes.safe_rlhf import safe_rlhf
 from braidrl.flow.recipes.sft import sft
+from braidrl.flow.recipes.vapo import vapo
 from braidrl.flow.yaml_form import SUFFIXES, from_yaml
 from braidrl.importing import import_function
 
-RECIPES: dict[str, Callable[[Any], Flow]] = {recipe.__name__: recipe for recipe in (dapo, grpo, ppo, sft)}
+RECIPES: dict[str, Callable[[Any], Flow]] = {
+    recipe.__name__: recipe
+    for recipe in (
+        cispo,
+        dapo,
+        distillation,
+        dpo,
+        dr_grpo,
+        grpo,
+        gspo,
+        maxrl,
+        ppo,
+        ppo_ptx,
+        reinforce_plus_plus,
+        remax,
+        reward_model,
+        rloo,
+        safe_rlhf,
+        sft,
+        vapo,
+    )
+}
 
 
 def load_flow(name: str, params: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None) -> Flow:

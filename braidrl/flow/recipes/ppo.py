@@ -2,51 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
-from braidrl.flow import Flow, When, actor, advantage, critic, loss, reference, reward, shape
-from braidrl.flow.recipes.parameters import PolicyParameters
+from braidrl.flow import Flow, Stage, When, actor, advantage, critic, loss, shape
+from braidrl.flow.recipes.parameters import ClippedParameters, KlParameters
+from braidrl.flow.recipes.parts import policy_update, reference_model, rewarded, surrogate
 
 
-class PpoParameters(PolicyParameters):
-    """Of PPO."""
+class CriticParameters(ClippedParameters, KlParameters):
+    """Of every recipe with a critic."""
 
-    reward: Literal["score", "verify"] = "score"
-    """Reward by a model (`score`) or by rules (`verify`)."""
-    kl_coef: float = Field(0.05, ge=0)
-    """Weight of the KL penalty in the reward; 0 needs no reference model."""
-    kl_estimator: str = "k1"
-    """How the KL divergence from the reference is estimated."""
+    reward: str | dict[str, float] = "score"
+    """Who rewards: `score` (the reward model), `verify` (rules), another role with a reward model, or several with weights."""
     gamma: float = Field(1.0, gt=0, le=1)
     """γ: discount per token."""
     lam: float = Field(0.95, ge=0, le=1)
     """λ of generalised advantage estimation."""
+    whiten: bool = False
+    """Bring the advantages to mean 0 and deviation 1 over the batch."""
     value_clip: float | None = Field(0.2, gt=0)
     """How far a value may move from the one before the update; none does not clip."""
     critic_warmup: int = Field(0, ge=0)
     """Iterations that train the critic alone."""
 
+    @property
+    def actor_when(self) -> When:
+        """The iterations that train the actor."""
+        return When(start=self.critic_warmup + 1)
+
+
+class PpoParameters(CriticParameters):
+    """Of PPO."""
+
+    kl_target: float | None = Field(None, gt=0)
+    """Mean KL per response, in nats, that the penalty's weight is adapted to; none keeps `kl_coef`."""
+
 
 def ppo(p: PpoParameters) -> Flow:
     """Rewards per token, advantages by GAE, a clipped ratio for the actor and a clipped value for the critic."""
-    penalty = [shape.kl_penalty(coef=p.kl_coef, estimator=p.kl_estimator)] if p.kl_coef > 0 else []
-    stages = [
+    return Flow("ppo", ppo_stages(p))
+
+
+def ppo_stages(p: PpoParameters, ptx_coef: float = 0.0) -> list[Stage]:
+    """PPO's eight stages, of which those of the reference fall away with its penalty."""
+    return [
         actor.generate(),
-        reward.score() if p.reward == "score" else reward.verify(),
-        *([reference.log_probs()] if penalty else []),
+        *rewarded(p.reward),
+        *reference_model(p),
         critic.values(),
-        *penalty,
+        *kl_penalty(p),
         advantage.gae(gamma=p.gamma, lam=p.lam),
+        *([advantage.whiten()] if p.whiten else []),
         critic.update(loss=loss.value(clip=p.value_clip)),
-        actor.update(
-            loss=loss.clip(low=p.clip_low, high=p.clip_high, dual=p.dual_clip),
-            aggregate=p.aggregate,
-            old=p.old,
-            entropy_coef=p.entropy_coef,
-            correction=p.correction,
-            when=When(start=p.critic_warmup + 1),
-        ),
+        policy_update(p, surrogate(p), ptx_coef=ptx_coef, when=p.actor_when),
     ]
-    return Flow("ppo", stages)
+
+
+def kl_penalty(p: PpoParameters) -> list[Stage]:
+    """The penalty per token, of a fixed weight or of one that follows a target."""
+    if p.kl_coef == 0:
+        return []
+    if p.kl_target is None:
+        return [shape.kl_penalty(coef=p.kl_coef, estimator=p.kl_estimator)]
+    return [shape.adaptive_kl_penalty(coef=p.kl_coef, target=p.kl_target, estimator=p.kl_estimator)]

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from braidrl.data.rows import Rows
 from braidrl.rollout.requests import Finished
-from braidrl.runtimes.executor import generated_columns, requests_of
+from braidrl.runtimes.executor import requests_of
 from braidrl.runtimes.streaming.weights import WeightSource
 from braidrl.runtimes.streaming.workplace import Workplace
 from braidrl.transfer.queue.client import Client, Work
@@ -111,8 +111,9 @@ class Generation:
             leases.append(lease)
             rows.append(given)
         stage, together = self.place.stage(name), Rows.cat(rows)
-        written = self.client.write(together.uids(), generated_columns(stage, together, finished))
-        self.client.done(name, leases, [written], self.place.count(self.span, name, len(rows)))
+        report = self.place.count(self.span, name, len(rows))
+        columns = self.place.executor.generated(stage, together, finished, report.sums)
+        self.client.done(name, leases, [self.client.write(together.uids(), columns)], report.plain())
         self._resume_postponed()
 
     def _resume_postponed(self) -> None:

@@ -14,16 +14,18 @@ from typing import Any
 
 import msgpack
 
+from braidrl.cluster.world import World
 from braidrl.data.codec import decode, encode
+from braidrl.data.frames import Frame
 from braidrl.data.partition import balanced_partition
 from braidrl.data.rows import Rows
 from braidrl.flow import Kind, Stage
+from braidrl.flow.flow import is_optimized
 from braidrl.models.objective import denominators
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar
-from braidrl.runtimes.eager import record_update
+from braidrl.runtimes.executor import record_update
 from braidrl.runtimes.iteration import group_tokens
-from braidrl.runtimes.streaming.ranks import Ranks
 from braidrl.runtimes.streaming.weights import export
 from braidrl.runtimes.streaming.workplace import Workplace
 from braidrl.transfer.queue.client import Client, StreamLoader, Work, Written, write_columns
@@ -33,8 +35,8 @@ from braidrl.transfer.queue.data_plane import Block, Evicted
 class Modelling:
     """One rank; the leader has a client."""
 
-    def __init__(self, place: Workplace, ranks: Ranks, client: Client | None) -> None:
-        self.place, self.ranks, self.client = place, ranks, client
+    def __init__(self, place: Workplace, world: World, client: Client | None) -> None:
+        self.place, self.world, self.client = place, world, client
         self.losses: dict[str, dict[str, float]] = {}
         """Of each train stage the loss sums of the update that is being accumulated."""
 
@@ -44,23 +46,27 @@ class Modelling:
         client, settings = self.client, self.place.settings
         self.place.progress.on_advance = lambda: client.renew(settings.lease_s / 3)
         whole = [name for name in self.place.group.stages if self._needs_whole_updates(self.place.stage(name))]
-        most = settings.dispatch_rows * self.ranks.size
+        most = settings.dispatch_rows * self.world.size
         for work in StreamLoader(client, self.place.group.stages, most, settings.wait_s, whole):
             # Also when there is nothing to do: so the others know that the leader lives.
-            self.ranks.share(packed(work))
+            self._told(packed(work))
             self._do(work)
-        self.ranks.share(msgpack.packb([{"kind": "stop"}, []]))
+        self._told(msgpack.packb([{"kind": "stop"}, []]))
 
     def follow(self) -> None:
         """Does what the leader says until the run ends."""
-        while (work := unpacked(self.ranks.share(), self.place)).kind != "stop":
+        while (work := unpacked(self._told(), self.place)).kind != "stop":
             self._do(work)
 
+    def _told(self, message: bytes = b"") -> bytes:
+        """What the leader says, on every rank."""
+        return bytes(self.world.gather("the leader's word", message)[0])
+
     def _needs_whole_updates(self, stage: Stage) -> bool:
-        objective = self.place.executor.objectives.get(stage.name)
-        return objective is not None and objective.needs_group_tokens
+        return is_optimized(stage) and self.place.executor.objective(stage).needs_group_tokens
 
     def _do(self, work: Work) -> None:
+        self.world.at(str(work.message.get("stage", work.kind)))
         if work.kind == "rows":
             stage = self.place.stage(work.stage)
             (self._accumulate if stage.kind is Kind.TRAIN else self._infer)(stage, work)
@@ -71,10 +77,10 @@ class Modelling:
 
     def _own_places(self, index: Rows) -> list[int]:
         """The places of this rank's rows in a lease."""
-        if self.ranks.size == 1:
+        if self.world.size == 1:
             return list(range(len(index)))
         lengths = index["length"].tolist() if "length" in index else [1.0] * len(index)
-        return balanced_partition(lengths, self.ranks.size)[self.ranks.rank]
+        return balanced_partition(lengths, self.world.size)[self.world.rank]
 
     def _infer(self, stage: Stage, work: Work) -> None:
         places = self._own_places(work.index)
@@ -86,7 +92,7 @@ class Modelling:
                     rows = work.rows(places)
                     columns = self.place.executor.execute(stage, rows, report.sums)
                     written = write_columns(self.place.data, rows.uids(), columns)
-        parts = self.ranks.gather(pack_written(written))
+        parts = self.world.gather("columns", pack_written(written))
         if self.client is not None:
             found = [part for part in map(unpack_written, parts) if part is not None]
             self.client.done(stage.name, [number for number, _ in work.leases], found, report.plain())
@@ -102,7 +108,10 @@ class Modelling:
                 rows = Work(work.kind, work.data, work.message, index).rows(places)
                 bar = Bar(stage.name, len(places), 0.0, self.place.progress.advanced)
                 losses = self.place.executor.accumulate(stage, rows, report.sums, bar)
-        parts = [msgpack.unpackb(part) for part in self.ranks.gather(msgpack.packb([losses, report.sums.pairs()]))]
+        parts = [
+            msgpack.unpackb(part)
+            for part in self.world.gather("loss sums", msgpack.packb([losses, report.sums.pairs()]))
+        ]
         totals = self.losses.setdefault(stage.name, {})
         for found, _ in parts:
             for name, loss in found.items():
@@ -162,8 +171,8 @@ def pack_written(written: Written | None) -> bytes:
     return result
 
 
-def unpack_written(message: bytes) -> Written | None:
-    if not message:
+def unpack_written(message: Frame) -> Written | None:
+    if not len(message):
         return None
     uids, block, columns, frames = msgpack.unpackb(message)
     known: Sequence[Any] = uids

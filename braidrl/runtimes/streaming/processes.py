@@ -8,12 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from braidrl.cluster.local import END_LIMIT_S, LocalProcess, WorkerFailed
+from braidrl.cluster.world import LostPeers
 from braidrl.config import Config
 from braidrl.runtimes.streaming.groups import Group
 from braidrl.runtimes.streaming.worker import orphaned, work
 from braidrl.transfer.queue.control import ControlPlane
 from braidrl.transfer.queue.segments import shared_folder
 
+PEERS_LIMIT_S = 2.0
+"""How long a rank that has lost its peers waits for them to say why."""
 RESTARTS = 5
 """How often a worker may be killed before the run ends: what kills it again and again is no accident."""
 
@@ -55,7 +58,7 @@ class Processes:
         for member in self.members:
             if member.process.alive:
                 continue
-            member.process.raise_failure()
+            self._raise_failure(member)
             self.control.fail(member.holder)
             name = f"{member.group.name} {member.number}"
             if member.group.trained:
@@ -68,6 +71,17 @@ class Processes:
             member.process.close()
             member.starts += 1
             member.process = self._start(member.group, member.number, member.starts)
+
+    def _raise_failure(self, member: Member) -> None:
+        """Raises what a process has raised; where it only lost its peers, what one of those raised."""
+        failure, limit = member.process.failure, time.monotonic() + PEERS_LIMIT_S
+        while failure is not None and LostPeers.__name__ in failure["text"] and time.monotonic() < limit:
+            for peer in self.members:
+                cause = None if peer.process.alive else peer.process.failure
+                if cause is not None and LostPeers.__name__ not in cause["text"]:
+                    peer.process.raise_failure()
+            time.sleep(0.05)
+        member.process.raise_failure()
 
     def close(self) -> None:
         """Waits for all to end, which the queue tells them to, and kills those that do not in time."""

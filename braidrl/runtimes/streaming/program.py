@@ -8,13 +8,12 @@ loader ──admit──▶ queue ◀──take, done── workers
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from braidrl.cluster.local import WorkerFailed
 from braidrl.config import Config
-from braidrl.data.admission import admit
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
@@ -25,8 +24,9 @@ from braidrl.flow.versions import admissible
 from braidrl.flow.waves import Sampling
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.iteration import IterationResult, Position
-from braidrl.runtimes.row_store import Origin, Recording, RowStore, Surplus, with_added
+from braidrl.runtimes.row_store import Admission, Origin, Recording, RowStore, Surplus, with_added
 from braidrl.runtimes.setup import Prepared
+from braidrl.runtimes.stage_state import State
 from braidrl.runtimes.streaming.groups import check_streaming, worker_groups
 from braidrl.runtimes.streaming.processes import Processes
 from braidrl.transfer.queue.client import assembled
@@ -106,7 +106,7 @@ class StreamingProgram:
         following = self.stream.schedule.published + 1
         return self.opening.get(following) or self._current()
 
-    def restore(self, sampling: dict[str, Any], surplus: Sequence[Rows]) -> None:
+    def restore(self, sampling: dict[str, Any], surplus: Sequence[Rows], states: Mapping[str, State]) -> None:
         """Goes on from a checkpoint's selection state and surplus rows; `load` says after which iteration."""
         self.restored = sampling, Rows.cat(list(surplus)) if surplus else None
 
@@ -188,7 +188,7 @@ class StreamingProgram:
             if before is not None and schedule.is_open:
                 self.opening[following] = before
         if count:
-            self.control.admit(self.stream, admit(self.loader, count, self.config.rollout.samples_per_prompt))
+            self.control.admit(self.stream, self.store.make(Admission(tuple(self.loader.advance(count)))))
         self._change(lambda: None)
 
     def _current(self) -> Position:
@@ -199,7 +199,7 @@ class StreamingProgram:
             writers = self.stream.recorded_writers
             index = self.stream.table.index(waiting, writers)
             surplus = [assembled(self.data, index, self.stream.table.payload(waiting, writers, None))]
-        return self.loader.state(), self.sampling.state(), surplus
+        return self.loader.state(), self.sampling.state(), surplus, {}
 
     def _result(self, finished: Finished) -> IterationResult[Rows]:
         table = assembled(self.data, finished.index, finished.payload)

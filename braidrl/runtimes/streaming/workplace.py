@@ -98,11 +98,11 @@ class Workplace:
             self._record(Piece(stage, iteration, version, self.idle_since, self.idle_since), now, "waiting")
         return Piece(stage, iteration, version, now, now)
 
-    def count(self, piece: Piece, stage: str, rows: int) -> dict[str, Any]:
+    def count(self, piece: Piece, stage: str, rows: int) -> Report:
         """A report on rows that are done while the piece goes on, with the seconds since the last such report."""
         piece.rows += rows
         before, piece.reported = piece.reported, self.trace.now()
-        return Report(stage, piece.reported - before).plain()
+        return Report(stage, piece.reported - before)
 
     def end(self, piece: Piece) -> None:
         """A piece of work is over; waiting begins."""

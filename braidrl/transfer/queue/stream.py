@@ -126,9 +126,13 @@ class Stream:
             return None
         account, released = self.accounts[iteration], [uid for g in outcome.released for uid in groups[g]]
         account.outcome = outcome
-        generated = [uid for uid in released if all(uid in self.table.parts.get(s.name, {}) for s in self._generating)]
+        # Of groups that nobody waited for only those count that came through the whole segment.
+        writers = [s.name for s in self.recorded if s.kind is not Kind.SELECT and s.when.includes(iteration)]
+        known = [self.table.parts.get(name, {}) for name in writers]
+        whole = [g for g in outcome.released if all(uid in parts for uid in groups[g] for parts in known)]
+        generated = [uid for g in whole for uid in groups[g]]
         if generated:
-            account.generated.append(self.table.index(generated, [ADMISSION, *(s.name for s in self.flow.stages)]))
+            account.generated.append(self.table.index(generated, self.recorded_writers))
         return self.table.evict(released)
 
     def publish(self) -> Finished:
@@ -152,10 +156,6 @@ class Stream:
         iteration = self.schedule.iteration_of.get(lease.rows[0][1])
         if iteration is not None:
             self.accounts[iteration].reports.append(report)
-
-    @property
-    def _generating(self) -> list[Stage]:
-        return [stage for stage in self.flow.stages if stage.kind is Kind.GENERATE]
 
     def _write(
         self, writer: str, uids: Sequence[Uid], index: Rows, block: Block | None, columns: tuple[str, ...]

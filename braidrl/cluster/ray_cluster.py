@@ -1,0 +1,101 @@
+"""Worker processes on a Ray cluster: the cluster itself, a placement group for each pool, an actor for each seat in it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from braidrl.config import ClusterConfig
+from braidrl.errors import UserError
+from braidrl.placement.pools import Pool, check_devices
+
+CLOSE_LIMIT_S = 10.0
+
+
+def import_ray() -> Any:
+    """The module. Raises UserError where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("runtime=hybrid needs Ray, which is not installed; run `pip install braidrl[ray]`")
+    # Ray's own accounting of usage goes to its makers unless it is told not to.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # The driver reports the first failure; those that follow from it would be printed besides.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    return importlib.import_module("ray")
+
+
+class RayCluster:
+    """A connection to a cluster, and what was started on it. `close` ends all of it, and the cluster too if it began here."""
+
+    def __init__(self, config: ClusterConfig, device: str) -> None:
+        """Uses the cluster that this process is connected to, else connects or starts one. Raises UserError if it cannot."""
+        self.ray, self.config = import_ray(), config
+        self.started = not self.ray.is_initialized()
+        self.groups: list[Any] = []
+        self.actors: list[Any] = []
+        if self.started:
+            self._connect()
+        resources = self.ray.cluster_resources()
+        self.kind = "GPU" if device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0) else "CPU"
+        self.devices = int(resources.get(self.kind, 0))
+
+    def _connect(self) -> None:
+        address = self.config.address or os.environ.get("RAY_ADDRESS")
+        local = {} if address else {"num_cpus": self.config.cpus, "include_dashboard": False}
+        try:
+            self.ray.init(address, log_to_driver=True, logging_level=logging.ERROR, configure_logging=True, **local)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"no Ray cluster at {address or 'this machine'} ({' '.join(str(error).split())}); check cluster.address"
+            ) from error
+
+    def seats(self, pools: Sequence[Pool]) -> list[list[Any]]:
+        """For each pool where its workers go: reserved devices. Raises UserError where there are too few, or none become free."""
+        check_devices(pools, self.devices, f"{self.kind}s")
+        util = self.ray.util
+        for pool in pools:
+            bundle = {"CPU": 1, **({"GPU": 1} if self.kind == "GPU" else {})}
+            self.groups.append(util.placement_group([bundle] * pool.workers, strategy="PACK"))
+        for pool, group in zip(pools, self.groups, strict=True):
+            if not group.wait(self.config.start_limit_s):
+                raise UserError(
+                    f"waited {self.config.start_limit_s:g} s for {pool.workers} free {self.kind}s for {pool.name}; "
+                    "other work holds them: end it, or raise cluster.start_limit_s"
+                )
+        strategy = util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        return [
+            [strategy(group, placement_group_bundle_index=rank) for rank in range(pool.workers)]
+            for pool, group in zip(pools, self.groups, strict=True)
+        ]
+
+    def start(self, worker: type, seat: Any, *arguments: Any) -> Any:
+        """An actor of class `worker` in a reserved seat; it answers `fetch` in threads of their own while another call runs."""
+        options = {
+            "num_cpus": 1,
+            "num_gpus": 1 if self.kind == "GPU" else 0,
+            "scheduling_strategy": seat,
+            "concurrency_groups": {"rows": 2, "aside": 1},
+            "max_restarts": 0,
+        }
+        actor = self.ray.remote(**options)(worker).remote(*arguments)
+        self.actors.append(actor)
+        return actor
+
+    def close(self) -> None:
+        """Lets every worker clean up for a moment, ends it, and frees its device."""
+        if not self.ray.is_initialized():
+            return
+        leaving = [actor.close.options(concurrency_group="aside").remote() for actor in self.actors]
+        self.ray.wait(leaving, num_returns=len(leaving), timeout=CLOSE_LIMIT_S) if leaving else None
+        for actor in self.actors:
+            self.ray.kill(actor)
+        for group in self.groups:
+            with contextlib.suppress(Exception):
+                self.ray.util.remove_placement_group(group)
+        self.actors, self.groups = [], []
+        if self.started:
+            self.ray.shutdown()

@@ -1,0 +1,31 @@
+"""CISPO, MiniMax-M1, arXiv 2506.13585: the importance weight is clipped, so that no token loses its gradient."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from braidrl.flow import Flow, actor, advantage, loss
+from braidrl.flow.recipes.parameters import PolicyParameters
+from braidrl.flow.recipes.parts import policy_update, rewarded
+
+
+class CispoParameters(PolicyParameters):
+    """Of CISPO."""
+
+    clip_low: float = Field(1.0, ge=0, le=1)
+    """ε_low: weights below 1 − ε_low are raised to it; 1 sets no lower bound, as in the paper."""
+    clip_high: float = Field(4.0, ge=0)
+    """ε_high: weights above 1 + ε_high are lowered to it."""
+
+
+def cispo(p: CispoParameters) -> Flow:
+    """Group-normalised rewards and REINFORCE with clipped weights."""
+    return Flow(
+        "cispo",
+        [
+            actor.generate(),
+            *rewarded(p.reward),
+            advantage.group_normalized(),
+            policy_update(p, loss.cispo(low=p.clip_low, high=p.clip_high)),
+        ],
+    )

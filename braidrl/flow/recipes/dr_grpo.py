@@ -1,0 +1,35 @@
+"""Dr. GRPO, arXiv 2503.20783: GRPO without the two divisions that favour some responses, by length and by deviation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from braidrl.flow import Flow, actor, advantage
+from braidrl.flow.recipes.parameters import ClippedParameters
+from braidrl.flow.recipes.parts import policy_update, rewarded, surrogate
+
+
+class DrGrpoParameters(ClippedParameters):
+    """Of Dr. GRPO."""
+
+    max_response_tokens: int = Field(ge=1)
+    """The constant that sums over a response are divided by, in place of its length."""
+    aggregate: str | dict[str, Any] = "token-sum-norm"
+    """How the losses of tokens become one number; token-sum-norm divides by `max_response_tokens`."""
+
+
+def dr_grpo(p: DrGrpoParameters) -> Flow:
+    """Centred rewards, and sums over tokens divided by a constant."""
+    constant = {"name": "token-sum-norm", "max_tokens": p.max_response_tokens}
+    aggregate = constant if p.aggregate == "token-sum-norm" else p.aggregate
+    return Flow(
+        "dr_grpo",
+        [
+            actor.generate(),
+            *rewarded(p.reward),
+            advantage.group_centered(),
+            policy_update(p, surrogate(p), aggregate=aggregate),
+        ],
+    )

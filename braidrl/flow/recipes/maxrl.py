@@ -1,0 +1,16 @@
+"""MaxRL, arXiv 2602.02710: rewards centred and divided by the group's success rate, so that hard prompts weigh more."""
+
+from __future__ import annotations
+
+from braidrl.flow import Flow, actor, advantage
+from braidrl.flow.recipes.parameters import ClippedParameters
+from braidrl.flow.recipes.parts import policy_update, rewarded, surrogate
+
+
+class MaxrlParameters(ClippedParameters):
+    """Of MaxRL."""
+
+
+def maxrl(p: MaxrlParameters) -> Flow:
+    """Success or failure of verified responses; a reward without `verify` says neither and is refused."""
+    return Flow("maxrl", [actor.generate(), *rewarded(p.reward), advantage.maxrl(), policy_update(p, surrogate(p))])

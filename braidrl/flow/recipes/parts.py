@@ -1,0 +1,67 @@
+"""Stages that several recipes have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from braidrl.errors import UserError
+from braidrl.flow.recipes.parameters import ClippedParameters, KlParameters, PolicyParameters
+from braidrl.flow.roles import Role, actor, reference, reward
+from braidrl.flow.stage import Stage
+from braidrl.flow.stages import loss, select
+
+
+def rewarded(
+    sources: str | Mapping[str, float],
+    of: str | None = None,
+    correct_score: float | None = None,
+    wrong_score: float | None = None,
+) -> list[Stage]:
+    """A stage for each source of rewards; each adds its weight times its score to `reward`, and has a column of its own.
+
+    Raises UserError for no source and for a name that no role can have.
+    """
+    weights = {sources: 1.0} if isinstance(sources, str) else dict(sources)
+    if not weights:
+        raise UserError("reward names no source; write one, as in `reward: verify`")
+    stages = []
+    for name, weight in weights.items():
+        if not name.isidentifier():
+            raise UserError(
+                f"reward: {name!r} is no source; write verify, score, or the name of a role with a reward model"
+            )
+        given = None if weight == 1.0 and name in ("verify", "score") else weight
+        if name == "verify":
+            stages.append(reward.verify(correct_score=correct_score, wrong_score=wrong_score, weight=given, of=of))
+        else:
+            stages.append((reward if name == "score" else Role(name)).score(weight=given, of=of))
+    return stages
+
+
+def informative(sources: str | Mapping[str, float]) -> Stage:
+    """Drops groups without a signal: all right or all wrong, or where nothing is verified those of equal rewards."""
+    return select.informative_groups() if "verify" in sources else select.informative_rewards()
+
+
+def surrogate(p: ClippedParameters) -> dict[str, Any]:
+    """The clipped surrogate at the recipe's clip range."""
+    return loss.clip(low=p.clip_low, high=p.clip_high, dual=p.dual_clip)
+
+
+def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> Stage:
+    """The actor's update by a loss; `more` goes over what the parameters say."""
+    given = {
+        "aggregate": p.aggregate, "old": p.old, "entropy_coef": p.entropy_coef or None, "correction": p.correction,
+    }  # fmt: skip
+    return actor.update(loss=loss, **{**given, **more})
+
+
+def kl_term(p: KlParameters) -> dict[str, Any] | None:
+    """The KL term in the loss, or None where its weight is 0."""
+    return {"name": p.kl_estimator, "coef": p.kl_coef} if p.kl_coef > 0 else None
+
+
+def reference_model(p: KlParameters) -> list[Stage]:
+    """The reference's log-probs, where the recipe compares with it."""
+    return [reference.log_probs()] if p.kl_coef > 0 else []

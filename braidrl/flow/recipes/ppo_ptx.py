@@ -1,0 +1,20 @@
+"""PPO-ptx, InstructGPT, arXiv 2203.02155: PPO whose actor also keeps the likelihood of pre-training text."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from braidrl.flow import Flow
+from braidrl.flow.recipes.ppo import PpoParameters, ppo_stages
+
+
+class PpoPtxParameters(PpoParameters):
+    """Of PPO-ptx."""
+
+    ptx_coef: float = Field(27.8, gt=0)
+    """γ of the paper: weight of the text's mean −log π per token, beside the policy loss. The text is `data.ptx`."""
+
+
+def ppo_ptx(p: PpoPtxParameters) -> Flow:
+    """PPO, and in the same optimizer step a language-model loss on text that is joined to the rows."""
+    return Flow("ppo_ptx", ppo_stages(p, ptx_coef=p.ptx_coef))

@@ -1,0 +1,33 @@
+"""ReMax, arXiv 2310.10505: the baseline of a response is the reward of its prompt's greedy response, so that no critic is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from braidrl.flow import Flow, actor, advantage, loss, shape
+from braidrl.flow.recipes.parameters import KlParameters, PolicyParameters
+from braidrl.flow.recipes.parts import policy_update, reference_model, rewarded
+
+
+class RemaxParameters(PolicyParameters, KlParameters):
+    """Of ReMax."""
+
+    aggregate: str | dict[str, Any] = "seq-mean-token-sum"
+    """How the losses of tokens become one number; the paper's is the mean over rows of row sums."""
+
+
+def remax(p: RemaxParameters) -> Flow:
+    """PPO without the critic, and one greedy generation more."""
+    return Flow(
+        "remax",
+        [
+            actor.generate(),
+            actor.generate(into="greedy", greedy=True),
+            *rewarded(p.reward),
+            *rewarded(p.reward, of="greedy"),
+            advantage.remax(),
+            *reference_model(p),
+            *([shape.advantage_kl_penalty(coef=p.kl_coef, estimator=p.kl_estimator)] if p.kl_coef > 0 else []),
+            policy_update(p, loss.reinforce()),
+        ],
+    )

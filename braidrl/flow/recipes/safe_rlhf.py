@@ -1,0 +1,52 @@
+"""Safe-RLHF, arXiv 2310.12773: PPO-Lagrangian. The highest reward whose mean cost stays below a limit."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from braidrl.flow import Flow, Stage, actor, advantage, cost, cost_critic, critic, loss, shape
+from braidrl.flow.recipes.parts import policy_update, reference_model, rewarded, surrogate
+from braidrl.flow.recipes.ppo import CriticParameters
+from braidrl.flow.stages import make_stage
+
+
+class SafeRlhfParameters(CriticParameters):
+    """Of Safe-RLHF."""
+
+    cost: str = "score"
+    """Who says the cost: `score` (the cost model), or a function of yours that writes `cost`, as in `limits.py:length_cost`."""
+    cost_limit: float = 0.0
+    """d: the mean cost that the policy may have."""
+    multiplier: float = Field(1.0, ge=0)
+    """λ before the first iteration."""
+    multiplier_learning_rate: float = Field(0.1, ge=0)
+    """How much λ rises per iteration for each unit of mean cost above the limit, and falls below it."""
+    ptx_coef: float = Field(0.0, ge=0)
+    """Weight of the likelihood of pre-training text (`data.ptx`) in the actor's loss; 0 needs none."""
+
+
+def safe_rlhf(p: SafeRlhfParameters) -> Flow:
+    """PPO with a second critic for costs; advantages are mixed by a multiplier that follows the mean cost."""
+    penalty = shape.safe_rlhf_kl_penalty(coef=p.kl_coef, estimator=p.kl_estimator) if p.kl_coef > 0 else None
+    stages = [
+        actor.generate(),
+        *rewarded(p.reward),
+        cost_stage(p.cost),
+        *reference_model(p),
+        critic.values(),
+        cost_critic.values(),
+        *([penalty] if penalty else []),
+        advantage.gae(gamma=p.gamma, lam=p.lam),
+        advantage.cost_gae(gamma=p.gamma, lam=p.lam),
+        advantage.safe_rlhf(threshold=p.cost_limit, learning_rate=p.multiplier_learning_rate, multiplier=p.multiplier),
+        *([advantage.whiten()] if p.whiten else []),
+        critic.update(loss=loss.value(clip=p.value_clip)),
+        cost_critic.update(loss=loss.value(clip=p.value_clip)),
+        policy_update(p, surrogate(p), ptx_coef=p.ptx_coef, when=p.actor_when),
+    ]
+    return Flow("safe_rlhf", stages)
+
+
+def cost_stage(who: str) -> Stage:
+    """The stage that writes `cost`."""
+    return cost.score() if who == "score" else make_stage(who)

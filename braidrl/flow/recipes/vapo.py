@@ -1,0 +1,46 @@
+"""VAPO, arXiv 2504.05118: PPO for long reasoning, with a warmed-up critic and a λ for each length."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from braidrl.flow import Flow, actor, advantage, critic, loss
+from braidrl.flow.recipes.parts import policy_update, reference_model, rewarded, surrogate
+from braidrl.flow.recipes.ppo import PpoParameters, kl_penalty
+
+
+class VapoParameters(PpoParameters):
+    """Of VAPO."""
+
+    reward: str | dict[str, float] = "verify"
+    """Who rewards: `verify` (rules), `score` (the reward model), another role with a reward model, or several with weights."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of a KL penalty in the reward; the paper has none."""
+    clip_high: float = Field(0.28, ge=0)
+    """ε_high: more room than ε_low for unlikely tokens to become likelier."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """λ of the critic's returns; 1 are Monte-Carlo returns."""
+    alpha: float = Field(0.05, gt=0)
+    """The actor's λ is 1 − 1/(alpha · length)."""
+    critic_warmup: int = Field(50, ge=0)
+    """Iterations that train the critic alone, on the returns of a policy that stays as it is."""
+    positive_coef: float = Field(0.1, ge=0)
+    """μ: weight of the likelihood of right answers in the actor's loss; 0 for rewards that are not verified."""
+
+
+def vapo(p: VapoParameters) -> Flow:
+    """Decoupled and length-adaptive GAE, Clip-Higher, token-level loss, imitation of the right answers."""
+    return Flow(
+        "vapo",
+        [
+            actor.generate(),
+            *rewarded(p.reward),
+            *reference_model(p),
+            critic.values(),
+            *kl_penalty(p),
+            advantage.decoupled_gae(gamma=p.gamma, lam_critic=p.lam, alpha=p.alpha),
+            *([advantage.whiten()] if p.whiten else []),
+            critic.update(loss=loss.value(clip=p.value_clip)),
+            policy_update(p, surrogate(p), positive_coef=p.positive_coef, when=p.actor_when),
+        ],
+    )

@@ -1,0 +1,145 @@
+"""A role's worker: one model that infers over rows, accumulates gradients over them, and steps. Roles differ in what they predict.
+
+rows ──plan──▶ micro-batches ──pack──▶ hidden states ──predict──▶ per action or row ──objective──▶ sums ──backward──▶ step
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.config import Config
+from braidrl.data.packing import plan_micro_batches
+from braidrl.data.rows import Rows
+from braidrl.models.attention import PackedSequences
+from braidrl.models.data_parallel import DataParallel
+from braidrl.models.likelihood import Likelihood
+from braidrl.models.objective import Objective
+from braidrl.models.optimizer import MasterOptimizer
+from braidrl.models.packed import Packed, pack
+from braidrl.observe.metrics import Sums
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+Advance = Callable[[int, int], None]
+"""Told after each micro-batch how many rows and tokens it held."""
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` takes the CUDA device where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def model_path(role: str, config: Config) -> Path:
+    """The directory that a role's model comes from: its own, or the run's."""
+    own = config.roles.get(role)
+    return Path((own and own.model) or config.model)
+
+
+class RoleWorker(ABC):
+    """A model by its role. With `train` it holds an optimizer, without it is frozen."""
+
+    def __init__(self, role: str, config: Config, train: bool, ranks: DataParallel | None = None) -> None:
+        own = config.roles.get(role)
+        self.role, self.config, self.train = role, config, train
+        self.device = choose_device(config.device)
+        self.path = model_path(role, config)
+        self.dtype = DTYPES[(own and own.dtype) or config.dtype]
+        self.model = self.load_model(self.path)
+        self.model.requires_grad_(train).eval()
+        self.max_tokens = config.trainer.max_tokens_per_device
+        self.optimizer: MasterOptimizer | None = None
+        if train:
+            peak = own.learning_rate if own and own.learning_rate is not None else config.trainer.learning_rate
+            self.optimizer = MasterOptimizer(list(self.model.parameters()), config.trainer, peak, ranks)
+            if config.trainer.activation_checkpointing:
+                self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    @abstractmethod
+    def load_model(self, folder: Path) -> Any:
+        """The kind of model that this role needs, from a Hugging Face directory."""
+
+    @abstractmethod
+    def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
+        """What a forward pass computes for the objective's loss, by name; without one, what inference needs."""
+
+    def hidden_states(self, packed: Packed) -> Tensor:
+        """The last layer's output at each packed token, (N, D)."""
+        hidden: Tensor = self.model.base_model(
+            input_ids=packed.input_ids[None],
+            position_ids=packed.position_ids[None],
+            use_cache=False,
+            sequences=PackedSequences.of(packed.sequence_lengths, self.device),
+        ).last_hidden_state[0]
+        return hidden
+
+    def micro_batches(self, rows: Rows, whole_groups: bool = False) -> Iterator[tuple[list[int], Rows]]:
+        """Row numbers and rows of each micro-batch, of at most `max_tokens_per_device` tokens."""
+        if len(rows):
+            groups = rows["group"].tolist() if whole_groups else None
+            (plan,) = plan_micro_batches(
+                rows["tokens"].lengths.tolist(), 1, self.max_tokens, uids=rows.uids(), groups=groups
+            )
+            for numbers in plan:
+                if numbers:
+                    yield numbers, rows.take(numbers)
+
+    @torch.no_grad()
+    def infer(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
+        """What the model predicts under `name` for each row's actions (`scores`: one number for the row), in the order of `rows`."""
+        order: list[int] = []
+        parts: list[Ragged] = []
+        for numbers, part in self.micro_batches(rows):
+            packed = pack(part, self.device)
+            offsets = torch.arange(len(part) + 1) if name == "scores" else packed.offsets.to("cpu")
+            parts.append(Ragged(self.predict(packed)[name].to("cpu"), offsets))
+            order += numbers
+            if advance:
+                advance(len(part), len(packed.input_ids))
+        if not parts:
+            return Ragged(torch.empty(0), torch.zeros(1, dtype=torch.int64))
+        return Ragged.cat(parts).take(torch.tensor(order).argsort())
+
+    def accumulate(
+        self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
+    ) -> dict[str, float]:
+        """Adds the gradient sums of `rows`; may be called many times before `step`.
+
+        Returns the loss sums by denominator; metrics per token go to `sums` under the role's name.
+        """
+        assert self.optimizer is not None, f"{self.role} is not trained"
+        totals: dict[str, float] = {}
+        self.model.train()
+        terms: tuple[Objective | Likelihood, ...] = (objective, *objective.beside)
+        for term in terms:
+            for _, part in self.micro_batches(term.select(rows), term.whole_groups):
+                packed = pack(part, self.device)
+                losses, metrics = term.sums(part, packed.offsets, self.predict(packed, term))
+                self.optimizer.backward(losses)
+                for name, loss in losses.items():
+                    totals[name] = totals.get(name, 0.0) + float(loss.detach())
+                self._count(metrics, sums)
+                if advance:
+                    advance(len(part) if term is objective else 0, len(packed.input_ids))
+        self.model.eval()
+        return totals
+
+    def _count(self, metrics: Mapping[str, Tensor], sums: Sums) -> None:
+        """Adds numbers per token to the sums, under the role's name."""
+        for name, values in metrics.items():
+            if name.endswith("_max"):
+                sums.highest(f"{self.role}/{name}", values.max())
+            else:
+                sums.add(f"{self.role}/{name}", values.sum(), len(values))
+
+    def step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
+        """Divides the accumulated sums by their global counts and updates; the gradient norm, or None if there was nothing."""
+        assert self.optimizer is not None, f"{self.role} is not trained"
+        return self.optimizer.step(denominators, iteration)

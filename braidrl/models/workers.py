@@ -1,0 +1,16 @@
+"""Which kind of worker a role of a flow needs."""
+
+from __future__ import annotations
+
+from braidrl.config import Config
+from braidrl.flow import Flow
+from braidrl.models.data_parallel import DataParallel
+from braidrl.models.role_worker import RoleWorker
+from braidrl.models.scalar_worker import ScalarWorker
+from braidrl.models.worker import DecoderWorker
+
+
+def make_worker(role: str, config: Config, flow: Flow, ranks: DataParallel | None = None, training: bool = True) -> RoleWorker:
+    """The role's worker: with an optimizer where the flow trains it and `training` is not off, with a scalar head where it gives values or scores."""
+    kind = ScalarWorker if role in flow.scalar_roles else DecoderWorker
+    return kind(role, config, training and role in flow.trained_roles, ranks)

@@ -1,0 +1,84 @@
+"""Which roles share processes, and how many of them: a partition of the roles into pools.
+
+colocate     [actor reference critic]             roles take turns, hand-over in place
+standalone   [actor] [reference] [critic]         each works as soon as its inputs are there
+split        [actor] [reference critic]           who generates, and the others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from braidrl.config import PlacementConfig, PoolConfig
+from braidrl.errors import UserError, suggest
+
+NAMES = ("colocate", "standalone", "split")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Roles in the same processes; `workers` processes, each with a device of its own."""
+
+    roles: tuple[str, ...]
+    workers: int
+
+    @property
+    def name(self) -> str:
+        """What its workers are called in traces and errors."""
+        return "+".join(self.roles)
+
+
+def place(
+    placement: PlacementConfig, roles: Sequence[str], generating: Collection[str], workers: int
+) -> tuple[Pool, ...]:
+    """The pools of a run whose models are `roles`; `workers` is a pool's size where it does not say.
+
+    Raises UserError for an unknown name, and for a role that is missing, unknown or in two pools.
+    """
+    if placement.pools:
+        check_partition(placement.pools, roles)
+        return tuple(Pool(tuple(pool.roles), pool.workers or workers) for pool in placement.pools)
+    if placement.name not in NAMES:
+        raise UserError(f"no placement is called {placement.name!r}. {suggest(placement.name, NAMES)}")
+    return tuple(Pool(part, workers) for part in by_name(placement.name, tuple(roles), generating) if part)
+
+
+def by_name(name: str, roles: tuple[str, ...], generating: Collection[str]) -> list[tuple[str, ...]]:
+    """The roles of each pool, of which the last may be empty."""
+    if name == "colocate":
+        return [roles]
+    if name == "standalone":
+        return [(role,) for role in roles]
+    return [tuple(r for r in roles if r in generating), tuple(r for r in roles if r not in generating)]
+
+
+def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str]) -> None:
+    """Raises UserError unless each role is in exactly one pool."""
+    placed: dict[str, int] = {}
+    for number, pool in enumerate(pools):
+        for role in pool.roles:
+            if role not in roles:
+                raise UserError(
+                    f"placement: pool {number} names {role!r}, which is no model of this flow. {suggest(role, roles)}"
+                )
+            if role in placed:
+                raise UserError(
+                    f"placement: pools overlap: {role} is in pool {placed[role]} and in pool {number}; "
+                    "a role lives in one pool"
+                )
+            placed[role] = number
+    missing = [role for role in roles if role not in placed]
+    if missing:
+        raise UserError(f"placement: {missing[0]} is in no pool; add it to one, or write placement=colocate")
+
+
+def check_devices(pools: Sequence[Pool], devices: int, kind: str) -> None:
+    """Raises UserError where the pools together need more devices than there are; `kind` is what they are (CPUs, GPUs)."""
+    needed = sum(pool.workers for pool in pools)
+    if needed > devices:
+        sizes = ", ".join(f"{pool.name}: {pool.workers}" for pool in pools)
+        raise UserError(
+            f"the pools ask for {needed} {kind} ({sizes}) and the cluster has {devices}; "
+            "lower `workers`, or place more roles in one pool"
+        )

@@ -1,0 +1,93 @@
+"""What a run's parts must have of each other, checked before any model loads."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from braidrl.config import Config, SourceConfig
+from braidrl.data.prompts import LoadedSource
+from braidrl.data.sources import place
+from braidrl.errors import UserError, suggest
+from braidrl.flow import Flow, Kind
+from braidrl.rewards.verifier import Verifier, resolve
+
+ENGINES = ("embedded",)
+
+
+def check_engine(config: Config) -> None:
+    """Raises UserError for a rollout engine that there is not."""
+    engine = config.rollout.engine
+    if engine not in ENGINES:
+        raise UserError(f"rollout.engine: no engine is called {engine!r}. {suggest(engine, ENGINES)}")
+
+
+def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
+    """Raises UserError for settings of a role that no stage uses a model of."""
+    known = list(roles)
+    for role in config.roles:
+        if role not in known:
+            raise UserError(f"roles.{role}: flow {flow} has no model of this role. {suggest(role, known)}")
+
+
+def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Sequence[SourceConfig]) -> None:
+    """Raises UserError, with its line, for the first example without the answer that a verifier compares with."""
+    for source, own in zip(sources, settings, strict=True):
+        verifiers = [resolve(v.name, v.params) for v in (config.reward.verify if own.verify is None else own.verify)]
+        needy = next((verifier for verifier in verifiers if needs_answer(verifier)), None)
+        missing = next((example for example in source.examples if example.answer is None), None)
+        if needy is not None and missing is not None:
+            hint = suggest(own.answer_field, missing.metadata) if missing.metadata else "There is no other field."
+            raise UserError(
+                f"{place(source.path, missing.line)}: no field {own.answer_field!r} for the answer, which the verifier "
+                f"{needy.label!r} compares with. {hint} Set answer_field of this source."
+            )
+
+
+def needs_answer(verifier: Verifier) -> bool:
+    """True where the verifier asks for the answer and has no default for it."""
+    if "answer" not in verifier.reads:
+        return False
+    return inspect.signature(verifier.function).parameters["answer"].default is inspect.Parameter.empty
+
+
+def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], held_out: Sequence[LoadedSource]) -> None:
+    """Raises UserError for prompts that leave no room for a response in a micro-batch, or in the model."""
+    generates = any(stage.kind is Kind.GENERATE for stage in flow.stages)
+    responses = config.rollout.max_response_tokens
+    trained = longest(train, responses if generates else 0)
+    limit = config.trainer.max_tokens_per_device
+    if trained > limit:
+        raise UserError(
+            f"rows of data.train may have {trained} tokens, prompt and response together, and "
+            f"trainer.max_tokens_per_device={limit} is the most that one micro-batch holds; "
+            f"write trainer.max_tokens_per_device={trained}, or lower data.max_prompt_tokens or rollout.max_response_tokens"
+        )
+    positions = max_positions(config.model)
+    needed = max(trained, longest(held_out, responses))
+    if positions is not None and needed > positions:
+        raise UserError(
+            f"rows may have {needed} tokens, prompt and response together, and {config.model} has max_position_embeddings "
+            f"{positions}; lower data.max_prompt_tokens or rollout.max_response_tokens"
+        )
+
+
+def longest(sources: Sequence[LoadedSource], added: int) -> int:
+    """Tokens of the longest row of prompt and given response, or of prompt and `added` sampled tokens."""
+    found = 0
+    for source in sources:
+        # A rank that leaves the filter to another has not tokenised its prompts.
+        if source.prompts is not None:
+            lengths = source.prompts.lengths
+            given = source.responses.lengths if source.responses is not None and not added else added
+            found = max(found, int((lengths + given).max()))
+    return found
+
+
+def max_positions(model: Path) -> int | None:
+    """How long a sequence the model was made for, where its configuration says so."""
+    path = model.expanduser() / "config.json"
+    settings: Mapping[str, int | None] = json.loads(path.read_text()) if path.is_file() else {}
+    return settings.get("max_position_embeddings")

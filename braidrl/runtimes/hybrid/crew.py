@@ -1,0 +1,301 @@
+"""The hybrid driver: it calls roles by the flow's order and returns handles at once; the rows stay with the workers.
+
+driver      run(verify) ─ run(reference.log_probs) ─ run(critic.values) ─ index: waits ─ train ─ train ─ publish: waits
+actor pool      ├── verify ──┤                                             ├─ update ─┤
+reference pool          ├── log_probs ──┤
+critic pool                        ├── values ──┤                          ├─ update ─┤
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braidrl.data.codec import payload_forbidden
+from braidrl.data.loader import PromptLoader
+from braidrl.data.rows import Column, Rows
+from braidrl.flow import Scope, Stage
+from braidrl.models.objective import denominators
+from braidrl.observe.metrics import Sums
+from braidrl.observe.progress import Progress
+from braidrl.runtimes.executor import StageExecutor, record_update
+from braidrl.runtimes.hybrid.dealing import Deal, by_cost, by_length, by_prompt, in_place
+from braidrl.runtimes.hybrid.group import Dealt, Future, Outgoing, WorkerGroup, outgoing
+from braidrl.runtimes.hybrid.handle import Chunk, Deferred, Handle, Layer, merged_column
+from braidrl.runtimes.hybrid.parts import Answer, columns_read
+from braidrl.runtimes.iteration import group_tokens
+from braidrl.runtimes.row_store import Admission, Origin
+
+
+@dataclass(eq=False)
+class Work:
+    """A stage under way on a group: its futures, what they write, and where its sums go."""
+
+    stage: Stage
+    group: WorkerGroup
+    futures: list[Future]
+    chunks: list[Chunk]
+    sums: Sums
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Of an optimizer step: the global counts that its sums are divided by."""
+
+
+class HybridCrew:
+    """Implements `iteration.Crew` with handles. Every role has a worker group; `home` is where rows are born."""
+
+    def __init__(
+        self,
+        loader: PromptLoader | None,
+        groups: Mapping[str, WorkerGroup],
+        home: WorkerGroup,
+        executor: StageExecutor,
+        resources: ExitStack,
+    ) -> None:
+        """`groups` by role; `executor`, which holds no role, computes on index columns; `resources` are what `close` ends."""
+        self.loader, self.groups, self.home = loader, groups, home
+        self.executor, self.resources = executor, resources
+        self.progress: Progress = executor.progress
+        self.distinct = list(dict.fromkeys(groups.values()))
+        self.group_of = {group.first + rank: group for group in self.distinct for rank in range(group.mesh.size)}
+        self.keys = itertools.count()
+        self.training: list[Work] = []
+        self.forgotten: deque[tuple[int, int]] = deque()
+        resources.enter_context(payload_forbidden())
+
+    def admit(self, groups: int) -> Handle:
+        assert self.loader is not None, "this crew only evaluates"
+        return self.bring(Admission(tuple(self.loader.advance(groups))))
+
+    def bring(self, origin: Origin) -> Handle:
+        key = next(self.keys)
+        future = self.home.call("make", origin, key)
+        (answer,) = self.home.wait([future])
+        index = answer.rows()
+        chunk = self._chunk(key, len(index), future, ())
+        chunk.columns, chunk.index = answer.columns, index
+        layer = Layer.of(len(index), [(torch.arange(len(index)), chunk)])
+        return Handle(len(index), index, {type(origin).__name__: layer})
+
+    def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums) -> Handle:
+        """At once; a stage without a role is put off until somebody needs what it writes."""
+        asked = Deferred(stage, iteration, sums)
+        if stage.role is None:
+            return table.deferring(*table.deferred, asked)
+        self._compute_for(stage, table)
+        return table.with_layer(stage.name, self._begin(asked, table, *self._place(stage, table), "execute"))
+
+    def totals(self, stage: Stage, table: Handle) -> dict[str, float]:
+        """What a stage adds up over all rows, each part where it lies."""
+        asked = Deferred(stage, 0, Sums())
+        self._compute_for(stage, table)
+        return {name: float(total) for name, total in self._totals(asked, table, *self._where(asked, table)).items()}
+
+    def select(self, stage: Stage, table: Handle) -> dict[int, str]:
+        return self.executor.select(stage, self.index(table))
+
+    def train(self, stage: Stage, table: Handle, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
+        """Begins every optimizer step; `publish` waits for them."""
+        index, group = self.index(table), self.groups[str(stage.role)]
+        size = group.mesh.size
+        for update in updates:
+            rows = index.take(update)
+            counts = denominators(rows)
+            chosen = table.take(update).with_index({"group_tokens": group_tokens(rows)})
+            parts = Dealt(chosen, by_length(rows), columns_read(stage)).divide(size)
+            futures = group.call("update", parts, [stage] * size, [counts] * size, [iteration] * size)
+            self.training.append(Work(stage, group, futures, [], sums, counts))
+
+    def publish(self, version: int) -> None:
+        for work in self.training:
+            answers = self._answers(work)
+            losses: dict[str, float] = {}
+            for answer in answers:
+                for name, loss in answer.result[0].items():
+                    losses[name] = losses.get(name, 0.0) + loss
+            record_update(work.stage, losses, dict(work.counts), work.sums)
+            norm = answers[0].result[1]
+            if norm is not None:
+                work.sums.add(f"{work.stage.role}/grad_norm", norm)
+        self.training = []
+        self._everywhere("publish", version)
+        self._release()
+
+    def index(self, table: Handle) -> Rows:
+        """Waits for all that was begun and computes what was put off."""
+        self._resolve(table)
+        self._compute(table, len(table.deferred))
+        self._resolve(table)
+        return table.index
+
+    def take(self, table: Handle, positions: Sequence[int]) -> Handle:
+        return table.take(positions)
+
+    def cat(self, tables: Sequence[Handle]) -> Handle:
+        for table in tables:
+            self.index(table)
+        return Handle.cat(tables)
+
+    def record(self, path: Path, table: Handle, final: Handle) -> None:
+        self.index(table)
+        self.index(final)
+        later = {name: layer for name, layer in final.layers.items() if name not in table.layers}
+        added = Handle(len(final), final.index.without(list(table.index)), later)
+        self.home.wait([self.home.call("record", path.resolve(), outgoing(table), outgoing(added))])
+
+    def keep(self, path: Path, table: Handle) -> None:
+        self.index(table)
+        self.home.wait([self.home.call("keep", path.resolve(), outgoing(table), aside=True)])
+
+    def save(self, folder: Path) -> None:
+        """Beside a call that may be running: an interrupt does not wait until all rows are generated."""
+        for group in self.distinct:
+            group.wait([group.call("save", folder.resolve(), aside=True)])
+
+    def load(self, folder: Path, version: int) -> None:
+        self._everywhere("load", folder.resolve())
+        self._everywhere("publish", version)
+
+    def close(self) -> None:
+        self.resources.close()
+
+    def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup, Deal]:
+        """The group that runs a role's stage, and how rows are dealt to its ranks."""
+        if stage.type == "verify":
+            # Checks were begun where the rows were generated.
+            tokens = f"{stage.params['of']}.tokens" if "of" in stage.params else "tokens"
+            for layer in table.layers.values():
+                work = layer.chunks[0].work if layer.chunks else None
+                if work is not None and work.stage.type == "generate" and tokens in work.stage.writes:
+                    return work.group, in_place(layer, work.group.first)
+            return self.home, by_length(table.index)
+        group = self.groups[str(stage.role)]
+        return group, by_prompt(table.index) if stage.type == "generate" else by_length(table.index)
+
+    def _begin(self, of: Deferred, table: Handle, group: WorkerGroup, deal: Deal, method: str, *more: Any) -> Layer:
+        """Sends a stage that writes columns to a group; where they will be."""
+        stage, key = of.stage, next(self.keys)
+        rows = Dealt(table, deal, columns_read(stage))
+        called: list[tuple[Outgoing, Future]] = group.call(method, rows, stage, of.iteration, key, *more)
+        chunks = [self._chunk(key, len(part), future, stage.writes) for part, future in called]
+        work = Work(stage, group, [future for _, future in called], chunks, of.sums)
+        for chunk in chunks:
+            chunk.work = work
+        positions = [torch.as_tensor(part.positions) for part, _ in called]
+        return Layer.of(len(table), list(zip(positions, chunks, strict=True)))
+
+    def _chunk(self, key: int, size: int, future: Future, writes: tuple[str, ...]) -> Chunk:
+        """A chunk whose worker forgets it when nobody here refers to it any more."""
+        chunk = Chunk(future.worker, key, size, future, writes)
+        weakref.finalize(chunk, self.forgotten.append, (future.worker, key)).atexit = False
+        return chunk
+
+    def _resolve(self, table: Handle, names: frozenset[str] | None = None) -> None:
+        """Waits for the index columns of the layers that write one of `names`, or of all."""
+        for name in table.waiting_for(names):
+            segments: dict[str, list[tuple[Tensor, Column]]] = {}
+            for chunk, rows, positions in table.layers[name].pieces():
+                for column, values in self._index_of(chunk).take(rows).items():
+                    segments.setdefault(column, []).append((positions, values))
+            merged = {column: merged_column(len(table), found) for column, found in segments.items()}
+            arrived = {column: values for column, values in merged.items() if values is not None}
+            table.settle(table.with_index(arrived, [name]))
+
+    def _index_of(self, chunk: Chunk) -> Rows:
+        """A chunk's index columns; waits for the stage that writes them."""
+        if chunk.index is None:
+            for written, answer in zip(chunk.work.chunks, self._answers(chunk.work), strict=True):
+                written.columns, written.index = answer.columns, answer.rows()
+        assert chunk.index is not None
+        return chunk.index
+
+    def _answers(self, work: Work) -> list[Answer]:
+        """Waits for a stage, shows its progress, and adds its sums."""
+        with self.progress.stage(work.stage.name, sum(len(future.uids) for future in work.futures)) as bar:
+            answers = work.group.wait(work.futures, lambda future: bar.update(len(future.uids)))
+        for answer in answers:
+            work.sums.merge(Sums(answer.sums))
+        work.sums.add(f"time/{work.stage.name}", max((answer.seconds for answer in answers), default=0.0))
+        return answers
+
+    def _compute_for(self, stage: Stage, table: Handle) -> None:
+        """Computes what was put off as far as `stage` reads it."""
+        reads = columns_read(stage)
+        needed = [number for number, put_off in enumerate(table.deferred, 1) if reads & set(put_off.stage.writes)]
+        self._compute(table, max(needed, default=0))
+
+    def _compute(self, table: Handle, count: int) -> None:
+        """Computes the first `count` stages that were put off: here if they need index columns alone, else where the payload is."""
+        for _ in range(count):
+            first, *others = table.deferred
+            if first.done is None:
+                group, deal = self._where(first, table)
+                first.done = self._computed_here(first, table) if group is None else None
+                first.done = first.done or self._computed_there(first, table, group or self.home, deal)
+            done = first.done
+            whole = table.with_layer(first.stage.name, done) if isinstance(done, Layer) else table.with_index(done)
+            table.settle(whole.deferring(*others))
+
+    def _where(self, asked: Deferred, table: Handle) -> tuple[WorkerGroup | None, Deal]:
+        """The group that holds the payload which a compute stage reads, or None where it reads index columns alone.
+
+        Rows stay where they are, but for those of a group, which have to be together.
+        """
+        reads = columns_read(asked.stage)
+        self._resolve(table, reads)
+        holders = [layer for layer in table.layers.values() if layer.holds_any(reads)]
+        if asked.stage.scope is Scope.GROUP:
+            whole = by_cost([1.0] * len(table), table.index["group"].tolist())
+            return (self.home if holders else None), whole
+        if not holders:
+            return None, by_length(table.index)
+        group = self.group_of[holders[0].chunks[0].worker]
+        return group, in_place(holders[0], group.first)
+
+    def _computed_here(self, asked: Deferred, table: Handle) -> Mapping[str, Column] | None:
+        """The index columns that a stage makes of index columns; None where it makes payload."""
+        stage, index = asked.stage, table.index
+        if stage.scope is Scope.BATCH:
+            columns = self.executor.apply(stage, index, self.executor.sums(stage, index))
+        else:
+            columns = self.executor.execute(stage, index, Sums())
+        return columns if all(isinstance(column, Tensor) for column in columns.values()) else None
+
+    def _computed_there(self, asked: Deferred, table: Handle, group: WorkerGroup, deal: Deal) -> Layer:
+        if asked.stage.scope is not Scope.BATCH:
+            return self._begin(asked, table, group, deal, "execute")
+        return self._begin(asked, table, group, deal, "apply", self._totals(asked, table, group, deal))
+
+    def _totals(self, asked: Deferred, table: Handle, group: WorkerGroup | None, deal: Deal) -> dict[str, Tensor]:
+        if group is None:
+            return self.executor.sums(asked.stage, table.index)
+        rows = Dealt(table, deal, columns_read(asked.stage))
+        called: list[tuple[Outgoing, Future]] = group.call("sums", rows, asked.stage, asked.iteration)
+        totals: dict[str, Tensor] = {}
+        for answer in group.wait([future for _, future in called]):
+            for name, value in answer.result.items():
+                totals[name] = totals[name] + value if name in totals else value
+        return totals
+
+    def _everywhere(self, method: str, *arguments: Any) -> None:
+        """Calls all workers of all groups and waits."""
+        for group, futures in [(group, group.call(method, *arguments)) for group in self.distinct]:
+            group.wait(futures)
+
+    def _release(self) -> None:
+        """Tells workers which chunks they can forget."""
+        keys: dict[int, list[int]] = {}
+        while self.forgotten:
+            worker, key = self.forgotten.popleft()
+            keys.setdefault(worker, []).append(key)
+        for worker, forgotten in keys.items():
+            group = self.group_of[worker]
+            group.actors[worker - group.first].release.remote(forgotten)

@@ -1,0 +1,77 @@
+"""From a checked configuration to a crew of workers on Ray: pools, actors, models; all of it ends with the crew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from braidrl.cluster.ray_cluster import RayCluster
+from braidrl.data.loader import PromptLoader
+from braidrl.observe.progress import Progress
+from braidrl.placement.pools import Pool, place
+from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.hybrid.crew import HybridCrew
+from braidrl.runtimes.hybrid.group import Traffic, WorkerGroup
+from braidrl.runtimes.hybrid.worker import HybridWorker, Seat
+from braidrl.runtimes.setup import Prepared
+
+
+def start_hybrid_crew(
+    prepared: Prepared,
+    loader: PromptLoader | None,
+    progress: Progress,
+    folder: Path | None,
+    cluster: RayCluster | None = None,
+) -> HybridCrew:
+    """Starts the workers and has them load their models; without a `loader` it only evaluates.
+
+    Raises UserError for a placement that does not fit.
+    """
+    config = prepared.config
+    pools = place(config.placement, prepared.roles(train=loader is not None), prepared.generating, config.workers)
+    with ExitStack() as resources:
+        cluster = cluster or RayCluster(config.cluster, config.device)
+        resources.callback(cluster.close)
+        groups = start_groups(cluster, pools, config.cluster.wait_limit_s, folder)
+        first = next(iter(prepared.generating), pools[0].roles[0])
+        home = next(group for group in groups if first in group.pool.roles)
+        load(groups, home, prepared if loader else replace(prepared, flow=prepared.evaluation))
+        for group in groups:
+            group.limit_s = config.cluster.wait_limit_s
+        executor = StageExecutor(config, prepared.flow, (), prepared.tokenizer, None, progress)
+        roles = {role: group for group in groups for role in group.pool.roles}
+        return HybridCrew(loader, roles, home, executor, resources.pop_all())
+
+
+def start_groups(cluster: RayCluster, pools: Sequence[Pool], limit_s: float, folder: Path | None) -> list[WorkerGroup]:
+    """An actor for each rank of each pool; every worker knows the others."""
+    groups, traffic, names = [], Traffic(), dict[str, str]()
+    seats: list[Seat] = []
+    for pool, reserved in zip(pools, cluster.seats(pools), strict=True):
+        actors = [cluster.start(HybridWorker, place_) for place_ in reserved]
+        groups.append(WorkerGroup(pool, actors, len(seats), cluster.config.start_limit_s, traffic, names))
+        for rank, actor in enumerate(actors):
+            names[actor._actor_id.hex()] = f"{pool.name} rank {rank}"
+            seats.append(Seat(len(seats), pool, rank, folder.resolve() if folder else None, limit_s))
+    everybody = [actor for group in groups for actor in group.actors]
+    for actor, seat in zip(everybody, seats, strict=True):
+        actor.sit.remote(seat, *everybody)
+    return groups
+
+
+def load(groups: Sequence[WorkerGroup], home: WorkerGroup, prepared: Prepared) -> None:
+    """Has the ranks of each pool meet and load their models. Data goes to the home group alone, training data to its rank 0."""
+    begun = []
+    for group in groups:
+        if group.mesh.size > 1:
+            (answer,) = group.wait([group.call("rendezvous")])
+            group.call("meet", answer.result)
+    for group in groups:
+        size, is_home = group.mesh.size, group is home
+        own = prepared if is_home else replace(prepared, eval_sources={})
+        each = [own if is_home and rank == 0 else replace(own, sources=[], texts=None) for rank in range(size)]
+        begun.append((group, group.call("load_models", each, [prepared.generating] * size, [is_home] * size)))
+    for group, futures in begun:
+        group.wait(futures)

@@ -1,0 +1,258 @@
+"""A process of a pool: holds the models of its roles and the rows that it wrote, and hands rows to those who ask.
+
+driver ──perform──▶ one call after the other      worker ──fetch──▶ its rows, also while a call runs
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from braidrl.data.codec import decode, encode
+from braidrl.data.frames import join, split
+from braidrl.data.rows import Column, Rows
+from braidrl.errors import UserError
+from braidrl.flow import Stage
+from braidrl.models.data_parallel import DataParallel
+from braidrl.observe.metrics import Sums
+from braidrl.observe.progress import Progress
+from braidrl.observe.trace import TraceWriter
+from braidrl.placement.pools import Pool
+from braidrl.runtimes.executor import StageExecutor, checked_beside
+from braidrl.runtimes.hybrid.failures import StageFailure, named_rows
+from braidrl.runtimes.hybrid.parts import Answer, Numbers, Part, assemble, columns_read, packed_rows
+from braidrl.runtimes.row_store import Origin, with_added
+from braidrl.runtimes.setup import Prepared, set_up_torch
+from braidrl.transfer.protocols import register
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A worker's place: its number among all workers, its pool, its rank there, and the run's folder for its trace."""
+
+    number: int
+    pool: Pool
+    rank: int
+    folder: Path | None
+    limit_s: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.pool.name}-{self.rank}"
+
+
+class HybridWorker:
+    """One rank of all roles of a pool. Calls come through `perform` in the driver's order."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[int, Rows] = {}
+        self.ranks = DataParallel()
+        # Of the call that a thread runs.
+        self.call = threading.local()
+        self.resources = ExitStack()
+        self.trace: TraceWriter | None = None
+
+    def perform(self, message: bytes, *answers: bytes) -> bytes:
+        """Calls a method by name; `answers` are those of earlier calls that it needs. Raises StageFailure or UserError."""
+        method, arguments = pickle.loads(message)
+        self.call.answers = [Answer.of(packed) for packed in answers]
+        self.call.doing = (self.seat.pool.name, method, ())
+        try:
+            answer = getattr(self, method)(*arguments)
+        except UserError:
+            raise
+        except Exception:
+            role, doing, uids = self.call.doing
+            story = f"{role} rank {self.seat.rank} failed in {doing}{named_rows(uids)}:\n{traceback.format_exc()}"
+            raise StageFailure(story) from None
+        return (answer if isinstance(answer, Answer) else Answer(result=answer)).packed()
+
+    def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Numbers:
+        """The named columns of some rows of a chunk, encoded."""
+        return np.frombuffer(join(encode(self._own(key, rows, columns))), dtype=np.uint8)
+
+    def sit(self, seat: Seat, *peers: Any) -> None:
+        """Takes a seat in a run, whose workers are `peers` by number."""
+        self.seat, self.peers = seat, peers
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Forgets chunks that nobody can ask for any more."""
+        for key in keys:
+            self.chunks.pop(key, None)
+
+    def close(self) -> None:
+        """Ends the processes that check answers, and lets go of rows, files and ranks."""
+        self.resources.close()
+        self.chunks = {}
+        self.ranks = DataParallel()
+
+    @register(protocol="RANK_ZERO")
+    def rendezvous(self) -> tuple[str, int]:
+        """Opens the store at which the ranks of the pool meet; its address."""
+        address = ray.util.get_node_ip_address()
+        self.meeting = dist.TCPStore(address, 0, self.seat.pool.workers, is_master=True, wait_for_workers=False)
+        return address, self.meeting.port
+
+    @register(protocol="ONE_TO_ALL")
+    def meet(self, address: tuple[str, int]) -> None:
+        """Joins the other ranks of the pool."""
+        size, limit = self.seat.pool.workers, timedelta(seconds=self.seat.limit_s)
+        if self.seat.rank > 0:
+            self.meeting = dist.TCPStore(*address, size, is_master=False)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=self.meeting, rank=self.seat.rank, world_size=size, timeout=limit)
+        self.resources.callback(dist.destroy_process_group)
+        self.ranks = DataParallel(dist.group.WORLD)
+
+    @register(protocol="ALL_TO_ALL")
+    def load_models(self, prepared: Prepared, generating: Sequence[str], verifies: bool) -> int:
+        """Loads the pool's roles; with `verifies` also starts what checks answers. Returns this process's id."""
+        set_up_torch(prepared.config)
+        self.call.doing = (self.seat.pool.name, "loading its models", ())
+        self.flow, self.rows = prepared.flow, prepared.store()
+        if self.seat.folder is not None:
+            self.trace = TraceWriter(self.seat.folder, self.seat.name)
+            self.resources.callback(self.trace.close)
+        # The driver shows progress; a worker's own would go to a log file.
+        silent = self.resources.enter_context(open(os.devnull, "w"))  # noqa: SIM115
+        own = [role for role in generating if role in self.seat.pool.roles]
+        self.executor = StageExecutor(
+            prepared.config, prepared.flow, self.seat.pool.roles, prepared.tokenizer,
+            prepared.rewards() if verifies else None, Progress(stream=silent), own, self.ranks,
+        )  # fmt: skip
+        self.resources.callback(self.executor.close)
+        return os.getpid()
+
+    @register(protocol="RANK_ZERO")
+    def make(self, origin: Origin, key: int) -> Answer:
+        """Rows from data or a file."""
+        self.call.doing = (self.seat.pool.name, f"reading {type(origin).__name__}", ())
+        return self._keep(key, dict(self.rows.make(origin).items()))
+
+    @register(protocol="DP")
+    def execute(self, part: Part, stage: Stage, iteration: int, key: int) -> Answer:
+        """The columns that a stage writes, kept here."""
+        beside = checked_beside(self.flow, stage) if stage.type == "generate" and stage in self.flow.stages else ()
+        return self._write(part, stage, iteration, key, lambda r, sums: self.executor.execute(stage, r, sums, beside))
+
+    @register(protocol="DP")
+    def sums(self, part: Part, stage: Stage, iteration: int) -> Answer:
+        """This part's share of what a stage of scope batch adds up."""
+        rows = self._gather(part, stage, iteration)
+        with self._span(stage, rows, iteration) as span:
+            totals = self.executor.sums(stage, rows)
+        return Answer(result=totals, seconds=span.seconds)
+
+    @register(protocol="DP")
+    def apply(self, part: Part, stage: Stage, iteration: int, key: int, totals: Mapping[str, Tensor]) -> Answer:
+        """The columns of a stage of scope batch, by the sums over all rows."""
+        return self._write(part, stage, iteration, key, lambda rows, _: self.executor.apply(stage, rows, totals))
+
+    @register(protocol="ALL_TO_ALL")
+    def update(self, part: Part, stage: Stage, counts: Mapping[str, float], iteration: int) -> Answer:
+        """One optimizer step together with the other ranks, each by its own rows; loss sums and the gradient norm."""
+        rows = self._gather(part, stage, iteration)
+        sums, losses = Sums(), dict[str, float]()
+        with self._span(stage, rows, iteration) as span:
+            if len(rows):
+                with self.executor.progress.stage(stage.name, len(rows)) as bar:
+                    losses = self.executor.accumulate(stage, rows, sums, bar)
+            norm = self.executor.step(stage, counts, iteration)
+        return Answer(sums=sums.pairs(), seconds=span.seconds, result=(losses, norm))
+
+    @register(protocol="ONE_TO_ALL")
+    def publish(self, version: int) -> None:
+        self.executor.publish(version)
+
+    @register(protocol="RANK_ZERO")
+    def save(self, folder: Path) -> None:
+        self.executor.save(folder)
+
+    @register(protocol="ONE_TO_ALL")
+    def load(self, folder: Path) -> None:
+        self.executor.load(folder)
+
+    @register(protocol="RANK_ZERO")
+    def record(self, path: Path, part: Part, added: Part) -> None:
+        """Writes rows, with the columns of `added` that they lack, for people and for a replay."""
+        self.rows.record(path, with_added(self._rows_of(part, None), self._rows_of(added, None)))
+
+    @register(protocol="RANK_ZERO")
+    def keep(self, path: Path, part: Part) -> None:
+        """Writes rows into a checkpoint."""
+        self.rows.keep(path, self._rows_of(part, None))
+
+    def _write(
+        self, part: Part, stage: Stage, iteration: int, key: int, run: Callable[[Rows, Sums], Mapping[str, Column]]
+    ) -> Answer:
+        rows, sums = self._gather(part, stage, iteration), Sums()
+        with self._span(stage, rows, iteration) as span:
+            columns = run(rows, sums)
+        return self._keep(key, columns, sums, span.seconds)
+
+    def _keep(self, key: int, columns: Mapping[str, Column], sums: Sums | None = None, seconds: float = 0.0) -> Answer:
+        """Keeps payload and answers with the rest."""
+        rows = Rows(columns)
+        self.chunks[key] = rows.payload
+        return Answer(packed_rows(rows.index), tuple(rows.payload), sums.pairs() if sums else {}, seconds)
+
+    def _gather(self, part: Part, stage: Stage, iteration: int) -> Rows:
+        """The part's rows with the columns that the stage may read."""
+        self.call.doing = (stage.role or self.seat.pool.name, f"{stage.name} (iteration {iteration})", part.uids())
+        if self.trace is None:
+            return self._rows_of(part, columns_read(stage))
+        with self.trace.span(stage.role or "", stage.name, iteration, rows=len(part), state="waiting"):
+            return self._rows_of(part, columns_read(stage))
+
+    def _rows_of(self, part: Part, names: frozenset[str] | None) -> Rows:
+        return assemble(part, self.call.answers, names, self._fetch, self._wait)
+
+    def _fetch(self, worker: int, key: int, rows: Numbers, columns: tuple[str, ...]) -> Any:
+        if worker == self.seat.number:
+            return self._own(key, rows, columns)
+        return self.peers[worker].fetch.options(concurrency_group="rows").remote(key, rows, columns)
+
+    def _wait(self, fetched: list[Any]) -> list[Rows]:
+        """Rows that are here as they are, the others when they have come."""
+        coming = [future for future in fetched if not isinstance(future, Rows)]
+        come = iter(ray.get(coming, timeout=self.seat.limit_s))
+        return [rows if isinstance(rows, Rows) else decode(split(memoryview(next(come)))) for rows in fetched]
+
+    def _own(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Rows:
+        chunk = self.chunks[key].only(columns)
+        everything = len(rows) == len(chunk) and bool((rows == np.arange(len(rows))).all())
+        return chunk if everything else chunk.take(torch.tensor(rows))
+
+    @contextmanager
+    def _span(self, stage: Stage, rows: Rows, iteration: int) -> Iterator[Clock]:
+        """Times a stage, and writes it to the trace."""
+        clock, start = Clock(), time.perf_counter()
+        with ExitStack() as spans:
+            if self.trace is not None:
+                tokens = int(rows["length"].sum()) if "length" in rows else 0
+                role = stage.role or self.seat.pool.name
+                spans.enter_context(self.trace.span(role, stage.name, iteration, rows=len(rows), tokens=tokens))
+            yield clock
+        clock.seconds = time.perf_counter() - start
+
+
+@dataclass
+class Clock:
+    """Seconds that a block took, once it has ended."""
+
+    seconds: float = 0.0

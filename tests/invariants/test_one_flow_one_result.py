@@ -1,0 +1,83 @@
+"""Invariant 1: the same flow, seed and data give the same tokens, advantages, gradient norms and weights under every runtime."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.invariants.traces import Step, assert_same, run
+from tests.runtimes.hybrid.warm import WarmCluster
+from tests.tiny import ROOT, Workshop
+
+FLOWS: dict[str, dict[str, Any]] = {
+    "grpo": {"flow": "grpo", "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "epochs": 2, "learning_rate": 3e-3}},
+    "ppo": {
+        "flow": "ppo", "algorithm": {"reward": "verify", "whiten": True, "kl_target": 0.5},
+        "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "epochs": 2, "learning_rate": 3e-3},
+    },
+    "diamond": {
+        "flow": str(ROOT / "tests" / "runtimes" / "diamond.yaml"),
+        "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3},
+    },
+    "dapo with refills": {
+        "flow": "dapo", "algorithm": {"overlong_cache": 2}, "rollout": {"samples_per_prompt": 2},
+        "trainer": {"prompts_per_step": 4, "learning_rate": 3e-3},
+    },
+    "dapo with surplus": {
+        "flow": "dapo", "algorithm": {"overlong_cache": 2}, "rollout": {"samples_per_prompt": 2},
+        "trainer": {"prompts_per_step": 4, "learning_rate": 3e-3, "surplus": "keep", "max_staleness": 1},
+    },
+}  # fmt: skip
+PLACEMENTS = ("colocate", "standalone", "split")
+WORKERS = (1, 2, 4)
+# Every two of flow, placement and number of workers meet at least once, but for the largest standalone one.
+PAIRWISE = [
+    ("grpo", "colocate", 2), ("grpo", "standalone", 2), ("ppo", "standalone", 1), ("ppo", "split", 2),
+    ("diamond", "standalone", 2),
+    ("dapo with refills", "colocate", 4), ("dapo with refills", "split", 2), ("dapo with surplus", "colocate", 2),
+]  # fmt: skip
+EVERYTHING = list(itertools.product(FLOWS, PLACEMENTS, WORKERS))
+
+Reference = Callable[[str], list[Step]]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path], sums_file: Path) -> Reference:
+    """What the eager runtime does with each of the flows; each is run once."""
+    known: dict[str, list[Step]] = {}
+
+    def steps(flow: str) -> list[Step]:
+        if flow not in known:
+            shop = Workshop(tmp_path_factory.mktemp("eager"), tiny_models["qwen3"], sums_file)
+            known[flow] = run(shop, "eager", **FLOWS[flow])
+        return known[flow]
+
+    return steps
+
+
+@pytest.mark.parametrize(("flow", "placement", "workers"), PAIRWISE)
+def test_hybrid_does_what_eager_does(
+    workshop: Workshop, reference: Reference, warm_cluster: WarmCluster, flow: str, placement: str, workers: int
+) -> None:
+    ours = run(workshop, "hybrid", **FLOWS[flow], runtime="hybrid", placement=placement, workers=workers)
+    assert_same(ours, reference(flow))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("flow", "placement", "workers"), EVERYTHING)
+def test_hybrid_does_what_eager_does_in_every_placement(
+    workshop: Workshop, reference: Reference, warm_cluster: WarmCluster, flow: str, placement: str, workers: int
+) -> None:
+    test_hybrid_does_what_eager_does(workshop, reference, warm_cluster, flow, placement, workers)
+
+
+def test_the_flows_do_what_they_are_here_for(reference: Reference) -> None:
+    generated = [step.metrics["rows/generated"] for step in reference("dapo with refills")]
+    assert max(generated) > 8, "no batch needed a refill"
+    surplus = [step.metrics["staleness/max"] for step in reference("dapo with surplus")]
+    assert max(surplus) == 1, "no surplus was trained on"
+    assert all(step.metrics["actor/grad_norm"] > 0 for step in reference("grpo"))

@@ -1,0 +1,80 @@
+"""What a run did, read from its folder: the same for every runtime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.observe.metrics import read_metrics
+from braidrl.observe.rollouts import read_rollouts, rollout_path
+from tests.tiny import Workshop
+
+EVERY_STEP = {"dtype": "float64", "trainer": {"steps": 5, "checkpoint_every": 1, "keep_checkpoints": 5}}
+TOLERANCE = 1e-7
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: identities and tokens of its rows in order, the advantages, metrics, and the weights after it."""
+
+    uids: list[tuple[int, int, int]]
+    tokens: list[list[int]]
+    advantages: Tensor
+    metrics: dict[str, Any]
+    weights: dict[str, Tensor]
+
+
+def run(workshop: Workshop, name: str, **sections: Any) -> list[Step]:
+    """Trains in float64 under whatever runtime `sections` names, and says what happened at each step."""
+    trainer = {**EVERY_STEP["trainer"], **sections.pop("trainer", {})}  # type: ignore[dict-item]
+    folder = workshop.run(name, **{**sections, "trainer": trainer, "dtype": "float64"})
+    return trace(folder)
+
+
+def trace(folder: Path) -> list[Step]:
+    timed = ("time/", "throughput/")
+    steps = []
+    for line in read_metrics(folder):
+        rows = read_rollouts(rollout_path(folder, line["step"])).ordered()
+        advantages = rows["advantages"] if "advantages" in rows else rows["advantage"]
+        steps.append(
+            Step(
+                rows.uids(),
+                [row.tolist() for row in (rows["tokens"][i] for i in range(len(rows)))],
+                advantages.values if isinstance(advantages, Ragged) else advantages,
+                {name: value for name, value in line.items() if not name.startswith(timed)},
+                weights(folder / "checkpoints" / f"step-{line['step']}"),
+            )
+        )
+    return steps
+
+
+def weights(checkpoint: Path) -> dict[str, Tensor]:
+    """Of all trained roles."""
+    found = {}
+    for file in sorted(checkpoint.glob("*/model.safetensors")):
+        found |= {f"{file.parent.name}.{name}": tensor for name, tensor in load_file(file).items()}
+    return found
+
+
+def assert_same(ours: list[Step], theirs: list[Step]) -> None:
+    """Tokens identical; advantages, metrics (gradient norms among them) and weights to 1e-7."""
+    assert len(ours) == len(theirs) > 0
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.uids == their.uids
+        assert our.tokens == their.tokens
+        torch.testing.assert_close(our.advantages, their.advantages, atol=TOLERANCE, rtol=0)
+        assert our.metrics.keys() == their.metrics.keys()
+        for name, value in our.metrics.items():
+            other = their.metrics[name]
+            assert (value is None) == (other is None), name
+            assert value is None or abs(value - other) <= TOLERANCE, f"{name}: {value} and {other}"
+        assert our.weights.keys() == their.weights.keys() != set()
+        for name, tensor in our.weights.items():
+            torch.testing.assert_close(tensor, their.weights[name], atol=TOLERANCE, rtol=0)

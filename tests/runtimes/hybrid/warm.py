@@ -1,0 +1,104 @@
+"""Workers that are reused from test to test, since a process that imports torch takes seconds to start."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+import torch
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.ray_cluster import RayCluster
+from braidrl.config import ClusterConfig
+from braidrl.data.rows import Column, Rows
+from braidrl.flow import Stage
+from braidrl.observe.metrics import Sums
+from braidrl.placement.pools import Pool
+from braidrl.runtimes.hybrid.parts import Answer, Numbers, Part
+from braidrl.runtimes.hybrid.worker import HybridWorker
+from braidrl.transfer.protocols import register
+
+
+class RehearsingWorker(HybridWorker):
+    """A worker that can be told to wait instead of computing, to raise, or to die, at a stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.orders: dict[str, tuple[str, float]] = {}
+        self.rows_given: list[int] = []
+
+    def rehearse(self, orders: Mapping[str, tuple[str, float]]) -> None:
+        self.orders = dict(orders)
+
+    @register(protocol="DP")
+    def execute(self, part: Part, stage: Stage, iteration: int, key: int) -> Answer:
+        order, seconds = self.orders.get(stage.name, ("", 0.0))
+        if order == "wait":
+            return self._write(part, stage, iteration, key, lambda rows, sums: waited(stage, rows, sums, seconds))
+        if order == "linger":
+            time.sleep(seconds)
+        if order == "raise":
+            self._gather(part, stage, iteration)
+            raise ZeroDivisionError("as rehearsed")
+        if order == "die":
+            os._exit(3)
+        return super().execute(part, stage, iteration, key)
+
+    def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Numbers:
+        self.rows_given.append(len(rows))
+        return super().fetch(key, rows, columns)
+
+    def close(self) -> None:
+        super().close()
+        self.orders, self.rows_given = {}, []
+
+    def held(self) -> int:
+        """Chunks that are kept here."""
+        return len(self.chunks)
+
+    def given_out(self) -> list[int]:
+        """Rows of each fetch that was answered."""
+        return self.rows_given
+
+    def process(self) -> int:
+        return os.getpid()
+
+
+def waited(stage: Stage, rows: Rows, sums: Sums, seconds: float) -> dict[str, Column]:
+    """Zeros in place of what a stage of log-probs writes."""
+    time.sleep(seconds)
+    counts = rows["action_mask"].with_values(rows["action_mask"].values.long()).row_sums()
+    return {stage.writes[0]: Ragged.from_lengths(torch.zeros(int(counts.sum())), counts)}
+
+
+class WarmCluster(RayCluster):
+    """Gives out workers that earlier crews have given back; without placement groups, which a test of their own covers."""
+
+    def __init__(self) -> None:
+        super().__init__(ClusterConfig(start_limit_s=120, wait_limit_s=60), "cpu")
+        self.spare: list[Any] = []
+
+    def seats(self, pools: Sequence[Pool]) -> list[list[Any]]:
+        return [[None] * pool.workers for pool in pools]
+
+    def start(self, worker: type, seat: Any) -> Any:
+        actor = self.spare.pop() if self.spare else self.new()
+        self.actors.append(actor)
+        return actor
+
+    def new(self) -> Any:
+        groups = {"rows": 2, "aside": 1}
+        return ray.remote(num_cpus=1, concurrency_groups=groups)(RehearsingWorker).remote()
+
+    def close(self) -> None:
+        """Takes the workers back that still answer."""
+        given, self.actors = self.actors, []
+        for actor in given:
+            try:
+                ray.get(actor.close.remote(), timeout=60)
+                self.spare.append(actor)
+            except ray.exceptions.RayError:
+                ray.kill(actor)

@@ -1,0 +1,262 @@
+"""A user's mistake ends with exit code 2 and one line: what is wrong, where, and what to write instead."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braidrl import cli
+from braidrl.errors import UserError
+from braidrl.runtimes.folders import latest_checkpoint, run_config
+from braidrl.runtimes.run import TrainingRun
+from tests.tiny import ROOT, Workshop, braid, sums, write_jsonl
+
+Braid = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Braid:
+    """Runs `braid ...` in this process; exit code, and what it said on both streams."""
+
+    def run(*arguments: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["braid", *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def refusal(command: Braid) -> Callable[..., str]:
+    """The one line that `braid ...` ends with."""
+
+    def run(*arguments: Any) -> str:
+        code, _, errors = command(*arguments)
+        assert code == 2, errors
+        assert "Traceback" not in errors
+        lines = [line for line in errors.splitlines() if line.startswith("braid: ")]
+        assert len(lines) == 1 and errors.endswith(lines[0] + "\n"), errors
+        return lines[0].removeprefix("braid: ")
+
+    return run
+
+
+Refusal = Callable[..., str]
+CONFIGURATION = {
+    "trainer.stepz=3": r"unknown key 'trainer.stepz'. Did you mean 'steps'?",
+    "trianer.steps=3": r"unknown key 'trianer'. Did you mean 'trainer'?",
+    "data.train={path: a.jsonl, verifier: exact}": r"unknown key 'data.train.0.verifier'. Did you mean 'verify'?",
+    "data.train.verify=exact": r"'data.train.verify=exact': 'train' holds a value, not a section",
+    "trainer.steps=many": r"trainer.steps: Input should be a valid integer.*, got 'many'",
+    "trainer.steps": r"'trainer.steps' is not key=value, as in trainer.steps=10",
+    "flow=grop": r"no recipe is called 'grop'. Did you mean 'grpo'?",
+    "algorithm.clip_hihg=0.3": r"recipe grpo: no parameter is called 'clip_hihg'. Did you mean 'clip_high'?",
+    "algorithm.clip_low=3": r"recipe grpo: clip_low: Input should be less than .*1, got 3",
+    "trainer.rows_per_update=5": r"trainer.rows_per_update=5 .*16",
+    "reward.verify=gsm8": r"no verifier is called 'gsm8'. Did you mean 'gsm8k'?",
+    "reward.verify=judge.py:score": r"no file .*judge.py",
+    "runtime=hybird": r"runtime: Input should be 'eager', 'hybrid', 'distributed' or 'streaming', got 'hybird'",
+    "rollout.engine=vlm": r"rollout.engine: no engine is called 'vlm'. Known: embedded",
+    "roles.critc.learning_rate=1e-5": r"roles.critc: flow grpo has no model of this role. Known: actor, reference",
+    "trainer.surplus=keep": r"trainer.surplus=keep .* write trainer.max_staleness=1 or trainer.surplus=drop",
+    "data.train=none.jsonl": r"no data file none.jsonl; give the path of a .jsonl or .parquet file",
+    "data.train=none.csv": r"none.csv: files of the kind '.csv' are not read; give a .jsonl or .parquet file",
+    "data.eval.test=none.jsonl": r"no data file none.jsonl",
+    "model=/nowhere/model": r"model: there is no folder /nowhere/model; give the path of a Hugging Face model directory",
+    "data.max_prompt_tokens=2": r"all 40 prompts are longer than data.max_prompt_tokens=2; the shortest has 4 tokens",
+    "trainer.max_tokens_per_device=11": r"may have 12 tokens.* write trainer.max_tokens_per_device=12, or lower",
+    "rollout.max_response_tokens=300": r"rows may have 304 tokens.*max_position_embeddings 256; lower",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("override", CONFIGURATION)
+def test_a_mistake_in_the_configuration_is_named(workshop: Workshop, refusal: Refusal, override: str) -> None:
+    found = refusal("train", workshop.config_file(), override)
+    assert re.search(CONFIGURATION[override], found), found
+    assert not (workshop.folder / "run" / "metrics.jsonl").exists()
+
+
+def test_a_run_that_was_refused_can_be_started_again_under_its_name(workshop: Workshop, command: Braid) -> None:
+    config = workshop.config_file()
+    broken = workshop.folder / "model"
+    shutil.copytree(workshop.model, broken)
+    (broken / "model.safetensors").unlink()
+    code, _, errors = command("train", config, f"model={broken}")
+    assert code == 2 and "has a config.json but no weights (*.safetensors); copy the whole model" in errors
+    code, _, errors = command("train", config, "trainer.steps=1")
+    assert code == 0, errors
+    code, _, errors = command("train", config, "trainer.steps=1")
+    assert code == 2 and "run exists; resume it with `--resume" in errors
+
+
+def test_a_model_folder_without_a_tokenizer_is_named(workshop: Workshop, refusal: Refusal) -> None:
+    bare = workshop.folder / "bare"
+    shutil.copytree(workshop.model, bare, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
+    found = refusal("train", workshop.config_file(), f"model={bare}")
+    assert found.startswith(f"model: {bare} has no tokenizer"), found
+
+
+FLOWS = {
+    "a column nobody writes": (
+        [{"role": "actor", "type": "generate"}, {"type": "advantage.group_normalized"}],
+        r"stage advantage.group_normalized reads 'reward', which no earlier stage writes",
+    ),
+    "what comes later": (
+        [
+            {"role": "actor", "type": "generate"}, {"type": "advantage.group_normalized"},
+            {"role": "reward", "type": "verify"},
+        ],
+        r"stage advantage.group_normalized reads 'reward', which reward.verify writes later; move reward.verify before advantage",
+    ),
+    "a stage that does not exist": (
+        [{"role": "actor", "type": "genrate"}], r"no stage type is called 'genrate'. Did you mean 'generate'?",
+    ),
+    "a key that does not exist": (
+        [{"role": "actor", "type": "generate", "parms": {}}], r"unknown key 'parms'.*Did you mean 'params'?",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FLOWS)
+def test_a_flow_that_could_not_run_is_refused(workshop: Workshop, refusal: Refusal, kind: str) -> None:
+    stages, message = FLOWS[kind]
+    path = workshop.folder / "flow.yaml"
+    path.write_text(json.dumps({"flow": "own", "stages": stages}))
+    for arguments in (("train", workshop.config_file(), f"flow={path}"), ("flow", path)):
+        found = refusal(*arguments)
+        assert re.search(message, found), found
+
+
+DATA: dict[str, tuple[Any, str]] = {
+    "no prompt": ({"promt": "1+1=", "answer": "2"}, r"line 3: no field 'prompt' for the prompt. Did you mean 'promt'?"),
+    "no answer": (
+        {"prompt": "1+1=", "answr": "2"},
+        r"line 3: no field 'answer' for the answer, .*Did you mean 'answr'",
+    ),
+    "no text": ({"prompt": 5, "answer": "2"}, r"line 3: 'prompt' is a number; write text"),
+    "no object": (["prompt"], r"line 3 holds a list; write a JSON object"),
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("where", ["data.train", "data.eval.test"])
+def test_a_data_file_with_a_fault_is_named_with_its_line(
+    workshop: Workshop, refusal: Refusal, kind: str, where: str
+) -> None:
+    record, message = DATA[kind]
+    path = write_jsonl(workshop.folder / "faulty.jsonl", [*sums(2), record, *sums(2)])
+    found = refusal("train", workshop.config_file(reward={"verify": "gsm8k"}), f"{where}={path}")
+    assert found.startswith(f"{path}, ") and re.search(message, found), found
+
+
+def test_supervised_training_needs_a_response_in_every_line(workshop: Workshop, refusal: Refusal) -> None:
+    examples = sums(4)
+    del examples[1]["response"]
+    path = write_jsonl(workshop.folder / "faulty.jsonl", examples)
+    found = refusal("train", workshop.config_file(), "flow=sft", f"data.train={path}")
+    assert found.startswith(f"{path}, line 2: no field 'response' for the response."), found
+
+
+def test_a_file_that_is_not_json_is_named_with_its_line(workshop: Workshop, refusal: Refusal) -> None:
+    path = workshop.folder / "faulty.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
+    assert f"{path}, line 2 is not JSON" in refusal("train", workshop.config_file(), f"data.train={path}")
+
+
+def test_what_is_not_there_is_named_by_every_command(workshop: Workshop, refusal: Refusal, tmp_path: Path) -> None:
+    none = tmp_path / "none"
+    config = workshop.config_file()
+    for arguments, message in (
+        (("train", f"{none}.yaml"), f"no configuration file {none}.yaml"),
+        (("train", "model=/nowhere"), "'flow' is not set; give it in the file or as flow=..."),
+        (("train", "--resume", none), f"{none} is no run folder: it has no config.yaml"),
+        (("train", "--resume", none, config), "--resume takes its configuration from the run folder"),
+        (("train", "--replay", none, config), f"{none} has no recorded rollouts of step 1"),
+        (("eval", config), "data.eval names no set; give it one, as in data.eval.test=test.jsonl"),
+        (("flow", none), f"no recipe is called '{none}'"),
+        (("flow", f"{none}.yaml"), f"{none}.yaml"),
+        (("report", none), str(none)),
+        (("export", none, tmp_path / "model"), f"{none} has no checkpoint yet"),
+    ):
+        found = refusal(*arguments)
+        assert message in found, (arguments, found)
+
+
+def test_export_overwrites_nothing(workshop: Workshop, command: Braid, refusal: Refusal) -> None:
+    run = workshop.run(trainer={"steps": 1})
+    folder = workshop.folder / "exported"
+    folder.mkdir()
+    (folder / "precious").write_text("work of years")
+    assert refusal("export", run, folder) == f"{folder} exists; nothing was overwritten"
+    assert (folder / "precious").read_text() == "work of years"
+    assert "holds no role 'critic', only actor" in refusal("export", run, workshop.folder / "new", "--role", "critic")
+
+
+def test_debug_shows_where_a_mistake_was_noticed(workshop: Workshop, command: Braid) -> None:
+    with pytest.raises(UserError, match=r"unknown key 'trainer.stepz'"):
+        command("--debug", "train", workshop.config_file(), "trainer.stepz=3")
+
+
+@pytest.mark.parametrize(("verifier", "reason"), [("always_wrong", "all wrong"), ("always_right", "all correct")])
+def test_a_reward_that_is_always_the_same_ends_dynamic_sampling_with_that_explanation(
+    workshop: Workshop, refusal: Refusal, verifier: str, reason: str
+) -> None:
+    data = write_jsonl(workshop.folder / "few.jsonl", sums(10))
+    reward = {"verify": f"{workshop.folder}/verifiers.py:{verifier}"}
+    found = refusal("train", workshop.config_file(flow="dapo", reward=reward), f"data.train={data}")
+    assert f"dropped every one of 10 groups in a row, a whole epoch ({reason}: 10)" in found, found
+    assert "whose answers all have the same score teaches nothing" in found and "check reward.verify" in found
+
+
+def test_a_full_disk_during_a_checkpoint_leaves_the_one_before_whole_and_the_run_can_go_on(
+    workshop: Workshop,
+) -> None:
+    run = workshop.run(trainer={"steps": 1, "checkpoint_every": 1})
+    files = sorted(path for path in (run / "checkpoints").rglob("*") if path.is_file())
+    before = {path: path.read_bytes() for path in files}
+    settings = run / "config.yaml"
+    settings.write_text(settings.read_text().replace("steps: 1\n", "steps: 3\n", 1))
+    # Large enough for metrics and rollouts, too small for the weights.
+    largest = max(len(content) for content in before.values())
+    process = braid(
+        "train",
+        "--resume",
+        run,
+        prefix=f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({largest - 1},) * 2)",
+    )
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and "Traceback" not in errors, errors
+    last = errors.splitlines()[-1]
+    assert (
+        last.startswith("braid: the checkpoint of step 2 could not be written (")
+        and "the one before it is whole" in last
+    )
+    checkpoint = latest_checkpoint(run)
+    assert checkpoint is not None and checkpoint.name == "step-1"
+    assert {path: path.read_bytes() for path in files} == before
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-1"]
+    with TrainingRun(run_config(run), resume=run) as resumed:
+        resumed.train()
+    checkpoint = latest_checkpoint(run)
+    assert checkpoint is not None and checkpoint.name == "step-3"
+
+
+def test_the_module_is_the_command(workshop: Workshop) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "braidrl.cli", "flow", "grop"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert run.returncode == 2 and run.stderr == "braid: no recipe is called 'grop'. Did you mean 'grpo'?\n"

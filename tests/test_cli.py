@@ -1,0 +1,119 @@
+"""Each command of `braid` once, as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from braidrl import cli
+from braidrl.flow.yaml_form import from_yaml
+from braidrl.observe.metrics import read_metrics
+from tests.tiny import Workshop, weights_of
+
+
+@pytest.fixture
+def braid(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `braid ...` in this process, which must go well; what it said on standard output and on standard error."""
+
+    def run(*arguments: Any) -> tuple[str, str]:
+        monkeypatch.setattr("sys.argv", ["braid", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        said = capsys.readouterr()
+        assert not end.value.code, said.err
+        return said.out, said.err
+
+    return run
+
+
+def test_train_says_the_run_folder_first_and_leaves_everything_in_it(workshop: Workshop, braid: Any) -> None:
+    held_out = f"data.eval.test={workshop.data}"
+    small = ["evaluation.every=2", "evaluation.max_prompts=2", "evaluation.samples=2"]
+    _, said = braid("train", workshop.config_file(), "trainer.steps=3", "trainer.checkpoint_every=1", held_out, *small)
+    run = workshop.folder / "run"
+    assert said.splitlines()[0] == str(run) and said.splitlines()[-1] == f"report: {run / 'report.html'}"
+    assert {path.name for path in run.iterdir()} == {
+        "config.yaml", "metrics.jsonl", "rollouts", "checkpoints", "tensorboard", "report.html",
+    }  # fmt: skip
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-2", "step-3"]
+    assert sorted(path.name for path in (run / "rollouts").iterdir()) == sorted(
+        [f"step-{n}.parquet" for n in (1, 2, 3)] + [f"eval-test-step-{n}.parquet" for n in (0, 2, 3)]
+    )
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert [line.get("eval/test/avg@2") is not None for line in lines] == [True, False, True, True]
+
+
+def test_a_configuration_may_be_overrides_alone(workshop: Workshop, braid: Any) -> None:
+    braid(
+        "train", "flow=dapo", f"model={workshop.model}", f"data.train={workshop.data}", f"output={workshop.folder}",
+        "reward.verify={name: format, params: {pattern: '.*[02468]'}}", "rollout.max_response_tokens=6",
+        "trainer.steps=1", "trainer.prompts_per_step=2", "threads=1", "device=cpu",
+    )  # fmt: skip
+    (run,) = (path for path in workshop.folder.iterdir() if path.name.startswith("dapo-"))
+    assert (run / "report.html").is_file()
+
+
+def test_eval_measures_a_model_and_a_checkpoint(workshop: Workshop, braid: Any) -> None:
+    run = workshop.run(trainer={"steps": 1})
+    config = workshop.config_file("eval", evaluation={"samples": 4, "max_prompts": 4})
+    for model in (workshop.model, run / "checkpoints" / "step-1" / "actor"):
+        out, _ = braid("eval", config, f"data.eval.test={workshop.data}", f"model={model}")
+        values = dict(line.split("\t") for line in out.splitlines())
+        assert set(values) == {
+            f"eval/test/{n}" for n in ("avg@4", "pass@1", "pass@2", "pass@4", "length_mean", "score_mean")
+        }
+        assert 0 <= float(values["eval/test/avg@4"]) <= float(values["eval/test/pass@4"]) <= 1
+
+
+def test_flow_shows_text_yaml_and_a_drawing(workshop: Workshop, braid: Any) -> None:
+    out, _ = braid("flow", "dapo", "overlong_cache=16")
+    assert "actor.generate" in out and "reward.verify" in out and "informative_groups" in out
+    out, _ = braid("flow", "grpo", "--yaml")
+    assert [stage.type for stage in from_yaml(out).stages][:2] == ["generate", "verify"]
+    drawing = workshop.folder / "flow.svg"
+    out, _ = braid("flow", workshop.config_file(), "--svg", drawing)
+    assert drawing.read_text().startswith("<svg") and str(drawing) in out
+
+
+def test_report_is_written_again(workshop: Workshop, braid: Any) -> None:
+    run = workshop.run()
+    (run / "report.html").unlink()
+    out, _ = braid("report", run)
+    assert out.strip() == str(run / "report.html") and "Reward" in (run / "report.html").read_text()
+
+
+def test_export_gives_a_directory_that_transformers_loads(workshop: Workshop, braid: Any) -> None:
+    run, folder = workshop.run(), workshop.folder / "exported"
+    out, _ = braid("export", run, folder)
+    assert out.startswith(f"{folder}: Qwen3ForCausalLM, ")
+    assert not list(folder.glob("optimizer*"))
+    exported, trained = AutoModelForCausalLM.from_pretrained(folder), weights_of(run)
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in exported.state_dict().items() if name in trained)
+    untrained = load_file(workshop.model / "model.safetensors")
+    assert any(not torch.equal(tensor, untrained[name]) for name, tensor in trained.items())
+    assert AutoTokenizer.from_pretrained(folder)("4+7=")["input_ids"]
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
+
+
+def test_doctor_says_what_there_is(braid: Any) -> None:
+    out, _ = braid("doctor")
+    assert "python 3." in out and f"torch {torch.__version__}" in out and "a training step of a tiny model" in out
+
+
+def test_help_names_every_command(braid: Any) -> None:
+    out, _ = braid("--help")
+    assert all(command in out for command in ("train", "eval", "flow", "report", "export", "doctor"))
+
+
+def test_steps_of_zero_save_the_model_as_it_is(workshop: Workshop, braid: Any, tmp_path: Path) -> None:
+    braid("train", workshop.config_file(), "trainer.steps=0")
+    untrained, saved = load_file(workshop.model / "model.safetensors"), weights_of(workshop.folder / "run")
+    assert all(torch.equal(tensor, untrained[name]) for name, tensor in saved.items())
