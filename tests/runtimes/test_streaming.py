@@ -41,6 +41,7 @@ FLOWS: dict[str, dict[str, Any]] = {
     "dapo": {"flow": "dapo", "algorithm": {"overlong_cache": 4}, "trainer": {"rows_per_update": 8}},
     "prompt-mean": {"flow": "dapo", "algorithm": {"aggregate": "prompt-mean"}, "trainer": {"rows_per_update": 4}},
     "diamond": {"flow": DIAMOND, "trainer": {"rows_per_update": 8}},
+    "ppo": {"flow": "ppo", "algorithm": {"reward": "verify"}, "trainer": {"rows_per_update": 8}},
 }
 OF_ALL_GENERATED = ("score/", "response/", "groups/", "tokens/generated", "rows/generated")
 """Where groups are dropped that nobody waits for, fewer rows may have been generated to the end."""
@@ -124,6 +125,7 @@ def eager(workshop: Workshop) -> Callable[..., Path]:
         ("dapo", {"workers": TWO_EACH, "dispatch_rows": 3}),
         ("prompt-mean", {"workers": {"actor": 2}}),
         ("diamond", {"dispatch_rows": 1}),
+        ("ppo", {"workers": {"critic": 2}}),
     ],
 )
 def test_without_staleness_streaming_gives_what_eager_gives(
@@ -180,14 +182,16 @@ def in_process(workshop: Workshop, name: str, **sections: Any) -> TrainingRun:
     return TrainingRun(workshop.config(name, runtime="streaming", **sections))
 
 
-def kill_when_it_holds_rows(program: StreamingProgram, group: str, killed: list[int]) -> None:
-    """Kills a worker by signal 9 at a moment when it has rows that it has not given back."""
+def kill_when_it_holds_rows(
+    program: StreamingProgram, group: str, killed: list[int], sent: int = signal.SIGKILL
+) -> None:
+    """Kills a worker at a moment when it has rows that it has not given back."""
     while not killed:
         with program.control.changed:
             for member in program.processes.members:
                 held = program.stream.schedule.leases.held.values()
                 if member.group.name == group and any(lease.holder == member.holder for lease in held):
-                    os.kill(member.process.pid, signal.SIGKILL)
+                    os.kill(member.process.pid, sent)
                     killed.append(member.process.pid)
                     break
         time.sleep(0.001)
@@ -206,6 +210,18 @@ def test_a_worker_killed_amid_a_batch_costs_no_row_and_no_step(
         killer.join()
         assert [m.starts for m in run.crew.processes.members if m.group.name == group] == [1]
     assert len(killed) == 1
+    assert_same(eager("grpo"), run.folder)
+
+
+def test_a_worker_that_hangs_is_replaced(workshop: Workshop, eager: Callable[..., Path]) -> None:
+    stopped: list[int] = []
+    with in_process(workshop, "hung", streaming={"lease_s": 2.0, "wait_s": 0.5}, **sections_of("grpo")) as run:
+        assert isinstance(run.crew, StreamingProgram)
+        killer = threading.Timer(0.0, kill_when_it_holds_rows, (run.crew, "compute", stopped, signal.SIGSTOP))
+        killer.start()
+        run.train()
+        killer.join()
+        assert [m.starts for m in run.crew.processes.members if m.group.name == "compute"] == [1]
     assert_same(eager("grpo"), run.folder)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from braidrl.cluster.local import END_LIMIT_S, LocalProcess, WorkerFailed
@@ -15,6 +16,8 @@ from braidrl.runtimes.streaming.worker import orphaned, work
 from braidrl.transfer.queue.control import ControlPlane
 from braidrl.transfer.queue.segments import shared_folder
 
+READY_LIMIT_S = 600.0
+"""How long a worker may take until its models are loaded."""
 PEERS_LIMIT_S = 2.0
 """How long a rank that has lost its peers waits for them to say why."""
 RESTARTS = 5
@@ -29,6 +32,12 @@ class Member:
     number: int
     starts: int
     process: LocalProcess
+    started: float = field(default_factory=time.monotonic)
+
+    def is_late(self, control: ControlPlane) -> bool:
+        """True if it should long have said hello; ranks that do not lead say nothing to the queue."""
+        leads = not self.group.trained or self.number == 0
+        return leads and self.holder not in control.holders and time.monotonic() - self.started > READY_LIMIT_S
 
     @property
     def holder(self) -> str:
@@ -44,7 +53,10 @@ class Processes:
         self.members: list[Member] = []
 
     def start(self, groups: Sequence[Group]) -> None:
-        """Starts every process of these groups."""
+        """Starts every process of these groups; they share the machine's cores where the configuration does not say how many."""
+        processes = sum(group.processes for group in groups)
+        threads = self.config.threads or max(1, (os.cpu_count() or 1) // processes)
+        self.config = self.config.model_copy(update={"threads": threads})
         for group in groups:
             for number in range(group.processes):
                 self.members.append(Member(group, number, 0, self._start(group, number, 0)))
@@ -54,8 +66,17 @@ class Processes:
         return {m.holder: str(m.group.role) for m in self.members if m.group.trained and m.number == 0}
 
     def watch(self) -> None:
-        """Replaces a worker that was killed. Raises what a worker has raised, or WorkerFailed for a trainer that is gone."""
+        """Replaces a worker that was killed, and kills one that hangs.
+
+        Raises what a worker has raised, and WorkerFailed for a trainer that is gone or a worker that does not get ready.
+        """
+        settings = self.config.streaming
+        silent = self.control.silent(settings.lease_s + settings.wait_s)
         for member in self.members:
+            if member.process.alive and member.holder in silent:
+                member.process.kill()
+            if member.process.alive and member.is_late(self.control):
+                raise WorkerFailed(f"{member.process.name} was not ready within {READY_LIMIT_S:g} s")
             if member.process.alive:
                 continue
             self._raise_failure(member)
@@ -69,7 +90,7 @@ class Processes:
             if member.starts == RESTARTS:
                 raise WorkerFailed(f"{name} is gone for the {RESTARTS + 1}th time ({member.process.describe_end()})")
             member.process.close()
-            member.starts += 1
+            member.starts, member.started = member.starts + 1, time.monotonic()
             member.process = self._start(member.group, member.number, member.starts)
 
     def _raise_failure(self, member: Member) -> None:

@@ -36,6 +36,8 @@ class Holder:
     loading: int | None = None
     """What it was told to load and has not yet."""
     orders: deque[dict[str, Any]] = field(default_factory=deque)
+    heard: float = field(default_factory=time.monotonic)
+    """When it last asked for anything."""
 
 
 class ControlPlane:
@@ -76,6 +78,8 @@ class ControlPlane:
             return self.data.answer(request)
         handler = getattr(self, f"on_{request['request']}")
         with self.changed:
+            if request.get("holder") in self.holders and not request.get("parked"):
+                self.holders[request["holder"]].heard = time.monotonic()
             answer: Answer | None = handler(request, frames)
             if request["request"] != "take":
                 self.advance()
@@ -214,6 +218,12 @@ class ControlPlane:
             for stream in self.streams:
                 stream.schedule.fail_holder(holder)
             self.data.segments.unlink(set(self.data.segments.names(holder)) - self._known_segments())
+
+    def silent(self, seconds: float) -> list[str]:
+        """Workers that have said nothing for so long: they hang, for one that works or waits speaks up now and then."""
+        now = time.monotonic()
+        with self.changed:
+            return [holder.name for holder in self.holders.values() if now - holder.heard > seconds]
 
     def tick(self) -> None:
         """What has been held for too long is free again."""

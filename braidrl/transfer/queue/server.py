@@ -101,7 +101,7 @@ class Server:
         answered = self._attempt(bytes(sender.buffer), request, [frame.buffer for frame in frames])
         if not answered:
             until = time.monotonic() + float(request.get("wait_s", 0.0))
-            self._parked.append(Parked(bytes(sender.buffer), request, until))
+            self._parked.append(Parked(bytes(sender.buffer), {**request, "parked": True}, until))
 
     def _ask_parked(self) -> None:
         waiting, self._parked = self._parked, []
