@@ -83,8 +83,9 @@ class LocalProcess:
         """Raises what the process raised: UserError for a user's mistake, WorkerFailed with its traceback for all else."""
         failure = self.failure
         if failure is not None:
-            kind = UserError if failure["kind"] == "user" else WorkerFailed
-            raise kind(failure["text"])
+            if failure["kind"] == "user":
+                raise UserError(failure["text"])
+            raise WorkerFailed(f"{self.name} failed:\n{failure['text']}")
 
     def describe_end(self) -> str:
         """Why it is gone, in a few words."""

@@ -248,9 +248,20 @@ def test_an_exception_in_a_worker_ends_the_run_with_its_traceback(workshop: Work
         "- {type: update, role: actor, params: {loss: {name: clip}}}\n"
     )
     sections = {"flow": str(workshop.folder / "faulty-flow.yaml"), "dtype": "float64"}
-    with in_process(workshop, "faulty", **sections) as run, pytest.raises(WorkerFailed, match="the shape of water"):
+    with in_process(workshop, "faulty", **sections) as run, pytest.raises(WorkerFailed) as caught:
         run.train()
+    for part in ("compute-0", "the shape of water", "stage faulty", "rows (0, 0, 0), "):
+        assert part in str(caught.value)
     assert isinstance(run.crew, StreamingProgram) and run.crew.processes.members == []
+
+
+def test_an_epoch_that_brings_nothing_is_the_same_error_as_in_one_process(workshop: Workshop) -> None:
+    verify = {"verify": [{"name": f"{workshop.folder}/verifiers.py:always_wrong"}]}
+    with (
+        in_process(workshop, "barren", **sections_of("dapo"), reward=verify) as run,
+        pytest.raises(UserError, match="selection dropped every one of 24 groups in a row"),
+    ):
+        run.train()
 
 
 @pytest.mark.parametrize("second", ["streaming", "eager"])

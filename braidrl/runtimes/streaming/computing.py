@@ -25,12 +25,12 @@ def compute_rows(place: Workplace, client: Client, work: Work) -> None:
     """One lease: columns for its rows, or verdicts on its groups."""
     stage, leases = place.stage(work.stage), [number for number, _ in work.leases]
     if stage.kind is Kind.SELECT:
-        with place.busy(stage.name, work.iteration, len(work.index)) as report:
+        with place.busy(stage.name, work.iteration, work.index.uids()) as report:
             dropped = place.executor.select(stage, work.index)
             reasons = {group: dropped.get(group) for group in dict.fromkeys(work.index["group"].tolist())}
         client.selected(stage.name, leases[0], reasons, report.plain())
         return
-    with place.busy(stage.name, work.iteration, len(work.index)) as report:
+    with place.busy(stage.name, work.iteration, work.index.uids()) as report:
         rows = work.rows()
         if stage.scope is Scope.BATCH:
             columns = place.executor.apply(stage, rows, place.executor.sums(stage, rows))

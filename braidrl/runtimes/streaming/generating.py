@@ -15,7 +15,7 @@ from braidrl.data.rows import Rows
 from braidrl.rollout.requests import Finished
 from braidrl.runtimes.executor import requests_of
 from braidrl.runtimes.streaming.weights import WeightSource
-from braidrl.runtimes.streaming.workplace import Workplace
+from braidrl.runtimes.streaming.workplace import Piece, Workplace
 from braidrl.transfer.queue.client import Client, Work
 from braidrl.transfer.queue.data_plane import Block, Evicted
 
@@ -41,7 +41,10 @@ class Generation:
         self.postponed: list[tuple[int, Work, Rows]] = []
         """Rows of which the engine has another response under way."""
         self.asked = self.looked = 0.0
-        self.span = place.begin("", 0, 0)
+        self.found = False
+        """Whether the last request brought rows: then there may be more."""
+        self.span: Piece | None = None
+        """The stretch of time in which the engine has had rows."""
 
     def run(self) -> None:
         """Generates until the run ends."""
@@ -57,13 +60,13 @@ class Generation:
     def _wants_rows(self) -> bool:
         if not self.flight:
             return True
-        return len(self.flight) < self.slots and time.monotonic() - self.asked > ASK_EVERY_S
+        return len(self.flight) < self.slots and (self.found or time.monotonic() - self.asked > ASK_EVERY_S)
 
     def _take(self) -> Work:
         room = max(1, min(self.slots - len(self.flight), self.place.settings.dispatch_rows))
         wait_s = 0.0 if self.flight else self.place.settings.wait_s
         work = self.client.take(self.place.group.stages, room, wait_s, single=True)
-        self.asked = time.monotonic()
+        self.asked, self.found = time.monotonic(), work.kind == "rows"
         return work
 
     def _act(self, work: Work) -> None:
@@ -83,7 +86,7 @@ class Generation:
             return
         (request,) = requests_of(self.place.stage(work.stage), row, self.place.executor.config)
         self.engine.add(request)
-        if not self.flight:
+        if self.span is None:
             self.span = self.place.begin(work.stage, work.iteration, self.engine.version)
         self.flight[uid] = (lease, work, row)
 
@@ -99,9 +102,8 @@ class Generation:
             by_stage.setdefault(self.flight[row.uid][1].stage, []).append(row)
         for stage, rows in by_stage.items():
             self._deliver(stage, rows)
+        self._settle()
         self._drop(self.client.renew(self.place.settings.lease_s / 3))
-        if not self.flight:
-            self.place.end(self.span)
 
     def _deliver(self, name: str, finished: list[Finished]) -> None:
         """Writes and acknowledges rows of one stage; those whose lease was lost are somebody else's by now."""
@@ -110,6 +112,7 @@ class Generation:
             lease, _, given = self.flight.pop(row.uid)
             leases.append(lease)
             rows.append(given)
+        assert self.span is not None, "the engine has had rows"
         stage, together = self.place.stage(name), Rows.cat(rows)
         report = self.place.count(self.span, name, len(rows))
         columns = self.place.executor.generated(stage, together, finished, report.sums)
@@ -123,16 +126,23 @@ class Generation:
 
     def _drop(self, lost: Collection[int]) -> None:
         """Ends rows whose lease was lost: they were dropped by selection, or are generated elsewhere."""
-        for uid in [uid for uid, (lease, _, _) in self.flight.items() if lease in lost]:
+        self.postponed = [item for item in self.postponed if item[0] not in lost]
+        gone = [uid for uid, (lease, _, _) in self.flight.items() if lease in lost]
+        for uid in gone:
             self.engine.abort(uid)
             del self.flight[uid]
-        self.postponed = [item for item in self.postponed if item[0] not in lost]
+        self._resume_postponed()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Ends the stretch of time when the last row has left."""
+        if self.span is not None and not self.flight:
+            self.place.end(self.span)
+            self.span = None
 
     def _load(self, work: Work) -> None:
         """Takes a version whole. What is still under way belongs to dropped rows."""
-        self.engine.clear()
-        self.flight.clear()
-        self.postponed.clear()
+        self._drop([lease for lease, _, _ in [*self.flight.values(), *self.postponed]])
         version = int(work.message["version"])
         with self.place.busy(LOAD, version, version=version):
             for role, made, blocks in work.message["weights"]:

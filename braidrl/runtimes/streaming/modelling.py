@@ -21,6 +21,7 @@ from braidrl.data.partition import balanced_partition
 from braidrl.data.rows import Rows
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
+from braidrl.flow.readiness import Uid
 from braidrl.models.objective import denominators
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar
@@ -82,9 +83,13 @@ class Modelling:
         lengths = index["length"].tolist() if "length" in index else [1.0] * len(index)
         return balanced_partition(lengths, self.world.size)[self.world.rank]
 
+    def _uids(self, index: Rows, places: Sequence[int]) -> list[Uid]:
+        uids = index.uids()
+        return [uids[place] for place in places]
+
     def _infer(self, stage: Stage, work: Work) -> None:
         places = self._own_places(work.index)
-        with self.place.busy(stage.name, work.iteration, len(places)) as report:
+        with self.place.busy(stage.name, work.iteration, self._uids(work.index, places)) as report:
             written = None
             # Rows of a group that selection has dropped meanwhile are gone, and the lease with them.
             with suppress(Evicted):
@@ -102,7 +107,7 @@ class Modelling:
         if self._needs_whole_updates(stage):
             index = index.with_columns({"group_tokens": group_tokens(index)})
         places = self._own_places(index)
-        with self.place.busy(stage.name, work.iteration, len(places)) as report:
+        with self.place.busy(stage.name, work.iteration, self._uids(work.index, places)) as report:
             losses: dict[str, float] = {}
             if places:
                 rows = Work(work.kind, work.data, work.message, index).rows(places)

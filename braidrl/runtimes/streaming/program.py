@@ -262,7 +262,9 @@ class StreamingProgram:
         self._wait()
 
     def _wait(self) -> None:
-        """Until something changes at the queue, or shortly; raises what a worker has raised."""
+        """Until something changes at the queue, or shortly; raises what a worker, or the queue itself, has raised."""
+        if self.control.refused is not None:
+            raise self.control.refused
         self.processes.watch()
         if self.server.failure is not None:
             raise WorkerFailed(f"the queue's server failed:\n{self.server.failure}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from braidrl.config import StreamingConfig
 from braidrl.flow import Flow, Stage
+from braidrl.flow.readiness import Uid
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.observe.trace import Span, State, TraceWriter
@@ -82,13 +83,21 @@ class Workplace:
         return next(stage for stage in (*self.flow.stages, *self.evaluation.stages) if stage.name == name)
 
     @contextmanager
-    def busy(self, stage: str, iteration: int, rows: int = 0, version: int | None = None) -> Iterator[Report]:
-        """Records the time that a piece of work takes; yields the report on it, whose sums are to be filled."""
+    def busy(
+        self, stage: str, iteration: int, uids: Sequence[Uid] = (), version: int | None = None
+    ) -> Iterator[Report]:
+        """Records the time that a piece of work on some rows takes; yields the report on it, whose sums are to be filled.
+
+        What is raised inside says of which stage and rows.
+        """
         piece, report = self.begin(stage, iteration, version), Report(stage)
         try:
             yield report
+        except Exception as error:
+            error.add_note(f"in {self.name}, stage {stage}, iteration {iteration}, rows {shortened(uids)}")
+            raise
         finally:
-            piece.rows, report.seconds = rows, self.trace.now() - piece.start
+            piece.rows, report.seconds = len(uids), self.trace.now() - piece.start
             self.end(piece)
 
     def begin(self, stage: str, iteration: int, version: int | None = None) -> Piece:
@@ -116,3 +125,9 @@ class Workplace:
                 rows=piece.rows, version=piece.version, state=state,
             )
         )  # fmt: skip
+
+
+def shortened(uids: Sequence[Uid], most: int = 8) -> str:
+    """The first few uids, and how many more there are."""
+    more = f" and {len(uids) - most} more" if len(uids) > most else ""
+    return ", ".join(map(str, uids[:most])) + more if uids else "none"

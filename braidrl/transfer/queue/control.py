@@ -19,6 +19,7 @@ from typing import Any
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame
 from braidrl.data.rows import Rows
+from braidrl.errors import UserError
 from braidrl.flow import Kind, Stage
 from braidrl.transfer.leases import Lease
 from braidrl.transfer.queue.data_plane import Block, DataPlane
@@ -62,6 +63,8 @@ class ControlPlane:
         self.pinned = False
         """While True engines keep their version: an evaluation runs."""
         self.stopping = False
+        self.refused: UserError | None = None
+        """Why the run cannot go on, where that is the user's to change: selection kept nothing for a whole epoch."""
         self.stepping: set[str] = set()
         self.finished: deque[Finished] = deque()
         self.results: dict[int, dict[str, Any]] = {}
@@ -80,9 +83,16 @@ class ControlPlane:
         with self.changed:
             if request.get("holder") in self.holders and not request.get("parked"):
                 self.holders[request["holder"]].heard = time.monotonic()
-            answer: Answer | None = handler(request, frames)
-            if request["request"] != "take":
-                self.advance()
+            try:
+                answer: Answer | None = handler(request, frames)
+                if request["request"] != "take":
+                    self.advance()
+            except UserError as error:
+                # Not the worker's mistake, and not for it to report.
+                self.refused, self.stopping = error, True
+                self.changes += 1
+                self.changed.notify_all()
+                raise
         return answer
 
     def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
