@@ -40,6 +40,11 @@ def start_crew(
     Raises UserError where the runtime cannot do what is asked of it.
     """
     runtime = prepared.config.runtime
+    some_generate = [role for role, own in prepared.config.roles.items() if own.generate_workers is not None]
+    if some_generate and runtime != "distributed":
+        raise UserError(
+            f"roles.{some_generate[0]}.generate_workers is for runtime=distributed; remove it, or place roles by `placement`"
+        )
     # Without training there is nothing to stream to.
     if runtime == "eager" or (runtime == "streaming" and loader is None):
         return eager_crew(prepared, loader, progress, folder)
