@@ -55,7 +55,9 @@ def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
     from braidrl.config import load_config
     from braidrl.runtimes.run import evaluate_model
 
-    for name, value in evaluate_model(load_config(*split_config(config, overrides))).items():
+    # Whatever trained the model: any flow that generates and verifies evaluates it.
+    settings = load_config(*split_config(config, overrides), flow="grpo")
+    for name, value in evaluate_model(settings).items():
         typer.echo(f"{name}\t{value:.4f}")
 
 
