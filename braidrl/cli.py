@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from braidrl.errors import UserError
+from braidrl.errors import UserError, WorkerError
 
 app = typer.Typer(
     help="Reinforcement-learning post-training of language models.",
@@ -22,6 +22,7 @@ ConfigFile = Annotated[
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted key=value, as in trainer.steps=10.")]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
+EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -37,7 +38,7 @@ def train(
     """Train by a flow. Prints the run folder first."""
     from braidrl.config import load_config
     from braidrl.runtimes.folders import run_config
-    from braidrl.runtimes.run import TrainingRun
+    from braidrl.runtimes.run import train as run_training
 
     if resume is not None:
         if config is not None or overrides:
@@ -45,8 +46,7 @@ def train(
         settings = run_config(resume)
     else:
         settings = load_config(*split_config(config, overrides))
-    with TrainingRun(settings, resume=resume, replay=replay, rollout_only=rollout_only) as run:
-        run.train()
+    run_training(settings, resume=resume, replay=replay, rollout_only=rollout_only)
 
 
 @app.command(name="eval")
@@ -87,6 +87,17 @@ def report(run: RunFolder) -> None:
     from braidrl.observe.report import write_report
 
     typer.echo(write_report(run))
+
+
+@app.command()
+def timeline(run: RunFolder) -> None:
+    """Draw who did what when: RUN/timeline.html, the same for Chrome's trace viewer, and a table of busy and waiting time."""
+    from braidrl.observe.timeline import busy_lines, write_timeline
+
+    drawn, chrome = write_timeline(run)
+    for line in busy_lines(run):
+        typer.echo(line)
+    typer.echo(f"{drawn}\n{chrome}")
 
 
 @app.command()
@@ -133,6 +144,9 @@ def main() -> None:
             raise
         typer.echo(f"braid: {error}; make room and go on with `braid train --resume`", err=True)
         sys.exit(EXIT_USER_ERROR)
+    except WorkerError as error:
+        typer.echo(f"braid: {error}", err=True)
+        sys.exit(EXIT_FAILURE)
 
 
 if __name__ == "__main__":

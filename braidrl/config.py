@@ -118,6 +118,22 @@ class RewardConfig(Section):
         return short_verifiers(value)
 
 
+class EnvironmentConfig(Section):
+    """What trajectories of several turns are played in."""
+
+    name: str | None = None
+    """`module:Class`, `module:function` or `gem:name`, for the generate stages that name none themselves. What it gives is the score
+    and the reward: the flow's `verify` is then left out."""
+    params: dict[str, Any] = {}
+    """Settings handed to it by keyword."""
+    at_once: int = Field(64, ge=1)
+    """Trajectories that are played at the same time."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Seconds for one answer of the environment; after them its trajectory ends, and is counted."""
+    max_turns: int = Field(16, ge=1)
+    """Turns of the model in one trajectory."""
+
+
 class RolloutConfig(Section):
     """How responses are sampled."""
 
@@ -141,6 +157,17 @@ class RolloutConfig(Section):
     """Rows that the embedded engine decodes at once."""
     dtype: DType | None = None
     """Of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
+    max_sequence_tokens: int | None = Field(None, ge=2)
+    """Where generation ends a sequence, prompt included; by default `data.max_prompt_tokens` and `max_response_tokens` together.
+    With an environment `max_response_tokens` is the limit of one turn, and this one that of all turns."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """A name is short for an environment with nothing else set."""
+
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
     reflection_phrases: list[str] = list(REFLECTION_PHRASES)
     """Phrases of a response that reconsiders itself, counted in `response/reflections`; none counts nothing."""
 
@@ -214,6 +241,8 @@ class RoleConfig(Section):
     """By default the trainer's."""
     dtype: DType | None = None
     """By default the run's."""
+    generate_workers: int | None = Field(None, ge=1)
+    """Ranks that generate for this role under `runtime: distributed`, from the first on; by default all."""
 
 
 class PoolConfig(Section):
@@ -235,7 +264,7 @@ class PlacementConfig(Section):
 
 
 class ClusterConfig(Section):
-    """The Ray cluster of `runtime: hybrid`."""
+    """The processes of a run, and the Ray cluster of `runtime: hybrid`."""
 
     address: str | None = None
     """Of a running cluster; by default RAY_ADDRESS, or a cluster of this machine that ends with the run."""
@@ -273,7 +302,7 @@ class Config(Section):
     placement: PlacementConfig = PlacementConfig()
     """Where roles live: `colocate`, `standalone`, `split`, or lists of roles as in `[[actor, reference], [critic]]`."""
     workers: int = Field(1, ge=1)
-    """Processes of each pool, where the placement does not say."""
+    """Processes of each pool, where the placement does not say; the ranks of `runtime: distributed`."""
     cluster: ClusterConfig = ClusterConfig()
     """Where and how long to wait for workers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -288,6 +317,12 @@ class Config(Section):
     """The run folder's name; by default the flow's with date and time."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of a process; by default all cores."""
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Tokens of a sequence, its prompt and all that follows it."""
+        both = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        return self.rollout.max_sequence_tokens or both
 
     @field_validator("placement", mode="before")
     @classmethod

@@ -1,11 +1,15 @@
-"""A mistake of the user's: one line that says what is wrong, where, and what to write instead."""
+"""How a run fails: by a mistake of the user's, told in one line, or in a worker process."""
 
 from __future__ import annotations
 
 from braidrl.algorithms.registry import suggest
 
-__all__ = ["UserError", "suggest"]
+__all__ = ["UserError", "WorkerError", "suggest"]
 
 
 class UserError(Exception):
     """Ends the command with its message alone; `--debug` adds the traceback."""
+
+
+class WorkerError(RuntimeError):
+    """A worker process failed: which one, in which stage, on which rows, with its own traceback."""

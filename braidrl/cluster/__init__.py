@@ -1,1 +1,1 @@
-"""Starting the processes of a run."""
+"""Starting processes, and what those of one run say to each other."""

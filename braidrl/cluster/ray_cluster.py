@@ -23,6 +23,8 @@ def import_ray() -> Any:
         raise UserError("runtime=hybrid needs Ray, which is not installed; run `pip install braidrl[ray]`")
     # Ray's own accounting of usage goes to its makers unless it is told not to.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # The driver reports the first failure; those that follow from it would be printed besides.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     return importlib.import_module("ray")
 
 
@@ -45,7 +47,9 @@ class RayCluster:
         address = self.config.address or os.environ.get("RAY_ADDRESS")
         local = {} if address else {"num_cpus": self.config.cpus, "include_dashboard": False}
         try:
-            self.ray.init(address, log_to_driver=True, logging_level=logging.ERROR, configure_logging=True, **local)
+            self.ray.init(
+                address or "local", log_to_driver=True, logging_level=logging.ERROR, configure_logging=True, **local
+            )
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UserError(
                 f"no Ray cluster at {address or 'this machine'} ({' '.join(str(error).split())}); check cluster.address"

@@ -6,7 +6,7 @@ file ──read_examples──▶ examples ──PromptTemplate──▶ token i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,27 +80,46 @@ class LoadedSource:
         return f"{self.path}: {self.read} prompts, {self.dropped} dropped as longer than data.max_prompt_tokens"
 
 
-def load_train(data: DataConfig, tokenizer: Any, *, responses: bool = False, pairs: bool = False) -> list[LoadedSource]:
-    """Every source of `data.train`. Raises UserError when there is none, or for a file that cannot be used."""
+def load_train(
+    data: DataConfig,
+    tokenizer: Any,
+    *,
+    responses: bool = False,
+    pairs: bool = False,
+    kept: Sequence[Sequence[int]] | None = None,
+) -> list[LoadedSource]:
+    """Every source of `data.train`. Raises UserError when there is none, or for a file that cannot be used.
+
+    `kept` holds another rank's `LoadedSource.kept` of each.
+    """
     if not data.train:
         raise UserError("data.train is not set; give it a .jsonl or .parquet file, as in data.train=train.jsonl")
     template = PromptTemplate(tokenizer, data.chat_template, data.system_prompt)
-    longest = data.max_prompt_tokens
-    return [load_source(source, template, longest, responses=responses, pairs=pairs) for source in data.train]
+    longest, places = data.max_prompt_tokens, kept if kept is not None else [None] * len(data.train)
+    return [
+        load_source(source, template, longest, responses=responses, pairs=pairs, kept=of_source)
+        for source, of_source in zip(data.train, places, strict=True)
+    ]
 
 
-def load_eval(data: DataConfig, tokenizer: Any, *, pairs: bool = False) -> dict[str, LoadedSource]:
-    """The held-out sets of `data.eval` by name. Raises UserError for a file that cannot be used."""
+def load_eval(
+    data: DataConfig, tokenizer: Any, *, pairs: bool = False, kept: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, LoadedSource]:
+    """The held-out sets of `data.eval` by name. Raises UserError for a file that cannot be used. `kept` as for `load_train`."""
     template = PromptTemplate(tokenizer, data.chat_template, data.system_prompt)
     longest = data.max_prompt_tokens
-    return {name: load_source(source, template, longest, pairs=pairs) for name, source in data.eval.items()}
+    return {
+        name: load_source(source, template, longest, pairs=pairs, kept=kept[name] if kept else None)
+        for name, source in data.eval.items()
+    }
 
 
-def load_texts(data: DataConfig, tokenizer: Any) -> LoadedSource:
+def load_texts(data: DataConfig, tokenizer: Any, kept: Sequence[int] | None = None) -> LoadedSource:
     """The pre-training texts of `data.ptx`. Raises UserError when there are none, or for a file that cannot be used."""
     if data.ptx is None:
         raise UserError("data.ptx is not set, and the flow trains on pre-training text; write data.ptx=texts.jsonl")
-    return load_source(data.ptx, PromptTemplate(tokenizer, chat_template=False), data.max_prompt_tokens)
+    template = PromptTemplate(tokenizer, chat_template=False)
+    return load_source(data.ptx, template, data.max_prompt_tokens, kept=kept)
 
 
 def load_source(

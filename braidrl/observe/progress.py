@@ -6,6 +6,7 @@ Elsewhere (a log file, a pipe) every ten seconds one plain line is written, with
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 import time
@@ -143,6 +144,11 @@ class Progress:
         if self._step is None:
             return ""
         return f"step {self._step}" if self._steps is None else f"step {self._step}/{self._steps}"
+
+
+def silent_progress() -> Progress:
+    """Shows nothing: of several processes that do the same, one reports."""
+    return Progress(stream=io.StringIO(), clock=lambda: 0.0)
 
 
 def spell_seconds(seconds: float) -> str:

@@ -30,6 +30,8 @@ from braidrl.errors import UserError
 PROMPT_TEXT = "prompt_text"
 RESPONSE_TEXT = "response_text"
 SCHEMA_KEY = b"braidrl.columns"
+# No dictionaries for numbers: they compare values, and so would make -0.0 and 0.0, or two kinds of NaN, one.
+FILE_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": [PROMPT_TEXT, RESPONSE_TEXT]}
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -81,11 +83,36 @@ def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
-        # No dictionaries for numbers: they compare values, and so would make -0.0 and 0.0, or two kinds of NaN, one.
-        pq.write_table(table, unfinished, compression="zstd", use_dictionary=list(texts_by_name))
+        pq.write_table(table, unfinished, **FILE_OPTIONS)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def part_path(path: Path, rank: int) -> Path:
+    """Where a rank writes its rows of a file before they are joined; hidden from whoever lists recordings."""
+    return path.with_name(f".{path.name}.rank-{rank}")
+
+
+def join_parts(path: Path, parts: Sequence[Path]) -> None:
+    """Makes one file of the parts, a row group each and one in memory at a time, and removes them.
+
+    Raises ValueError where parts differ in their columns.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    schema = pq.read_schema(parts[0])
+    try:
+        with pq.ParquetWriter(unfinished, schema, **FILE_OPTIONS) as writer:
+            for part in parts:
+                table = pq.read_table(part)
+                if sorted(table.column_names) != sorted(schema.names):
+                    raise ValueError(f"{part} has other columns than {parts[0]}: {table.column_names}, {schema.names}")
+                writer.write_table(table.select(schema.names).replace_schema_metadata(schema.metadata))
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    for part in parts:
+        part.unlink()
 
 
 def read_rollouts(path: Path) -> Rows:

@@ -61,6 +61,8 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
     generates = any(stage.kind is Kind.GENERATE for stage in flow.stages)
     responses = config.rollout.max_response_tokens
     trained = longest(train, responses if generates else 0)
+    if any("environment" in stage.params for stage in flow.stages):
+        trained = max(trained, config.max_sequence_tokens)
     limit = config.trainer.max_tokens_per_device
     if trained > limit:
         raise UserError(

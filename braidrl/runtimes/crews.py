@@ -5,40 +5,79 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from braidrl.cluster.rank import at_end
 from braidrl.cluster.ray_cluster import import_ray
+from braidrl.cluster.world import World
 from braidrl.data.loader import PromptLoader
 from braidrl.errors import UserError
 from braidrl.observe.progress import Progress
+from braidrl.observe.trace import TraceWriter
+from braidrl.runtimes.distributed import DistributedCrew
 from braidrl.runtimes.eager import EagerCrew
 from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 from braidrl.runtimes.iteration import Crew
+from braidrl.runtimes.launch import generating_ranks
 from braidrl.runtimes.setup import Prepared
 
 
 def start_crew(
-    prepared: Prepared, loader: PromptLoader | None, progress: Progress, folder: Path | None = None
+    prepared: Prepared,
+    loader: PromptLoader | None,
+    progress: Progress,
+    folder: Path | None = None,
+    world: World | None = None,
+    interrupts: Interrupts | None = None,
 ) -> Crew[Any]:
     """The crew of `config.runtime`; without a `loader` it only evaluates. `folder` is the run's, for what workers write.
+    `world` are the ranks of a distributed run, which end by `interrupts` together.
 
     Raises UserError where the runtime cannot do what is asked of it.
     """
     runtime = prepared.config.runtime
     if runtime == "eager":
-        return eager_crew(prepared, loader, progress)
+        return eager_crew(prepared, loader, progress, folder)
     if runtime == "hybrid":
         # Imported here: Ray is an extra, and importing it takes a second.
         import_ray()
         from braidrl.runtimes.hybrid.start import start_hybrid_crew
 
         return start_hybrid_crew(prepared, loader, progress, folder)
-    raise UserError(f"this version cannot run runtime={runtime}; write runtime=eager or hybrid")
+    if runtime == "distributed":
+        assert world is not None and isinstance(interrupts, AgreedInterrupts), "a rank is started by in_ranks"
+        return distributed_crew(prepared, loader, progress, folder, world, interrupts)
+    raise UserError(f"this version cannot run runtime={runtime}; write runtime=eager, hybrid or distributed")
 
 
-def eager_crew(prepared: Prepared, loader: PromptLoader | None, progress: Progress) -> EagerCrew:
+def eager_crew(
+    prepared: Prepared, loader: PromptLoader | None, progress: Progress, folder: Path | None = None
+) -> EagerCrew:
     """Every role in this process."""
     flow = prepared.flow if loader else prepared.evaluation
     executor = StageExecutor(
         prepared.config, flow, prepared.roles(train=loader is not None), prepared.tokenizer, prepared.rewards(),
         progress, prepared.generating,
     )  # fmt: skip
-    return EagerCrew(prepared.config, flow, loader, executor, prepared.store())
+    trace = TraceWriter(folder, "eager") if folder else None
+    return EagerCrew(prepared.config, flow, loader, executor, prepared.store(), trace)
+
+
+def distributed_crew(
+    prepared: Prepared,
+    loader: PromptLoader | None,
+    progress: Progress,
+    folder: Path | None,
+    world: World,
+    interrupts: AgreedInterrupts,
+) -> DistributedCrew:
+    """This rank's part of a crew of `world`: every role, and an engine on the ranks that generate."""
+    config, flow = prepared.config, prepared.flow if loader else prepared.evaluation
+    ranks = {role: generating_ranks(config, role, world.size) for role in prepared.generating}
+    here = [role for role, count in ranks.items() if world.rank < count]
+    executor = StageExecutor(
+        config, flow, prepared.roles(train=loader is not None), prepared.tokenizer, prepared.rewards(), progress, here,
+        world.data_parallel,
+    )  # fmt: skip
+    at_end.append(executor.close)
+    trace = TraceWriter(folder, f"rank-{world.rank}") if folder else None
+    return DistributedCrew(config, flow, loader, executor, prepared.store(), world, ranks, interrupts, trace)

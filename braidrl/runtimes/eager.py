@@ -6,14 +6,15 @@ loader ──▶ Rows ──▶ stage ──▶ Rows + columns ──▶ stage �
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Scope, Stage
-from braidrl.models.objective import denominators
 from braidrl.observe.metrics import Sums
+from braidrl.observe.trace import Done, TraceWriter
 from braidrl.runtimes.executor import StageExecutor, checked_beside
 from braidrl.runtimes.iteration import group_tokens
 from braidrl.runtimes.row_store import Admission, Origin, RowStore, with_added
@@ -23,19 +24,37 @@ class EagerCrew:
     """One executor that holds every role; the table is the rows."""
 
     def __init__(
-        self, config: Config, flow: Flow, loader: PromptLoader | None, executor: StageExecutor, store: RowStore
+        self,
+        config: Config,
+        flow: Flow,
+        loader: PromptLoader | None,
+        executor: StageExecutor,
+        store: RowStore,
+        trace: TraceWriter | None = None,
     ) -> None:
         self.config, self.flow, self.loader, self.executor, self.store = config, flow, loader, executor, store
+        self.trace, self.version = trace, 0
 
     def admit(self, groups: int) -> Rows:
         assert self.loader is not None, "this crew only evaluates"
         return self.store.make(Admission(tuple(self.loader.advance(groups))))
 
     def run(self, stage: Stage, table: Rows, iteration: int, sums: Sums) -> Rows:
+        with self._traced(stage, iteration, len(table)) as done:
+            table = self._with_written(stage, table, sums)
+            done.tokens = int(table["length"].sum()) if "length" in table else 0
+        return table
+
+    def _with_written(self, stage: Stage, table: Rows, sums: Sums) -> Rows:
         if stage.scope is Scope.BATCH:
             return table.with_columns(self.executor.apply(stage, table, self.executor.sums(stage, table)))
         beside = checked_beside(self.flow, stage) if stage.type == "generate" else ()
         return table.with_columns(self.executor.execute(stage, table, sums, beside))
+
+    def _traced(self, stage: Stage, iteration: int, rows: int) -> AbstractContextManager[Done]:
+        if self.trace is None:
+            return nullcontext(Done())
+        return self.trace.span(stage.role or "compute", stage.name, iteration, rows=rows, version=self.version)
 
     def totals(self, stage: Stage, table: Rows) -> dict[str, float]:
         return {name: float(total) for name, total in self.executor.sums(stage, table).items()}
@@ -44,15 +63,13 @@ class EagerCrew:
         return self.executor.select(stage, table.index)
 
     def train(self, stage: Stage, table: Rows, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
-        with self.executor.progress.stage(stage.name, sum(len(update) for update in updates)) as bar:
+        total = sum(len(update) for update in updates)
+        with self.executor.progress.stage(stage.name, total) as bar, self._traced(stage, iteration, total) as done:
             for update in updates:
                 rows = table.take(update)
+                done.tokens += int(rows["length"].sum())
                 rows = rows.with_columns({"group_tokens": group_tokens(rows)})
-                losses = self.executor.accumulate(stage, rows, sums, bar)
-                record_update(stage, losses, denominators(rows), sums)
-                norm = self.executor.step(stage, denominators(rows), iteration)
-                if norm is not None:
-                    sums.add(f"{stage.role}/grad_norm", norm)
+                self.executor.optimize(stage, rows.index, rows, iteration, sums, bar)
 
     def index(self, table: Rows) -> Rows:
         return table.index
@@ -73,6 +90,7 @@ class EagerCrew:
         self.store.keep(path, table)
 
     def publish(self, version: int) -> None:
+        self.version = version
         self.executor.publish(version)
 
     def save(self, folder: Path) -> None:
@@ -80,13 +98,9 @@ class EagerCrew:
 
     def load(self, folder: Path, version: int) -> None:
         self.executor.load(folder)
-        self.executor.publish(version)
+        self.publish(version)
 
     def close(self) -> None:
         self.executor.close()
-
-
-def record_update(stage: Stage, losses: dict[str, float], counts: dict[str, float], sums: Sums) -> None:
-    """Adds one optimizer step's loss: sums over global counts."""
-    if any(counts[name] > 0 for name in losses):
-        sums.add(f"loss/{stage.role}", sum(loss / counts[name] for name, loss in losses.items() if counts[name] > 0))
+        if self.trace is not None:
+            self.trace.close()

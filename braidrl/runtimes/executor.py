@@ -24,7 +24,7 @@ from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
 from braidrl.flow.stages import compute_entry
 from braidrl.models.checkpoint import load_worker, save_worker
 from braidrl.models.data_parallel import DataParallel
-from braidrl.models.objective import Objective
+from braidrl.models.objective import Objective, denominators
 from braidrl.models.role_worker import DTYPES, RoleWorker
 from braidrl.models.scalar_worker import ScalarWorker
 from braidrl.models.worker import DecoderWorker
@@ -35,6 +35,7 @@ from braidrl.rewards.verify import Pending, RuleRewards
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.requests import Finished, Request, Sampling, Uid
 from braidrl.rollout.trajectories import to_rows
+from braidrl.runtimes.playing import play
 from braidrl.runtimes.stage_state import keywords
 
 VERIFY_CHUNK = 8
@@ -60,26 +61,24 @@ class StageExecutor:
         self.rewards, self.progress = rewards, progress
         self.workers: dict[str, RoleWorker] = {role: make_worker(role, config, flow, ranks) for role in roles}
         self.engines = {role: self._engine(role) for role in roles if role in generating}
-        self.objectives = {
-            s.name: Objective.of(str(s.role), s.params)
-            for s in flow.stages
-            if s.kind is Kind.TRAIN and "loss" in s.params
-        }
+        self.objectives: dict[str, tuple[Stage, Objective]] = {}
         self.pending: dict[str, list[tuple[Rows, Pending]]] = {}
 
     def _engine(self, role: str) -> EmbeddedEngine:
         rollout = self.config.rollout
-        longest = self.config.data.max_prompt_tokens + rollout.max_response_tokens
         dtype = DTYPES[rollout.dtype] if rollout.dtype else None
         return EmbeddedEngine(
-            self.workers[role].model, self.tokenizer, rollout.slots, longest, seed=self.config.seed, dtype=dtype
-        )
+            self.workers[role].model, self.tokenizer, rollout.slots, self.config.max_sequence_tokens,
+            seed=self.config.seed, dtype=dtype,
+        )  # fmt: skip
 
     def execute(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage] = ()) -> Mapping[str, Column]:
         """The columns that a generate, infer or compute stage writes, in the order of `rows`.
 
         `beside` are verify stages that may start on finished rows while the rest is being generated.
         """
+        if stage.type == "generate" and "environment" in stage.params:
+            return self._play(stage, rows, sums)
         if stage.type == "generate":
             return self._generate(stage, rows, sums, beside)
         if stage.type == "verify":
@@ -129,6 +128,19 @@ class StageExecutor:
         if into is None:
             self._count_reflections(finished, sums)
         return {f"{into}.{n}" if into else n: column for n, column in to_rows(rows, finished).items()}
+
+    def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
+        """Episodes in the stage's environment; failures of environments are counted and the first is shown."""
+        assert stage.role
+        with self.progress.stage(stage.name, len(rows)) as bar:
+            columns, failures = play(
+                self.engines[stage.role], stage, rows, self.config, self.tokenizer, sampling_of(stage, self.config),
+                sums, bar,
+            )  # fmt: skip
+        for line in failures:
+            self.progress.print(f"{stage.name}: {line}")
+        into = stage.params.get("into")
+        return {f"{into}.{n}" if into else n: column for n, column in columns.items()}
 
     def _count_reflections(self, finished: Sequence[Finished], sums: Sums) -> None:
         """How often responses reconsider themselves, to be averaged over rows."""
@@ -181,15 +193,35 @@ class StageExecutor:
         dropped: dict[int, str] = compute_entry(stage.type).function(*arguments(stage, index), **stage.params)
         return dropped
 
+    def optimize(
+        self, stage: Stage, index: Rows, rows: Rows, iteration: int, sums: Sums, bar: Bar, counted: bool = True
+    ) -> None:
+        """One optimizer step on an update with the index columns `index`, of which `rows` are those that are here.
+
+        Of the processes that share the update one alone has it `counted`; the sums of all together then say what happened.
+        """
+        losses, counts = self.accumulate(stage, rows, sums, bar), denominators(index)
+        record_update(stage, losses, counts, sums, counted)
+        norm = self.step(stage, counts, iteration)
+        if norm is not None and counted:
+            sums.add(f"{stage.role}/grad_norm", norm)
+
+    def objective(self, stage: Stage) -> Objective:
+        """What a train stage minimises; a session's stages need not be the flow's."""
+        known = self.objectives.get(stage.name)
+        if known is None or known[0] != stage:
+            known = self.objectives[stage.name] = (stage, Objective.of(str(stage.role), stage.params))
+        return known[1]
+
     def accumulate(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
         """Adds the gradient sums of `rows`; returns loss sums by denominator."""
         assert stage.role
-        return self.workers[stage.role].accumulate(self.objectives[stage.name], rows, sums, bar.update)
+        return self.workers[stage.role].accumulate(self.objective(stage), rows, sums, bar.update)
 
     def step(self, stage: Stage, denominators: Mapping[str, float], iteration: int) -> float | None:
         """One optimizer step by the global denominators; the gradient norm, or None when there was nothing to learn."""
         assert stage.role
-        needed = self.objectives[stage.name].denominators
+        needed = self.objective(stage).denominators
         return self.workers[stage.role].step({name: denominators[name] for name in needed}, iteration)
 
     def publish(self, version: int) -> None:
@@ -247,6 +279,15 @@ class EarlyChecks:
         self.waiting = []
         for stage in self.beside:
             self.executor.pending.setdefault(stage.name, []).append((part, self.executor.rewards.submit(part)))
+
+
+def record_update(
+    stage: Stage, losses: Mapping[str, float], counts: Mapping[str, float], sums: Sums, counted: bool = True
+) -> None:
+    """Adds one optimizer step's loss: sums over global counts. A part of it that is not `counted` adds to the loss alone."""
+    if any(count > 0 for count in counts.values()):
+        total = sum(loss / counts[name] for name, loss in losses.items() if counts[name] > 0)
+        sums.add(f"loss/{stage.role}", total, int(counted))
 
 
 def checked_beside(flow: Flow, stage: Stage) -> list[Stage]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -46,3 +47,53 @@ class Interrupts:
             self._waiting = True
             return
         raise KeyboardInterrupt
+
+
+class AgreedInterrupts(Interrupts):
+    """For ranks that must all stop at the same place: a signal counts when they meet, and at once only in work of one's own."""
+
+    REPEATED_S = 1.0
+    """A second signal within this time is the first one, which came from the terminal and from the launcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first: float | None = None
+        self._local = False
+
+    @property
+    def asked(self) -> bool:
+        """Whether this rank was asked to stop."""
+        return self._waiting
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Inside, a meeting does not stop the ranks; they stop at the first one after it."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Around work that no other rank takes part in; not inside a hold, which it does not end."""
+        self._local = not self._holds
+        try:
+            yield
+        finally:
+            self._local = False
+
+    def agree(self, anybody: bool) -> None:
+        """At a meeting: raises KeyboardInterrupt on every rank if `anybody` was asked to stop and nothing holds it."""
+        if anybody and not self._holds:
+            self._waiting = False
+            raise KeyboardInterrupt
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._first is not None and now - self._first > self.REPEATED_S:
+            raise KeyboardInterrupt
+        if self._first is None:
+            self._first, self._waiting = now, True
+            if self._local:
+                raise KeyboardInterrupt

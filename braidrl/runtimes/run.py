@@ -13,20 +13,22 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from braidrl.config import Config
+from braidrl.cluster.world import World
+from braidrl.config import Config, parse_config
 from braidrl.data.loader import PromptLoader
 from braidrl.errors import UserError
 from braidrl.observe.metrics import MetricsWriter
-from braidrl.observe.progress import Progress
+from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
 from braidrl.runtimes.crews import start_crew
 from braidrl.runtimes.evaluation import evaluated_sets
 from braidrl.runtimes.folders import latest_checkpoint, new_run_folder
-from braidrl.runtimes.interrupts import Interrupts
+from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 from braidrl.runtimes.iteration import Crew, IterationResult, Walk
+from braidrl.runtimes.launch import in_ranks
 from braidrl.runtimes.row_store import Recording, Surplus
-from braidrl.runtimes.setup import prepare, set_up_torch
+from braidrl.runtimes.setup import prepare_together, set_up_torch
 from braidrl.runtimes.state import RunState, load_checkpoint, save_checkpoint
 from braidrl.runtimes.step_metrics import step_metrics, summary
 
@@ -37,31 +39,43 @@ class TrainingRun:
     """Use as a context: leaving it, by whatever way, closes files and ends processes."""
 
     def __init__(
-        self, config: Config, *, resume: Path | None = None, replay: Path | None = None, rollout_only: bool = False
+        self,
+        config: Config,
+        *,
+        resume: Path | None = None,
+        replay: Path | None = None,
+        rollout_only: bool = False,
+        world: World | None = None,
     ) -> None:
-        """Checks everything that can be checked before a model loads. Raises UserError for what could not run."""
+        """Checks everything that can be checked before a model loads. Raises UserError for what could not run.
+
+        `world` are the ranks that run this together, each in a TrainingRun of its own; what is written once, the first one writes.
+        """
         self.config, self.replay, self.rollout_only = config, replay, rollout_only
         if replay is not None:
             check_recorded(replay, config.trainer.steps, rollout_only)
-        self.prepared = prepare(config)
+        self.world = world or World()
+        self.prepared = prepare_together(config, self.world)
         self.flow = self.prepared.flow
-        self.folder = resume or new_run_folder(config)
-        self.progress = Progress(config.trainer.steps)
+        self.folder = resume or Path(self.world.from_first("run folder", lambda: str(new_run_folder(config))))
+        self.progress = Progress(config.trainer.steps) if self.world.first else silent_progress()
         self.progress.print(str(self.folder))
         for source in self.prepared.sources:
             self.progress.print(source.report())
         set_up_torch(config)
-        self.interrupts = Interrupts()
+        self.interrupts = AgreedInterrupts() if world else Interrupts()
         self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
         self.step = self.version = 0
         self.saved_step: int | None = None
-        self.crew: Crew[Any] = start_crew(self.prepared, self.loader, self.progress, self.folder)
+        self.crew: Crew[Any] = start_crew(
+            self.prepared, self.loader, self.progress, self.folder, self.world, self.interrupts
+        )
         try:
             self.walk: Walk[Any] = Walk(config, self.flow, self.crew, self.loader.epoch_size)
             checkpoint = latest_checkpoint(resume) if resume else None
             if checkpoint is not None:
                 self._restore(load_checkpoint(checkpoint))
-            self.metrics = MetricsWriter(self.folder, self.step if resume else None)
+            self.metrics = MetricsWriter(self.folder, self.step if resume else None) if self.world.first else None
         except BaseException:
             self.crew.close()
             raise
@@ -73,7 +87,8 @@ class TrainingRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.crew.close()
-        self.metrics.close()
+        if self.metrics:
+            self.metrics.close()
 
     def train(self) -> None:
         """Runs to `trainer.steps`. On Ctrl-C the last complete step is saved, then KeyboardInterrupt goes on."""
@@ -92,7 +107,8 @@ class TrainingRun:
                 self._save(snapshot if snapshot.step == self.step else self._snapshot())
                 self.progress.print(f"saved step {self.step}; go on with: braid train --resume {self.folder}")
                 raise
-        self.progress.print(f"report: {write_report(self.folder)}")
+        if self.world.first:
+            self.progress.print(f"report: {write_report(self.folder)}")
 
     def _one_step(self) -> None:
         step, start = self.step + 1, time.perf_counter()
@@ -111,7 +127,8 @@ class TrainingRun:
             self.version += 0 if self.rollout_only else 1
             if self._evaluation_is_due():
                 metrics |= self._evaluate()
-            self.metrics.write(metrics)
+            if self.metrics:
+                self.metrics.write(metrics)
         self.progress.print(summary(metrics))
 
     def _recorded(self, step: int) -> Any:
@@ -133,10 +150,11 @@ class TrainingRun:
 
     def _evaluate_before_first_step(self) -> None:
         # A run that was stopped in its first step and goes on has this line already.
-        wanted = self.step == 0 and self.metrics.last_step < 0 and bool(self.config.evaluation.every)
+        last = self.world.from_first("metrics", lambda: self.metrics.last_step if self.metrics else -1)
+        wanted = self.step == 0 and last < 0 and bool(self.config.evaluation.every)
         if wanted and self.config.evaluation.before_first_step:
             metrics = self._evaluate()
-            if metrics:
+            if metrics and self.metrics:
                 self.metrics.write_evaluation(0, self.version, metrics)
                 self.progress.print(summary({"step": 0, **metrics}))
 
@@ -160,7 +178,7 @@ class TrainingRun:
         if self.saved_step == state.step:
             return
         try:
-            save_checkpoint(self.folder, state, self.crew, self.config.trainer.keep_checkpoints)
+            save_checkpoint(self.folder, state, self.crew, self.config.trainer.keep_checkpoints, self.world.first)
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"the checkpoint of step {state.step} could not be written ({error}); the one before it is whole: "
@@ -192,18 +210,42 @@ def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
 
 def train(config: Config, **options: Any) -> Path:
     """Runs a configuration to its end and returns the run folder; what `braid train` does."""
+    if config.runtime == "distributed":
+        return Path(in_ranks(config, "braidrl.runtimes.run:train_rank", options))
     with TrainingRun(config, **options) as run:
         run.train()
     return run.folder
 
 
+def train_rank(world: World, task: dict[str, Any]) -> str:
+    """One rank's part of a distributed run; the run folder."""
+    options: dict[str, Any] = {n: Path(v) if n in ("resume", "replay") and v else v for n, v in task["options"].items()}
+    with TrainingRun(parse_config(task["config"]), **options, world=world) as run:
+        run.train()
+    return str(run.folder)
+
+
 def evaluate_model(config: Config) -> dict[str, float]:
     """Metrics of every set under `data.eval` with the model as it is; what `braid eval` prints."""
-    prepared = prepare(config, train=False)
+    if config.runtime == "distributed":
+        metrics: dict[str, float] = in_ranks(config, "braidrl.runtimes.run:evaluate_rank", {})
+        return metrics
+    return evaluated(config, Progress())
+
+
+def evaluate_rank(world: World, task: dict[str, Any]) -> dict[str, float]:
+    """One rank's part of an evaluation."""
+    progress = Progress() if world.first else silent_progress()
+    return evaluated(parse_config(task["config"]), progress, world)
+
+
+def evaluated(config: Config, progress: Progress, world: World | None = None) -> dict[str, float]:
+    """The evaluation itself, in one process or as one rank."""
+    prepared = prepare_together(config, world or World(), train=False)
     if not prepared.eval_sources:
         raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")
     set_up_torch(config)
-    crew = start_crew(prepared, None, Progress())
+    crew = start_crew(prepared, None, progress, world=world, interrupts=AgreedInterrupts())
     metrics: dict[str, float] = {}
     try:
         for _, _, found in evaluated_sets(crew, prepared.evaluation, prepared.eval_sources, config.evaluation, 0):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from braidrl.cluster.world import LostPeers, World
 from braidrl.config import Config, VerifierConfig
 from braidrl.data.prompts import LoadedSource, load_eval, load_texts, load_train
 from braidrl.errors import UserError
 from braidrl.flow import Flow
+from braidrl.flow.planner import serial_chain
 from braidrl.models.loading import check_scorer, load_tokenizer
 from braidrl.models.role_worker import model_path
 from braidrl.rewards.verify import RuleRewards
@@ -41,7 +45,8 @@ class Prepared:
         check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
         if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
             check_answers(config, self.sources, config.data.train)
-        check_answers(config, held_out, list(config.data.eval.values()))
+        if any(stage.type == "verify" for stage in self.evaluation.stages):
+            check_answers(config, held_out, list(config.data.eval.values()))
         check_lengths(config, self.flow, self.sources, held_out)
 
     @property
@@ -73,17 +78,44 @@ class Prepared:
         )
 
 
-def prepare(config: Config, train: bool = True) -> Prepared:
-    """Raises UserError for the first thing that could not run; without `train` only evaluation data is read."""
+def prepare_together(config: Config, world: World, train: bool = True) -> Prepared:
+    """As `prepare`; one rank tokenises every prompt to see which are short enough, the others then only those that they draw."""
+    if world.first:
+        try:
+            prepared = prepare(config, train)
+        except UserError as error:
+            world.share("data", {"refused": str(error)})
+            raise
+        evaluation = {name: source.kept for name, source in prepared.eval_sources.items()}
+        texts = prepared.texts.kept if prepared.texts else None
+        world.share("data", {"train": [source.kept for source in prepared.sources], "eval": evaluation, "texts": texts})
+        return prepared
+    kept = world.share("data", None)
+    if "refused" in kept:
+        raise LostPeers(f"rank 0 refused the configuration: {kept['refused']}")
+    return prepare(config, train, kept)
+
+
+def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None = None) -> Prepared:
+    """Raises UserError for the first thing that could not run; without `train` only evaluation data is read.
+
+    `kept` says of the sources of `train` and `eval` which examples another process has kept of them, and of `texts`.
+    """
     flow = build_flow(config)
+    if config.runtime == "distributed":
+        # One model is active at a time, and every rank switches at the same places.
+        flow = Flow(flow.name, serial_chain(flow))
     evaluation = evaluation_flow(config, flow)
     tokenizer = load_tokenizer(config.model)
     check_models(config, flow if train else evaluation, tokenizer)
-    needed = flow.needs_from_data()
+    needed, known = flow.needs_from_data(), kept or {}
     responses, pairs = "response" in needed, flow.trains_on_pairs
-    sources = load_train(config.data, tokenizer, responses=responses, pairs=pairs) if train else []
-    held_out = load_eval(config.data, tokenizer, pairs="response" in evaluation.needs_from_data())
-    texts = load_texts(config.data, tokenizer) if train and "ptx_tokens" in needed else None
+    sources = (
+        load_train(config.data, tokenizer, responses=responses, pairs=pairs, kept=known.get("train")) if train else []
+    )
+    of_eval = "response" in evaluation.needs_from_data()
+    held_out = load_eval(config.data, tokenizer, pairs=of_eval, kept=known.get("eval"))
+    texts = load_texts(config.data, tokenizer, known.get("texts")) if train and "ptx_tokens" in needed else None
     if texts is None and train and config.data.ptx is not None:
         raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
     return Prepared(config, flow, evaluation, tokenizer, sources, held_out, texts)

@@ -36,8 +36,15 @@ class RunState:
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def save_checkpoint(run: Path, state: RunState, crew: Keeper, keep: int) -> None:
-    """Writes a checkpoint whole, points `latest` at it and removes the oldest. Raises OSError where the disk is full."""
+def save_checkpoint(run: Path, state: RunState, crew: Keeper, keep: int, write: bool = True) -> None:
+    """Writes a checkpoint whole, points `latest` at it and removes the oldest. Raises OSError where the disk is full.
+
+    Ranks that do not `write` give the rows that they hold to the one that does.
+    """
+    if not write:
+        for number, table in enumerate(state.surplus):
+            crew.keep(surplus_path(checkpoint_folder(run, state.step), number), table)
+        return
     with whole_folder(checkpoint_folder(run, state.step)) as folder:
         crew.save(folder)
         for number, table in enumerate(state.surplus):

@@ -9,12 +9,21 @@ from typing import Any
 
 import pytest
 
-from tests.invariants.traces import Step, assert_same, run
+from braidrl.runtimes.run import TrainingRun
+from tests.invariants.traces import EVERY_STEP, Step, assert_same, run, trace
 from tests.runtimes.hybrid.warm import WarmCluster
-from tests.tiny import Workshop
+from tests.tiny import ROOT, Workshop
 
 FLOWS: dict[str, dict[str, Any]] = {
     "grpo": {"flow": "grpo", "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "epochs": 2, "learning_rate": 3e-3}},
+    "ppo": {
+        "flow": "ppo", "algorithm": {"reward": "verify", "whiten": True, "kl_target": 0.5},
+        "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "epochs": 2, "learning_rate": 3e-3},
+    },
+    "diamond": {
+        "flow": str(ROOT / "tests" / "runtimes" / "diamond.yaml"),
+        "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3},
+    },
     "dapo with refills": {
         "flow": "dapo", "algorithm": {"overlong_cache": 2}, "rollout": {"samples_per_prompt": 2},
         "trainer": {"prompts_per_step": 4, "learning_rate": 3e-3},
@@ -28,7 +37,8 @@ PLACEMENTS = ("colocate", "standalone", "split")
 WORKERS = (1, 2, 4)
 # Every two of flow, placement and number of workers meet at least once, but for the largest standalone one.
 PAIRWISE = [
-    ("grpo", "colocate", 2), ("grpo", "standalone", 2), ("grpo", "split", 1),
+    ("grpo", "colocate", 2), ("grpo", "standalone", 2), ("ppo", "standalone", 1), ("ppo", "split", 2),
+    ("diamond", "standalone", 2),
     ("dapo with refills", "colocate", 4), ("dapo with refills", "split", 2), ("dapo with surplus", "colocate", 2),
 ]  # fmt: skip
 EVERYTHING = list(itertools.product(FLOWS, PLACEMENTS, WORKERS))
@@ -56,6 +66,20 @@ def test_hybrid_does_what_eager_does(
 ) -> None:
     ours = run(workshop, "hybrid", **FLOWS[flow], runtime="hybrid", placement=placement, workers=workers)
     assert_same(ours, reference(flow))
+
+
+@pytest.mark.parametrize("runtime", ["hybrid", "eager"])
+def test_a_run_stopped_under_hybrid_goes_on_under_either_as_if_nothing_had_happened(
+    workshop: Workshop, reference: Reference, warm_cluster: WarmCluster, runtime: str
+) -> None:
+    flow = FLOWS["dapo with surplus"]
+    stopped = {**flow["trainer"], "steps": 3}
+    run(workshop, "run", **{**flow, "trainer": stopped}, runtime="hybrid", workers=2)
+    whole = {**flow, "trainer": {**EVERY_STEP["trainer"], **flow["trainer"]}}
+    config = workshop.config("resumed", **whole, dtype="float64", runtime=runtime, workers=2)
+    with TrainingRun(config, resume=workshop.folder / "run") as resumed:
+        resumed.train()
+    assert_same(trace(workshop.folder / "run"), reference("dapo with surplus"))
 
 
 @pytest.mark.soak

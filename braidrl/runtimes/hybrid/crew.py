@@ -27,8 +27,7 @@ from braidrl.flow import Scope, Stage
 from braidrl.models.objective import denominators
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
-from braidrl.runtimes.eager import record_update
-from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.executor import StageExecutor, record_update
 from braidrl.runtimes.hybrid.dealing import Deal, by_cost, by_length, by_prompt, in_place
 from braidrl.runtimes.hybrid.group import Dealt, Future, Outgoing, WorkerGroup, outgoing
 from braidrl.runtimes.hybrid.handle import Chunk, Deferred, Handle, Layer, merged_column
@@ -74,7 +73,7 @@ class HybridCrew:
 
     def admit(self, groups: int) -> Handle:
         assert self.loader is not None, "this crew only evaluates"
-        return self.bring(Admission(tuple(admitted.number for admitted in self.loader.take(groups))))
+        return self.bring(Admission(tuple(self.loader.advance(groups))))
 
     def bring(self, origin: Origin) -> Handle:
         key = next(self.keys)
@@ -92,7 +91,7 @@ class HybridCrew:
         if stage.role is None:
             return table.deferring(*table.deferred, asked)
         self._compute_for(stage, table)
-        return self._begin(asked, table, *self._place(stage, table), "execute")
+        return table.with_layer(stage.name, self._begin(asked, table, *self._place(stage, table), "execute"))
 
     def totals(self, stage: Stage, table: Handle) -> dict[str, float]:
         """What a stage adds up over all rows, each part where it lies."""
@@ -181,8 +180,8 @@ class HybridCrew:
         group = self.groups[str(stage.role)]
         return group, by_prompt(table.index) if stage.type == "generate" else by_length(table.index)
 
-    def _begin(self, of: Deferred, table: Handle, group: WorkerGroup, deal: Deal, method: str, *more: Any) -> Handle:
-        """Sends a stage that writes columns to a group; the table with what it will have written."""
+    def _begin(self, of: Deferred, table: Handle, group: WorkerGroup, deal: Deal, method: str, *more: Any) -> Layer:
+        """Sends a stage that writes columns to a group; where they will be."""
         stage, key = of.stage, next(self.keys)
         rows = Dealt(table, deal, columns_read(stage))
         called: list[tuple[Outgoing, Future]] = group.call(method, rows, stage, of.iteration, key, *more)
@@ -191,7 +190,7 @@ class HybridCrew:
         for chunk in chunks:
             chunk.work = work
         positions = [torch.as_tensor(part.positions) for part, _ in called]
-        return table.with_layer(stage.name, Layer.of(len(table), list(zip(positions, chunks, strict=True))))
+        return Layer.of(len(table), list(zip(positions, chunks, strict=True)))
 
     def _chunk(self, key: int, size: int, future: Future, writes: tuple[str, ...]) -> Chunk:
         """A chunk whose worker forgets it when nobody here refers to it any more."""
@@ -201,11 +200,9 @@ class HybridCrew:
 
     def _resolve(self, table: Handle, names: frozenset[str] | None = None) -> None:
         """Waits for the index columns of the layers that write one of `names`, or of all."""
-        for name, layer in table.layers.items():
-            if name not in table.unresolved or (names is not None and not layer.writes_any(names)):
-                continue
+        for name in table.waiting_for(names):
             segments: dict[str, list[tuple[Tensor, Column]]] = {}
-            for chunk, rows, positions in layer.pieces():
+            for chunk, rows, positions in table.layers[name].pieces():
                 for column, values in self._index_of(chunk).take(rows).items():
                     segments.setdefault(column, []).append((positions, values))
             merged = {column: merged_column(len(table), found) for column, found in segments.items()}
@@ -239,11 +236,13 @@ class HybridCrew:
         """Computes the first `count` stages that were put off: here if they need index columns alone, else where the payload is."""
         for _ in range(count):
             first, *others = table.deferred
-            group, deal = self._where(first, table)
-            columns = self._computed_here(first, table) if group is None else None
-            there = self._computed_there(first, table, group or self.home, deal) if columns is None else None
-            done = there or table.with_index(columns or {})
-            table.settle(done.deferring(*others))
+            if first.done is None:
+                group, deal = self._where(first, table)
+                first.done = self._computed_here(first, table) if group is None else None
+                first.done = first.done or self._computed_there(first, table, group or self.home, deal)
+            done = first.done
+            whole = table.with_layer(first.stage.name, done) if isinstance(done, Layer) else table.with_index(done)
+            table.settle(whole.deferring(*others))
 
     def _where(self, asked: Deferred, table: Handle) -> tuple[WorkerGroup | None, Deal]:
         """The group that holds the payload which a compute stage reads, or None where it reads index columns alone.
@@ -270,7 +269,7 @@ class HybridCrew:
             columns = self.executor.execute(stage, index, Sums())
         return columns if all(isinstance(column, Tensor) for column in columns.values()) else None
 
-    def _computed_there(self, asked: Deferred, table: Handle, group: WorkerGroup, deal: Deal) -> Handle:
+    def _computed_there(self, asked: Deferred, table: Handle, group: WorkerGroup, deal: Deal) -> Layer:
         if asked.stage.scope is not Scope.BATCH:
             return self._begin(asked, table, group, deal, "execute")
         return self._begin(asked, table, group, deal, "apply", self._totals(asked, table, group, deal))

@@ -6,7 +6,6 @@ driver ──call("execute", rows, ...)──▶ protocol ──▶ rank 0, rank
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,9 @@ from braidrl.runtimes.hybrid.handle import Handle
 from braidrl.runtimes.hybrid.parts import Answer, Part, part_of
 from braidrl.runtimes.hybrid.worker import HybridWorker
 from braidrl.transfer.protocols import Mesh, protocol_of
+
+DEATH_S = 2.0
+"""Seconds within which Ray is told of a worker's end, after others have noticed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,13 +121,16 @@ class WorkerGroup:
         waiting = {future.ref: future for future in futures}
         packed: dict[Any, bytes] = {}
         while waiting:
-            start = time.monotonic()
             ready, _ = ray.wait(list(waiting), num_returns=1, timeout=self.limit_s)
             if not ready:
-                raise WorkerFailure(self._silence(list(waiting.values()), time.monotonic() - start))
+                raise WorkerFailure(self._silence(list(waiting.values())))
             for ref in ready:
                 future = waiting.pop(ref)
-                packed[ref] = self._result(future)
+                try:
+                    packed[ref] = self._result(future)
+                except WorkerFailure:
+                    self._raise_deaths(list(waiting.values()))
+                    raise
                 self.traffic.received += len(packed[ref])
                 if arrived:
                     arrived(future)
@@ -149,7 +154,20 @@ class WorkerGroup:
             raise WorkerFailure(f"{future.who} failed in {future.what}: {' '.join(str(error).split())}") from None
         return result
 
-    @staticmethod
-    def _silence(waiting: Sequence[Future], seconds: float) -> str:
+    def _raise_deaths(self, others: Sequence[Future]) -> None:
+        """A worker that dies makes those fail that were waiting for it; it is the one to be named."""
+        ready, _ = ray.wait([f.ref for f in others], num_returns=len(others), timeout=DEATH_S) if others else ([], [])
+        for future in others:
+            if future.ref in ready:
+                try:
+                    ray.get(future.ref)
+                except RayActorError:
+                    self._result(future)
+                except RayError:
+                    continue
+
+    def _silence(self, waiting: Sequence[Future]) -> str:
         whom = "; ".join(f"{f.who} ({f.what}{named_rows(f.uids)})" for f in waiting)
-        return f"waited {seconds:.0f} s without a word from {whom}; raise cluster.wait_limit_s if this may take longer"
+        return (
+            f"waited {self.limit_s:g} s without a word from {whom}; raise cluster.wait_limit_s if this may take longer"
+        )

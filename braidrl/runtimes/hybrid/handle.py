@@ -86,13 +86,14 @@ class Layer:
         return Layer(tuple(chunks), torch.cat(numbers), torch.cat(rows))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Deferred:
-    """A compute stage that nobody has needed yet."""
+    """A compute stage that nobody has needed yet. `done` is what it wrote, once it has been: where, or index columns themselves."""
 
     stage: Stage
     iteration: int
     sums: Sums
+    done: Layer | Mapping[str, Column] | None = None
 
 
 @dataclass(eq=False)
@@ -116,7 +117,8 @@ class Handle:
         """The named rows, in the order given."""
         rows = torch.as_tensor(positions, dtype=torch.int64)
         layers = {name: layer.take(rows) for name, layer in self.layers.items()}
-        return Handle(len(rows), self.index.take(rows), layers, self.unresolved, self.deferred)
+        deferred = tuple(Deferred(put_off.stage, put_off.iteration, put_off.sums) for put_off in self.deferred)
+        return Handle(len(rows), self.index.take(rows), layers, self.unresolved, deferred)
 
     @staticmethod
     def cat(tables: Sequence[Handle]) -> Handle:
@@ -134,6 +136,16 @@ class Handle:
         """With index columns that have arrived, and so with fewer layers to wait for."""
         waiting = self.unresolved - set(resolved)
         return Handle(self.size, self.index.with_columns(columns), self.layers, waiting, self.deferred)
+
+    def waiting_for(self, names: frozenset[str] | None = None) -> list[str]:
+        """Unresolved layers that write one of `names` (or any), in order, with those that wrote an earlier version of it."""
+        wanted = set(names or ())
+        found = []
+        for name, layer in reversed(list(self.layers.items())):
+            if name in self.unresolved and (names is None or layer.writes_any(frozenset(wanted))):
+                found.append(name)
+                wanted |= {column for chunk in layer.chunks for column in chunk.writes}
+        return found[::-1]
 
     def settle(self, other: Handle) -> None:
         """Takes over what `other`, the same table, knows more."""

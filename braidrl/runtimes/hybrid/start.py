@@ -71,7 +71,7 @@ def load(groups: Sequence[WorkerGroup], home: WorkerGroup, prepared: Prepared) -
     for group in groups:
         size, is_home = group.mesh.size, group is home
         own = prepared if is_home else replace(prepared, eval_sources={})
-        each = [own if is_home and rank == 0 else replace(own, sources=[]) for rank in range(size)]
+        each = [own if is_home and rank == 0 else replace(own, sources=[], texts=None) for rank in range(size)]
         begun.append((group, group.call("load_models", each, [prepared.generating] * size, [is_home] * size)))
     for group, futures in begun:
         group.wait(futures)

@@ -17,7 +17,7 @@ from braidrl.data.rows import Column, Rows
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
 from braidrl.placement.pools import Pool
-from braidrl.runtimes.hybrid.parts import Answer, Part
+from braidrl.runtimes.hybrid.parts import Answer, Numbers, Part
 from braidrl.runtimes.hybrid.worker import HybridWorker
 from braidrl.transfer.protocols import register
 
@@ -28,8 +28,8 @@ class RehearsingWorker(HybridWorker):
     def __init__(self) -> None:
         super().__init__()
         self.orders: dict[str, tuple[str, float]] = {}
+        self.rows_given: list[int] = []
 
-    @register(protocol="ONE_TO_ALL")
     def rehearse(self, orders: Mapping[str, tuple[str, float]]) -> None:
         self.orders = dict(orders)
 
@@ -47,9 +47,21 @@ class RehearsingWorker(HybridWorker):
             os._exit(3)
         return super().execute(part, stage, iteration, key)
 
+    def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Numbers:
+        self.rows_given.append(len(rows))
+        return super().fetch(key, rows, columns)
+
     def close(self) -> None:
         super().close()
-        self.orders = {}
+        self.orders, self.rows_given = {}, []
+
+    def held(self) -> int:
+        """Chunks that are kept here."""
+        return len(self.chunks)
+
+    def given_out(self) -> list[int]:
+        """Rows of each fetch that was answered."""
+        return self.rows_given
 
     def process(self) -> int:
         return os.getpid()

@@ -1,0 +1,192 @@
+"""The processes of one run as one of them sees the others. All walk the same way, so each call here is made by every rank.
+
+gather      every rank's bytes, on every rank                 (index columns: a few numbers per row)
+exchange    to each rank what is meant for it, and no more    (payload)
+share       rank 0's JSON value, on every rank
+
+Each wait has a limit. Before it waits, a rank notes in the store where it is; whoever waits in vain reads there for whom.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from braidrl.models.data_parallel import DataParallel
+
+STORE_LIMIT_S = 5.0
+"""For reading from the store who is where, after something went wrong."""
+
+
+class LostPeers(RuntimeError):
+    """Other ranks did not come to a meeting: what a rank sees of another's failure."""
+
+
+@dataclass
+class Received:
+    """Bytes that came to a rank from others, by the call that brought them."""
+
+    gathered: int = 0
+    exchanged: int = 0
+
+
+class World:
+    """Rank `rank` of `size`. Made by `join`; `World()` is a process alone, which waits for nobody."""
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None, store: dist.Store | None = None
+    ) -> None:
+        self.rank, self.size, self.group = rank, size, group
+        self.place, self.rows = "the start", ""
+        self.received = Received()
+        self._store, self._meetings = store, 0
+
+    @property
+    def first(self) -> bool:
+        """True for the one rank that writes what is written once."""
+        return self.rank == 0
+
+    @property
+    def data_parallel(self) -> DataParallel:
+        """The ranks as holders of copies of one model."""
+        return SupervisedSum(self.group, self)
+
+    def at(self, place: str) -> None:
+        """Notes what this rank does from now on; the same words on every rank."""
+        self.place, self.rows = place, ""
+        self._note(place)
+
+    def _note(self, where: str) -> None:
+        if self._store is not None:
+            self._store.set(f"place/{self.rank}", json.dumps([self._meetings, where]))
+
+    @contextmanager
+    def meeting(self, purpose: str) -> Iterator[str]:
+        """Around a collective. Raises LostPeers with who was missing, and where they were, when it fails."""
+        self._meetings += 1
+        where = f"{self.place}: {purpose}"
+        self._note(where)
+        start = time.monotonic()
+        try:
+            yield where
+        except RuntimeError as error:
+            if isinstance(error, LostPeers):
+                raise
+            seconds = time.monotonic() - start
+            raise LostPeers(f"waited {seconds:.0f} s in {where} for {self._missing()}: {first_line(error)}") from error
+
+    def _missing(self) -> str:
+        """The ranks that are not at this meeting and where they were seen last."""
+        assert self._store is not None
+        self._store.set_timeout(timedelta(seconds=STORE_LIMIT_S))
+        late = []
+        try:
+            for rank in range(self.size):
+                meetings, where = json.loads(self._store.get(f"place/{rank}"))
+                if meetings < self._meetings:
+                    late.append(f"rank {rank}, last seen in {where}")
+        except (RuntimeError, OSError) as error:
+            late.append(f"ranks that nothing is known of ({first_line(error)})")
+        return "; ".join(late) or "a rank that has ended since"
+
+    def gather(self, purpose: str, message: bytes | bytearray | memoryview) -> list[memoryview]:
+        """Every rank's message, in the order of ranks."""
+        if self.group is None:
+            return [memoryview(message)]
+        mine = as_tensor(message)
+        with self.meeting(purpose) as where:
+            sizes = self._sizes(where, torch.tensor([len(mine)]).expand(self.size))
+            padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+            padded[: len(mine)] = mine
+            found = [torch.empty_like(padded) for _ in range(self.size)]
+            dist.all_gather(found, padded, group=self.group)
+        self.received.gathered += int(sizes.sum()) - len(mine)
+        return [part[:size].numpy().data for part, size in zip(found, sizes.tolist(), strict=True)]
+
+    def exchange(self, purpose: str, messages: Sequence[bytes | bytearray]) -> list[memoryview]:
+        """What each rank has for this one, given what this one has for each; one all-to-all of bytes."""
+        if self.group is None:
+            return [memoryview(message) for message in messages]
+        parts = [as_tensor(message) for message in messages]
+        sizes = torch.tensor([len(part) for part in parts])
+        with self.meeting(purpose) as where:
+            coming = self._sizes(where, sizes)
+            received = torch.empty(int(coming.sum()), dtype=torch.uint8)
+            dist.all_to_all_single(received, torch.cat(parts), coming.tolist(), sizes.tolist(), group=self.group)
+        self.received.exchanged += len(received) - int(coming[self.rank])
+        return [part.numpy().data for part in received.split(coming.tolist())]
+
+    def _sizes(self, where: str, sizes: Tensor) -> Tensor:
+        """Bytes that come from each rank. Raises RuntimeError where a rank is at another meeting than this one."""
+        sign = zlib.crc32(where.encode())
+        sent = torch.stack([sizes, torch.full_like(sizes, sign)], dim=1).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        strangers = (received[:, 1] != sign).nonzero().flatten().tolist()
+        if strangers:
+            raise RuntimeError(f"ranks {strangers} came to another meeting: the ranks have not walked the same way")
+        return received[:, 0]
+
+    def share(self, purpose: str, value: Any) -> Any:
+        """Rank 0's value, a JSON value; what the others give is not looked at."""
+        message = json.dumps(value).encode() if self.first else b""
+        return json.loads(bytes(self.gather(purpose, message)[0]))
+
+    def from_first(self, purpose: str, make: Callable[[], Any]) -> Any:
+        """What `make` returns on rank 0, where alone it is called."""
+        return self.share(purpose, make() if self.first else None)
+
+    def close(self) -> None:
+        """Leaves the group; nobody is waited for."""
+        if self.group is not None:
+            dist.destroy_process_group()
+            self.group = None
+
+
+@dataclass(frozen=True)
+class SupervisedSum(DataParallel):
+    """Gradient sums whose failure says who was missing."""
+
+    world: World = field(default_factory=World)
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        with self.world.meeting("the sum of gradients"):
+            super().sum_(tensors)
+
+
+def join(limit_s: float, cuda: bool) -> World:
+    """Joins the world that the environment describes, as `torchrun` and our own launcher set it (RANK, WORLD_SIZE, ...)."""
+    limit = timedelta(seconds=limit_s)
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    store, rank, size = next(rendezvous("env://", timeout=limit))
+    backend = "cpu:gloo,cuda:nccl" if cuda else "cpu:gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    group = dist.group.WORLD
+    assert group is not None
+    return World(rank, size, group, dist.PrefixStore("places", store))
+
+
+def as_tensor(message: bytes | bytearray | memoryview) -> Tensor:
+    """The bytes (N,) uint8; a writable buffer is not copied."""
+    if len(message) == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    buffer = message if isinstance(message, bytearray) else bytearray(message)
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def first_line(error: BaseException) -> str:
+    """The error's own words, without what the library adds in further lines."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

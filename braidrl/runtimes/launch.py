@@ -1,0 +1,83 @@
+"""From one command to the ranks of a distributed run: started here, or met where `torchrun` has started them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from braidrl.cluster.processes import run_ranks
+from braidrl.cluster.rank import entry_of
+from braidrl.cluster.world import LostPeers, join
+from braidrl.config import Config
+from braidrl.errors import UserError
+from braidrl.flow import Flow, Kind
+from braidrl.models.role_worker import choose_device
+from braidrl.runtimes.building import build_flow
+
+
+def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
+    """Runs `module:function(world, task)` on every rank; what it returned on rank 0, a JSON value.
+
+    Raises UserError, before anything starts, for what the ranks could not place.
+    """
+    started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    size = int(os.environ["WORLD_SIZE"]) if started else config.workers
+    if started and "workers" in config.model_fields_set and config.workers != size:
+        raise UserError(f"workers={config.workers}, but torchrun has started {size}; leave `workers` out")
+    check_ranks(config, build_flow(config), size)
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    cuda = choose_device(config.device).type == "cuda"
+    task = {"config": config.model_dump(mode="json"), "options": given, "cuda": cuda}
+    if not started:
+        return run_ranks(entry, task, size, config.cluster.wait_limit_s)
+    return joined(config, entry, task)
+
+
+def joined(config: Config, entry: str, task: dict[str, Any]) -> Any:
+    """This process is a rank already; a rank that only noticed another's failure says so in one line."""
+    world = join(config.cluster.wait_limit_s, task["cuda"])
+    try:
+        result = entry_of(entry)(world, task)
+        world.gather("the end of the run", b"")
+        return result
+    except LostPeers as error:
+        print(f"braid: rank {world.rank}: {error}", file=sys.stderr)
+        # The process group of ranks that are gone cannot be left in order.
+        sys.stderr.flush()
+        os._exit(1)
+    finally:
+        world.close()
+
+
+def check_ranks(config: Config, flow: Flow, size: int) -> None:
+    """Raises UserError where roles or devices do not fit `size` ranks."""
+    generating = {stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
+    for role, own in config.roles.items():
+        if own.generate_workers is None:
+            continue
+        if role not in generating:
+            raise UserError(f"roles.{role}.generate_workers is set, but {role} generates nothing in {flow.name}")
+        generating_ranks(config, role, size)
+    devices = torch.cuda.device_count()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if choose_device(config.device).type == "cuda" and here > devices:
+        raise UserError(
+            f"workers={here} need as many CUDA devices and there are {devices}; write workers={devices} or device=cpu"
+        )
+
+
+def generating_ranks(config: Config, role: str, size: int) -> int:
+    """How many ranks generate for a role. Raises UserError where they are more than there are."""
+    own = config.roles.get(role)
+    wanted = own.generate_workers if own else None
+    if wanted is not None and wanted > size:
+        raise UserError(
+            f"roles.{role}.generate_workers={wanted}, but there are {size} ranks; "
+            f"write at most {size}, or workers={wanted}"
+        )
+    return wanted or size

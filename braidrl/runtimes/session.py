@@ -1,0 +1,151 @@
+"""An RL algorithm as a plain loop: the roles of a configuration's flow, whose methods run at once, or under hybrid return futures.
+
+with Session(config) as session:
+    for _ in range(100):
+        rows = session.prompts()
+        rows = session.actor.generate(rows)
+        rows = session.reward.verify(rows)
+        rows = session.run(advantage.group_normalized(), rows)
+        session.actor.update(rows, loss=loss.clip())
+        print(session.metrics())
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from braidrl.config import Config
+from braidrl.data.loader import PromptLoader
+from braidrl.data.rows import Rows
+from braidrl.errors import UserError
+from braidrl.flow import Kind, Stage
+from braidrl.flow.roles import Role
+from braidrl.observe.metrics import Sums
+from braidrl.observe.progress import Progress
+from braidrl.runtimes.building import resolve
+from braidrl.runtimes.crews import start_crew
+from braidrl.runtimes.iteration import Crew, Walk
+from braidrl.runtimes.setup import prepare, set_up_torch
+
+Table = Any
+"""Rows under eager, a handle to them under hybrid."""
+
+
+class Session:
+    """The models, data and processes of a configuration, without its loop. Its flow says which roles there are and which are trained."""
+
+    def __init__(self, config: Config) -> None:
+        """Starts everything. Raises UserError for what could not run."""
+        self.config, self.prepared = config, prepare(config)
+        set_up_torch(config)
+        self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
+        self.progress = Progress()
+        self.crew: Crew[Any] = start_crew(self.prepared, self.loader, self.progress)
+        self.walk: Walk[Any] = Walk(config, self.prepared.flow, self.crew, self.loader.epoch_size)
+        self.iteration = self.version = 0
+        self.sums = Sums()
+        self.trained = False
+
+    def __getattr__(self, role: str) -> SessionRole:
+        """`session.actor`, `session.critic`, ... Raises AttributeError for a role that the flow does not have."""
+        known = {stage.role for stage in self.prepared.flow.stages} | set(self.prepared.roles())
+        if role not in known:
+            raise AttributeError(f"no role is called {role!r} among {', '.join(sorted(filter(None, known)))}")
+        return SessionRole(self, role)
+
+    def prompts(self, groups: int | None = None) -> Table:
+        """The next prompts as rows, one per sample; `trainer.prompts_per_step` of them by default. Begins an iteration."""
+        self.publish()
+        self.iteration += 1
+        self.sums = Sums()
+        self.progress.step(self.iteration)
+        return self.crew.admit(groups or self.config.trainer.prompts_per_step)
+
+    def run(self, stage: Stage, rows: Table) -> Table:
+        """The rows with what a stage writes; those that a `select` stage keeps; the same rows for an update."""
+        stage = resolve(stage, self.config)
+        if stage.kind is Kind.TRAIN:
+            self._train(stage, rows)
+            return rows
+        if stage.kind is not Kind.SELECT:
+            return self.crew.run(stage, rows, self.iteration, self.sums)
+        dropped = self.crew.select(stage, rows)
+        groups = self.index(rows)["group"].tolist()
+        return self.crew.take(rows, [i for i, group in enumerate(groups) if group not in dropped])
+
+    def _train(self, stage: Stage, rows: Table) -> None:
+        if stage.role not in self.prepared.flow.trained_roles:
+            raise UserError(
+                f"{stage.role} has no optimizer: the flow {self.prepared.flow.name} does not train it; "
+                f"it trains {', '.join(self.prepared.flow.trained_roles) or 'nothing'}"
+            )
+        table = self.walk.ordered(rows)
+        self.crew.train(stage, table, self.walk.updates(table, self.iteration), self.iteration, self.sums)
+        self.trained = True
+
+    def publish(self) -> None:
+        """Waits for all updates; what is generated next comes from the new weights."""
+        if self.trained:
+            self.version += 1
+            self.trained = False
+            self.crew.publish(self.version)
+
+    def metrics(self) -> dict[str, float]:
+        """Means of what this iteration's stages counted. Waits for its updates."""
+        self.publish()
+        return {name: value for name, value in self.sums.means().items() if not name.startswith("time/")}
+
+    def index(self, rows: Table) -> Rows:
+        """The index columns (rewards, lengths, ...), waited for."""
+        return self.crew.index(rows)
+
+    def save(self, folder: Path) -> None:
+        """Every trained role as a Hugging Face directory."""
+        self.publish()
+        self.crew.save(folder)
+
+    def close(self) -> None:
+        self.crew.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class SessionRole:
+    """A role whose methods act on rows; their settings are those of `braidrl.flow.roles.Role`."""
+
+    session: Session
+    name: str
+
+    def generate(self, rows: Table, **settings: Any) -> Table:
+        """Samples one trajectory per row."""
+        return self.session.run(Role(self.name).generate(**settings), rows)
+
+    def verify(self, rows: Table, **settings: Any) -> Table:
+        """Scores rows by rules."""
+        return self.session.run(Role(self.name).verify(**settings), rows)
+
+    def score(self, rows: Table, **settings: Any) -> Table:
+        """Scores rows by a model with a scalar head."""
+        return self.session.run(Role(self.name).score(**settings), rows)
+
+    def log_probs(self, rows: Table, **settings: Any) -> Table:
+        """Log-probabilities of the action tokens."""
+        return self.session.run(Role(self.name).log_probs(**settings), rows)
+
+    def values(self, rows: Table, **settings: Any) -> Table:
+        """One value per action token."""
+        return self.session.run(Role(self.name).values(**settings), rows)
+
+    def update(self, rows: Table, **settings: Any) -> None:
+        """Trains on the rows, in `trainer.rows_per_update` steps."""
+        self.session.run(Role(self.name).update(**settings), rows)

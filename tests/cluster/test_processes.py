@@ -1,0 +1,97 @@
+"""Ranks start together and end together, and whoever waits in vain says for whom."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from braidrl.cluster.processes import run_ranks
+from braidrl.errors import UserError, WorkerError
+
+ROOT = Path(__file__).parent.parent.parent
+LAUNCH = """
+import sys
+from braidrl.cluster.processes import run_ranks
+run_ranks("tests.cluster.ranks:waiting", {"folder": sys.argv[1]}, 2, 60.0)
+"""
+
+
+def test_ranks_gather_exchange_and_share() -> None:
+    found = run_ranks("tests.cluster.ranks:words", {"a": [1, None]}, 2, 30.0)
+    assert found == {
+        "gathered": ["", "x"], "exchanged": ["0>0", "1>0"], "shared": {"from": 0}, "task": {"a": [1, None]},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        (
+            "raise",
+            WorkerError,
+            ["rank 1 failed in step 3, reward.verify on rows (0, 7, 1): ValueError: no such luck", "ranks.py"],
+        ),
+        ("user", UserError, ["row (0, 7, 1) is too long; write a shorter one"]),
+        ("die", WorkerError, ["rank 1 was killed by signal 9"]),
+        (
+            "sleep",
+            WorkerError,
+            ["waited", "actor.update: index columns for rank 1, last seen in step 3, reward.verify"],
+        ),
+        ("astray", WorkerError, ["came to another meeting"]),
+    ],
+)
+def test_a_rank_that_fails_ends_all_and_its_own_words_are_what_is_seen(
+    tmp_path: Path, how: str, error: type[Exception], words: list[str]
+) -> None:
+    with pytest.raises(error) as caught:
+        run_ranks(
+            "tests.cluster.ranks:failing", {"folder": str(tmp_path), "how": how}, 2, 3.0 if how == "sleep" else 30.0
+        )
+    assert all(part in str(caught.value) for part in words), str(caught.value)
+    assert_gone(tmp_path)
+
+
+def test_a_function_that_is_not_there_is_named() -> None:
+    with pytest.raises(WorkerError, match="no_such_function"):
+        run_ranks("tests.cluster.ranks:no_such_function", {}, 1, 30.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCH, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    launcher.send_signal(number)
+    _, words = launcher.communicate(timeout=30)
+    if number != signal.SIGKILL:
+        assert b"KeyboardInterrupt" in words
+    assert_gone(tmp_path)
+
+
+def assert_gone(folder: Path) -> None:
+    """The processes whose numbers the ranks wrote down have ended."""
+    numbers = [int(path.read_text()) for path in folder.iterdir()]
+    assert len(numbers) == 2
+    wait_until(lambda: not any(running(number) for number in numbers))
+
+
+def running(number: int) -> bool:
+    try:
+        return number != os.getpid() and psutil.Process(number).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "this did not happen in time"
+        time.sleep(0.05)
