@@ -56,7 +56,8 @@ def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
     from braidrl.runtimes.launch import speaks
     from braidrl.runtimes.run import evaluate_model
 
-    metrics = evaluate_model(load_config(*split_config(config, overrides)))
+    # Whatever trained the model: any flow that generates and verifies evaluates it.
+    metrics = evaluate_model(load_config(*split_config(config, overrides), flow="grpo"))
     for name, value in metrics.items() if speaks() else ():
         typer.echo(f"{name}\t{value:.4f}")
 

@@ -377,8 +377,11 @@ def short_placement(value: Any) -> Any:
     return value
 
 
-def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
-    """Reads YAML, applies dotted `key=value` overrides, checks every key. Raises UserError with one line."""
+def load_config(path: Path | str | None, overrides: Sequence[str] = (), **defaults: Any) -> Config:
+    """Reads YAML, applies dotted `key=value` overrides, checks every key; `defaults` fill keys that nobody set.
+
+    Raises UserError with one line.
+    """
     tree: Any = {}
     if path is not None:
         path = Path(path)
@@ -392,7 +395,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Confi
             raise UserError(f"{path} must hold keys and values, as in `flow: dapo`")
     for override in overrides:
         apply_override(tree, override)
-    return parse_config(tree)
+    return parse_config({**defaults, **tree})
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
