@@ -17,6 +17,7 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import recorded_steps
 from braidrl.runtimes.distributed import DistributedCrew
 from braidrl.runtimes.run import TrainingRun
+from tests.runtimes.turns import PLAYED
 from tests.tiny import Workshop, recorded, weights_of
 
 WAIT_S = 60.0
@@ -24,6 +25,11 @@ DIAMOND = str(Path(__file__).parent / "diamond.yaml")
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"kl_coef": 0.1}, "trainer": {"rows_per_update": 8, "epochs": 2}},
     "dapo": {"flow": "dapo", "algorithm": {"overlong_cache": 4}, "trainer": {"rows_per_update": 8}},
+    "episodes": {
+        "rollout": {"samples_per_prompt": 4, "max_response_tokens": 4, "slots": 16, "environment": PLAYED},
+        "algorithm": {"kl_coef": 0.1},
+        "trainer": {"rows_per_update": 8},
+    },
     "diamond": {"flow": DIAMOND, "roles": {"reference": {"model": "REFERENCE"}}},
 }
 
