@@ -70,11 +70,10 @@ class StageExecutor:
 
     def _engine(self, role: str) -> EmbeddedEngine:
         rollout = self.config.rollout
-        dtype = DTYPES[rollout.dtype] if rollout.dtype else None
-        return EmbeddedEngine(
-            self.workers[role].model, self.tokenizer, rollout.slots, self.config.max_sequence_tokens,
-            seed=self.config.seed, dtype=dtype,
-        )  # fmt: skip
+        model, dtype = self.workers[role].model, DTYPES[rollout.dtype] if rollout.dtype else None
+        longest = self.config.max_sequence_tokens
+        longest = min(longest, getattr(model.config, "max_position_embeddings", None) or longest)
+        return EmbeddedEngine(model, self.tokenizer, rollout.slots, longest, seed=self.config.seed, dtype=dtype)
 
     def execute(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage] = ()) -> Mapping[str, Column]:
         """The columns that a generate, infer or compute stage writes, in the order of `rows`.
