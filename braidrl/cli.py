@@ -88,6 +88,17 @@ def report(run: RunFolder) -> None:
 
 
 @app.command()
+def timeline(run: RunFolder) -> None:
+    """Draw who did what when: RUN/timeline.html, the same for Chrome's trace viewer, and a table of busy and waiting time."""
+    from braidrl.observe.timeline import busy_lines, write_timeline
+
+    drawn, chrome = write_timeline(run)
+    for line in busy_lines(run):
+        typer.echo(line)
+    typer.echo(f"{drawn}\n{chrome}")
+
+
+@app.command()
 def export(
     run: RunFolder,
     folder: Annotated[Path, typer.Argument(help="A new folder for the Hugging Face model.")],

@@ -36,7 +36,7 @@ def start_crew(
     """
     runtime = prepared.config.runtime
     if runtime == "eager":
-        return eager_crew(prepared, loader, progress)
+        return eager_crew(prepared, loader, progress, folder)
     if runtime == "hybrid":
         # Imported here: Ray is an extra, and importing it takes a second.
         import_ray()
@@ -49,14 +49,17 @@ def start_crew(
     raise UserError(f"this version cannot run runtime={runtime}; write runtime=eager, hybrid or distributed")
 
 
-def eager_crew(prepared: Prepared, loader: PromptLoader | None, progress: Progress) -> EagerCrew:
+def eager_crew(
+    prepared: Prepared, loader: PromptLoader | None, progress: Progress, folder: Path | None = None
+) -> EagerCrew:
     """Every role in this process."""
     flow = prepared.flow if loader else prepared.evaluation
     executor = StageExecutor(
         prepared.config, flow, prepared.roles(train=loader is not None), prepared.tokenizer, prepared.rewards(),
         progress, prepared.generating,
     )  # fmt: skip
-    return EagerCrew(prepared.config, flow, loader, executor, prepared.store())
+    trace = TraceWriter(folder, "eager") if folder else None
+    return EagerCrew(prepared.config, flow, loader, executor, prepared.store(), trace)
 
 
 def distributed_crew(
@@ -77,5 +80,4 @@ def distributed_crew(
     )  # fmt: skip
     at_end.append(executor.close)
     trace = TraceWriter(folder, f"rank-{world.rank}") if folder else None
-    samples = config.rollout.samples_per_prompt
-    return DistributedCrew(flow, loader, samples, executor, prepared.store(), world, ranks, interrupts, trace)
+    return DistributedCrew(config, flow, loader, executor, prepared.store(), world, ranks, interrupts, trace)

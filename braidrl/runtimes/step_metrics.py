@@ -63,7 +63,7 @@ def training_metrics(result: IterationResult[Any]) -> dict[str, float]:
     for name, value in result.sums.means().items():
         if name.endswith("/rollout_log_prob_gap"):
             metrics["train/rollout_log_prob_gap"] = value
-        elif name.startswith("reward/failures/"):
+        elif "/failures/" in name:
             metrics[name] = result.sums.pairs()[name][0]
         else:
             metrics[name] = value

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.invariants.traces import Step, assert_same, run
+from braidrl.runtimes.run import TrainingRun
+from tests.invariants.traces import EVERY_STEP, Step, assert_same, run, trace
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import ROOT, Workshop
 
@@ -65,6 +66,20 @@ def test_hybrid_does_what_eager_does(
 ) -> None:
     ours = run(workshop, "hybrid", **FLOWS[flow], runtime="hybrid", placement=placement, workers=workers)
     assert_same(ours, reference(flow))
+
+
+@pytest.mark.parametrize("runtime", ["hybrid", "eager"])
+def test_a_run_stopped_under_hybrid_goes_on_under_either_as_if_nothing_had_happened(
+    workshop: Workshop, reference: Reference, warm_cluster: WarmCluster, runtime: str
+) -> None:
+    flow = FLOWS["dapo with surplus"]
+    stopped = {**flow["trainer"], "steps": 3}
+    run(workshop, "run", **{**flow, "trainer": stopped}, runtime="hybrid", workers=2)
+    whole = {**flow, "trainer": {**EVERY_STEP["trainer"], **flow["trainer"]}}
+    config = workshop.config("resumed", **whole, dtype="float64", runtime=runtime, workers=2)
+    with TrainingRun(config, resume=workshop.folder / "run") as resumed:
+        resumed.train()
+    assert_same(trace(workshop.folder / "run"), reference("dapo with surplus"))
 
 
 @pytest.mark.soak

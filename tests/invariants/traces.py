@@ -75,6 +75,11 @@ def assert_same(ours: list[Step], theirs: list[Step]) -> None:
             other = their.metrics[name]
             assert (value is None) == (other is None), name
             assert value is None or abs(value - other) <= TOLERANCE, f"{name}: {value} and {other}"
-        assert our.weights.keys() == their.weights.keys() != set()
-        for name, tensor in our.weights.items():
-            torch.testing.assert_close(tensor, their.weights[name], atol=TOLERANCE, rtol=0)
+        assert_same_weights(our.weights, their.weights)
+
+
+def assert_same_weights(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """To 1e-7."""
+    assert ours.keys() == theirs.keys() != set()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], atol=TOLERANCE, rtol=0)

@@ -45,10 +45,10 @@ def test_four_ranks_of_which_two_generate_train_as_one_process_does(
     counts = run_in_ranks(trees, 4)
     for case in ("grpo", "dapo"):
         assert_same_run(eager[case], shop.folder / f"{case}-4")
-    moved = [count["moved_rows"] for count in counts[1]]
-    rows = 5 * 16
-    # DAPO has no inference: each row travels once at most, from a rank that generates to the one that trains on it.
-    assert min(moved[2:]) > 0 and sum(moved) <= rows and max(moved) <= rows * 0.4
+    # Each row of DAPO travels once to the rank that infers and trains on it; to be recorded, what was added goes back.
+    first, second, third, fourth = (count["moved_rows"] for count in counts[1])
+    away = third + fourth
+    assert 0 < away <= 5 * 16 * 0.6 and abs(third - fourth) <= 5 and first + second <= away * 2
 
 
 @pytest.mark.soak
