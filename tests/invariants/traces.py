@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,7 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_rollouts, rollout_path
 from tests.tiny import Workshop
 
-EVERY_STEP = {"steps": 5, "checkpoint_every": 1, "keep_checkpoints": 5}
-EVALUATED = {"every": 2, "samples": 2, "max_prompts": 4, "before_first_step": False}
+EVERY_STEP = {"dtype": "float64", "trainer": {"steps": 5, "checkpoint_every": 1, "keep_checkpoints": 5}}
 TOLERANCE = 1e-7
 
 
@@ -33,14 +33,15 @@ class Step:
 
 def run(workshop: Workshop, name: str, **sections: Any) -> list[Step]:
     """Trains in float64 under whatever runtime `sections` names, and says what happened at each step."""
-    return trace(workshop.run(name, **whole(workshop, **sections)))
+    return trace(workshop.run(name, **merged(EVERY_STEP, sections)))
 
 
-def whole(workshop: Workshop, **sections: Any) -> dict[str, Any]:
-    """Sections with what every such run has: float64, a checkpoint after each step, evaluation now and then."""
-    trainer = {**EVERY_STEP, **sections.get("trainer", {})}
-    held_out = {"train": str(workshop.data), "eval": {"held_out": str(workshop.data)}}
-    return {"evaluation": EVALUATED, "data": held_out, **sections, "trainer": trainer, "dtype": "float64"}
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections of a configuration, the second laid over the first."""
+    result = dict(one)
+    for name, value in other.items():
+        result[name] = {**result.get(name, {}), **value} if isinstance(value, dict) else value
+    return result
 
 
 def trace(folder: Path) -> list[Step]:
