@@ -56,7 +56,8 @@ def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
     from braidrl.runtimes.launch import speaks
     from braidrl.runtimes.run import evaluate_model
 
-    metrics = evaluate_model(load_config(*split_config(config, overrides)))
+    # Whatever trained the model: any flow that generates and verifies evaluates it.
+    metrics = evaluate_model(load_config(*split_config(config, overrides), flow="grpo"))
     for name, value in metrics.items() if speaks() else ():
         typer.echo(f"{name}\t{value:.4f}")
 
@@ -87,6 +88,17 @@ def report(run: RunFolder) -> None:
     from braidrl.observe.report import write_report
 
     typer.echo(write_report(run))
+
+
+@app.command()
+def timeline(run: RunFolder) -> None:
+    """Draw who did what when: RUN/timeline.html, the same for Chrome's trace viewer, and a table of busy and waiting time."""
+    from braidrl.observe.timeline import busy_lines, write_timeline
+
+    drawn, chrome = write_timeline(run)
+    for line in busy_lines(run):
+        typer.echo(line)
+    typer.echo(f"{drawn}\n{chrome}")
 
 
 @app.command()

@@ -13,6 +13,7 @@ from braidrl.runtimes.run import TrainingRun
 from tests.invariants.traces import EVERY_STEP, Step, assert_same, merged, run, trace
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.runtimes.ranks import run_in_ranks
+from tests.runtimes.turns import PLAYED
 from tests.tiny import ROOT, Workshop
 
 FLOWS: dict[str, dict[str, Any]] = {
@@ -20,6 +21,10 @@ FLOWS: dict[str, dict[str, Any]] = {
     "ppo": {
         "flow": "ppo", "algorithm": {"reward": "verify", "whiten": True, "kl_target": 0.5},
         "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "epochs": 2, "learning_rate": 3e-3},
+    },
+    "episodes": {
+        "flow": "grpo", "rollout": {"max_response_tokens": 4, "environment": PLAYED},
+        "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3},
     },
     "diamond": {
         "flow": str(ROOT / "tests" / "runtimes" / "diamond.yaml"),
@@ -39,7 +44,7 @@ WORKERS = (1, 2, 4)
 # Every two of flow, placement and number of workers meet at least once, but for the largest standalone one.
 PAIRWISE = [
     ("grpo", "colocate", 2), ("grpo", "standalone", 2), ("ppo", "standalone", 1), ("ppo", "split", 2),
-    ("diamond", "standalone", 2),
+    ("diamond", "standalone", 2), ("episodes", "split", 2),
     ("dapo with refills", "colocate", 4), ("dapo with refills", "split", 2), ("dapo with surplus", "colocate", 2),
 ]  # fmt: skip
 EVERYTHING = list(itertools.product(FLOWS, PLACEMENTS, WORKERS))
