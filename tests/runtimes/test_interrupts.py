@@ -68,5 +68,7 @@ def test_a_rank_that_is_told_twice_of_one_interrupt_goes_on_to_the_meeting(monke
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         monkeypatch.setattr(AgreedInterrupts, "REPEATED_S", 0.0)
+        assert not interrupts.torn
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+    assert interrupts.torn
