@@ -118,15 +118,35 @@ class RewardConfig(Section):
         return short_verifiers(value)
 
 
+class EnvironmentConfig(Section):
+    """What trajectories of several turns are played in."""
+
+    name: str | None = None
+    """`module:Class`, `module:function` or `gem:name`, for the generate stages that name none themselves. What it gives is the score
+    and the reward: the flow's `verify` is then left out."""
+    params: dict[str, Any] = {}
+    """Settings handed to it by keyword."""
+    at_once: int = Field(64, ge=1)
+    """Trajectories that are played at the same time."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Seconds for one answer of the environment; after them its trajectory ends, and is counted."""
+    max_turns: int = Field(16, ge=1)
+    """Turns of the model in one trajectory."""
+
+
 class RolloutConfig(Section):
     """How responses are sampled."""
 
     engine: str = "embedded"
+    """Who generates: `embedded` decodes with the trainer's own weights."""
     samples_per_prompt: int = Field(8, ge=1)
     """Rows in a group."""
     max_response_tokens: int = Field(512, ge=1)
+    """Responses end here at the latest."""
     temperature: float = Field(1.0, gt=0)
+    """Logits are divided by it, in sampling and in every log-probability."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Tokens are drawn from the likeliest that have this share together; 1 keeps all."""
     top_k: int = Field(0, ge=0)
     """0 keeps all tokens."""
     stop: list[str] = []
@@ -137,6 +157,17 @@ class RolloutConfig(Section):
     """Rows that the embedded engine decodes at once."""
     dtype: DType | None = None
     """Of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
+    max_sequence_tokens: int | None = Field(None, ge=2)
+    """Where generation ends a sequence, prompt included; by default `data.max_prompt_tokens` and `max_response_tokens` together.
+    With an environment `max_response_tokens` is the limit of one turn, and this one that of all turns."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """A name is short for an environment with nothing else set."""
+
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
     reflection_phrases: list[str] = list(REFLECTION_PHRASES)
     """Phrases of a response that reconsiders itself, counted in `response/reflections`; none counts nothing."""
 
@@ -155,19 +186,25 @@ class TrainerConfig(Section):
     max_tokens_per_device: int = Field(8192, ge=1)
     """Tokens of a micro-batch; the only dial for memory, without effect on the result."""
     learning_rate: float = Field(1e-6, ge=0)
+    """Of AdamW, after warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does after its warm-up, over `steps`."""
     warmup_steps: int = Field(0, ge=0)
     """Iterations over which the learning rate rises from 0."""
     weight_decay: float = Field(0.0, ge=0)
+    """Of AdamW, applied to the weights and not to the gradient."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Of AdamW: how long the two moments remember."""
     epsilon: float = Field(1e-8, gt=0)
+    """Of AdamW, added to the root of the second moment."""
     max_grad_norm: float | None = Field(1.0, gt=0)
-    """None does not clip."""
+    """A longer gradient is scaled down to this norm; none does not clip."""
     activation_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, about a third more time."""
     checkpoint_every: int = Field(50, ge=0)
     """Iterations between checkpoints; 0 keeps only the one at the end."""
     keep_checkpoints: int = Field(2, ge=1)
+    """The last so many stay, older ones are removed."""
     deterministic: bool = False
     """Only deterministic kernels, so that a resumed run repeats the uninterrupted one to the bit."""
     surplus: Literal["drop", "keep"] = "drop"
@@ -182,12 +219,15 @@ class EvaluationConfig(Section):
     every: int = Field(10, ge=0)
     """Iterations between evaluations; 0 never."""
     before_first_step: bool = True
+    """Evaluate the untrained model too."""
     samples: int = Field(8, ge=1)
     """Responses per prompt: the k of avg@k; pass@ is reported for every power of two up to it."""
     temperature: float = Field(1.0, ge=0)
     """0 takes the likeliest token."""
     top_p: float = Field(0.7, gt=0, le=1)
+    """As `rollout.top_p`, for evaluation."""
     top_k: int = Field(0, ge=0)
+    """As `rollout.top_k`, for evaluation."""
     max_prompts: int | None = Field(None, ge=1)
     """The first so many prompts of each set; all by default."""
 
@@ -219,8 +259,11 @@ class RoleConfig(Section):
     """Settings of one role that differ from the run's."""
 
     model: Path | None = None
+    """A model of its own; by default the run's."""
     learning_rate: float | None = Field(None, ge=0)
+    """By default the trainer's."""
     dtype: DType | None = None
+    """By default the run's."""
     generate_workers: int | None = Field(None, ge=1)
     """Ranks that generate for this role under `runtime: distributed`, from the first on; by default all."""
 
@@ -229,6 +272,7 @@ class PoolConfig(Section):
     """Roles that share their processes."""
 
     roles: list[str] = Field(min_length=1)
+    """Their names."""
     workers: int | None = Field(None, ge=1)
     """Processes, each with a device of its own; by default the configuration's `workers`."""
 
@@ -265,28 +309,45 @@ class Config(Section):
     algorithm: dict[str, Any] = {}
     """Settings of the recipe, such as `clip_high`."""
     data: DataConfig = DataConfig()
+    """Where prompts come from."""
     reward: RewardConfig = RewardConfig()
+    """How answers are checked."""
     rollout: RolloutConfig = RolloutConfig()
+    """How responses are sampled."""
     trainer: TrainerConfig = TrainerConfig()
+    """How long, how much at once, and the optimizer."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """When and how held-out sets are measured."""
     roles: dict[str, RoleConfig] = {}
+    """Settings of single roles by name, as in `roles.critic.learning_rate=1e-5`."""
     runtime: Literal["eager", "hybrid", "distributed", "streaming"] = "eager"
+    """Who decides what runs next: a loop in this process, a controller on Ray, nobody, or a queue."""
     placement: PlacementConfig = PlacementConfig()
     """Where roles live: `colocate`, `standalone`, `split`, or lists of roles as in `[[actor, reference], [critic]]`."""
     workers: int = Field(1, ge=1)
     """Processes of each pool, where the placement does not say; the ranks of `runtime: distributed`."""
     cluster: ClusterConfig = ClusterConfig()
+    """Where and how long to wait for workers."""
     streaming: StreamingConfig = StreamingConfig()
+    """Worker groups, queue and weights of `runtime: streaming`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes the CUDA device where there is one."""
     dtype: DType = "float32"
     """Of the weights in the forward pass; master weights and optimizer state are never less than float32."""
     seed: int = 0
+    """Of everything random: order of the data, sampling, shuffles."""
     output: Path = Path("runs")
-    """Run folders are made in it."""
+    """The folder in which run folders are made."""
     name: str | None = None
     """The run folder's name; by default the flow's with date and time."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of a process; by default all cores."""
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Tokens of a sequence, its prompt and all that follows it."""
+        both = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        return self.rollout.max_sequence_tokens or both
 
     @field_validator("placement", mode="before")
     @classmethod
@@ -316,8 +377,11 @@ def short_placement(value: Any) -> Any:
     return value
 
 
-def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
-    """Reads YAML, applies dotted `key=value` overrides, checks every key. Raises UserError with one line."""
+def load_config(path: Path | str | None, overrides: Sequence[str] = (), **defaults: Any) -> Config:
+    """Reads YAML, applies dotted `key=value` overrides, checks every key; `defaults` fill keys that nobody set.
+
+    Raises UserError with one line.
+    """
     tree: Any = {}
     if path is not None:
         path = Path(path)
@@ -331,7 +395,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Confi
             raise UserError(f"{path} must hold keys and values, as in `flow: dapo`")
     for override in overrides:
         apply_override(tree, override)
-    return parse_config(tree)
+    return parse_config({**defaults, **tree})
 
 
 def parse_config(tree: dict[str, Any]) -> Config:

@@ -18,10 +18,12 @@ class Role:
 
     def generate(self, *, into: str | None = None, greedy: bool | None = None, temperature: float | None = None,
                  top_p: float | None = None, top_k: int | None = None, purpose: str | None = None,
+                 environment: str | None = None,
                  id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
-        """Sample one trajectory per row."""
+        """Sample one trajectory per row; with an environment, `module:Class`, `module:function` or `gem:name`, play an episode."""
         params = {
             "into": into, "greedy": greedy, "temperature": temperature, "top_p": top_p, "top_k": top_k, "purpose": purpose,
+            "environment": environment,
         }  # fmt: skip
         return make_stage("generate", self.name, params, id=id, when=when, after=after)
 

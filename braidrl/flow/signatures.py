@@ -16,6 +16,8 @@ SEQUENCE = ("tokens", "action_mask", "sequence_lengths")
 GENERATED = (
     *SEQUENCE, "rollout_log_probs", "rollout_versions", "length", "action_tokens", "finish_reason", "version",
 )  # fmt: skip
+# What an episode with an environment writes on top; its prompt is the environment's first context.
+PLAYED = ("prompt", "prompt_length", *GENERATED, "score", "correct", "reward")
 # What each source of rewards adds to: the next one reads the sum so far.
 SUMMED = ("score", "reward")
 LOG_PROBS = {"actor": "old_log_probs", "reference": "ref_log_probs"}
@@ -44,14 +46,17 @@ def generate(
     top_p: float | None = None,
     top_k: int | None = None,
     purpose: str = "train",
+    environment: str | None = None,
 ) -> Signature:
     """One trajectory per row; `into` names the namespace of a second one, `greedy` takes the likeliest token.
 
-    Sampling is as `rollout` of the configuration says, where the stage does not say otherwise; `purpose` keys its random numbers.
+    With an `environment` it is an episode of turns, and what the environment gives is the row's score and reward. Sampling is as
+    `rollout` of the configuration says, where the stage does not say otherwise; `purpose` keys its random numbers.
     """
     if into is not None and not into.isidentifier():
         raise UserError(f"{role}.generate: into must be a plain name, as in `into: greedy`, got {into!r}")
-    return Signature(Kind.GENERATE, ("prompt", "prompt_length", "metadata"), in_namespace(into, GENERATED))
+    writes = GENERATED if environment is None else PLAYED
+    return Signature(Kind.GENERATE, ("prompt", "prompt_length", "metadata"), in_namespace(into, writes))
 
 
 def verify(

@@ -36,6 +36,11 @@ class SlotBatch:
         self.clear()
 
     @property
+    def slots(self) -> int:
+        """Rows that can be decoded at once."""
+        return self._slots
+
+    @property
     def log_prob_dtype(self) -> torch.dtype:
         """float32, or float64 for a model in float64."""
         return torch.promote_types(self._model.dtype, torch.float32)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from braidrl.errors import UserError
 from braidrl.rollout.batch import SlotBatch
+from braidrl.rollout.engine import WeightSource
 from braidrl.rollout.prompts import ROW_MULTIPLE
 from braidrl.rollout.requests import Finished, Request, Uid
 from braidrl.rollout.row import Row
@@ -56,6 +57,16 @@ class EmbeddedEngine:
         self.tokens_generated = 0
 
     @property
+    def slots(self) -> int:
+        """Rows that can be decoded at once."""
+        return self._batch.slots
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Tokens of prompt and response together."""
+        return self._max_sequence_tokens
+
+    @property
     def in_flight(self) -> int:
         """Rows that are being decoded."""
         return len(self._batch.rows)
@@ -70,9 +81,12 @@ class EmbeddedEngine:
         """Prompt tokens that went through the model, each shared prompt counted once."""
         return self._batch.prompts.computed_tokens
 
-    def publish(self, version: int) -> None:
-        """The weights are those of `version` from now on. Rows under way go on with them; their earlier tokens keep their version."""
-        self._weights.refresh()
+    def publish(self, version: int, source: WeightSource | None = None) -> None:
+        """The weights are those of `version` from now on. Rows under way go on with them; their earlier tokens keep their version.
+
+        They are the trainer's, or those of a `source`. Raises ValueError where it lacks a tensor, and changes nothing then.
+        """
+        self._weights.refresh(source)
         self._batch.version_changed(version)
         self.version = version
 

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from braidrl.rollout.engine import WeightSource
+
 
 class EngineWeights:
     """`model` is what generates. With the trainer's dtype it is the trainer's module itself: nothing is copied, ever."""
@@ -18,12 +20,29 @@ class EngineWeights:
         self.model = trained if self.shared else _copy(trained, dtype)
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Brings a copy up to date; shared weights always are."""
+    def refresh(self, source: WeightSource | None = None) -> None:
+        """Takes the tensors of `source`, or brings a copy up to date with the trainer; shared weights always are.
+
+        Raises ValueError before anything changes where the source's tensors are not exactly the model's.
+        """
+        if source is not None:
+            self._load(source)
+            return
         if self.shared:
             return
         for target, source in zip(self.model.parameters(), self._trained.parameters(), strict=True):
             target.copy_(source)
+
+    def _load(self, source: WeightSource) -> None:
+        """Copies every tensor by its name, tied ones under each of theirs."""
+        targets, given = self.model.state_dict(), dict(source.tensors())
+        differing = sorted(targets.keys() ^ given.keys()) or [
+            n for n, t in given.items() if t.shape != targets[n].shape
+        ]
+        if differing:
+            raise ValueError(f"the weights given are not those of this model: {', '.join(differing[:3])} differ")
+        for name, tensor in given.items():
+            targets[name].copy_(tensor)
 
 
 def _copy(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:

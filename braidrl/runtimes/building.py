@@ -21,6 +21,7 @@ from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
 from braidrl.flow.stages import make_stage
 from braidrl.flow.updates import check_update_size
+from braidrl.rollout.environments import environments
 
 TRUNCATED = {"name": "truncated"}
 
@@ -31,7 +32,7 @@ def build_flow(config: Config) -> Flow:
         "max_response_tokens": config.rollout.max_response_tokens,
         "samples_per_prompt": config.rollout.samples_per_prompt,
     }
-    flow = load_flow(config.flow, config.algorithm, defaults)
+    flow = in_environment(load_flow(config.flow, config.algorithm, defaults), config)
     if any(stage.kind is Kind.GENERATE for stage in flow.stages):
         check_update_size(
             config.trainer.prompts_per_step, config.rollout.samples_per_prompt, config.trainer.rows_per_update
@@ -39,6 +40,25 @@ def build_flow(config: Config) -> Flow:
     check_pairs(flow, config)
     stages = [resolve(stage, config) for stage in flow.stages]
     return Flow(flow.name, with_recomputed(stages))
+
+
+def in_environment(flow: Flow, config: Config) -> Flow:
+    """The flow with generation in the configuration's environment, whose rewards take the place of verification.
+
+    Raises UserError for an environment that does not exist.
+    """
+    name, stages = config.rollout.environment.name, list(flow.stages)
+    if name is not None:
+        played = {s.params.get("into") for s in stages if s.type == "generate"}
+        stages = [s for s in stages if s.type != "verify" or s.params.get("of") not in played]
+        stages = [
+            with_params(s, {"environment": s.params.get("environment", name)}) if s.type == "generate" else s
+            for s in stages
+        ]
+    for stage in stages:
+        if "environment" in stage.params:
+            environments(stage.params["environment"], config.rollout.environment.params)
+    return Flow(flow.name, stages)
 
 
 def check_pairs(flow: Flow, config: Config) -> None:

@@ -40,9 +40,14 @@ def start_crew(
     Raises UserError where the runtime cannot do what is asked of it.
     """
     runtime = prepared.config.runtime
+    some_generate = [role for role, own in prepared.config.roles.items() if own.generate_workers is not None]
+    if some_generate and runtime != "distributed":
+        raise UserError(
+            f"roles.{some_generate[0]}.generate_workers is for runtime=distributed; remove it, or place roles by `placement`"
+        )
     # Without training there is nothing to stream to.
     if runtime == "eager" or (runtime == "streaming" and loader is None):
-        return eager_crew(prepared, loader, progress)
+        return eager_crew(prepared, loader, progress, folder)
     if runtime == "hybrid":
         # Imported here: Ray is an extra, and importing it takes a second.
         import_ray()
@@ -76,14 +81,17 @@ def walk_with(crew: RunCrew[Any], config: Config, flow: Flow, epoch_groups: int)
     return Walk(config, flow, cast(Crew[Any], crew), epoch_groups)
 
 
-def eager_crew(prepared: Prepared, loader: PromptLoader | None, progress: Progress) -> EagerCrew:
+def eager_crew(
+    prepared: Prepared, loader: PromptLoader | None, progress: Progress, folder: Path | None = None
+) -> EagerCrew:
     """Every role in this process."""
     flow = prepared.flow if loader else prepared.evaluation
     executor = StageExecutor(
         prepared.config, flow, prepared.roles(train=loader is not None), prepared.tokenizer, prepared.rewards(),
         progress, prepared.generating,
     )  # fmt: skip
-    return EagerCrew(prepared.config, flow, loader, executor, prepared.store())
+    trace = TraceWriter(folder, "eager") if folder else None
+    return EagerCrew(prepared.config, flow, loader, executor, prepared.store(), trace)
 
 
 def distributed_crew(
@@ -104,5 +112,4 @@ def distributed_crew(
     )  # fmt: skip
     at_end.append(executor.close)
     trace = TraceWriter(folder, f"rank-{world.rank}") if folder else None
-    samples = config.rollout.samples_per_prompt
-    return DistributedCrew(flow, loader, samples, executor, prepared.store(), world, ranks, interrupts, trace)
+    return DistributedCrew(config, flow, loader, executor, prepared.store(), world, ranks, interrupts, trace)

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def evaluation_flow(config: Config, flow: Flow) -> Flow:
-    """Generation by the flow's first generating role at the evaluation's settings, checked as the flow checks it.
+    """Generation by the flow's first generating role at the evaluation's settings, checked or played as in the flow.
 
     Where the flow trains a model that only scores, it scores held-out pairs instead.
     """
@@ -33,13 +33,11 @@ def evaluation_flow(config: Config, flow: Flow) -> Flow:
         "temperature": settings.temperature or 1.0, "greedy": settings.temperature == 0,
         "top_p": settings.top_p, "top_k": settings.top_k, "purpose": "evaluation",
     }  # fmt: skip
-    return Flow(
-        "evaluation",
-        [
-            make_stage("generate", role, sampling, id="evaluation.generate"),
-            make_stage("verify", "reward", scores, id="evaluation.verify"),
-        ],
-    )
+    environment = next((s.params.get("environment") for s in flow.stages if s.kind is Kind.GENERATE), None)
+    generate = make_stage("generate", role, {**sampling, "environment": environment}, id="evaluation.generate")
+    if environment is not None:
+        return Flow("evaluation", [generate])
+    return Flow("evaluation", [generate, make_stage("verify", "reward", scores, id="evaluation.verify")])
 
 
 def evaluation_metrics(name: str, index: Rows, samples: int) -> dict[str, float]:

@@ -35,6 +35,7 @@ from braidrl.rewards.verify import Pending, RuleRewards
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.requests import Finished, Request, Sampling, Uid
 from braidrl.rollout.trajectories import to_rows
+from braidrl.runtimes.playing import play
 from braidrl.runtimes.stage_state import keywords
 
 VERIFY_CHUNK = 8
@@ -69,17 +70,18 @@ class StageExecutor:
 
     def _engine(self, role: str) -> EmbeddedEngine:
         rollout = self.config.rollout
-        longest = self.config.data.max_prompt_tokens + rollout.max_response_tokens
-        dtype = DTYPES[rollout.dtype] if rollout.dtype else None
-        return EmbeddedEngine(
-            self.workers[role].model, self.tokenizer, rollout.slots, longest, seed=self.config.seed, dtype=dtype
-        )
+        model, dtype = self.workers[role].model, DTYPES[rollout.dtype] if rollout.dtype else None
+        longest = self.config.max_sequence_tokens
+        longest = min(longest, getattr(model.config, "max_position_embeddings", None) or longest)
+        return EmbeddedEngine(model, self.tokenizer, rollout.slots, longest, seed=self.config.seed, dtype=dtype)
 
     def execute(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage] = ()) -> Mapping[str, Column]:
         """The columns that a generate, infer or compute stage writes, in the order of `rows`.
 
         `beside` are verify stages that may start on finished rows while the rest is being generated.
         """
+        if stage.type == "generate" and "environment" in stage.params:
+            return self._play(stage, rows, sums)
         if stage.type == "generate":
             return self._generate(stage, rows, sums, beside)
         if stage.type == "verify":
@@ -129,6 +131,19 @@ class StageExecutor:
         if into is None:
             self._count_reflections(finished, sums)
         return {f"{into}.{n}" if into else n: column for n, column in to_rows(rows, finished).items()}
+
+    def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
+        """Episodes in the stage's environment; failures of environments are counted and the first is shown."""
+        assert stage.role
+        with self.progress.stage(stage.name, len(rows)) as bar:
+            columns, failures = play(
+                self.engines[stage.role], stage, rows, self.config, self.tokenizer, sampling_of(stage, self.config),
+                sums, bar,
+            )  # fmt: skip
+        for line in failures:
+            self.progress.print(f"{stage.name}: {line}")
+        into = stage.params.get("into")
+        return {f"{into}.{n}" if into else n: column for n, column in columns.items()}
 
     def _count_reflections(self, finished: Sequence[Finished], sums: Sums) -> None:
         """How often responses reconsider themselves, to be averaged over rows."""

@@ -105,8 +105,9 @@ class TrainingRun:
                         self._save(self._snapshot())
                 self._save(self._snapshot())
             except KeyboardInterrupt:
-                self._save(snapshot if snapshot.step == self.step else self._snapshot())
-                self.progress.print(f"saved step {self.step}; go on with: braid train --resume {self.folder}")
+                if not self.interrupts.torn:
+                    self._save(snapshot if snapshot.step == self.step else self._snapshot())
+                    self.progress.print(f"saved step {self.step}; go on with: braid train --resume {self.folder}")
                 raise
         if self.world.first:
             self.progress.print(f"report: {write_report(self.folder)}")

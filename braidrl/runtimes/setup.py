@@ -21,7 +21,7 @@ from braidrl.models.loading import check_scorer, load_tokenizer
 from braidrl.models.role_worker import model_path
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.building import build_flow
-from braidrl.runtimes.checks import check_answers, check_engine, check_lengths, check_roles
+from braidrl.runtimes.checks import check_answers, check_lengths, check_names, check_roles
 from braidrl.runtimes.evaluation import evaluation_flow
 from braidrl.runtimes.row_store import RowStore
 
@@ -41,11 +41,12 @@ class Prepared:
     def __post_init__(self) -> None:
         """Raises UserError for parts that do not fit together."""
         config, held_out = self.config, list(self.eval_sources.values())
-        check_engine(config)
+        check_names(config)
         check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
         if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
             check_answers(config, self.sources, config.data.train)
-        check_answers(config, held_out, list(config.data.eval.values()))
+        if any(stage.type == "verify" for stage in self.evaluation.stages):
+            check_answers(config, held_out, list(config.data.eval.values()))
         check_lengths(config, self.flow, self.sources, held_out)
 
     @property

@@ -1,0 +1,28 @@
+"""What an environment answers to a turn."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from braidrl.rollout.turns import Context
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What follows from one turn of the model."""
+
+    said: Context = ""
+    """Text, or messages such as tool results, to be appended; with `restart` the whole next context."""
+    reward: float = 0.0
+    """Of this turn; a row's score is the sum over its turns."""
+    done: bool = False
+    correct: bool | None = None
+    """Whether the task was solved; by default whether the score is that of a right answer."""
+    restart: bool = False
+    """`said` takes the place of everything before. Where it extends that token by token it is appended, else it opens a new sequence."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a reward that is not a finite number."""
+        if not math.isfinite(self.reward):
+            raise ValueError(f"the reward of a turn must be a finite number, got {self.reward}")

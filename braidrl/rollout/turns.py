@@ -1,0 +1,73 @@
+"""What an environment says, as token ids that continue a conversation. What was said before is never tokenised again.
+
+    ... <start>assistant  I guess 5 <end> | ⏎ <start>user  higher <end> ⏎ <start>assistant ⏎ | I guess 7 <end>
+                          sampled           this, tokenised alone                              sampled
+
+The text between two assistant turns is taken from the chat template itself: it is rendered around a mark in the assistant's
+place, and what follows the mark is what follows a turn. So it does not matter what the template does to earlier turns, such as
+leaving their reasoning out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from braidrl.data.sources import Message
+from braidrl.data.templates import PromptTemplate
+from braidrl.errors import UserError
+
+Context = str | list[Message]
+"""Text, or chat messages."""
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of functions, as chat templates take them."""
+MARK = "the-assistants-turn-stands-here"
+
+
+@dataclass(frozen=True)
+class TurnTemplate:
+    """How contexts and observations become token ids with the run's tokenizer and template."""
+
+    template: PromptTemplate
+
+    def first(self, context: Context, tools: Tools = ()) -> list[int]:
+        """Token ids of a whole context. Raises UserError when the chat template refuses it."""
+        if not self.template.is_chat:
+            return self.template.encode(context)
+        return self.template.encode_text([self._render(self.template.messages(context), tools)])[0]
+
+    def following(self, said: Context, last_token: int, tools: Tools = ()) -> list[int]:
+        """Token ids that lead from the end of a sampled turn, whose last token is given, to the beginning of the next one.
+
+        Raises UserError when the chat template refuses the messages.
+        """
+        messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        if not self.template.is_chat:
+            return self._alone("\n\n".join(message["content"] for message in messages))
+        turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
+        after = self._render([*turn, *messages], tools).partition(MARK)[2]
+        if MARK in after:
+            raise UserError(f"an environment says {MARK!r}, which stands for the assistant's turn; say something else")
+        if last_token in self.template.tokenizer.all_special_ids:
+            after = after.removeprefix(self.template.tokenizer.decode([last_token], skip_special_tokens=False))
+        return self._alone(after)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """What sampled tokens say to an environment, without special tokens."""
+        tokenizer = self.template.tokenizer
+        return tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _alone(self, text: str) -> list[int]:
+        """Token ids of a text in the middle of a sequence: no special tokens are put before it."""
+        return list(self.template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _render(self, messages: list[Message], tools: Tools) -> str:
+        try:
+            return self.template.tokenizer.apply_chat_template(
+                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise UserError(f"the tokenizer's chat template refuses the messages: {error}") from None

@@ -1,0 +1,74 @@
+"""Runs a generate stage that names an environment: rows in, episodes played on the role's engine, columns out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from braidrl.config import Config
+from braidrl.data.rows import Column, Rows
+from braidrl.data.templates import PromptTemplate
+from braidrl.flow import Stage
+from braidrl.observe.metrics import Sums
+from braidrl.observe.progress import Bar
+from braidrl.rollout.embedded import EmbeddedEngine
+from braidrl.rollout.environments import environments
+from braidrl.rollout.episodes import Episode, Episodes, Limits, episode_columns, failure_counts
+from braidrl.rollout.replica import EmbeddedReplica
+from braidrl.rollout.requests import Sampling
+from braidrl.rollout.turns import TurnTemplate
+
+
+def play(
+    engine: EmbeddedEngine,
+    stage: Stage,
+    rows: Rows,
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    sums: Sums,
+    bar: Bar,
+) -> tuple[Mapping[str, Column], list[str]]:
+    """The stage's columns, and a line for each kind of failure; counts and turns go to `sums`."""
+
+    def finished(episode: Episode) -> None:
+        bar.update(1, episode.trajectory.action_tokens, engine.in_flight)
+
+    limits = limits_of(config, engine.max_sequence_tokens)
+    episodes = Episodes(
+        EmbeddedReplica(engine),
+        environments(stage.params["environment"], config.rollout.environment.params),
+        TurnTemplate(PromptTemplate(tokenizer, config.data.chat_template, config.data.system_prompt)),
+        sampling,
+        limits,
+        config.seed,
+        str(stage.params.get("purpose", "train")),
+        stage.name,
+        finished,
+    )
+    try:
+        played = asyncio.run(episodes.play(rows))
+    finally:
+        engine.clear()
+    sums.add("environment/turns", sum(episode.turns for episode in played), len(played))
+    counts = failure_counts(played)
+    for reason, count in counts.items():
+        sums.add(f"environment/failures/{reason}", count)
+    return episode_columns(played, limits), [failure_line(reason, count, played) for reason, count in counts.items()]
+
+
+def limits_of(config: Config, max_sequence_tokens: int) -> Limits:
+    """What ends a trajectory; a right answer is worth 1 unless the configuration says otherwise."""
+    environment, right = config.rollout.environment, config.reward.correct_score
+    return Limits(
+        environment.at_once, environment.timeout_s, environment.max_turns, max_sequence_tokens,
+        1.0 if right is None else right,
+    )  # fmt: skip
+
+
+def failure_line(reason: str, count: int, played: Sequence[Episode]) -> str:
+    """How many trajectories failed in this way, and the first of them."""
+    first = next(episode for episode in played if episode.failure == reason)
+    return f"{count} of {len(played)} trajectories ended by {reason}; row {first.trajectory.uid}: {first.detail}"

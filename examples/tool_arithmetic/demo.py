@@ -1,0 +1,44 @@
+"""`python -m examples.tool_arithmetic.demo`: learns to call the right tool.
+
+random model ──SFT on a teacher who takes tools by chance──▶ right half of the time ──GRPO──▶ right nearly always
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from braidrl.config import load_config
+from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.export import export_model
+from braidrl.runtimes.run import train
+from examples.small_model import make_tokenizer, write_jsonl, write_model
+from examples.tool_arithmetic.task import CALLS, MARKS, TEMPLATE, demonstrations, problems, question
+
+HERE = Path(__file__).parent
+SCORE = "eval/held_out/avg@4"
+
+
+def prepare(folder: Path, seed: int) -> None:
+    """Data and a model that knows nothing."""
+    shutil.rmtree(folder, ignore_errors=True)
+    questions = [question(*problem) for problem in problems(264, seed)]
+    write_jsonl(folder / "held_out.jsonl", questions[:64])
+    write_jsonl(folder / "train.jsonl", questions[64:])
+    write_jsonl(folder / "demonstrations.jsonl", demonstrations(1000, seed + 1))
+    phrases = [*CALLS, ', "b":', "}}</tool_call>"]
+    words = " ".join(["what is plus times", *map(str, range(82))])
+    write_model(folder / "untrained", make_tokenizer(phrases, words, TEMPLATE, MARKS), seed)
+
+
+def main() -> None:
+    folder = Path("build/tool_arithmetic")
+    prepare(folder, seed=0)
+    export_model(train(load_config(HERE / "warm_start.yaml")), folder / "model")
+    run = train(load_config(HERE / "config.yaml"))
+    scores = [line[SCORE] for line in read_metrics(run) if line.get(SCORE) is not None]
+    print(f"Right answers rose from {scores[0]:.2f} to {scores[-1]:.2f}; sample responses: {run / 'report.html'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The examples with environments train, and on each row of each step the engine's log-probs are those of training."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from braidrl.config import load_config
+from braidrl.data.rows import Rows
+from braidrl.observe.metrics import read_metrics
+from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.runtimes.run import train
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FILES = {
+    "guess_number": ("games.jsonl", "games.jsonl", "games", "model"),
+    "tool_arithmetic": ("train.jsonl", "held_out.jsonl", "held_out", "untrained"),
+    "summaries": ("train.jsonl", "held_out.jsonl", "held_out", "untrained"),
+}
+"""Training data, held-out data, its name, and the model that `prepare` writes."""
+
+
+def two_steps(name: str, folder: Path) -> list[Rows]:
+    """The rows of two steps of an example, made small; log-probs are recomputed because a batch is two updates."""
+    importlib.import_module(f"examples.{name}.demo").prepare(folder, seed=1)
+    data, held_out, label, model = FILES[name]
+    config = load_config(
+        EXAMPLES / name / "config.yaml",
+        [
+            f"model={folder / model}", f"data.train={folder / data}", f"data.eval.{label}={folder / held_out}",
+            f"output={folder}", "trainer.steps=2", "trainer.prompts_per_step=4", "trainer.rows_per_update=8",
+            "rollout.samples_per_prompt=4", "evaluation.every=2", "evaluation.max_prompts=4", "threads=1",
+            f"rollout.environment.name={environment_of(name)}",
+        ],
+    )  # fmt: skip
+    run = train(config)
+    assert [line["step"] for line in read_metrics(run)] == [0, 1, 2]
+    assert all(
+        line["eval/" + label + "/score_mean"] is not None for line in (read_metrics(run)[0], read_metrics(run)[2])
+    )
+    return [read_rollouts(rollout_path(run, step)) for step in (1, 2)]
+
+
+def environment_of(name: str) -> str:
+    """The example's, independent of the current folder."""
+    own = load_config(EXAMPLES / name / "config.yaml").rollout.environment.name
+    assert own is not None
+    return own if own.startswith("gem:") else str(EXAMPLES.parent / own)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_two_steps_of_each_example_train_on_exactly_what_was_generated(name: str, tmp_path: Path) -> None:
+    if name == "guess_number" and importlib.util.find_spec("gem") is None:
+        pytest.skip("gem-llm is not installed")
+    for rows in two_steps(name, tmp_path / name):
+        assert len(rows) == 16
+        assert (rows["action_tokens"] > 0).all()
+        assert torch.equal(rows["sequence_lengths"].row_sums(), rows["length"])
+        gaps = (rows["old_log_probs"].values - rows["rollout_log_probs"].values).abs()
+        worst = [
+            float(gaps[a:b].max())
+            for a, b in zip(rows["old_log_probs"].offsets[:-1], rows["old_log_probs"].offsets[1:], strict=True)
+        ]
+        assert all(gap <= 1e-5 for gap in worst), worst
+        if name == "summaries":
+            assert (rows["sequence_lengths"].lengths == 4).all(), "three parts and the question, a sequence each"
+        else:
+            assert (rows["sequence_lengths"].lengths == 1).all()
