@@ -83,7 +83,9 @@ def test_safe_rlhf_keeps_the_cost_that_reward_alone_would_drive_up(folder: Path)
     free, held = lines["without"], lines["with"]
     assert free[-1]["cost/mean"] > 12
     multiplier = [line["advantage.safe_rlhf/multiplier"] for line in held]
-    assert 0.8 < max(multiplier) < 1.5 and [line["advantage.safe_rlhf/multiplier"] for line in free] == [0.0] * len(free)
+    assert 0.8 < max(multiplier) < 1.5 and [line["advantage.safe_rlhf/multiplier"] for line in free] == [0.0] * len(
+        free
+    )
     costs = [line["cost/mean"] for line in held]
     assert fmean(costs[-8:]) < 7.0 < max(costs)
     assert fmean(line["reward/mean"] for line in held[-8:]) > held[0]["reward/mean"]
