@@ -17,6 +17,7 @@ import pytest
 
 from braidrl import cli
 from braidrl.errors import UserError
+from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.folders import latest_checkpoint
 from tests.tiny import ROOT, Workshop, sums, write_jsonl
 
@@ -222,6 +223,16 @@ def test_a_reward_that_is_always_the_same_ends_dynamic_sampling_with_that_explan
     found = refusal("train", workshop.config_file(flow="dapo", reward=reward), f"data.train={data}")
     assert f"dropped every one of 10 groups in a row, a whole epoch ({reason}: 10)" in found, found
     assert "whose answers all have the same score teaches nothing" in found and "check reward.verify" in found
+
+
+def test_a_verifier_that_raises_is_counted_and_said_once(workshop: Workshop, command: Braid) -> None:
+    reward = {"verify": f"{workshop.folder}/verifiers.py:unfinished"}
+    code, _, errors = command("train", workshop.config_file(reward=reward))
+    assert code == 0
+    (told,) = (line for line in errors.splitlines() if line.startswith("verifier "))
+    assert told.startswith("verifier unfinished: exception: ") and "no score for this" in told
+    lines = read_metrics(workshop.folder / "run")
+    assert [line["reward/failures/unfinished/exception"] for line in lines] == [16, 16]
 
 
 @contextmanager
