@@ -170,7 +170,12 @@ def test_supervised_training_needs_a_response_in_every_line(workshop: Workshop, 
     examples = sums(4)
     del examples[1]["response"]
     path = write_jsonl(workshop.folder / "faulty.jsonl", examples)
-    found = refusal("train", workshop.config_file(), "flow=sft", f"data.train={path}")
+    config, sft = workshop.config_file(), ("flow=sft", f"data.train={path}")
+    found = refusal("train", config, *sft)
+    assert "sft trains on the response given for each prompt" in found and "samples_per_prompt=1" in found
+    found = refusal("train", config, *sft, "rollout.samples_per_prompt=1", "trainer.rows_per_update=3")
+    assert "trainer.rows_per_update=3" in found
+    found = refusal("train", config, *sft, "rollout.samples_per_prompt=1")
     assert found.startswith(f"{path}, line 2: no field 'response' for the response."), found
 
 
