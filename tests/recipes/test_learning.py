@@ -37,7 +37,7 @@ def write_pairs(path: Path, numbers: range) -> None:
 
 
 def test_a_reward_model_learns_preferences_and_ppo_with_it_raises_the_true_score(folder: Path) -> None:
-    write_pairs(folder / "pairs.jsonl", range(0, 200))
+    write_pairs(folder / "pairs.jsonl", range(200))
     write_pairs(folder / "held_out.jsonl", range(200, 260))
     changes: dict[str, Any] = {
         "rollout__samples_per_prompt": 2,
