@@ -138,11 +138,15 @@ class RolloutConfig(Section):
     """How responses are sampled."""
 
     engine: str = "embedded"
+    """Who generates: `embedded` decodes with the trainer's own weights."""
     samples_per_prompt: int = Field(8, ge=1)
     """Rows in a group."""
     max_response_tokens: int = Field(512, ge=1)
+    """Responses end here at the latest."""
     temperature: float = Field(1.0, gt=0)
+    """Logits are divided by it, in sampling and in every log-probability."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Tokens are drawn from the likeliest that have this share together; 1 keeps all."""
     top_k: int = Field(0, ge=0)
     """0 keeps all tokens."""
     stop: list[str] = []
@@ -182,19 +186,25 @@ class TrainerConfig(Section):
     max_tokens_per_device: int = Field(8192, ge=1)
     """Tokens of a micro-batch; the only dial for memory, without effect on the result."""
     learning_rate: float = Field(1e-6, ge=0)
+    """Of AdamW, after warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does after its warm-up, over `steps`."""
     warmup_steps: int = Field(0, ge=0)
     """Iterations over which the learning rate rises from 0."""
     weight_decay: float = Field(0.0, ge=0)
+    """Of AdamW, applied to the weights and not to the gradient."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Of AdamW: how long the two moments remember."""
     epsilon: float = Field(1e-8, gt=0)
+    """Of AdamW, added to the root of the second moment."""
     max_grad_norm: float | None = Field(1.0, gt=0)
-    """None does not clip."""
+    """A longer gradient is scaled down to this norm; none does not clip."""
     activation_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, about a third more time."""
     checkpoint_every: int = Field(50, ge=0)
     """Iterations between checkpoints; 0 keeps only the one at the end."""
     keep_checkpoints: int = Field(2, ge=1)
+    """The last so many stay, older ones are removed."""
     deterministic: bool = False
     """Only deterministic kernels, so that a resumed run repeats the uninterrupted one to the bit."""
     surplus: Literal["drop", "keep"] = "drop"
@@ -209,22 +219,51 @@ class EvaluationConfig(Section):
     every: int = Field(10, ge=0)
     """Iterations between evaluations; 0 never."""
     before_first_step: bool = True
+    """Evaluate the untrained model too."""
     samples: int = Field(8, ge=1)
     """Responses per prompt: the k of avg@k; pass@ is reported for every power of two up to it."""
     temperature: float = Field(1.0, ge=0)
     """0 takes the likeliest token."""
     top_p: float = Field(0.7, gt=0, le=1)
+    """As `rollout.top_p`, for evaluation."""
     top_k: int = Field(0, ge=0)
+    """As `rollout.top_k`, for evaluation."""
     max_prompts: int | None = Field(None, ge=1)
     """The first so many prompts of each set; all by default."""
+
+
+class StreamingConfig(Section):
+    """How the streaming runtime spreads work; nothing here changes the result of a run without staleness."""
+
+    workers: dict[str, int] = {}
+    """Processes of a worker group, 1 where not named: `actor.generate`, `compute`, and each role that infers or trains."""
+    dispatch_rows: int = Field(16, ge=1)
+    """The most rows that a worker takes at once: fewer spread work sooner, more ask the queue less often."""
+    weights: Literal["end", "delayed"] = "end"
+    """An engine takes new weights when it has finished the rows that it has. With `delayed` it receives them while it goes on
+    generating, and all engines load them together when the batch's generation is over."""
+    lease_s: float = Field(600.0, gt=0)
+    """Seconds without progress after which a worker's rows are given to another."""
+    wait_s: float = Field(5.0, gt=0)
+    """Seconds after which a worker that has found nothing to do asks again."""
+
+    @field_validator("workers")
+    @classmethod
+    def _positive(cls, value: dict[str, int]) -> dict[str, int]:
+        if any(count < 1 for count in value.values()):
+            raise ValueError("a worker group has at least one process")
+        return value
 
 
 class RoleConfig(Section):
     """Settings of one role that differ from the run's."""
 
     model: Path | None = None
+    """A model of its own; by default the run's."""
     learning_rate: float | None = Field(None, ge=0)
+    """By default the trainer's."""
     dtype: DType | None = None
+    """By default the run's."""
     generate_workers: int | None = Field(None, ge=1)
     """Ranks that generate for this role under `runtime: distributed`, from the first on; by default all."""
 
@@ -233,6 +272,7 @@ class PoolConfig(Section):
     """Roles that share their processes."""
 
     roles: list[str] = Field(min_length=1)
+    """Their names."""
     workers: int | None = Field(None, ge=1)
     """Processes, each with a device of its own; by default the configuration's `workers`."""
 
@@ -269,23 +309,35 @@ class Config(Section):
     algorithm: dict[str, Any] = {}
     """Settings of the recipe, such as `clip_high`."""
     data: DataConfig = DataConfig()
+    """Where prompts come from."""
     reward: RewardConfig = RewardConfig()
+    """How answers are checked."""
     rollout: RolloutConfig = RolloutConfig()
+    """How responses are sampled."""
     trainer: TrainerConfig = TrainerConfig()
+    """How long, how much at once, and the optimizer."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """When and how held-out sets are measured."""
     roles: dict[str, RoleConfig] = {}
+    """Settings of single roles by name, as in `roles.critic.learning_rate=1e-5`."""
     runtime: Literal["eager", "hybrid", "distributed", "streaming"] = "eager"
+    """Who decides what runs next: a loop in this process, a controller on Ray, nobody, or a queue."""
     placement: PlacementConfig = PlacementConfig()
     """Where roles live: `colocate`, `standalone`, `split`, or lists of roles as in `[[actor, reference], [critic]]`."""
     workers: int = Field(1, ge=1)
     """Processes of each pool, where the placement does not say; the ranks of `runtime: distributed`."""
     cluster: ClusterConfig = ClusterConfig()
+    """Where and how long to wait for workers."""
+    streaming: StreamingConfig = StreamingConfig()
+    """Worker groups, queue and weights of `runtime: streaming`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes the CUDA device where there is one."""
     dtype: DType = "float32"
     """Of the weights in the forward pass; master weights and optimizer state are never less than float32."""
     seed: int = 0
+    """Of everything random: order of the data, sampling, shuffles."""
     output: Path = Path("runs")
-    """Run folders are made in it."""
+    """The folder in which run folders are made."""
     name: str | None = None
     """The run folder's name; by default the flow's with date and time."""
     threads: int | None = Field(None, ge=1)
@@ -325,8 +377,11 @@ def short_placement(value: Any) -> Any:
     return value
 
 
-def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
-    """Reads YAML, applies dotted `key=value` overrides, checks every key. Raises UserError with one line."""
+def load_config(path: Path | str | None, overrides: Sequence[str] = (), **defaults: Any) -> Config:
+    """Reads YAML, applies dotted `key=value` overrides, checks every key; `defaults` fill keys that nobody set.
+
+    Raises UserError with one line.
+    """
     tree: Any = {}
     if path is not None:
         path = Path(path)
@@ -340,7 +395,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Confi
             raise UserError(f"{path} must hold keys and values, as in `flow: dapo`")
     for override in overrides:
         apply_override(tree, override)
-    return parse_config(tree)
+    return parse_config({**defaults, **tree})
 
 
 def parse_config(tree: dict[str, Any]) -> Config:

@@ -51,6 +51,7 @@ def ray_cluster() -> Iterator[None]:
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
+        "local",
         num_cpus=16,
         include_dashboard=False,
         object_store_memory=200 * 2**20,

@@ -71,6 +71,7 @@ CONFIGURATION = {
     "reward.verify=judge.py:score": r"no file .*judge.py",
     "runtime=hybird": r"runtime: Input should be 'eager', 'hybrid', 'distributed' or 'streaming', got 'hybird'",
     "rollout.engine=vlm": r"rollout.engine: no engine is called 'vlm'. Known: embedded",
+    "placement=everywhere": r"no placement is called 'everywhere'. Known: colocate",
     "roles.critc.learning_rate=1e-5": r"roles.critc: flow grpo has no model of this role. Known: actor, reference",
     "trainer.surplus=keep": r"trainer.surplus=keep .* write trainer.max_staleness=1 or trainer.surplus=drop",
     "data.train=none.jsonl": r"no data file none.jsonl; give the path of a .jsonl or .parquet file",
@@ -238,7 +239,7 @@ def test_a_full_disk_during_a_checkpoint_leaves_the_one_before_whole_and_the_run
         run,
         prefix=f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({largest - 1},) * 2)",
     )
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=180)
     assert process.returncode == 2 and "Traceback" not in errors, errors
     last = errors.splitlines()[-1]
     assert (

@@ -174,9 +174,9 @@ def braid(*arguments: Any, folder: Path | None = None, prefix: str = "") -> subp
     )  # fmt: skip
 
 
-def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str]) -> None:
+def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str], limit_s: float = 180) -> None:
     """Returns as soon as so many steps are in the run's metrics, while the process goes on."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + limit_s
     path = run / "metrics.jsonl"
     while not path.is_file() or path.read_text().count("\n") < steps:
         if process.poll() is not None or time.monotonic() > deadline:

@@ -27,7 +27,9 @@ def explained_variance(error: Tensor, error_squared: Tensor, returns: Tensor, re
     """1 − Var(R − V)/Var(R) from means over action tokens of R − V, its square, R and its square; 0 where R is constant."""
     variance = returns_squared - returns**2
     unexplained = error_squared - error**2
-    return torch.where(variance > 0, 1 - unexplained / variance.masked_fill(variance <= 0, 1), 0.0)
+    # The difference of two equal numbers of this size may be its rounding error.
+    varies = variance > 1e-6 * returns_squared
+    return torch.where(varies, 1 - unexplained / variance.masked_fill(~varies, 1), 0.0)
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:

@@ -47,7 +47,9 @@ class RayCluster:
         address = self.config.address or os.environ.get("RAY_ADDRESS")
         local = {} if address else {"num_cpus": self.config.cpus, "include_dashboard": False}
         try:
-            self.ray.init(address, log_to_driver=True, logging_level=logging.ERROR, configure_logging=True, **local)
+            self.ray.init(
+                address or "local", log_to_driver=True, logging_level=logging.ERROR, configure_logging=True, **local
+            )
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UserError(
                 f"no Ray cluster at {address or 'this machine'} ({' '.join(str(error).split())}); check cluster.address"

@@ -129,6 +129,16 @@ def write_timeline(run: Path) -> tuple[Path, Path]:
     return picture, chrome
 
 
+def busy_lines(run: Path) -> list[str]:
+    """The table as text for a terminal. Raises UserError where the run has no trace."""
+    header = f"{'role':<14}{'stage':<34}{'workers':>8}{'rows':>10}{'busy s':>10}{'waiting s':>11}{'busy':>7}"
+    return [header] + [
+        f"{line.role:<14}{line.stage:<34}{line.workers:>8}{line.rows:>10,}{line.busy_seconds:>10.2f}"
+        f"{line.waiting_seconds:>11.2f}{line.busy_share:>7.0%}"
+        for line in busy_table(read_trace(run))
+    ]
+
+
 def timeline_page(name: str, spans: Sequence[Span]) -> str:
     """The page with headline numbers, lanes and the table."""
     table = busy_table(spans)

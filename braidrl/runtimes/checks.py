@@ -12,16 +12,19 @@ from braidrl.data.prompts import LoadedSource
 from braidrl.data.sources import place
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
+from braidrl.placement.pools import NAMES as PLACEMENTS
 from braidrl.rewards.verifier import Verifier, resolve
 
 ENGINES = ("embedded",)
 
 
-def check_engine(config: Config) -> None:
-    """Raises UserError for a rollout engine that there is not."""
-    engine = config.rollout.engine
+def check_names(config: Config) -> None:
+    """Raises UserError for a rollout engine or a placement that there is not, whatever the runtime."""
+    engine, placement = config.rollout.engine, config.placement.name
     if engine not in ENGINES:
         raise UserError(f"rollout.engine: no engine is called {engine!r}. {suggest(engine, ENGINES)}")
+    if placement not in PLACEMENTS:
+        raise UserError(f"no placement is called {placement!r}. {suggest(placement, PLACEMENTS)}")
 
 
 def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:

@@ -22,11 +22,13 @@ import torch
 from torch import Tensor
 
 from braidrl.cluster.world import World
+from braidrl.config import Config
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import join, split
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Flow, Kind, Scope, Stage
+from braidrl.flow.updates import update_plan
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path
 from braidrl.observe.trace import State, TraceWriter
@@ -81,9 +83,9 @@ class DistributedCrew:
 
     def __init__(
         self,
+        config: Config,
         flow: Flow,
         loader: PromptLoader | None,
-        samples: int,
         executor: StageExecutor,
         store: RowStore,
         world: World,
@@ -92,7 +94,8 @@ class DistributedCrew:
         trace: TraceWriter | None,
     ) -> None:
         """`generating` says how many ranks, from rank 0 on, generate for a role; all ranks do everything else."""
-        self.flow, self.loader, self.samples, self.executor, self.store = flow, loader, samples, executor, store
+        self.config, self.flow, self.loader, self.executor, self.store = config, flow, loader, executor, store
+        self.samples = config.rollout.samples_per_prompt
         self.world, self.generating, self.interrupts, self.trace = world, generating, interrupts, trace
         self.buffer = DataBuffer(world)
         self.iteration = self.version = 0
@@ -148,7 +151,7 @@ class DistributedCrew:
                 self.world.at(f"step {iteration}, {stage.name}, update {number}")
                 part = table.take(update)
                 part = replace(part, index=part.index.with_columns({"group_tokens": group_tokens(part.index)}))
-                part = self._settled(stage, part, needed, whole_groups)
+                part = self._moved_with(stage, part, needed, self._balanced(part, whole_groups))
                 rows = part.rows
                 with self._working(stage, rows):
                     self.executor.optimize(stage, part.index, rows, iteration, own, bar, self.world.first)
@@ -241,16 +244,32 @@ class DistributedCrew:
     def _placed(self, stage: Stage, table: Shard) -> Shard:
         """The rows on ranks that can do this stage: inference is balanced, generation stays on its own ranks."""
         if stage.kind is Kind.INFER:
-            return self._settled(stage, table, self._needed_from(stage))
+            return self._moved_with(stage, table, self._needed_from(stage), self._owner_by_update(table))
         ranks = self._ranks_of(stage)
         if len(table.owner) and int(table.owner.max()) >= ranks:
             return self._moved(stage.name, table, equal_shares(len(table.owner), ranks))
         return table
 
-    def _settled(self, stage: Stage, table: Shard, needed: Sequence[str], whole_groups: bool = False) -> Shard:
-        """The rows where this stage is to work on them: in place if that is balanced, else moved with the columns `needed`."""
+    def _owner_by_update(self, table: Shard) -> Tensor:
+        """Owners that are balanced in each update that the rows will be trained in, so that they need not move again."""
+        index, owner = table.index, table.owner.clone()
+        rows = self.config.trainer.rows_per_update or len(index)
+        if len(index) % rows:
+            rows = len(index)
+        updates = update_plan(
+            index["group"].tolist(), index["sample"].tolist(), rows_per_update=rows, epochs=1, seed=self.config.seed,
+            iteration=self.iteration,
+        )  # fmt: skip
+        for update in updates:
+            owner[update] = self._balanced(table.take(update))
+        return owner
+
+    def _balanced(self, table: Shard, whole_groups: bool = False) -> Tensor:
         groups = table.index["group"].tolist() if whole_groups else None
-        owner = balanced_owners(table.index["length"].tolist(), table.owner, self.world.size, groups)
+        return balanced_owners(table.index["length"].tolist(), table.owner, self.world.size, groups)
+
+    def _moved_with(self, stage: Stage, table: Shard, needed: Sequence[str], owner: Tensor) -> Shard:
+        """The rows on `owner`, in place or moved with the columns `needed` alone."""
         if torch.equal(owner, table.owner):
             return table
         return self._moved(stage.name, replace(table, payload=only_present(table.payload, needed)), owner)

@@ -6,6 +6,7 @@ loader ──▶ Rows ──▶ stage ──▶ Rows + columns ──▶ stage �
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from braidrl.config import Config
@@ -13,6 +14,7 @@ from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Scope, Stage
 from braidrl.observe.metrics import Sums
+from braidrl.observe.trace import Done, TraceWriter
 from braidrl.runtimes.executor import StageExecutor, checked_beside
 from braidrl.runtimes.iteration import group_tokens
 from braidrl.runtimes.row_store import Admission, Origin, RowStore, with_added
@@ -22,19 +24,37 @@ class EagerCrew:
     """One executor that holds every role; the table is the rows."""
 
     def __init__(
-        self, config: Config, flow: Flow, loader: PromptLoader | None, executor: StageExecutor, store: RowStore
+        self,
+        config: Config,
+        flow: Flow,
+        loader: PromptLoader | None,
+        executor: StageExecutor,
+        store: RowStore,
+        trace: TraceWriter | None = None,
     ) -> None:
         self.config, self.flow, self.loader, self.executor, self.store = config, flow, loader, executor, store
+        self.trace, self.version = trace, 0
 
     def admit(self, groups: int) -> Rows:
         assert self.loader is not None, "this crew only evaluates"
         return self.store.make(Admission(tuple(self.loader.advance(groups))))
 
     def run(self, stage: Stage, table: Rows, iteration: int, sums: Sums) -> Rows:
+        with self._traced(stage, iteration, len(table)) as done:
+            table = self._with_written(stage, table, sums)
+            done.tokens = int(table["length"].sum()) if "length" in table else 0
+        return table
+
+    def _with_written(self, stage: Stage, table: Rows, sums: Sums) -> Rows:
         if stage.scope is Scope.BATCH:
             return table.with_columns(self.executor.apply(stage, table, self.executor.sums(stage, table)))
         beside = checked_beside(self.flow, stage) if stage.type == "generate" else ()
         return table.with_columns(self.executor.execute(stage, table, sums, beside))
+
+    def _traced(self, stage: Stage, iteration: int, rows: int) -> AbstractContextManager[Done]:
+        if self.trace is None:
+            return nullcontext(Done())
+        return self.trace.span(stage.role or "compute", stage.name, iteration, rows=rows, version=self.version)
 
     def totals(self, stage: Stage, table: Rows) -> dict[str, float]:
         return {name: float(total) for name, total in self.executor.sums(stage, table).items()}
@@ -43,9 +63,11 @@ class EagerCrew:
         return self.executor.select(stage, table.index)
 
     def train(self, stage: Stage, table: Rows, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
-        with self.executor.progress.stage(stage.name, sum(len(update) for update in updates)) as bar:
+        total = sum(len(update) for update in updates)
+        with self.executor.progress.stage(stage.name, total) as bar, self._traced(stage, iteration, total) as done:
             for update in updates:
                 rows = table.take(update)
+                done.tokens += int(rows["length"].sum())
                 rows = rows.with_columns({"group_tokens": group_tokens(rows)})
                 self.executor.optimize(stage, rows.index, rows, iteration, sums, bar)
 
@@ -68,6 +90,7 @@ class EagerCrew:
         self.store.keep(path, table)
 
     def publish(self, version: int) -> None:
+        self.version = version
         self.executor.publish(version)
 
     def save(self, folder: Path) -> None:
@@ -75,7 +98,9 @@ class EagerCrew:
 
     def load(self, folder: Path, version: int) -> None:
         self.executor.load(folder)
-        self.executor.publish(version)
+        self.publish(version)
 
     def close(self) -> None:
         self.executor.close()
+        if self.trace is not None:
+            self.trace.close()

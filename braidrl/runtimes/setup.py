@@ -21,7 +21,7 @@ from braidrl.models.loading import check_scorer, load_tokenizer
 from braidrl.models.role_worker import model_path
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.building import build_flow
-from braidrl.runtimes.checks import check_answers, check_engine, check_lengths, check_roles
+from braidrl.runtimes.checks import check_answers, check_lengths, check_names, check_roles
 from braidrl.runtimes.evaluation import evaluation_flow
 from braidrl.runtimes.row_store import RowStore
 
@@ -41,7 +41,7 @@ class Prepared:
     def __post_init__(self) -> None:
         """Raises UserError for parts that do not fit together."""
         config, held_out = self.config, list(self.eval_sources.values())
-        check_engine(config)
+        check_names(config)
         check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
         if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
             check_answers(config, self.sources, config.data.train)
@@ -69,13 +69,16 @@ class Prepared:
         checks = [s for s in (*self.flow.stages, *evaluated) if s.type == "verify"]
         if not checks:
             return None
-        scores = checks[0].params
-        sources = [*self.config.data.train, *self.config.data.eval.values()]
-        own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
-        names = {i: source.path.stem for i, source in enumerate(sources)}
-        return RuleRewards(
-            self.config.reward, own, scores["correct_score"], scores["wrong_score"], self.tokenizer, names
-        )
+        return rule_rewards(self.config, self.flow, self.evaluation, self.tokenizer)
+
+
+def rule_rewards(config: Config, flow: Flow, evaluation: Flow, tokenizer: PreTrainedTokenizerBase) -> RuleRewards:
+    """The verifiers of a run with the scores that its flows give. Its processes start when something is first checked."""
+    scores = next(s for s in (*flow.stages, *evaluation.stages) if s.type == "verify").params
+    sources = [*config.data.train, *config.data.eval.values()]
+    own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
+    names = {i: source.path.stem for i, source in enumerate(sources)}
+    return RuleRewards(config.reward, own, scores["correct_score"], scores["wrong_score"], tokenizer, names)
 
 
 def prepare_together(config: Config, world: World, train: bool = True) -> Prepared:

@@ -49,6 +49,8 @@ def step_metrics(
     metrics["reward/mean"] = mean_of(batch, "reward")
     # Scores that are given after the selection exist for the batch alone.
     metrics["score/mean"] = mean_of(result.generated if "score" in result.generated else batch, "score")
+    if "cost" in batch:
+        metrics["cost/mean"] = mean_of(batch, "cost")
     metrics["tokens/trained"] = total_of(trained(batch), "length") if "length" in batch else 0
     metrics["throughput/tokens_per_second"] = total_of(batch, "length") / seconds
     metrics["staleness/max"] = int(version - batch["version"].min()) if "version" in batch and len(batch) else 0

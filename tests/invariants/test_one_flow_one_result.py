@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.invariants.traces import Step, assert_same, run
+from braidrl.runtimes.run import TrainingRun
+from tests.invariants.traces import EVERY_STEP, Step, assert_same, merged, run, trace
 from tests.runtimes.hybrid.warm import WarmCluster
+from tests.runtimes.ranks import run_in_ranks
 from tests.runtimes.turns import PLAYED
 from tests.tiny import ROOT, Workshop
 
@@ -47,6 +49,12 @@ PAIRWISE = [
 ]  # fmt: skip
 EVERYTHING = list(itertools.product(FLOWS, PLACEMENTS, WORKERS))
 
+# Ranks, how many of them generate, and the flows that they run one after the other.
+WORLDS: list[tuple[int, int | None, list[str]]] = [
+    (2, None, ["grpo", "diamond", "dapo with surplus"]),
+    (4, 2, ["ppo", "dapo with refills"]),
+]
+
 Reference = Callable[[str], list[Step]]
 
 
@@ -72,12 +80,51 @@ def test_hybrid_does_what_eager_does(
     assert_same(ours, reference(flow))
 
 
+@pytest.mark.parametrize("runtime", ["hybrid", "eager"])
+def test_a_run_stopped_under_hybrid_goes_on_under_either_as_if_nothing_had_happened(
+    workshop: Workshop, reference: Reference, warm_cluster: WarmCluster, runtime: str
+) -> None:
+    flow = FLOWS["dapo with surplus"]
+    stopped = {**flow["trainer"], "steps": 3}
+    run(workshop, "run", **{**flow, "trainer": stopped}, runtime="hybrid", workers=2)
+    whole = {**flow, "trainer": {**EVERY_STEP["trainer"], **flow["trainer"]}}
+    config = workshop.config("resumed", **whole, dtype="float64", runtime=runtime, workers=2)
+    with TrainingRun(config, resume=workshop.folder / "run") as resumed:
+        resumed.train()
+    assert_same(trace(workshop.folder / "run"), reference("dapo with surplus"))
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(("flow", "placement", "workers"), EVERYTHING)
 def test_hybrid_does_what_eager_does_in_every_placement(
     workshop: Workshop, reference: Reference, warm_cluster: WarmCluster, flow: str, placement: str, workers: int
 ) -> None:
     test_hybrid_does_what_eager_does(workshop, reference, warm_cluster, flow, placement, workers)
+
+
+@pytest.mark.parametrize(("ranks", "generating", "flows"), WORLDS)
+def test_ranks_do_what_eager_does(
+    workshop: Workshop, reference: Reference, ranks: int, generating: int | None, flows: list[str]
+) -> None:
+    """All flows of a world on the same processes."""
+    roles = {"actor": {"generate_workers": generating}} if generating else {}
+    trees = [
+        workshop.tree(
+            f"flow-{number}", **merged(EVERY_STEP, FLOWS[flow]), runtime="distributed", workers=ranks, roles=roles
+        )
+        for number, flow in enumerate(flows)
+    ]
+    run_in_ranks(trees, ranks)
+    for number, flow in enumerate(flows):
+        assert_same(trace(workshop.folder / f"flow-{number}"), reference(flow))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("ranks", "generating"), [(1, None), (2, None), (4, None), (4, 2)])
+def test_ranks_do_what_eager_does_with_every_flow(
+    workshop: Workshop, reference: Reference, ranks: int, generating: int | None
+) -> None:
+    test_ranks_do_what_eager_does(workshop, reference, ranks, generating, list(FLOWS))
 
 
 def test_the_flows_do_what_they_are_here_for(reference: Reference) -> None:

@@ -23,6 +23,9 @@ from braidrl.runtimes.hybrid.parts import Answer, Part, part_of
 from braidrl.runtimes.hybrid.worker import HybridWorker
 from braidrl.transfer.protocols import Mesh, protocol_of
 
+DEATH_S = 2.0
+"""Seconds within which Ray is told of a worker's end, after others have noticed."""
+
 
 @dataclass(frozen=True, eq=False)
 class Future:
@@ -123,7 +126,11 @@ class WorkerGroup:
                 raise WorkerFailure(self._silence(list(waiting.values())))
             for ref in ready:
                 future = waiting.pop(ref)
-                packed[ref] = self._result(future)
+                try:
+                    packed[ref] = self._result(future)
+                except WorkerFailure:
+                    self._raise_deaths(list(waiting.values()))
+                    raise
                 self.traffic.received += len(packed[ref])
                 if arrived:
                     arrived(future)
@@ -146,6 +153,18 @@ class WorkerGroup:
         except RayError as error:
             raise WorkerFailure(f"{future.who} failed in {future.what}: {' '.join(str(error).split())}") from None
         return result
+
+    def _raise_deaths(self, others: Sequence[Future]) -> None:
+        """A worker that dies makes those fail that were waiting for it; it is the one to be named."""
+        ready, _ = ray.wait([f.ref for f in others], num_returns=len(others), timeout=DEATH_S) if others else ([], [])
+        for future in others:
+            if future.ref in ready:
+                try:
+                    ray.get(future.ref)
+                except RayActorError:
+                    self._result(future)
+                except RayError:
+                    continue
 
     def _silence(self, waiting: Sequence[Future]) -> str:
         whom = "; ".join(f"{f.who} ({f.what}{named_rows(f.uids)})" for f in waiting)

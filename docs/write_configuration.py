@@ -1,0 +1,130 @@
+"""Writes configuration.md from the docstrings of braidrl/config.py and of the recipes: python docs/write_configuration.py"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from braidrl.config import Config, Section
+from braidrl.flow.recipes import RECIPES
+from braidrl.flow.recipes.load import parameter_model
+from braidrl.flow.recipes.parameters import PolicyParameters
+
+PAGE = Path(__file__).parent / "configuration.md"
+HEAD = """# Configuration
+
+A configuration is a YAML file, `key=value` arguments with dots, or both, of which the arguments win:
+
+    braid train config.yaml trainer.steps=10 data.eval.test=test.jsonl
+
+Every key but `flow` and `model` has a default. An unknown key is an error that names the nearest known one. What a run used, defaults
+included, is in its folder as `config.yaml`. `NAME` below is a name of your own, `N` a place in a list, from 0. Short
+forms: a path for a source, a name for a verifier, one of either in place of a list. This page is written by `docs/write_configuration.py`.
+"""
+ALGORITHM = """
+## algorithm
+
+Parameters of the recipe that `flow` names. `max_response_tokens` and `samples_per_prompt` are taken from `rollout`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD, "\n## At the top\n\n", table(Config)]
+    places: dict[type[BaseModel], list[str]] = {}
+    for path, section in sections(Config):
+        places.setdefault(section, []).append(path)
+    for section, paths in places.items():
+        parts += [f"\n## {', '.join(paths)}\n\n{section.__doc__}\n\n", table(section)]
+    parts.append(ALGORITHM)
+    parts += ["\n### Of every recipe that improves a policy by a clipped ratio\n\n", table(PolicyParameters)]
+    for name in sorted(RECIPES):
+        model = parameter_model(name, RECIPES[name])
+        shared = PolicyParameters.model_fields if model and issubclass(model, PolicyParameters) else {}
+        own = {n: f for n, f in (model.model_fields if model else {}).items() if differs(shared, n, f)}
+        about = " ".join((RECIPES[name].__doc__ or "").split())
+        parts.append(f"\n### {name}\n\n{about}\n")
+        if own:
+            parts.append("\n" + rows(own))
+    return "".join(parts)
+
+
+def differs(shared: dict[str, FieldInfo], name: str, field: FieldInfo) -> bool:
+    """True for a parameter that is not among the shared ones, or has another default."""
+    return name not in shared or shared[name].default != field.default
+
+
+def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """Each section below a model with its dotted name; `NAME` stands for a name of the user's, `N` for a place in a list."""
+    for name, field in model.model_fields.items():
+        for section, path in found_sections(field.annotation, prefix + name):
+            yield path, section
+            yield from sections(section, f"{path}.")
+
+
+def found_sections(annotation: Any, path: str) -> Iterator[tuple[type[BaseModel], str]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation, path
+        return
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    step = {dict: ".NAME", list: ".N"}.get(origin, "")
+    for argument in arguments:
+        yield from found_sections(argument, path + step)
+
+
+def table(model: type[BaseModel]) -> str:
+    return rows(model.model_fields)
+
+
+def rows(fields: dict[str, FieldInfo]) -> str:
+    """One line per key. Raises ValueError for a key without a docstring."""
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    for name, field in fields.items():
+        if not field.description:
+            raise ValueError(f"{name} has no docstring; say what it means under the field")
+        meaning = " ".join(field.description.split()).replace("|", "\\|")
+        lines.append(f"| `{name}` | {default(field)} | {choices(field)}{meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return "must be set"
+    if isinstance(value, BaseModel) or value in ({}, []):
+        return ""
+    return f"`{plain(value)}`"
+
+
+def plain(value: Any) -> str:
+    """As one writes it in YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(plain, value))}]"
+    if isinstance(value, BaseModel):
+        return plain(getattr(value, "name", value))
+    return str(value)
+
+
+def choices(field: FieldInfo) -> str:
+    """The values of a choice, in front of what it means."""
+    for part in (field.annotation, *typing.get_args(field.annotation)):
+        if typing.get_origin(part) is typing.Literal:
+            optional = isinstance(field.annotation, types.UnionType)
+            names = [f"`{name}`" for name in typing.get_args(part)]
+            return f"{', '.join(names)}{' or null' if optional else ''}. "
+    return ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,53 @@
+"""Curves as an SVG file of its own: what a page of results shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+WIDTH, HEIGHT = 520, 240
+LEFT, RIGHT, TOP, BOTTOM = 48, 12, 28, 28
+COLOURS = ("#3567b0", "#c0563b", "#3f8f5f", "#8a5bb0", "#b08a2e", "#3c8f9f", "#a0487a", "#6b6b6b")
+
+Curve = Sequence[tuple[float, float]]
+"""(step, value) in the order of steps."""
+
+
+def write_curves(path: Path, title: str, curves: Mapping[str, Curve], limit: float | None = None) -> None:
+    """One axis, a line for each curve with its name, and a dashed line at `limit`."""
+    points = [point for curve in curves.values() for point in curve]
+    low = min([y for _, y in points] + ([] if limit is None else [limit]))
+    high = max([y for _, y in points] + ([] if limit is None else [limit]))
+    last = max(x for x, _ in points)
+    span = high - low or 1.0
+
+    def place(x: float, y: float) -> str:
+        across = LEFT + x / (last or 1) * (WIDTH - LEFT - RIGHT)
+        return f"{across:.1f},{HEIGHT - BOTTOM - (y - low) / span * (HEIGHT - TOP - BOTTOM):.1f}"
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{LEFT}" y="14" font-size="13">{escape(title)}</text>',
+    ]
+    for value in (low, (low + high) / 2, high):
+        x, y = place(0, value).split(",")
+        parts.append(f'<line x1="{x}" y1="{y}" x2="{WIDTH - RIGHT}" y2="{y}" stroke="#ddd"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{float(y) + 4}" text-anchor="end">{value:.3g}</text>')
+    for step in (0, last):
+        parts.append(
+            f'<text x="{place(step, low).split(",")[0]}" y="{HEIGHT - 10}" text-anchor="middle">{step:g}</text>'
+        )
+    if limit is not None:
+        line = f"{place(0, limit)} {place(last, limit)}"
+        parts.append(f'<polyline points="{line}" stroke="#333" stroke-dasharray="4 3" fill="none"/>')
+    for number, (name, curve) in enumerate(curves.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        line = " ".join(place(x, y) for x, y in curve)
+        parts.append(f'<polyline points="{line}" stroke="{colour}" fill="none" stroke-width="1.5"/>')
+        parts.append(
+            f'<text x="{WIDTH - RIGHT}" y="{TOP + 12 * number}" text-anchor="end" fill="{colour}">{escape(name)}</text>'
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([*parts, "</svg>"]) + "\n")

@@ -1,0 +1,135 @@
+"""Ray as a user meets it: a clear word where it is missing, real placement groups, and nothing left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from braidrl.cluster.ray_cluster import RayCluster, import_ray
+from braidrl.config import ClusterConfig
+from braidrl.errors import UserError
+from braidrl.observe.trace import read_trace
+from braidrl.placement.pools import Pool
+from tests.tiny import Workshop, braid, wait_for_steps
+
+STARTED, ENDED = 200, 40
+"""Seconds for a cluster to start on a machine that has other work, and within which everything must be gone."""
+
+
+class Seated:
+    """An actor that says on which device it sits."""
+
+    def close(self) -> None: ...
+
+    def node(self) -> str:
+        import ray
+
+        return ray.get_runtime_context().get_placement_group_id()
+
+
+def test_without_ray_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ray" else found(name))
+    with pytest.raises(
+        UserError, match=r"runtime=hybrid needs Ray, which is not installed; run `pip install braidrl\[ray\]`"
+    ):
+        import_ray()
+
+
+def test_each_pool_has_devices_of_its_own_which_it_gives_back(ray_cluster: None) -> None:
+    import ray
+
+    free = ray.available_resources()["CPU"]
+    cluster = RayCluster(ClusterConfig(start_limit_s=60), "cpu")
+    assert not cluster.started, "the cluster that is there was not used"
+    pools = [Pool(("actor",), 2), Pool(("critic",), 1)]
+    seats = cluster.seats(pools)
+    actors = [[cluster.start(Seated, seat) for seat in pool] for pool in seats]
+    groups = [[ray.get(actor.node.remote(), timeout=60) for actor in pool] for pool in actors]
+    assert [len(set(pool)) for pool in groups] == [1, 1] and groups[0][0] != groups[1][0]
+    assert ray.available_resources()["CPU"] == free - 3
+    cluster.close()
+    assert eventually(lambda: ray.available_resources().get("CPU") == free)
+    assert ray.is_initialized(), "a cluster that was there before goes on"
+
+
+def test_more_workers_than_devices_are_refused_before_any_starts(ray_cluster: None) -> None:
+    cluster = RayCluster(ClusterConfig(), "cpu")
+    with pytest.raises(UserError, match=r"the pools ask for 40 CPUs \(actor: 40\) and the cluster has 16"):
+        cluster.seats([Pool(("actor",), 40)])
+    assert cluster.groups == [] and cluster.actors == []
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A variable in the environment of every process that the test starts, by which they are found again."""
+    name = f"BRAID_TEST_{uuid.uuid4().hex}"
+    monkeypatch.setenv(name, "1")
+    yield name
+    for process in marked(name):
+        os.kill(process, signal.SIGKILL)
+
+
+def marked(name: str) -> list[int]:
+    """Processes of which the environment has the mark, but for this one."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                environment, state = (folder / "environ").read_bytes(), (folder / "stat").read_text()
+            except OSError:
+                continue
+            if name.encode() in environment and state.rpartition(")")[2].split()[0] != "Z":
+                found.append(int(folder.name))
+    return found
+
+
+def eventually(what: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + ENDED
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return what()
+
+
+def start(workshop: Workshop, workers: int) -> subprocess.Popen[str]:
+    trainer = {"steps": 10_000}
+    config = workshop.config_file(runtime="hybrid", workers=workers, cluster={"cpus": workers}, trainer=trainer)
+    return braid("train", config)
+
+
+def worker_processes(name: str) -> list[int]:
+    return [p for p in marked(name) if b"HybridWorker" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+def test_ctrl_c_saves_and_leaves_no_process(workshop: Workshop, mark: str) -> None:
+    process = start(workshop, 1)
+    run = workshop.folder / "run"
+    wait_for_steps(run, 2, process, STARTED)
+    assert len(worker_processes(mark)) == 1
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=ENDED)
+    assert process.returncode == 130, errors
+    assert "go on with: braid train --resume" in errors
+    assert (run / "checkpoints" / "latest").is_file()
+    assert eventually(lambda: not marked(mark)), marked(mark)
+    spans = read_trace(run)
+    assert {span.worker for span in spans} == {"actor+reference-0"}
+    assert {span.stage for span in spans} >= {"actor.generate", "reward.verify", "reference.log_probs", "actor.update"}
+
+
+def test_a_killed_worker_ends_the_run_and_leaves_no_process(workshop: Workshop, mark: str) -> None:
+    process = start(workshop, 2)
+    wait_for_steps(workshop.folder / "run", 1, process, STARTED)
+    os.kill(worker_processes(mark)[0], signal.SIGKILL)
+    _, errors = process.communicate(timeout=ENDED)
+    assert process.returncode == 2, errors
+    assert ("actor+reference rank" in errors and "died in" in errors) or "failed in" in errors
+    assert eventually(lambda: not marked(mark)), marked(mark)

@@ -1,0 +1,80 @@
+"""The documentation says what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import braidrl.flow
+from braidrl.cli import app
+from braidrl.flow.recipes import load_flow
+from braidrl.observe.metrics import REQUIRED_KEYS, read_metrics
+from braidrl.rewards.verifier import resolve
+from braidrl.rewards.verifiers import BUILT_IN
+from tests.tiny import ROOT, Workshop, load_module
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+
+
+def test_the_configuration_page_is_what_its_script_writes() -> None:
+    script = load_module(DOCS / "write_configuration.py")
+    assert script.PAGE.read_text() == script.page(), "run: python docs/write_configuration.py"
+
+
+def test_the_metrics_page_explains_every_key_that_a_run_writes(workshop: Workshop) -> None:
+    page = (DOCS / "metrics.md").read_text()
+    run = workshop.run(
+        flow="dapo", algorithm={"overlong_cache": 2, "old": "recompute"}, evaluation={"every": 1, "samples": 2},
+        data={"eval": {"SET": str(workshop.data)}},
+    )  # fmt: skip
+    patterns = [
+        re.escape(key)
+        .replace("K", r"\d+")
+        .replace("STAGE", ".+")
+        .replace("SET", ".+")
+        .replace("REASON", ".+")
+        .replace("NAME", ".+")
+        for key in re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)
+    ]
+    written = {name for line in read_metrics(run) for name in line} | set(REQUIRED_KEYS)
+    unexplained = {name for name in written if not any(re.fullmatch(pattern, name) for pattern in patterns)}
+    assert not unexplained
+
+
+def test_every_verifier_and_command_is_named_where_one_looks_for_it() -> None:
+    rewards = (DOCS / "add-a-reward.md").read_text()
+    assert all(f"`{name}`" in rewards for name in BUILT_IN)
+    readme = (ROOT / "README.md").read_text()
+    names = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
+    assert all(f"braid {name}" in readme for name in names)
+
+
+def test_the_flow_that_the_readme_shows_is_the_recipe() -> None:
+    (shown,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    defaults = {"max_response_tokens": 512, "samples_per_prompt": 8}
+    recipe, flow = load_flow("dapo", {}, defaults), eval(shown, vars(braidrl.flow))
+    assert flow.edges == recipe.edges
+    for mine, theirs in zip(flow.stages[:-1], recipe.stages[:-1], strict=True):
+        assert mine == theirs
+    # The recipe spells out that there is no dual clip.
+    assert {**flow.stages[-1].params["loss"], "dual": None} == recipe.stages[-1].params["loss"]
+
+
+def test_the_reward_of_the_documentation_works_as_it_stands_there(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "add-a-reward.md").read_text(), re.DOTALL)
+    (tmp_path / "rewards.py").write_text(code)
+    counts = resolve(f"{tmp_path}/rewards.py:counts_steps", {"at_most": 2})
+    judged = resolve(f"{tmp_path}/rewards.py:judged", {"url": "http://localhost"})
+    assert (counts.reads, judged.reads, judged.asynchronous) == (("response", "answer"), ("prompt", "response"), True)
+    completion = {"response": "a\nb\nc\nd\n12", "answer": "12"}
+    assert counts(completion) == 0.5 and counts({**completion, "answer": "13"}) == 0.0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
