@@ -21,7 +21,7 @@ from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
 from braidrl.flow.stages import make_stage
 from braidrl.flow.updates import check_update_size
-from braidrl.rollout.environments import environments
+from braidrl.rollout.environments import check_environment
 
 TRUNCATED = {"name": "truncated"}
 
@@ -56,7 +56,7 @@ def in_environment(flow: Flow, config: Config) -> Flow:
         ]
     for stage in stages:
         if "environment" in stage.params:
-            environments(stage.params["environment"], config.rollout.environment.params)
+            check_environment(stage.params["environment"], config.rollout.environment.params)
     return Flow(flow.name, stages)
 
 
