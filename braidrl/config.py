@@ -122,14 +122,14 @@ class EnvironmentConfig(Section):
     """What trajectories of several turns are played in."""
 
     name: str | None = None
-    """`module:Class`, `module:function` or `gem:name`, for the generate stages that name none themselves. What it gives is the score
-    and the reward: the flow's `verify` is then left out."""
+    """`module:Class`, `module:function`, `gem:name` or `agent:module:function`, for the generate stages that name none themselves.
+    What it gives is the score and the reward: the flow's `verify` is then left out."""
     params: dict[str, Any] = {}
     """Settings handed to it by keyword."""
     at_once: int = Field(64, ge=1)
     """Trajectories that are played at the same time."""
     timeout_s: float = Field(60.0, gt=0)
-    """Seconds for one answer of the environment; after them its trajectory ends, and is counted."""
+    """Seconds for one answer of the environment, or for an agent's whole trajectory; after them it ends, and is counted."""
     max_turns: int = Field(16, ge=1)
     """Turns of the model in one trajectory."""
 

@@ -28,7 +28,7 @@ from braidrl.runtimes.folders import latest_checkpoint, run_config
 from braidrl.runtimes.run import train
 
 HERE = Path(__file__).parent
-HELD_OUT, TRAINED, DIGITS = 100, 2000, 2
+HELD_OUT, TRAINED, DIGITS = 100, 4000, 2
 SCORE = "eval/held_out/avg@4"
 SEEDS = (0, 1, 2)
 STEPS = 24
@@ -78,24 +78,30 @@ class Study:
     def warm_model(self) -> Path:
         """Data files, and the model that every study begins with: one that imitates a careless teacher."""
         folder = self.folder / "warm-start-model"
+        if not (self.folder / "pairs.jsonl").is_file():
+            self.write_data()
         if folder.is_dir():
             return folder
-        pairs = problems(HELD_OUT + TRAINED, DIGITS, seed=0)
-        write_jsonl(self.folder / "held_out.jsonl", questions(pairs[:HELD_OUT]))
-        write_jsonl(self.folder / "train.jsonl", questions(pairs[HELD_OUT:]))
-        write_jsonl(self.folder / "demonstrations.jsonl", demonstrations(pairs[HELD_OUT:], mistakes=0.5, seed=0))
-        write_jsonl(self.folder / "pairs_held_out.jsonl", preferences(pairs[:HELD_OUT], seed=1))
-        write_jsonl(self.folder / "pairs.jsonl", preferences(pairs[HELD_OUT:], seed=2))
         write_model(self.folder / "untrained", seed=0)
         run = self.run("warm-start", {
             "flow": "sft", "model": str(self.folder / "untrained"),
             "data": {"train": str(self.folder / "demonstrations.jsonl")},
             "rollout": {"samples_per_prompt": 1, "max_response_tokens": 32},
-            "trainer": {"steps": 150, "prompts_per_step": 256, "learning_rate": 3e-3, "schedule": "linear",
+            "trainer": {"steps": 200, "prompts_per_step": 256, "learning_rate": 3e-3, "schedule": "linear",
                         "warmup_steps": 20, "checkpoint_every": 50},
         })  # fmt: skip
         export_model(run, folder)
         return folder
+
+    def write_data(self) -> None:
+        """Sums to train on and held-out ones, a careless teacher's answers, and pairs of a right and a wrong answer."""
+        pairs = problems(HELD_OUT + TRAINED, DIGITS, seed=0)
+        held_out, trained = pairs[:HELD_OUT], pairs[HELD_OUT:]
+        write_jsonl(self.folder / "held_out.jsonl", questions(held_out))
+        write_jsonl(self.folder / "train.jsonl", questions(trained))
+        write_jsonl(self.folder / "demonstrations.jsonl", demonstrations(trained, mistakes=0.5, seed=0))
+        write_jsonl(self.folder / "pairs_held_out.jsonl", preferences(held_out, seed=1))
+        write_jsonl(self.folder / "pairs.jsonl", preferences(trained, seed=2))
 
     def policy(self, flow: str, algorithm: Tree, seed: int = 0, **more: Any) -> Tree:
         """A run that improves the warm model on sums, evaluated on held-out ones."""
@@ -149,7 +155,7 @@ def reward_model(study: Study) -> None:
         "flow": "reward_model", "model": model,
         "data": {"train": str(study.folder / "pairs.jsonl"), "eval": {"pairs": str(study.folder / "pairs_held_out.jsonl")}},
         "rollout": {"samples_per_prompt": 2},
-        "trainer": {"steps": 120, "prompts_per_step": 64, "learning_rate": 1e-3, "schedule": "linear", "checkpoint_every": 40},
+        "trainer": {"steps": 100, "prompts_per_step": 48, "learning_rate": 1e-3, "schedule": "linear", "checkpoint_every": 40},
         "evaluation": {"every": 20},
     })  # fmt: skip
     scorer = study.folder / "reward-model-exported"
@@ -162,7 +168,7 @@ def reward_model(study: Study) -> None:
     accuracy, score = curve(pairs, "eval/pairs/pair_accuracy"), curve(steps, SCORE)
     text = (
         "# A reward model, and PPO with it\n\nPairs of one right and one wrong answer to a sum of two numbers train a reward model "
-        f"(Bradley-Terry, {pairs[-1]['step']} steps of 64 pairs, none of them among the {HELD_OUT} held-out ones). PPO then trains the "
+        f"(Bradley-Terry, {pairs[-1]['step']} steps of 48 pairs, none of them among the {HELD_OUT} held-out ones). PPO then trains the "
         "policy, with a critic that begins as the reward model; the reward model alone rewards it, and the share of right "
         "answers is only watched.\n\n"
         + table(
@@ -213,8 +219,8 @@ def safe_rlhf(study: Study) -> None:
     multiplier = "advantage.safe_rlhf/multiplier"
     text = (
         "# Safe-RLHF\n\nThe reward is 4·√(sevens in the response), the cost is the response's length in tokens, and the limit is a "
-        f"mean cost of {limit:g}; responses may have 16 tokens. The best response for the reward alone has 16. The multiplier settles where the "
-        f"mean cost equals its limit, so it is given one {MARGIN:g} lower.\n\n"
+        f"mean cost of {limit:g}; responses may have 16 tokens. The best response for the reward alone has 16. The multiplier "
+        f"settles where the mean cost equals its limit, so it is given one {MARGIN:g} lower.\n\n"
         + table(
             ["", "reward, first step", "reward, last quarter", "cost, last quarter", "multiplier, last quarter"],
             [
