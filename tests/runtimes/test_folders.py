@@ -33,12 +33,17 @@ def test_a_name_is_taken_once_a_run_has_begun(tmp_path: Path) -> None:
         new_run_folder(config(tmp_path, name="file"))
 
 
+def fail_half_way(path: Path) -> None:
+    with whole_folder(path) as partial:
+        (partial / "weights").write_text("half")
+        raise RuntimeError("out of paper")
+
+
 def test_a_folder_that_is_not_finished_does_not_appear(tmp_path: Path) -> None:
     with whole_folder(tmp_path / "whole") as partial:
         (partial / "weights").write_text("all")
         assert not (tmp_path / "whole").exists()
-    with pytest.raises(RuntimeError, match="out of paper"), whole_folder(tmp_path / "whole") as partial:
-        (partial / "weights").write_text("half")
-        raise RuntimeError("out of paper")
+    with pytest.raises(RuntimeError, match="out of paper"):
+        fail_half_way(tmp_path / "whole")
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
     assert (tmp_path / "whole" / "weights").read_text() == "all" and latest_checkpoint(tmp_path) is None
