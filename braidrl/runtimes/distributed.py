@@ -180,9 +180,13 @@ class DistributedCrew:
     def record(self, path: Path, table: Shard, final: Shard) -> None:
         """Each rank writes its own rows; the first joins the files, so that no rank ever holds all rows."""
         self.world.at(f"writing {path.name}")
-        known = {name for found in self._all({"columns": list(table.payload)}) for name in found["columns"]}
-        later = replace(final, payload=final.payload.without(sorted(known)))
-        back = self._moved(path.name, later, table.owner)
+        # A rank without rows knows no payload columns: the others tell it which were added.
+        said = self._all({"known": list(table.payload), "later": list(final.payload)})
+        added = {name for about in said for name in about["later"] if all(name not in o["known"] for o in said)}
+        later = replace(final, payload=only_present(final.payload, sorted(added)))
+        back = (
+            self._moved(path.name, later, table.owner) if added else replace(final, owner=table.owner, payload=Rows({}))
+        )
         rows = with_added(table.rows, back.rows)
         part = part_path(path, self.world.rank)
         if len(rows):

@@ -251,8 +251,8 @@ def safe_rlhf(study: Study) -> Numbers:
     multiplier = "advantage.safe_rlhf/multiplier"
     text = (
         "# Safe-RLHF\n\nThe reward is 4·√(sevens in the response), the cost is the response's length in tokens, and the limit is a "
-        f"mean cost of {limit:g}; responses may have 16 tokens, and the best response for the reward alone has. The multiplier settles "
-        f"where the mean cost equals its limit, so it is given one {MARGIN:g} lower.\n\n"
+        f"mean cost of {limit:g}; responses may have 16 tokens. The best response for the reward alone has 16. The multiplier "
+        f"settles where the mean cost equals its limit, so it is given one {MARGIN:g} lower.\n\n"
         + table(
             ["", "reward, first step", "reward, last quarter", "cost, last quarter", "multiplier, last quarter"],
             [

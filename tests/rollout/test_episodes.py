@@ -134,7 +134,7 @@ def test_a_failing_environment_ends_its_own_trajectory_with_a_counted_reason() -
         "hang": ("timeout", 2), "type": ("TypeError", 2), "close": ("RuntimeError", 3),
     }  # fmt: skip
     assert failure_counts(played) == {"KeyError": 1, "OSError": 1, "timeout": 1, "TypeError": 1, "RuntimeError": 1}
-    assert by_prompt["hang"].detail == "`step` took over 30 s"
+    assert by_prompt["hang"].detail == "step took over 30 s"
     columns = episode_columns(played, LIMITS)
     assert set(columns) == set(PLAYED)
     ended = columns["finish_reason"].tolist()  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ from braidrl.observe.progress import Progress
 from braidrl.placement.pools import Pool, place
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.crew import HybridCrew
-from braidrl.runtimes.hybrid.group import Traffic, WorkerGroup
+from braidrl.runtimes.hybrid.group import Future, Traffic, WorkerGroup
 from braidrl.runtimes.hybrid.worker import HybridWorker, Seat
 from braidrl.runtimes.setup import Prepared
 
@@ -62,16 +62,16 @@ def start_groups(cluster: RayCluster, pools: Sequence[Pool], limit_s: float, fol
 
 
 def load(groups: Sequence[WorkerGroup], home: WorkerGroup, prepared: Prepared) -> None:
-    """Has the ranks of each pool meet and load their models. Data goes to the home group alone, training data to its rank 0."""
-    begun = []
+    """Has the ranks of each pool meet and load their models. Training data goes to rank 0 of the home group alone."""
+    begun: list[tuple[WorkerGroup, list[Future]]] = []
+    without_data = replace(prepared, sources=[], texts=None)
     for group in groups:
         if group.mesh.size > 1:
             (answer,) = group.wait([group.call("rendezvous")])
-            group.call("meet", answer.result)
+            begun.append((group, group.call("meet", answer.result)))
     for group in groups:
         size, is_home = group.mesh.size, group is home
-        own = prepared if is_home else replace(prepared, eval_sources={})
-        each = [own if is_home and rank == 0 else replace(own, sources=[], texts=None) for rank in range(size)]
+        each = [prepared if is_home and rank == 0 else without_data for rank in range(size)]
         begun.append((group, group.call("load_models", each, [prepared.generating] * size, [is_home] * size)))
     for group, futures in begun:
         group.wait(futures)

@@ -35,7 +35,7 @@ from braidrl.observe.trace import TraceWriter
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.executor import StageExecutor, checked_beside
 from braidrl.runtimes.hybrid.failures import StageFailure, named_rows
-from braidrl.runtimes.hybrid.parts import Answer, Numbers, Part, assemble, columns_read, packed_rows
+from braidrl.runtimes.hybrid.parts import Answer, Numbers, Part, as_rows, assemble, columns_read, packed_rows
 from braidrl.runtimes.row_store import Origin, with_added
 from braidrl.runtimes.setup import Prepared, set_up_torch
 from braidrl.transfer.protocols import register
@@ -66,6 +66,7 @@ class HybridWorker:
         self.call = threading.local()
         self.resources = ExitStack()
         self.trace: TraceWriter | None = None
+        self.version = 0
 
     def perform(self, message: bytes, *answers: bytes) -> bytes:
         """Calls a method by name; `answers` are those of earlier calls that it needs. Raises StageFailure or UserError."""
@@ -98,6 +99,7 @@ class HybridWorker:
     def close(self) -> None:
         """Ends the processes that check answers, and lets go of rows, files and ranks."""
         self.resources.close()
+        self.trace = None
         self.chunks = {}
         self.ranks = DataParallel()
 
@@ -164,20 +166,21 @@ class HybridWorker:
         return self._write(part, stage, iteration, key, lambda rows, _: self.executor.apply(stage, rows, totals))
 
     @register(protocol="ALL_TO_ALL")
-    def update(self, part: Part, stage: Stage, counts: Mapping[str, float], iteration: int) -> Answer:
-        """One optimizer step together with the other ranks, each by its own rows; loss sums and the gradient norm."""
-        rows = self._gather(part, stage, iteration)
-        sums, losses = Sums(), dict[str, float]()
-        with self._span(stage, rows, iteration) as span:
-            if len(rows):
-                with self.executor.progress.stage(stage.name, len(rows)) as bar:
-                    losses = self.executor.accumulate(stage, rows, sums, bar)
-            norm = self.executor.step(stage, counts, iteration)
-        return Answer(sums=sums.pairs(), seconds=span.seconds, result=(losses, norm))
+    def update(self, part: Part, index: bytes, stage: Stage, iteration: int) -> Answer:
+        """One optimizer step together with the other ranks, each by its own rows; `index` has those of all."""
+        rows, sums = self._gather(part, stage, iteration), Sums()
+        with (
+            self._span(stage, rows, iteration) as span,
+            self.executor.progress.stage(stage.name, len(rows)) as bar,
+        ):
+            counted = self.seat.rank == 0
+            self.executor.optimize(stage, as_rows(index), rows, iteration, sums, bar, counted)
+        return Answer(sums=sums.pairs(), seconds=span.seconds)
 
     @register(protocol="ONE_TO_ALL")
     def publish(self, version: int) -> None:
         self.executor.publish(version)
+        self.version = version
 
     @register(protocol="RANK_ZERO")
     def save(self, folder: Path) -> None:
@@ -216,7 +219,7 @@ class HybridWorker:
         self.call.doing = (stage.role or self.seat.pool.name, f"{stage.name} (iteration {iteration})", part.uids())
         if self.trace is None:
             return self._rows_of(part, columns_read(stage))
-        with self.trace.span(stage.role or "", stage.name, iteration, rows=len(part), state="waiting"):
+        with self.trace.span(stage.role or "compute", stage.name, iteration, rows=len(part), state="waiting"):
             return self._rows_of(part, columns_read(stage))
 
     def _rows_of(self, part: Part, names: frozenset[str] | None) -> Rows:
@@ -245,8 +248,10 @@ class HybridWorker:
         with ExitStack() as spans:
             if self.trace is not None:
                 tokens = int(rows["length"].sum()) if "length" in rows else 0
-                role = stage.role or self.seat.pool.name
-                spans.enter_context(self.trace.span(role, stage.name, iteration, rows=len(rows), tokens=tokens))
+                role, count = stage.role or "compute", len(rows)
+                spans.enter_context(
+                    self.trace.span(role, stage.name, iteration, rows=count, tokens=tokens, version=self.version)
+                )
             yield clock
         clock.seconds = time.perf_counter() - start
 
