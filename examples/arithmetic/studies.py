@@ -186,13 +186,13 @@ def reward_model(study: Study) -> Numbers:
     scorer = study.folder / "reward-model-exported"
     if not scorer.is_dir():
         export_model(learned, scorer, "reward")
-    roles = {"reward": {"model": str(scorer)}, "critic": {"model": str(scorer), "learning_rate": 1e-3}}
-    algorithm = {"kl_coef": 0.02, "lam": 0.95, "whiten": True, "value_clip": None}
+    roles = {"reward": {"model": str(scorer)}, "critic": {"learning_rate": 1e-3}}
+    algorithm = {"kl_coef": 0.02, "lam": 1.0, "whiten": True, "value_clip": None}
     ppo = study.run("reward-model-ppo", {
         "flow": "ppo", "algorithm": algorithm, "model": model, "roles": roles, "reward": {"verify": "gsm8k"},
         "data": {"train": str(folder / "sums.jsonl"), "eval": {"sums": str(folder / "sums.jsonl")}},
-        "rollout": {"samples_per_prompt": 8, "max_response_tokens": 16, "slots": 128},
-        "trainer": {"steps": 40, "prompts_per_step": 16, "learning_rate": 3e-4, "checkpoint_every": 10},
+        "rollout": {"samples_per_prompt": 8, "max_response_tokens": 16, "slots": 256},
+        "trainer": {"steps": 60, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 4e-4, "checkpoint_every": 15},
         "evaluation": {"every": 5, "samples": 4, "top_p": 1.0},
     })  # fmt: skip
     pairs, steps = read_metrics(learned), read_metrics(ppo)
@@ -200,8 +200,8 @@ def reward_model(study: Study) -> Numbers:
     text = (
         "# A reward model, and PPO with it\n\nPairs of one right and one wrong answer to a sum of two digits train a reward model "
         f"(Bradley-Terry, {pairs[-1]['step']} steps of 48 pairs, none of them among the {HELD_OUT_PAIRS} held-out ones). PPO then "
-        "trains the policy, with a critic that begins as the reward model; the reward model alone rewards it, and the share of right "
-        "answers is only watched.\n\n"
+        "trains the policy, with a critic that begins as the policy with a fresh head; the reward model alone rewards it, and the share "
+        "of right answers is only watched.\n\n"
         + table(
             ["", "before", "after"],
             [
