@@ -52,7 +52,7 @@ EVERYTHING = list(itertools.product(FLOWS, PLACEMENTS, WORKERS))
 
 # Ranks, how many of them generate, and the flows that they run one after the other.
 WORLDS: list[tuple[int, int | None, list[str]]] = [
-    (2, None, ["grpo", "diamond", "dapo with surplus"]),
+    (2, None, ["grpo", "diamond", "dapo with surplus", "episodes"]),
     (4, 2, ["ppo", "dapo with refills"]),
 ]
 
