@@ -54,7 +54,7 @@ def test_a_rank_that_fails_ends_all_and_its_own_words_are_what_is_seen(
 ) -> None:
     with pytest.raises(error) as caught:
         run_ranks(
-            "tests.cluster.ranks:failing", {"folder": str(tmp_path), "how": how}, 2, 3.0 if how == "sleep" else 200.0
+            "tests.cluster.ranks:failing", {"folder": str(tmp_path), "how": how}, 2, 10.0 if how == "sleep" else 200.0
         )
     assert all(part in str(caught.value) for part in words), str(caught.value)
     assert_gone(tmp_path)
