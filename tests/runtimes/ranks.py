@@ -12,7 +12,7 @@ from braidrl.config import parse_config
 from braidrl.runtimes.distributed import DistributedCrew
 from braidrl.runtimes.run import TrainingRun
 
-WAIT_S = 120.0
+WAIT_S = 200.0
 
 
 def run_all(world: World, task: dict[str, Any]) -> list[list[dict[str, int]]]:

@@ -54,7 +54,7 @@ def test_a_world_of_another_size_than_configured_is_refused(
 
 def test_a_stage_that_fails_on_one_rank_is_named_with_its_rows_and_nothing_is_left(workshop: Workshop) -> None:
     process = braid("train", workshop.config_file("failing", flow=str(FAILING), runtime="distributed", workers=2))
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=240)
     assert process.returncode == 1, said
     first, *rest = said[said.index("braid: ") :].removeprefix("braid: ").splitlines()
     # Four groups of four rows on two ranks: the second has those from group 2 on.
