@@ -33,7 +33,7 @@ HELD_OUT, TRAINED, DIGITS = 100, 4000, 2
 SCORE = "eval/held_out/avg@4"
 SEEDS = (0, 1, 2)
 STEPS = 24
-HELD_OUT_PAIRS = 60
+HELD_OUT_PAIRS = 200
 MARGIN = 0.1
 """The multiplier settles where the mean cost equals its limit; so much below the one to be kept, noise does not break it."""
 
@@ -119,12 +119,13 @@ class Study:
 
 
 def preferences(seed: int) -> list[dict[str, str]]:
-    """Every sum of two digits with every answer that is off by one or two: the right answer is preferred."""
+    """Every sum of two digits against every other number up to 18, in the working or in the answer alone."""
     pairs = [
-        {"prompt": f"{a}+{b}=", "chosen": work_out(a, b), "rejected": f"{a}+{b}={a + b + off} #### {a + b + off}"}
+        {"prompt": f"{a}+{b}=", "chosen": work_out(a, b), "rejected": f"{a}+{b}={said} #### {wrong}"}
         for a, b in product(range(1, 10), repeat=2)
-        for off in (-2, -1, 1, 2)
-        if a + b + off >= 0
+        for wrong in range(19)
+        if wrong != a + b
+        for said in (wrong, a + b)
     ]
     random.Random(seed).shuffle(pairs)
     return pairs
@@ -179,8 +180,8 @@ def reward_model(study: Study) -> Numbers:
         "flow": "reward_model", "model": model,
         "data": {"train": str(folder / "pairs.jsonl"), "eval": {"pairs": str(folder / "pairs_held_out.jsonl")}},
         "rollout": {"samples_per_prompt": 2},
-        "trainer": {"steps": 300, "prompts_per_step": 48, "learning_rate": 2e-3, "schedule": "linear",
-                    "warmup_steps": 10, "checkpoint_every": 60},
+        "trainer": {"steps": 250, "prompts_per_step": 48, "learning_rate": 2e-3, "schedule": "linear",
+                    "warmup_steps": 10, "checkpoint_every": 50},
         "evaluation": {"every": 20},
     })  # fmt: skip
     scorer = study.folder / "reward-model-exported"
@@ -192,7 +193,7 @@ def reward_model(study: Study) -> Numbers:
         "flow": "ppo", "algorithm": algorithm, "model": model, "roles": roles, "reward": {"verify": "gsm8k"},
         "data": {"train": str(folder / "sums.jsonl"), "eval": {"sums": str(folder / "sums.jsonl")}},
         "rollout": {"samples_per_prompt": 8, "max_response_tokens": 16, "slots": 256},
-        "trainer": {"steps": 60, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 4e-4, "checkpoint_every": 15},
+        "trainer": {"steps": 30, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 4e-4, "checkpoint_every": 10},
         "evaluation": {"every": 5, "samples": 4, "top_p": 1.0},
     })  # fmt: skip
     pairs, steps = read_metrics(learned), read_metrics(ppo)
