@@ -124,7 +124,7 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
         raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
     prepared = Prepared(config, flow, evaluation, tokenizer, sources, held_out, texts)
     if config.runtime == "hybrid":
-        place(config.placement, prepared.roles(train), prepared.generating, config.workers)
+        place(config.placement, prepared.roles(), prepared.generating, config.workers)
     return prepared
 
 

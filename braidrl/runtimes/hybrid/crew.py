@@ -73,6 +73,7 @@ class HybridCrew:
         return self.bring(Admission(tuple(self.loader.advance(groups))))
 
     def bring(self, origin: Origin) -> Handle:
+        self._release()
         key = next(self.keys)
         future = self.home.call("make", origin, key)
         (answer,) = self.home.wait([future])
@@ -117,7 +118,6 @@ class HybridCrew:
             self._answers(work)
         self.training = []
         self._everywhere("publish", version)
-        self._release()
 
     def index(self, table: Handle) -> Rows:
         """Waits for all that was begun and computes what was put off."""
@@ -204,6 +204,8 @@ class HybridCrew:
         if chunk.index is None:
             for written, answer in zip(chunk.work.chunks, self._answers(chunk.work), strict=True):
                 written.columns, written.index = answer.columns, answer.rows()
+            # In a ring with its work a chunk would be forgotten only when Python next looks for rings.
+            chunk.work.chunks = []
         assert chunk.index is not None
         return chunk.index
 

@@ -43,9 +43,10 @@ from braidrl.transfer.protocols import register
 
 @dataclass(frozen=True)
 class Seat:
-    """A worker's place: its number among all workers, its pool, its rank there, and the run's folder for its trace."""
+    """A worker's place: its number among all workers, whose `names` it knows, its pool, its rank there; the folder for its trace."""
 
     number: int
+    names: list[str]
     pool: Pool
     rank: int
     folder: Path | None
@@ -71,6 +72,7 @@ class HybridWorker:
     def perform(self, message: bytes, *answers: bytes) -> bytes:
         """Calls a method by name; `answers` are those of earlier calls that it needs. Raises StageFailure or UserError."""
         method, arguments = pickle.loads(message)
+        self.call.asked = {}
         self.call.answers = [Answer.of(packed) for packed in answers]
         self.call.doing = (self.seat.pool.name, method, ())
         try:
@@ -228,12 +230,18 @@ class HybridWorker:
     def _fetch(self, worker: int, key: int, rows: Numbers, columns: tuple[str, ...]) -> Any:
         if worker == self.seat.number:
             return self._own(key, rows, columns)
-        return self.peers[worker].fetch.options(concurrency_group="rows").remote(key, rows, columns)
+        future = self.peers[worker].fetch.options(concurrency_group="rows").remote(key, rows, columns)
+        self.call.asked[future] = self.seat.names[worker]
+        return future
 
     def _wait(self, fetched: list[Any]) -> list[Rows]:
-        """Rows that are here as they are, the others when they have come."""
+        """Rows that are here as they are, the others when they have come. Raises TimeoutError naming whose rows did not."""
         coming = [future for future in fetched if not isinstance(future, Rows)]
-        come = iter(ray.get(coming, timeout=self.seat.limit_s))
+        try:
+            come = iter(ray.get(coming, timeout=self.seat.limit_s))
+        except ray.exceptions.GetTimeoutError:
+            late = {self.call.asked[future] for future in ray.wait(coming, num_returns=len(coming), timeout=0)[1]}
+            raise TimeoutError(f"waited {self.seat.limit_s:g} s for rows of {', '.join(sorted(late))}") from None
         return [rows if isinstance(rows, Rows) else decode(split(memoryview(next(come)))) for rows in fetched]
 
     def _own(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Rows:

@@ -104,10 +104,14 @@ def test_workers_forget_rows_that_the_driver_has_no_handle_to(workshop: Workshop
         kept, dropped = crew.admit(2), crew.admit(2)
         held = lambda: ray.get(crew.home.actors[0].held.remote())  # noqa: E731
         assert held() == 2
-        del dropped
-        crew.publish(1)
-        assert held() == 1
-        assert len(crew.index(kept)) == 2
+        joined = crew.executor.flow.stages[0]
+        written = crew.run(joined, dropped, 1, Sums())
+        crew.index(written)
+        assert held() == 3
+        del dropped, written
+        again = crew.admit(2)
+        assert held() == 2
+        assert len(crew.index(kept)) == len(crew.index(again)) == 2
 
 
 def test_rows_come_from_their_producers_and_only_those_asked_for(
