@@ -119,14 +119,16 @@ class Study:
 
 
 def preferences(seed: int) -> list[dict[str, str]]:
-    """Every sum of two digits against every other number up to 18, in the working or in the answer alone."""
-    pairs = [
-        {"prompt": f"{a}+{b}=", "chosen": work_out(a, b), "rejected": f"{a}+{b}={said} #### {wrong}"}
-        for a, b in product(range(1, 10), repeat=2)
-        for wrong in range(19)
-        if wrong != a + b
-        for said in (wrong, a + b)
-    ]
+    """Every sum of two digits against wrong answers: near misses, other numbers, a digit too many, another sum's working."""
+    pairs = []
+    for a, b in product(range(1, 10), repeat=2):
+        right = a + b
+        near = [n for n in (right - 2, right - 1, right + 1, right + 2) if n >= 0]
+        far = [n for n in range(19) if n != right and n not in near]
+        wrong = [f"{a}+{b}={n} #### {n}" for n in [*4 * near, *far]]
+        wrong += [f"{a}+{b}={right} #### {n}" for n in [*near, *(f"{right}{digit}" for digit in range(10))]]
+        wrong += [f"{x}+{y}={x + y} #### {x + y}" for x, y in ((a, b - 1), (a, b + 1), (a - 1, b), (a + 1, b))]
+        pairs += [{"prompt": f"{a}+{b}=", "chosen": work_out(a, b), "rejected": text} for text in wrong]
     random.Random(seed).shuffle(pairs)
     return pairs
 
@@ -180,15 +182,15 @@ def reward_model(study: Study) -> Numbers:
         "flow": "reward_model", "model": model,
         "data": {"train": str(folder / "pairs.jsonl"), "eval": {"pairs": str(folder / "pairs_held_out.jsonl")}},
         "rollout": {"samples_per_prompt": 2},
-        "trainer": {"steps": 250, "prompts_per_step": 48, "learning_rate": 2e-3, "schedule": "linear",
-                    "warmup_steps": 10, "checkpoint_every": 50},
-        "evaluation": {"every": 20},
+        "trainer": {"steps": 400, "prompts_per_step": 64, "learning_rate": 2e-3, "schedule": "linear",
+                    "warmup_steps": 10, "checkpoint_every": 100},
+        "evaluation": {"every": 40},
     })  # fmt: skip
     scorer = study.folder / "reward-model-exported"
     if not scorer.is_dir():
         export_model(learned, scorer, "reward")
     roles = {"reward": {"model": str(scorer)}, "critic": {"learning_rate": 1e-3}}
-    algorithm = {"kl_coef": 0.02, "lam": 1.0, "whiten": True, "value_clip": None}
+    algorithm = {"kl_coef": 0.05, "lam": 1.0, "whiten": True, "value_clip": None}
     ppo = study.run("reward-model-ppo", {
         "flow": "ppo", "algorithm": algorithm, "model": model, "roles": roles, "reward": {"verify": "gsm8k"},
         "data": {"train": str(folder / "sums.jsonl"), "eval": {"sums": str(folder / "sums.jsonl")}},
@@ -200,7 +202,7 @@ def reward_model(study: Study) -> Numbers:
     accuracy, score = curve(pairs, "eval/pairs/pair_accuracy"), curve(steps, "eval/sums/avg@4")
     text = (
         "# A reward model, and PPO with it\n\nPairs of one right and one wrong answer to a sum of two digits train a reward model "
-        f"(Bradley-Terry, {pairs[-1]['step']} steps of 48 pairs, none of them among the {HELD_OUT_PAIRS} held-out ones). PPO then "
+        f"(Bradley-Terry, {pairs[-1]['step']} steps of 64 pairs, none of them among the {HELD_OUT_PAIRS} held-out ones). PPO then "
         "trains the policy, with a critic that begins as the policy with a fresh head; the reward model alone rewards it, and the share "
         "of right answers is only watched.\n\n"
         + table(
