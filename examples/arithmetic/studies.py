@@ -33,7 +33,7 @@ HELD_OUT, TRAINED, DIGITS = 100, 4000, 2
 SCORE = "eval/held_out/avg@4"
 SEEDS = (0, 1, 2)
 STEPS = 24
-HELD_OUT_PAIRS = 60
+HELD_OUT_PAIRS = 200
 MARGIN = 0.1
 """The multiplier settles where the mean cost equals its limit; so much below the one to be kept, noise does not break it."""
 
@@ -119,13 +119,16 @@ class Study:
 
 
 def preferences(seed: int) -> list[dict[str, str]]:
-    """Every sum of two digits with every answer that is off by one or two: the right answer is preferred."""
-    pairs = [
-        {"prompt": f"{a}+{b}=", "chosen": work_out(a, b), "rejected": f"{a}+{b}={a + b + off} #### {a + b + off}"}
-        for a, b in product(range(1, 10), repeat=2)
-        for off in (-2, -1, 1, 2)
-        if a + b + off >= 0
-    ]
+    """Every sum of two digits against wrong answers: near misses, other numbers, a digit too many, another sum's working."""
+    pairs = []
+    for a, b in product(range(1, 10), repeat=2):
+        right = a + b
+        near = [n for n in (right - 2, right - 1, right + 1, right + 2) if n >= 0]
+        far = [n for n in range(19) if n != right and n not in near]
+        wrong = [f"{a}+{b}={n} #### {n}" for n in [*4 * near, *far]]
+        wrong += [f"{a}+{b}={right} #### {n}" for n in [*near, *(f"{right}{digit}" for digit in range(10))]]
+        wrong += [f"{x}+{y}={x + y} #### {x + y}" for x, y in ((a, b - 1), (a, b + 1), (a - 1, b), (a + 1, b))]
+        pairs += [{"prompt": f"{a}+{b}=", "chosen": work_out(a, b), "rejected": text} for text in wrong]
     random.Random(seed).shuffle(pairs)
     return pairs
 
@@ -179,27 +182,27 @@ def reward_model(study: Study) -> Numbers:
         "flow": "reward_model", "model": model,
         "data": {"train": str(folder / "pairs.jsonl"), "eval": {"pairs": str(folder / "pairs_held_out.jsonl")}},
         "rollout": {"samples_per_prompt": 2},
-        "trainer": {"steps": 300, "prompts_per_step": 48, "learning_rate": 2e-3, "schedule": "linear",
-                    "warmup_steps": 10, "checkpoint_every": 60},
-        "evaluation": {"every": 20},
+        "trainer": {"steps": 400, "prompts_per_step": 64, "learning_rate": 2e-3, "schedule": "linear",
+                    "warmup_steps": 10, "checkpoint_every": 100},
+        "evaluation": {"every": 40},
     })  # fmt: skip
     scorer = study.folder / "reward-model-exported"
     if not scorer.is_dir():
         export_model(learned, scorer, "reward")
     roles = {"reward": {"model": str(scorer)}, "critic": {"learning_rate": 1e-3}}
-    algorithm = {"kl_coef": 0.02, "lam": 1.0, "whiten": True, "value_clip": None}
+    algorithm = {"kl_coef": 0.05, "lam": 1.0, "whiten": True, "value_clip": None}
     ppo = study.run("reward-model-ppo", {
         "flow": "ppo", "algorithm": algorithm, "model": model, "roles": roles, "reward": {"verify": "gsm8k"},
         "data": {"train": str(folder / "sums.jsonl"), "eval": {"sums": str(folder / "sums.jsonl")}},
         "rollout": {"samples_per_prompt": 8, "max_response_tokens": 16, "slots": 256},
-        "trainer": {"steps": 60, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 4e-4, "checkpoint_every": 15},
+        "trainer": {"steps": 30, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 4e-4, "checkpoint_every": 10},
         "evaluation": {"every": 5, "samples": 4, "top_p": 1.0},
     })  # fmt: skip
     pairs, steps = read_metrics(learned), read_metrics(ppo)
     accuracy, score = curve(pairs, "eval/pairs/pair_accuracy"), curve(steps, "eval/sums/avg@4")
     text = (
         "# A reward model, and PPO with it\n\nPairs of one right and one wrong answer to a sum of two digits train a reward model "
-        f"(Bradley-Terry, {pairs[-1]['step']} steps of 48 pairs, none of them among the {HELD_OUT_PAIRS} held-out ones). PPO then "
+        f"(Bradley-Terry, {pairs[-1]['step']} steps of 64 pairs, none of them among the {HELD_OUT_PAIRS} held-out ones). PPO then "
         "trains the policy, with a critic that begins as the policy with a fresh head; the reward model alone rewards it, and the share "
         "of right answers is only watched.\n\n"
         + table(
