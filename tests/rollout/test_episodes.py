@@ -189,15 +189,18 @@ def test_an_aborted_trajectory_keeps_what_there_is() -> None:
 
     async def run() -> list[Episode]:
         task = asyncio.ensure_future(episodes.play(make_rows(make_tokenizer(), ["a", "b"])))
-        while engine.engine.tokens_generated < 80:
+        while not task.done():
             await asyncio.sleep(0)
-        await engine.abort((0, 0, 0))
+            # between two turns the row is not with the engine
+            if engine.engine.tokens_generated >= 80 and (0, 0, 0) in engine._answers:
+                await engine.abort((0, 0, 0))
+                break
         return await task
 
     aborted, other = asyncio.run(run())
     assert aborted.finish_reason is FinishReason.ABORT and aborted.failure is None
-    assert (aborted.turns, other.turns) == (2, 4)
-    assert 30 < aborted.trajectory.action_tokens < 60
+    assert 1 < aborted.turns <= other.turns == 4
+    assert 30 <= aborted.trajectory.action_tokens < 120
     assert aborted.trajectory.tokens == other_run()[: len(aborted.trajectory.tokens)]
 
 
