@@ -66,10 +66,6 @@ class LocalProcess:
         return self._process.is_alive()
 
     @property
-    def ended_well(self) -> bool:
-        return not self.alive and self._process.exitcode == 0 and self.failure is None
-
-    @property
     def failure(self) -> dict[str, str] | None:
         """What it raised, as `kind` (user or worker) and `text`; None for one that works, ended or was killed."""
         if self._failure is None and not self._told.closed and self._told.poll():

@@ -31,7 +31,7 @@ from braidrl.models.worker import DecoderWorker
 from braidrl.models.workers import make_worker
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
-from braidrl.rewards.verify import Pending, RuleRewards
+from braidrl.rewards.verify import Failure, Pending, RuleRewards
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.requests import Finished, Request, Sampling, Uid
 from braidrl.rollout.trajectories import to_rows
@@ -67,6 +67,7 @@ class StageExecutor:
         self.engines = {role: self._engine(role) for role in roles if role in generating}
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
         self.pending: dict[str, list[tuple[Rows, Pending]]] = {}
+        self.told: set[tuple[str, str]] = set()
 
     def _engine(self, role: str) -> EmbeddedEngine:
         rollout = self.config.rollout
@@ -162,11 +163,22 @@ class StageExecutor:
                 bar.update(len(part))
                 for name, count in pending.failure_counts().items():
                     sums.add(f"reward/failures/{name}", count)
+                for failure in pending.failures():
+                    self._tell_once(failure)
         checked = Rows.cat(parts)
         place = {uid: i for i, uid in enumerate(checked.uids())}
         checked = checked.take([place[uid] for uid in rows.uids()]).without(IDENTITY)
         found = checked[in_namespace(stage.params.get("of"), ("score",))[0]]
         return {**dict(checked.items()), **self._added(stage, rows, found, stage.params.get("weight"))}
+
+    def _tell_once(self, failure: Failure) -> None:
+        """Says why a check came to nothing, the first time that a verifier fails in this way; later ones are only counted."""
+        kind = (failure.label, failure.reason)
+        if kind not in self.told:
+            self.told.add(kind)
+            self.progress.print(
+                f"verifier {failure.label}: {failure.reason}: {failure.detail}; its row counts as wrong"
+            )
 
     def _added(self, stage: Stage, rows: Rows, scores: Tensor, weight: float | None) -> Mapping[str, Column]:
         """`score` and `reward` with these scores (B,), times their weight, on top of what earlier sources gave."""

@@ -95,7 +95,8 @@ class AgreedInterrupts(Interrupts):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._first is not None and now - self._first > self.REPEATED_S:
-            self.torn = self._holds > 0
+            # Ranks that leave one by one are at different places: together they hold no state to go on from.
+            self.torn = True
             raise KeyboardInterrupt
         if self._first is None:
             self._first, self._waiting = now, True

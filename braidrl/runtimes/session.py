@@ -39,6 +39,10 @@ class Session:
 
     def __init__(self, config: Config) -> None:
         """Starts everything. Raises UserError for what could not run."""
+        if config.runtime not in ("eager", "hybrid"):
+            raise UserError(
+                f"a session has one driver, and runtime={config.runtime} none; write runtime=eager or hybrid"
+            )
         self.config, self.prepared = config, prepare(config)
         set_up_torch(config)
         self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)

@@ -19,6 +19,7 @@ from braidrl.flow import Flow
 from braidrl.flow.planner import serial_chain
 from braidrl.models.loading import check_scorer, load_tokenizer
 from braidrl.models.role_worker import model_path
+from braidrl.placement.pools import place
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.building import build_flow
 from braidrl.runtimes.checks import check_answers, check_lengths, check_names, check_roles
@@ -121,7 +122,10 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
     texts = load_texts(config.data, tokenizer, known.get("texts")) if train and "ptx_tokens" in needed else None
     if texts is None and train and config.data.ptx is not None:
         raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
-    return Prepared(config, flow, evaluation, tokenizer, sources, held_out, texts)
+    prepared = Prepared(config, flow, evaluation, tokenizer, sources, held_out, texts)
+    if config.runtime == "hybrid":
+        place(config.placement, prepared.roles(), prepared.generating, config.workers)
+    return prepared
 
 
 def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from braidrl.observe.rollouts import evaluation_path, read_texts
 from braidrl.runtimes.run import TrainingRun
-from tests.invariants.traces import EVERY_STEP, Step, assert_same, merged, run, trace
+from tests.invariants.traces import EVERY_STEP, Step, assert_same, assert_same_weights, merged, run, trace
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.runtimes.ranks import run_in_ranks
 from tests.runtimes.turns import PLAYED
@@ -78,6 +79,20 @@ def test_hybrid_does_what_eager_does(
 ) -> None:
     ours = run(workshop, "hybrid", **FLOWS[flow], runtime="hybrid", placement=placement, workers=workers)
     assert_same(ours, reference(flow))
+
+
+def test_hybrid_evaluates_and_replays_as_eager_does(workshop: Workshop, warm_cluster: WarmCluster) -> None:
+    settings = {
+        "flow": "grpo", "data": {"train": str(workshop.data), "eval": {"held_out": str(workshop.data)}},
+        "evaluation": {"every": 2, "samples": 2, "max_prompts": 4, "before_first_step": False}, "trainer": {"steps": 2},
+    }  # fmt: skip
+    theirs, hybrid = run(workshop, "eager", **settings), {"runtime": "hybrid", "workers": 2}
+    assert "eval/held_out/avg@2" in theirs[-1].metrics
+    assert_same(run(workshop, "hybrid", **settings, **hybrid), theirs)
+    replayed = workshop.run("replayed", replay=workshop.folder / "eager", **merged(EVERY_STEP, {**settings, **hybrid}))
+    assert_same_weights(trace(replayed)[-1].weights, theirs[-1].weights)
+    prompts = {name: read_texts(evaluation_path(workshop.folder / name, "held_out", 2)) for name in ("eager", "hybrid")}
+    assert prompts["eager"] == prompts["hybrid"] and len(prompts["eager"]) == 8
 
 
 @pytest.mark.parametrize("runtime", ["hybrid", "eager"])

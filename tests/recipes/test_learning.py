@@ -37,7 +37,7 @@ def write_pairs(path: Path, numbers: range) -> None:
 
 
 def test_a_reward_model_learns_preferences_and_ppo_with_it_raises_the_true_score(folder: Path) -> None:
-    write_pairs(folder / "pairs.jsonl", range(0, 200))
+    write_pairs(folder / "pairs.jsonl", range(200))
     write_pairs(folder / "held_out.jsonl", range(200, 260))
     changes: dict[str, Any] = {
         "rollout__samples_per_prompt": 2,
@@ -67,23 +67,25 @@ def test_a_reward_model_learns_preferences_and_ppo_with_it_raises_the_true_score
 
 
 def test_safe_rlhf_keeps_the_cost_that_reward_alone_would_drive_up(folder: Path) -> None:
-    """Reward grows with the response's length, which is the cost; 45 steps are enough to see both turn."""
+    """Reward grows with the response's length, which is the cost; 36 steps are enough to see both turn."""
     lines = {}
-    for name, rate, first in (("with", 0.01, 0.5), ("without", 0.0, 0.0)):
+    for name, rate, first in (("with", 0.005, 0.8), ("without", 0.0, 0.0)):
         algorithm = {
             "reward": "verify", "cost": f"{HERE}/limits.py:length_cost", "cost_limit": 6.0, "multiplier": first,
             "multiplier_learning_rate": rate, "kl_coef": 0.0, "lam": 1.0, "value_clip": None, "whiten": True, "entropy_coef": 0.05,
         }  # fmt: skip
         changes: dict[str, Any] = {
-            "reward__verify": f"{HERE}/limits.py:sevens", "trainer__steps": 40 if rate else 12, "trainer__prompts_per_step": 12,
-            "rollout__max_response_tokens": 16, "rollout__slots": 48, "trainer__learning_rate": 2e-3,
+            "reward__verify": f"{HERE}/limits.py:sevens", "trainer__steps": 36 if rate else 10, "trainer__prompts_per_step": 8,
+            "rollout__max_response_tokens": 16, "rollout__slots": 32, "trainer__learning_rate": 2e-3,
         }  # fmt: skip
         run = train(make_config(folder, "safe_rlhf", name=f"safe-{name}", algorithm=algorithm, **changes))
         lines[name] = read_metrics(run)
     free, held = lines["without"], lines["with"]
     assert free[-1]["cost/mean"] > 12
     multiplier = [line["advantage.safe_rlhf/multiplier"] for line in held]
-    assert max(multiplier) > 0.8 and [line["advantage.safe_rlhf/multiplier"] for line in free] == [0.0] * len(free)
+    assert 0.8 < max(multiplier) < 1.5 and [line["advantage.safe_rlhf/multiplier"] for line in free] == [0.0] * len(
+        free
+    )
     costs = [line["cost/mean"] for line in held]
-    assert fmean(costs[-8:]) < 8.0 < max(costs)
+    assert fmean(costs[-8:]) < 7.0 < max(costs)
     assert fmean(line["reward/mean"] for line in held[-8:]) > held[0]["reward/mean"]

@@ -10,11 +10,12 @@ import pytest
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_rollouts, rollout_path
 from braidrl.observe.trace import read_trace
-from tests.invariants.traces import TOLERANCE, assert_same_weights, merged, weights
+from tests.invariants.traces import EVERY_STEP, TOLERANCE, assert_same, assert_same_weights, merged, trace, weights
 from tests.recipes.tiny import write_data
 from tests.runtimes.ranks import run_in_ranks
 from tests.tiny import Workshop
 
+DIAMOND = Path(__file__).parent / "diamond.yaml"
 ROWS = 16
 STEPS = 2
 # Two updates in a batch, so that each has to be balanced; and inference before it, which must not move rows a second time.
@@ -40,6 +41,13 @@ def test_rows_travel_once_to_the_rank_that_infers_and_trains_and_not_at_all_wher
     assert {span.worker for span in spans} == {"rank-0", "rank-1", "rank-2"}
     assert {span.worker for span in spans if span.stage == "actor.generate" and span.rows} == {"rank-0"}
     assert len(read_rollouts(rollout_path(workshop.folder / "away", 1))) == ROWS
+
+
+def test_more_ranks_than_rows_do_what_eager_does(workshop: Workshop) -> None:
+    few = {"flow": str(DIAMOND), "rollout": {"samples_per_prompt": 2}, "trainer": {"steps": 2, "prompts_per_step": 1}}
+    settings = merged(EVERY_STEP, few)
+    run_in_ranks([workshop.tree("ranks", **settings, runtime="distributed", workers=3)], 3)
+    assert_same(trace(workshop.folder / "ranks"), trace(workshop.run("alone", **settings)))
 
 
 def test_the_two_answers_of_a_preference_stay_on_one_rank(workshop: Workshop, tmp_path: Path) -> None:

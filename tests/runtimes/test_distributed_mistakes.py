@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from braidrl.config import parse_config
-from braidrl.errors import UserError, WorkerError
+from braidrl.errors import UserError
 from braidrl.runtimes.run import evaluate_model, train
-from tests.tiny import Workshop
+from tests.tiny import Workshop, braid
 
 FAILING = Path(__file__).parent / "failing.yaml"
 
@@ -53,16 +53,16 @@ def test_a_world_of_another_size_than_configured_is_refused(
 
 
 def test_a_stage_that_fails_on_one_rank_is_named_with_its_rows_and_nothing_is_left(workshop: Workshop) -> None:
-    tree = workshop.tree("failing", flow=str(FAILING), runtime="distributed", workers=2)
-    with pytest.raises(WorkerError) as caught:
-        train(parse_config(tree))
-    first, *rest = str(caught.value).splitlines()
+    process = braid("train", workshop.config_file("failing", flow=str(FAILING), runtime="distributed", workers=2))
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1, said
+    first, *rest = said[said.index("braid: ") :].removeprefix("braid: ").splitlines()
     # Four groups of four rows on two ranks: the second has those from group 2 on.
     assert first.startswith(
         "rank 1 failed in step 1, fails_on_rank_1 on rows (0, 2, 0), (0, 2, 1), (0, 2, 2), (0, 2, 3) and 4 more"
     )
     assert first.endswith("ValueError: no such luck") and any("failing.py" in line for line in rest)
-    assert processes_of_ranks() == []
+    assert rest[-1] == "ValueError: no such luck", "the traceback is the worker's own, and the last thing said"
 
 
 def test_a_mistake_in_the_data_is_told_once_and_in_one_line(workshop: Workshop, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from braidrl.runtimes.interrupts import Interrupts
+from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 
 
 def signals_in_a_hold(interrupts: Interrupts, number: signal.Signals, times: int) -> None:
@@ -38,3 +38,37 @@ def test_a_second_one_breaks_into_the_hold_and_what_it_left_is_known_to_be_torn(
     with interrupts.active(), pytest.raises(KeyboardInterrupt):
         signals_in_a_hold(interrupts, signal.SIGINT, 2)
     assert interrupts.torn and not hasattr(interrupts, "reached_the_end")
+
+
+def test_ranks_stop_when_they_meet_and_not_before() -> None:
+    interrupts = AgreedInterrupts()
+    with interrupts.active():
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.asked
+        with interrupts.hold():
+            interrupts.agree(True)
+        interrupts.agree(False)
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.agree(True)
+
+
+def test_work_of_a_ranks_own_is_left_at_once_unless_it_is_held() -> None:
+    interrupts = AgreedInterrupts()
+    with interrupts.active(), pytest.raises(KeyboardInterrupt), interrupts.local():
+        signal.raise_signal(signal.SIGINT)
+    held = AgreedInterrupts()
+    with held.active(), held.hold(), held.local():
+        signal.raise_signal(signal.SIGINT)
+    assert interrupts.asked and held.asked
+
+
+def test_a_rank_that_is_told_twice_of_one_interrupt_goes_on_to_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupts = AgreedInterrupts()
+    with interrupts.active():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        monkeypatch.setattr(AgreedInterrupts, "REPEATED_S", 0.0)
+        assert not interrupts.torn
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert interrupts.torn

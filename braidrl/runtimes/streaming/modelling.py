@@ -22,6 +22,7 @@ from braidrl.data.rows import Rows
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.readiness import Uid
+from braidrl.flow.versions import trained_on
 from braidrl.models.objective import denominators
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar
@@ -83,13 +84,17 @@ class Modelling:
         lengths = index["length"].tolist() if "length" in index else [1.0] * len(index)
         return balanced_partition(lengths, self.world.size)[self.world.rank]
 
+    def _version(self, work: Work) -> int | None:
+        """The version of the weights that are used; a frozen role's have none."""
+        return trained_on(work.iteration) if self.place.group.trained else None
+
     def _uids(self, index: Rows, places: Sequence[int]) -> list[Uid]:
         uids = index.uids()
         return [uids[place] for place in places]
 
     def _infer(self, stage: Stage, work: Work) -> None:
         places = self._own_places(work.index)
-        with self.place.busy(stage.name, work.iteration, self._uids(work.index, places)) as report:
+        with self.place.busy(stage.name, work.iteration, self._uids(work.index, places), self._version(work)) as report:
             written = None
             # Rows of a group that selection has dropped meanwhile are gone, and the lease with them.
             with suppress(Evicted):
@@ -107,7 +112,7 @@ class Modelling:
         if self._needs_whole_updates(stage):
             index = index.with_columns({"group_tokens": group_tokens(index)})
         places = self._own_places(index)
-        with self.place.busy(stage.name, work.iteration, self._uids(work.index, places)) as report:
+        with self.place.busy(stage.name, work.iteration, self._uids(work.index, places), self._version(work)) as report:
             losses: dict[str, float] = {}
             if places:
                 rows = Work(work.kind, work.data, work.message, index).rows(places)
@@ -126,7 +131,7 @@ class Modelling:
             self.client.done(stage.name, [number for number, _ in work.leases], [], report.plain())
 
     def _step(self, stage: Stage, work: Work) -> None:
-        with self.place.busy(stage.name, work.iteration) as report:
+        with self.place.busy(stage.name, work.iteration, version=self._version(work)) as report:
             counts = denominators(work.index)
             record_update(stage, self.losses.pop(stage.name, {}), counts, report.sums)
             norm = self.place.executor.step(stage, counts, work.iteration)

@@ -205,8 +205,9 @@ class StreamingProgram:
         table = assembled(self.data, finished.index, finished.payload)
         final = assembled(self.data, finished.final, finished.final_payload)
         self.control.release(finished)
-        parts = [*finished.generated, finished.final]
-        common = [name for name in finished.final if all(name in part for part in parts)]
+        # As in serial order: scores as selection saw them, or where nothing is selected as they were in the end.
+        parts = [*finished.generated, finished.index] if self.flow.sampling_segment else [finished.final]
+        common = [name for name in parts[-1] if all(name in part for part in parts)]
         return IterationResult(
             Rows.cat([part.only(common) for part in parts]), finished.final, table, final,
             Sums.merged(Sums(report["sums"]) for report in finished.reports), self._seconds(finished),

@@ -173,16 +173,17 @@ class ControlPlane:
         return {}, ()
 
     def on_renew(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """A worker is alive and slow: what it holds stays its own."""
+        """A worker is alive and slow: what it holds stays its own, but for what has run out already."""
         now = time.monotonic()
         for stream in self.streams:
+            stream.schedule.expire(now)
             leases = stream.schedule.leases
             for lease in [lease for lease in leases.held.values() if lease.holder == request["holder"]]:
                 leases.renew(lease.number, now, max(self.lease_s, lease.deadline - now))
         return {"lost": self._lost(request["held"])}, ()
 
     def on_admit(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Rows are born; refused where no groups are wanted now, which opens a batch where one may be."""
+        """Rows are born; a batch is opened where one may be. Refused with ValueError for groups that are known."""
         block = Block(*request["block"]) if request["block"] else None
         self.training.schedule.groups_wanted(self.engine_version)
         self.training.admit(decode(list(frames)), block, tuple(request["columns"]))

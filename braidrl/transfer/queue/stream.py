@@ -78,11 +78,11 @@ class Stream:
 
     def restore(self, rows: Rows, block: Block | None) -> None:
         """Puts surplus rows of a checkpoint back as if their stages had written them here."""
-        uids, declared = rows.uids(), {name for stage in self.flow.sampling_segment for name in stage.writes}
+        uids = rows.uids()
         checks = next((s.name for s in self.flow.sampling_segment if s.type == "verify"), ADMISSION)
         last: dict[str, str] = {name: ADMISSION if name in BORN_WITH else checks for name in rows}
         for stage in self.flow.sampling_segment:
-            last.update(dict.fromkeys((n for n in stage.writes if n in rows and n in declared), stage.name))
+            last.update(dict.fromkeys((name for name in stage.writes if name in rows), stage.name))
         for writer in dict.fromkeys(last.values()):
             part = rows.only([name for name, chosen in last.items() if chosen == writer])
             self._write(writer, uids, part.index, block, tuple(part.payload))

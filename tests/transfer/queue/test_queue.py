@@ -154,6 +154,17 @@ def test_a_worker_that_renews_keeps_its_rows() -> None:
         quick.close()
 
 
+def test_a_worker_that_renews_too_late_hears_what_it_has_lost() -> None:
+    with queue(lease_s=0.02) as (control, server, owner):
+        slow = client(server, owner, "slow", generates=True)
+        control.training.schedule.groups_wanted(0)
+        control.admit(control.training, born([0, 1]))
+        leases = [number for number, _ in slow.take(["generate"], 8, 0.0).leases]
+        time.sleep(0.03)
+        assert slow.renew() == leases and slow.held == set()
+        slow.close()
+
+
 def test_what_a_dead_worker_held_is_given_on_and_what_it_wrote_untold_is_unlinked() -> None:
     with queue() as (control, server, owner):
         dead, other = client(server, owner, "dead", generates=True), client(server, owner, "other", generates=True)
