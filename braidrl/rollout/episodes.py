@@ -22,7 +22,7 @@ from braidrl.data.rows import Column, FinishReason, Rows
 from braidrl.errors import UserError
 from braidrl.rollout.engine import Engine
 from braidrl.rollout.environments import Environment, MakeEnvironment, called
-from braidrl.rollout.observations import Observation
+from braidrl.rollout.observations import Observation, check_context
 from braidrl.rollout.requests import Request, Sampling, Uid
 from braidrl.rollout.trajectory import Trajectory, trajectory_columns
 from braidrl.rollout.turns import TurnTemplate
@@ -114,7 +114,7 @@ class Episodes:
         if context is None and not tools:
             trajectory.append(prompt, opens=True)
         else:
-            trajectory.append(self.template.first(example["prompt"] if context is None else context, tools), opens=True)
+            trajectory.append(self._first(example["prompt"] if context is None else context, tools), opens=True)
         self._check_room(trajectory)
         while await self._turn(episode):
             text = self.template.text(trajectory.last_turn)
@@ -128,6 +128,13 @@ class Episodes:
             if episode.turns >= self.limits.max_turns or not self._continue(trajectory, observation, tools):
                 episode.finish_reason = FinishReason.LENGTH
                 return
+
+    def _first(self, context: Any, tools: Any) -> list[int]:
+        try:
+            check_context(context)
+        except TypeError as error:
+            raise EnvironmentFailed("TypeError", str(error)) from error
+        return self.template.first(context, tools)
 
     async def _turn(self, episode: Episode) -> bool:
         """Lets the model act; False when it was aborted."""
