@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ import pytest
 
 from braidrl import cli
 from braidrl.errors import UserError
-from braidrl.runtimes.folders import latest_checkpoint, run_config
-from braidrl.runtimes.run import TrainingRun
-from tests.tiny import ROOT, Workshop, braid, sums, write_jsonl
+from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.folders import latest_checkpoint
+from tests.tiny import ROOT, Workshop, sums, write_jsonl
 
 Braid = Callable[..., tuple[int, str, str]]
 
@@ -168,7 +170,12 @@ def test_supervised_training_needs_a_response_in_every_line(workshop: Workshop, 
     examples = sums(4)
     del examples[1]["response"]
     path = write_jsonl(workshop.folder / "faulty.jsonl", examples)
-    found = refusal("train", workshop.config_file(), "flow=sft", f"data.train={path}")
+    config, sft = workshop.config_file(), ("flow=sft", f"data.train={path}")
+    found = refusal("train", config, *sft)
+    assert "sft trains on the response given for each prompt" in found and "samples_per_prompt=1" in found
+    found = refusal("train", config, *sft, "rollout.samples_per_prompt=1", "trainer.rows_per_update=3")
+    assert "trainer.rows_per_update=3" in found
+    found = refusal("train", config, *sft, "rollout.samples_per_prompt=1")
     assert found.startswith(f"{path}, line 2: no field 'response' for the response."), found
 
 
@@ -223,37 +230,55 @@ def test_a_reward_that_is_always_the_same_ends_dynamic_sampling_with_that_explan
     assert "whose answers all have the same score teaches nothing" in found and "check reward.verify" in found
 
 
+def test_a_verifier_that_raises_is_counted_and_said_once(workshop: Workshop, command: Braid) -> None:
+    reward = {"verify": f"{workshop.folder}/verifiers.py:unfinished"}
+    code, _, errors = command("train", workshop.config_file(reward=reward))
+    assert code == 0
+    (told,) = (line for line in errors.splitlines() if line.startswith("verifier "))
+    assert told.startswith("verifier unfinished: exception: ") and "no score for this" in told
+    lines = read_metrics(workshop.folder / "run")
+    assert [line["reward/failures/unfinished/exception"] for line in lines] == [16, 16]
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Writing more to any one file fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def test_a_full_disk_during_a_checkpoint_leaves_the_one_before_whole_and_the_run_can_go_on(
-    workshop: Workshop,
+    workshop: Workshop, refusal: Refusal, command: Braid
 ) -> None:
     run = workshop.run(trainer={"steps": 1, "checkpoint_every": 1})
     files = sorted(path for path in (run / "checkpoints").rglob("*") if path.is_file())
     before = {path: path.read_bytes() for path in files}
     settings = run / "config.yaml"
     settings.write_text(settings.read_text().replace("steps: 1\n", "steps: 3\n", 1))
-    # Large enough for metrics and rollouts, too small for the weights.
-    largest = max(len(content) for content in before.values())
-    process = braid(
-        "train",
-        "--resume",
-        run,
-        prefix=f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({largest - 1},) * 2)",
-    )
-    _, errors = process.communicate(timeout=180)
-    assert process.returncode == 2 and "Traceback" not in errors, errors
-    last = errors.splitlines()[-1]
-    assert (
-        last.startswith("braid: the checkpoint of step 2 could not be written (")
-        and "the one before it is whole" in last
-    )
+    # Room for metrics and rollouts, and too little for the optimizer's state.
+    with files_of_at_most(max(len(content) for content in before.values()) - 1):
+        found = refusal("train", "--resume", run)
+    assert found.startswith("the checkpoint of step 2 could not be written ("), found
+    assert f"the one before it is whole: make room and go on with `braid train --resume {run}`" in found
     checkpoint = latest_checkpoint(run)
     assert checkpoint is not None and checkpoint.name == "step-1"
     assert {path: path.read_bytes() for path in files} == before
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-1"]
-    with TrainingRun(run_config(run), resume=run) as resumed:
-        resumed.train()
+    code, _, errors = command("train", "--resume", run)
+    assert code == 0, errors
     checkpoint = latest_checkpoint(run)
     assert checkpoint is not None and checkpoint.name == "step-3"
+
+
+def test_a_full_disk_while_rollouts_are_recorded_is_one_line_too(workshop: Workshop, refusal: Refusal) -> None:
+    config = workshop.config_file()
+    with files_of_at_most(config.stat().st_size + 5000):
+        found = refusal("train", config)
+    assert "File too large" in found and found.endswith("make room and go on with `braid train --resume`"), found
 
 
 def test_the_module_is_the_command(workshop: Workshop) -> None:

@@ -40,7 +40,7 @@ def test_train_says_the_run_folder_first_and_leaves_everything_in_it(workshop: W
     run = workshop.folder / "run"
     assert said.splitlines()[0] == str(run) and said.splitlines()[-1] == f"report: {run / 'report.html'}"
     assert {path.name for path in run.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "rollouts", "checkpoints", "tensorboard", "report.html",
+        "config.yaml", "metrics.jsonl", "rollouts", "checkpoints", "tensorboard", "trace", "report.html",
     }  # fmt: skip
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-2", "step-3"]
     assert sorted(path.name for path in (run / "rollouts").iterdir()) == sorted(
@@ -73,6 +73,12 @@ def test_eval_measures_a_model_and_a_checkpoint(workshop: Workshop, braid: Any) 
         assert 0 <= float(values["eval/test/avg@4"]) <= float(values["eval/test/pass@4"]) <= 1
 
 
+def test_eval_needs_no_more_than_a_model_a_set_and_a_verifier(workshop: Workshop, braid: Any) -> None:
+    arguments = (f"model={workshop.model}", f"data.eval.sums={workshop.data}", "reward.verify=gsm8k")
+    out, _ = braid("eval", *arguments, "evaluation.max_prompts=2", "rollout.max_response_tokens=4", "threads=1")
+    assert "eval/sums/avg@8\t" in out
+
+
 def test_flow_shows_text_yaml_and_a_drawing(workshop: Workshop, braid: Any) -> None:
     out, _ = braid("flow", "dapo", "overlong_cache=16")
     assert "actor.generate" in out and "reward.verify" in out and "informative_groups" in out
@@ -88,6 +94,12 @@ def test_report_is_written_again(workshop: Workshop, braid: Any) -> None:
     (run / "report.html").unlink()
     out, _ = braid("report", run)
     assert out.strip() == str(run / "report.html") and "Reward" in (run / "report.html").read_text()
+
+
+def test_timeline_is_drawn(workshop: Workshop, braid: Any) -> None:
+    run = workshop.run()
+    out, _ = braid("timeline", run)
+    assert (run / "timeline.html").is_file() and "actor.generate" in (run / "timeline.html").read_text() and out
 
 
 def test_export_gives_a_directory_that_transformers_loads(workshop: Workshop, braid: Any) -> None:

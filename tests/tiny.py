@@ -91,6 +91,10 @@ def always_wrong(response: str) -> bool:
 
 def always_right(response: str) -> bool:
     return True
+
+
+def unfinished(response: str) -> bool:
+    raise KeyError("no score for this")
 """
 
 

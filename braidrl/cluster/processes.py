@@ -88,6 +88,8 @@ def run_ranks(entry: str, task: Mapping[str, Any], workers: int, limit_s: float)
             return outcome(ranks)
     finally:
         stop(ranks)
+        # A traceback would keep the store, and with it its port.
+        del store
 
 
 def start(rank: int, workers: int, port: int, message: Mapping[str, Any]) -> RankProcess:

@@ -64,7 +64,7 @@ def first_ready(names: Sequence[str], before: Mapping[str, set[str]]) -> list[st
 def check_selects(stages: Sequence[Stage]) -> None:
     """Raises UserError for a train stage before a `select`, whose rows could still be dropped, and for a stateful one.
 
-    Stages up to a `select` run once for each wave, and a state changes once per iteration.
+    Stages up to a `select`, or a `generate`, run once for each wave, and a state changes once per iteration.
     """
     trained = stateful = None
     for stage in stages:
@@ -72,9 +72,9 @@ def check_selects(stages: Sequence[Stage]) -> None:
             trained = stage.name
         if stage.state:
             stateful = stage.name
-        if stage.kind is Kind.SELECT and stateful:
+        if stage.kind in (Kind.SELECT, Kind.GENERATE) and stateful:
             raise UserError(
-                f"{stateful} has a state, which changes once per iteration, and stages before {stage.name} run several times; "
+                f"{stateful} has a state, which changes once per iteration, and stages before {stage.name} run in waves; "
                 f"move {stage.name} before {stateful}"
             )
         if stage.kind is Kind.SELECT and trained:

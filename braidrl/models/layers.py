@@ -39,11 +39,12 @@ def compile_layers(model: nn.Module, wanted: bool | None) -> None:
     if wanted and compiler() is None:
         raise UserError("trainer.compile needs a C compiler; install gcc or clang, or write trainer.compile=false")
     for module in model.modules():
-        name = type(module).__name__
+        kind: Any = type(module)
+        name = kind.__name__
         if name in NORMS:
-            module.__class__ = _derived(type(module), norm_of)
+            module.__class__ = _derived(kind, norm_of)
         elif name in GATES and type(getattr(module, "act_fn", None)).__name__ in ("SiLUActivation", "SiLU"):
-            module.__class__ = _derived(type(module), gate_of)
+            module.__class__ = _derived(kind, gate_of)
 
 
 @cache

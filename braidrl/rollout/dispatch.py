@@ -43,11 +43,18 @@ class Station:
     slots: int
     alive: bool = True
     jobs: dict[Uid, Job] = field(default_factory=dict)
+    work: float = 0.0
+    """Of all its jobs."""
 
-    @property
-    def work(self) -> float:
-        """Work that is outstanding here."""
-        return sum(job.work for job in self.jobs.values())
+    def put(self, job: Job) -> None:
+        self.jobs[job.uid] = job
+        self.work += job.work
+
+    def remove(self, uid: Uid) -> Job:
+        job = self.jobs.pop(uid)
+        # from nothing again when it has none, so that rounding does not add up
+        self.work = self.work - job.work if self.jobs else 0.0
+        return job
 
 
 class Dispatcher:
@@ -96,7 +103,7 @@ class Dispatcher:
             uid, job = self._waiting.popitem(last=False)
             engine = self._choose(job, open_now)
             job.work = self.expected_tokens + PROMPT_WORK * (job.prompt_tokens - self._held(job, engine))
-            self.stations[engine].jobs[uid] = job
+            self.stations[engine].put(job)
             self._remember(uid[:2], engine, job.prompt_tokens)
             assigned.append((uid, engine))
         return assigned
@@ -105,7 +112,7 @@ class Dispatcher:
         """A row got its response."""
         engine = self.engine_of(uid)
         assert engine is not None, f"row {uid} waits and cannot be done"
-        job = self.stations[engine].jobs.pop(uid)
+        job = self.stations[engine].remove(uid)
         self._remember(uid, engine, job.prompt_tokens + response_tokens)
         self._seen.update(rows=1, tokens=response_tokens)
 
@@ -115,14 +122,13 @@ class Dispatcher:
         if engine is None:
             del self._waiting[uid]
         else:
-            del self.stations[engine].jobs[uid]
+            self.stations[engine].remove(uid)
 
     def fail(self, engine: int) -> list[Uid]:
         """The engine is dead: nothing goes there, and its rows wait again, before all others."""
         station = self.stations[engine]
         station.alive = False
-        lost = list(station.jobs.values())
-        station.jobs.clear()
+        lost = [station.remove(uid) for uid in list(station.jobs)]
         for job in reversed(lost):
             self._waiting[job.uid] = job
             self._waiting.move_to_end(job.uid, last=False)

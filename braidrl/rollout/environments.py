@@ -5,11 +5,14 @@
 `module:Class`      a class with `reset` and `step`; one object plays one trajectory
 `module:function`   called with all texts of the trajectory so far and the example; returns an Observation
 `gem:name`          an environment of gem-llm
+
+`agent:module:function` is no environment but a whole agent; see `agents`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -42,6 +45,7 @@ class Environment(Protocol):
 
 
 MakeEnvironment = Callable[[], Environment]
+AGENT = "agent:"
 
 
 class FunctionEnvironment:
@@ -79,6 +83,21 @@ def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
         return environment
 
     return make
+
+
+def agent_of(name: str) -> Callable[..., Any]:
+    """The function behind `agent:module:function`. Raises UserError when there is none, or nothing to serve it with."""
+    if importlib.util.find_spec("aiohttp") is None:
+        raise UserError(f"{name} needs aiohttp for its endpoint; install it with `pip install 'braidrl[endpoint]'`")
+    return import_function(name.removeprefix(AGENT))
+
+
+def check_environment(name: str, settings: Mapping[str, Any]) -> None:
+    """Raises UserError for a name that is neither an environment nor an agent."""
+    if name.startswith(AGENT):
+        agent_of(name)
+    else:
+        environments(name, settings)
 
 
 async def called(function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from braidrl.data.rows import Column, FinishReason, Rows
 from braidrl.errors import UserError
 from braidrl.rollout.engine import Engine
 from braidrl.rollout.environments import Environment, MakeEnvironment, called
-from braidrl.rollout.observations import Observation
+from braidrl.rollout.observations import Observation, check_context
 from braidrl.rollout.requests import Request, Sampling, Uid
 from braidrl.rollout.trajectory import Trajectory, trajectory_columns
 from braidrl.rollout.turns import TurnTemplate
@@ -78,22 +79,14 @@ class Episodes:
 
     async def play(self, rows: Rows) -> list[Episode]:
         """One episode for each row, in the order of the rows, at most `at_once` at a time."""
-        free = asyncio.Semaphore(self.limits.at_once)
         prompts, metadata = rows["prompt"], rows["metadata"]
 
         async def one(number: int, uid: Uid) -> Episode:
-            async with free:
-                episode = await self.one(uid, prompts[number].tolist(), metadata[number])
+            episode = await self.one(uid, prompts[number].tolist(), metadata[number])
             self.on_finished(episode)
             return episode
 
-        tasks = [asyncio.ensure_future(one(number, uid)) for number, uid in enumerate(rows.uids())]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await at_once(self.limits.at_once, [partial(one, number, uid) for number, uid in enumerate(rows.uids())])
 
     async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
         """Plays a row's trajectory to its end, whatever its environment does."""
@@ -121,7 +114,7 @@ class Episodes:
         if context is None and not tools:
             trajectory.append(prompt, opens=True)
         else:
-            trajectory.append(self.template.first(example["prompt"] if context is None else context, tools), opens=True)
+            trajectory.append(self._first(example["prompt"] if context is None else context, tools), opens=True)
         self._check_room(trajectory)
         while await self._turn(episode):
             text = self.template.text(trajectory.last_turn)
@@ -135,6 +128,13 @@ class Episodes:
             if episode.turns >= self.limits.max_turns or not self._continue(trajectory, observation, tools):
                 episode.finish_reason = FinishReason.LENGTH
                 return
+
+    def _first(self, context: Any, tools: Any) -> list[int]:
+        try:
+            check_context(context)
+        except TypeError as error:
+            raise EnvironmentFailed("TypeError", str(error)) from error
+        return self.template.first(context, tools)
 
     async def _turn(self, episode: Episode) -> bool:
         """Lets the model act; False when it was aborted."""
@@ -175,14 +175,36 @@ class Episodes:
 
     async def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The environment's answer. Raises EnvironmentFailed for an exception and after the time limit."""
-        try:
-            async with asyncio.timeout(self.limits.timeout_s) as limit:
-                return await called(function, *arguments)
-        except Exception as error:
-            if limit.expired():
-                name = getattr(function, "__name__", "its constructor")
-                raise EnvironmentFailed("timeout", f"`{name}` took over {self.limits.timeout_s:g} s") from None
-            raise EnvironmentFailed(type(error).__name__, str(error)) from error
+        return await answer_of(function, *arguments, timeout_s=self.limits.timeout_s)
+
+
+async def answer_of(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
+    """What a user's function returns. Raises EnvironmentFailed for an exception and after the time limit."""
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return await called(function, *arguments)
+    except Exception as error:
+        if limit.expired():
+            name = getattr(function, "__name__", "the call")
+            raise EnvironmentFailed("timeout", f"{name} took over {timeout_s:g} s") from None
+        raise EnvironmentFailed(type(error).__name__, str(error)) from error
+
+
+async def at_once(limit: int, starts: Sequence[Callable[[], Coroutine[Any, Any, Episode]]]) -> list[Episode]:
+    """What all of them give, at most so many under way at a time. The first exception ends the others and goes on."""
+    free = asyncio.Semaphore(limit)
+
+    async def one(start: Callable[[], Coroutine[Any, Any, Episode]]) -> Episode:
+        async with free:
+            return await start()
+
+    tasks = [asyncio.ensure_future(one(start)) for start in starts]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def fail(episode: Episode, failed: EnvironmentFailed) -> None:

@@ -21,7 +21,7 @@ from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
 from braidrl.flow.stages import make_stage
 from braidrl.flow.updates import check_update_size
-from braidrl.rollout.environments import environments
+from braidrl.rollout.environments import check_environment
 
 TRUNCATED = {"name": "truncated"}
 
@@ -33,11 +33,10 @@ def build_flow(config: Config) -> Flow:
         "samples_per_prompt": config.rollout.samples_per_prompt,
     }
     flow = in_environment(load_flow(config.flow, config.algorithm, defaults), config)
-    if any(stage.kind is Kind.GENERATE for stage in flow.stages):
-        check_update_size(
-            config.trainer.prompts_per_step, config.rollout.samples_per_prompt, config.trainer.rows_per_update
-        )
-    check_pairs(flow, config)
+    check_given_responses(flow, config)
+    check_update_size(
+        config.trainer.prompts_per_step, config.rollout.samples_per_prompt, config.trainer.rows_per_update
+    )
     stages = [resolve(stage, config) for stage in flow.stages]
     return Flow(flow.name, with_recomputed(stages))
 
@@ -57,16 +56,22 @@ def in_environment(flow: Flow, config: Config) -> Flow:
         ]
     for stage in stages:
         if "environment" in stage.params:
-            environments(stage.params["environment"], config.rollout.environment.params)
+            check_environment(stage.params["environment"], config.rollout.environment.params)
     return Flow(flow.name, stages)
 
 
-def check_pairs(flow: Flow, config: Config) -> None:
-    """Raises UserError where rows that must share an update would be torn apart."""
+def check_given_responses(flow: Flow, config: Config) -> None:
+    """Raises UserError where given responses would be trained on several times, or those of a pair torn apart."""
     samples, rows = config.rollout.samples_per_prompt, config.trainer.rows_per_update
-    if flow.trains_on_pairs and samples != 2:
+    if "response" not in flow.needs_from_data() or any(stage.kind is Kind.GENERATE for stage in flow.stages):
+        return
+    needed, what = (
+        (2, "pairs of given responses") if flow.trains_on_pairs else (1, "the response given for each prompt")
+    )
+    if samples != needed:
         raise UserError(
-            f"{flow.name} trains on pairs of given responses and rollout.samples_per_prompt is {samples}; write 2"
+            f"{flow.name} trains on {what} and rollout.samples_per_prompt is {samples}; "
+            f"write rollout.samples_per_prompt={needed}"
         )
     if flow.trains_on_pairs and rows is not None and rows % 2:
         raise UserError(f"trainer.rows_per_update={rows} tears pairs apart; write an even number")

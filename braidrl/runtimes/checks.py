@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from braidrl.config import Config, SourceConfig
 from braidrl.data.prompts import LoadedSource
 from braidrl.data.sources import place
@@ -62,7 +64,8 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
     responses = config.rollout.max_response_tokens
     trained = longest(train, responses if generates else 0)
     if any("environment" in stage.params for stage in flow.stages):
-        trained = max(trained, config.max_sequence_tokens)
+        # where none is set, generation ends a sequence at the model's own limit
+        trained = max(trained, config.rollout.max_sequence_tokens or 0)
     limit = config.trainer.max_tokens_per_device
     if trained > limit:
         raise UserError(
@@ -80,14 +83,14 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
 
 
 def longest(sources: Sequence[LoadedSource], added: int) -> int:
-    """Tokens of the longest row of prompt and given response, or of prompt and `added` sampled tokens."""
+    """Tokens of the longest row of prompt and given response, or where none is given of prompt and `added` sampled tokens."""
     found = 0
     for source in sources:
         # A rank that leaves the filter to another has not tokenised its prompts.
         if source.prompts is not None:
             lengths = source.prompts.lengths
-            given = source.responses.lengths if source.responses is not None and not added else added
-            found = max(found, int((lengths + given).max()))
+            given = [known.lengths for known in (source.responses, source.rejected) if known is not None]
+            found = max(found, *(int((lengths + response).max()) for response in given or [torch.tensor(added)]))
     return found
 
 

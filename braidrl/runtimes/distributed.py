@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,46 +36,8 @@ from braidrl.runtimes.executor import StageExecutor, checked_beside
 from braidrl.runtimes.interrupts import AgreedInterrupts
 from braidrl.runtimes.iteration import group_tokens
 from braidrl.runtimes.row_store import Admission, HeldOut, Origin, RowStore, with_added
+from braidrl.runtimes.shard import Shard, columns_of, joined, named_rows, only_present
 from braidrl.transfer.data_buffer import DataBuffer, Key, balanced_owners, equal_shares
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One rank's view of a table of B rows.
-
-    `index` holds the index columns of all rows and `owner` (B,) int64 the rank that has each row's payload, the same on every rank;
-    `payload` the payload columns of this rank's rows, in the order of the table.
-    """
-
-    index: Rows
-    owner: Tensor
-    payload: Rows
-    rank: int
-
-    @property
-    def mine(self) -> Tensor:
-        """Positions of this rank's rows."""
-        return (self.owner == self.rank).nonzero().flatten()
-
-    @property
-    def rows(self) -> Rows:
-        """This rank's rows with every column."""
-        own = self.index.take(self.mine)
-        return own.with_columns(dict(self.payload.items())) if len(own) else own
-
-    def take(self, positions: Sequence[int]) -> Shard:
-        chosen = torch.tensor(positions, dtype=torch.int64)
-        owner = self.owner[chosen]
-        place = torch.zeros(len(self.owner), dtype=torch.int64)
-        place[self.mine] = torch.arange(len(self.mine))
-        payload = self.payload.take(place[chosen[owner == self.rank]])
-        return Shard(self.index.take(chosen), owner, payload, self.rank)
-
-    def with_everywhere(self, columns: Mapping[str, Column]) -> Shard:
-        """The table with columns that every rank has of all rows; of payload each keeps its own."""
-        here = Rows(columns)
-        kept = here.payload.take(self.mine) if len(self.mine) else Rows({})
-        return replace(self, index=self.index.with_columns(columns_of(here.index)), payload=joined(self.payload, kept))
 
 
 class DistributedCrew:
@@ -180,9 +142,13 @@ class DistributedCrew:
     def record(self, path: Path, table: Shard, final: Shard) -> None:
         """Each rank writes its own rows; the first joins the files, so that no rank ever holds all rows."""
         self.world.at(f"writing {path.name}")
-        known = {name for found in self._all({"columns": list(table.payload)}) for name in found["columns"]}
-        later = replace(final, payload=final.payload.without(sorted(known)))
-        back = self._moved(path.name, later, table.owner)
+        # A rank without rows knows no payload columns: the others tell it which were added.
+        said = self._all({"known": list(table.payload), "later": list(final.payload)})
+        added = {name for about in said for name in about["later"] if all(name not in o["known"] for o in said)}
+        later = replace(final, payload=only_present(final.payload, sorted(added)))
+        back = (
+            self._moved(path.name, later, table.owner) if added else replace(final, owner=table.owner, payload=Rows({}))
+        )
         rows = with_added(table.rows, back.rows)
         part = part_path(path, self.world.rank)
         if len(rows):
@@ -340,24 +306,3 @@ def parsed(found: memoryview) -> tuple[dict[str, Any], Rows]:
     """The reverse of `message`."""
     words, *frames = split(found)
     return json.loads(bytes(words)), decode(frames)
-
-
-def columns_of(rows: Rows) -> dict[str, Column]:
-    return dict(rows.items())
-
-
-def joined(payload: Rows, new: Rows) -> Rows:
-    """Payload with new columns of the same rows; a rank without rows has no columns."""
-    return Rows({**columns_of(payload), **columns_of(new)}) if len(new) or len(payload) else Rows({})
-
-
-def only_present(rows: Rows, names: Sequence[str]) -> Rows:
-    return rows.only([name for name in dict.fromkeys(names) if name in rows])
-
-
-def named_rows(rows: Rows, most: int = 4) -> str:
-    """The first rows' uids, for an error message."""
-    if not len(rows) or "group" not in rows:
-        return ""
-    uids = rows.uids()
-    return ", ".join(map(str, uids[:most])) + (f" and {len(uids) - most} more" if len(uids) > most else "")

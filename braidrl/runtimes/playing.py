@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,7 +15,7 @@ from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar
 from braidrl.rollout.embedded import EmbeddedEngine
-from braidrl.rollout.environments import environments
+from braidrl.rollout.environments import AGENT, agent_of, environments
 from braidrl.rollout.episodes import Episode, Episodes, Limits, episode_columns, failure_counts
 from braidrl.rollout.replica import EmbeddedReplica
 from braidrl.rollout.requests import Sampling
@@ -37,19 +38,26 @@ def play(
         bar.update(1, episode.trajectory.action_tokens, engine.in_flight)
 
     limits = limits_of(config, engine.max_sequence_tokens)
-    episodes = Episodes(
-        EmbeddedReplica(engine),
-        environments(stage.params["environment"], config.rollout.environment.params),
-        TurnTemplate(PromptTemplate(tokenizer, config.data.chat_template, config.data.system_prompt)),
-        sampling,
-        limits,
-        config.seed,
-        str(stage.params.get("purpose", "train")),
-        stage.name,
-        finished,
-    )
+    environment, settings = stage.params["environment"], config.rollout.environment.params
+    template = TurnTemplate(PromptTemplate(tokenizer, config.data.chat_template, config.data.system_prompt))
+    replica, purpose = EmbeddedReplica(engine), str(stage.params.get("purpose", "train"))
+
+    async def played_by_agents() -> list[Episode]:
+        # Imported here: only agents need aiohttp, which need not be installed.
+        from braidrl.rollout.agents import Agents
+        from braidrl.rollout.endpoint import Endpoint
+
+        agent = partial(agent_of(environment), **settings)
+        async with Endpoint(replica, template, sampling, limits.max_sequence_tokens, purpose, stage.name) as endpoint:
+            return await Agents(endpoint, agent, limits, config.seed, finished).play(rows)
+
+    async def played_in_turns() -> list[Episode]:
+        make = environments(environment, settings)
+        episodes = Episodes(replica, make, template, sampling, limits, config.seed, purpose, stage.name, finished)
+        return await episodes.play(rows)
+
     try:
-        played = asyncio.run(episodes.play(rows))
+        played = asyncio.run(played_by_agents() if environment.startswith(AGENT) else played_in_turns())
     finally:
         engine.clear()
     sums.add("environment/turns", sum(episode.turns for episode in played), len(played))

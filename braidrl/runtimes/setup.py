@@ -19,6 +19,7 @@ from braidrl.flow import Flow
 from braidrl.flow.planner import serial_chain
 from braidrl.models.loading import check_scorer, load_tokenizer
 from braidrl.models.role_worker import model_path
+from braidrl.placement.pools import place
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.building import build_flow
 from braidrl.runtimes.checks import check_answers, check_lengths, check_names, check_roles
@@ -69,13 +70,16 @@ class Prepared:
         checks = [s for s in (*self.flow.stages, *evaluated) if s.type == "verify"]
         if not checks:
             return None
-        scores = checks[0].params
-        sources = [*self.config.data.train, *self.config.data.eval.values()]
-        own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
-        names = {i: source.path.stem for i, source in enumerate(sources)}
-        return RuleRewards(
-            self.config.reward, own, scores["correct_score"], scores["wrong_score"], self.tokenizer, names
-        )
+        return rule_rewards(self.config, self.flow, self.evaluation, self.tokenizer)
+
+
+def rule_rewards(config: Config, flow: Flow, evaluation: Flow, tokenizer: PreTrainedTokenizerBase) -> RuleRewards:
+    """The verifiers of a run with the scores that its flows give. Its processes start when something is first checked."""
+    scores = next(s for s in (*flow.stages, *evaluation.stages) if s.type == "verify").params
+    sources = [*config.data.train, *config.data.eval.values()]
+    own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
+    names = {i: source.path.stem for i, source in enumerate(sources)}
+    return RuleRewards(config.reward, own, scores["correct_score"], scores["wrong_score"], tokenizer, names)
 
 
 def prepare_together(config: Config, world: World, train: bool = True) -> Prepared:
@@ -118,7 +122,10 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
     texts = load_texts(config.data, tokenizer, known.get("texts")) if train and "ptx_tokens" in needed else None
     if texts is None and train and config.data.ptx is not None:
         raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
-    return Prepared(config, flow, evaluation, tokenizer, sources, held_out, texts)
+    prepared = Prepared(config, flow, evaluation, tokenizer, sources, held_out, texts)
+    if config.runtime == "hybrid":
+        place(config.placement, prepared.roles(), prepared.generating, config.workers)
+    return prepared
 
 
 def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,13 +29,18 @@ from braidrl.runtimes.folders import latest_checkpoint, run_config
 from braidrl.runtimes.run import train
 
 HERE = Path(__file__).parent
-HELD_OUT, TRAINED, DIGITS = 100, 2000, 2
+HELD_OUT, TRAINED, DIGITS = 100, 4000, 2
 SCORE = "eval/held_out/avg@4"
 SEEDS = (0, 1, 2)
 STEPS = 24
+HELD_OUT_PAIRS = 200
+MARGIN = 0.1
+"""The multiplier settles where the mean cost equals its limit; so much below the one to be kept, noise does not break it."""
 
 Lines = list[dict[str, Any]]
 Tree = dict[str, Any]
+Numbers = dict[str, float]
+"""What a study found, by name."""
 
 
 class Study:
@@ -76,24 +82,28 @@ class Study:
     def warm_model(self) -> Path:
         """Data files, and the model that every study begins with: one that imitates a careless teacher."""
         folder = self.folder / "warm-start-model"
+        if not (self.folder / "train.jsonl").is_file():
+            self.write_data()
         if folder.is_dir():
             return folder
-        pairs = problems(HELD_OUT + TRAINED, DIGITS, seed=0)
-        write_jsonl(self.folder / "held_out.jsonl", questions(pairs[:HELD_OUT]))
-        write_jsonl(self.folder / "train.jsonl", questions(pairs[HELD_OUT:]))
-        write_jsonl(self.folder / "demonstrations.jsonl", demonstrations(pairs[HELD_OUT:], mistakes=0.5, seed=0))
-        write_jsonl(self.folder / "pairs_held_out.jsonl", preferences(pairs[:HELD_OUT], seed=1))
-        write_jsonl(self.folder / "pairs.jsonl", preferences(pairs[HELD_OUT:], seed=2))
         write_model(self.folder / "untrained", seed=0)
         run = self.run("warm-start", {
             "flow": "sft", "model": str(self.folder / "untrained"),
             "data": {"train": str(self.folder / "demonstrations.jsonl")},
             "rollout": {"samples_per_prompt": 1, "max_response_tokens": 32},
-            "trainer": {"steps": 150, "prompts_per_step": 256, "learning_rate": 3e-3, "schedule": "linear",
+            "trainer": {"steps": 200, "prompts_per_step": 256, "learning_rate": 3e-3, "schedule": "linear",
                         "warmup_steps": 20, "checkpoint_every": 50},
         })  # fmt: skip
         export_model(run, folder)
         return folder
+
+    def write_data(self) -> None:
+        """Sums to train on, held-out ones, and a careless teacher's answers."""
+        pairs = problems(HELD_OUT + TRAINED, DIGITS, seed=0)
+        held_out, trained = pairs[:HELD_OUT], pairs[HELD_OUT:]
+        write_jsonl(self.folder / "held_out.jsonl", questions(held_out))
+        write_jsonl(self.folder / "train.jsonl", questions(trained))
+        write_jsonl(self.folder / "demonstrations.jsonl", demonstrations(trained, mistakes=0.5, seed=0))
 
     def policy(self, flow: str, algorithm: Tree, seed: int = 0, **more: Any) -> Tree:
         """A run that improves the warm model on sums, evaluated on held-out ones."""
@@ -108,14 +118,19 @@ class Study:
         return {**tree, **more}
 
 
-def preferences(pairs: Iterable[tuple[int, int]], seed: int) -> Iterator[dict[str, str]]:
-    """For each sum a right answer, preferred, and one with a mistake."""
-    source = random.Random(seed)
-    for a, b in pairs:
-        wrong = work_out(a, b, source)
-        while wrong == work_out(a, b):
-            wrong = work_out(a, b, source)
-        yield {"prompt": f"{a}+{b}=", "chosen": work_out(a, b), "rejected": wrong, "answer": str(a + b)}
+def preferences(seed: int) -> list[dict[str, str]]:
+    """Every sum of two digits against wrong answers: near misses, other numbers, a digit too many, another sum's working."""
+    pairs = []
+    for a, b in product(range(1, 10), repeat=2):
+        right = a + b
+        near = [n for n in (right - 2, right - 1, right + 1, right + 2) if n >= 0]
+        far = [n for n in range(19) if n != right and n not in near]
+        wrong = [f"{a}+{b}={n} #### {n}" for n in [*4 * near, *far]]
+        wrong += [f"{a}+{b}={right} #### {n}" for n in [*near, *(f"{right}{digit}" for digit in range(10))]]
+        wrong += [f"{x}+{y}={x + y} #### {x + y}" for x, y in ((a, b - 1), (a, b + 1), (a - 1, b), (a + 1, b))]
+        pairs += [{"prompt": f"{a}+{b}=", "chosen": work_out(a, b), "rejected": text} for text in wrong]
+    random.Random(seed).shuffle(pairs)
+    return pairs
 
 
 def finished(folder: Path, config: Config) -> bool:
@@ -140,29 +155,56 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)]) + "\n"
 
 
-def reward_model(study: Study) -> None:
+def digits_model(study: Study) -> Path:
+    """Data files for sums of two digits, and a model that imitates a teacher who errs in half of them."""
+    folder, model = study.folder / "digits", study.folder / "digits-model"
+    sums, pairs = list(product(range(1, 10), repeat=2)), preferences(seed=1)
+    write_jsonl(folder / "sums.jsonl", questions(sums))
+    write_jsonl(folder / "demonstrations.jsonl", demonstrations(20 * sums, mistakes=0.5, seed=0))
+    write_jsonl(folder / "pairs_held_out.jsonl", pairs[:HELD_OUT_PAIRS])
+    write_jsonl(folder / "pairs.jsonl", pairs[HELD_OUT_PAIRS:])
+    if not model.is_dir():
+        write_model(folder / "untrained", seed=0, layers=2, width=96)
+        run = study.run("digits-warm-start", {
+            "flow": "sft", "model": str(folder / "untrained"), "data": {"train": str(folder / "demonstrations.jsonl")},
+            "rollout": {"samples_per_prompt": 1, "max_response_tokens": 16},
+            "trainer": {"steps": 100, "prompts_per_step": 128, "learning_rate": 3e-3, "schedule": "linear",
+                        "warmup_steps": 10, "checkpoint_every": 50},
+        })  # fmt: skip
+        export_model(run, model)
+    return model
+
+
+def reward_model(study: Study) -> Numbers:
     """A reward model from pairs, then PPO on what it says; the true score is never shown to the policy."""
-    model = str(study.warm_model())
+    model, folder = str(digits_model(study)), study.folder / "digits"
     learned = study.run("reward-model", {
         "flow": "reward_model", "model": model,
-        "data": {"train": str(study.folder / "pairs.jsonl"), "eval": {"pairs": str(study.folder / "pairs_held_out.jsonl")}},
+        "data": {"train": str(folder / "pairs.jsonl"), "eval": {"pairs": str(folder / "pairs_held_out.jsonl")}},
         "rollout": {"samples_per_prompt": 2},
-        "trainer": {"steps": 120, "prompts_per_step": 64, "learning_rate": 1e-3, "schedule": "linear", "checkpoint_every": 40},
-        "evaluation": {"every": 20},
+        "trainer": {"steps": 400, "prompts_per_step": 64, "learning_rate": 2e-3, "schedule": "linear",
+                    "warmup_steps": 10, "checkpoint_every": 100},
+        "evaluation": {"every": 40},
     })  # fmt: skip
     scorer = study.folder / "reward-model-exported"
     if not scorer.is_dir():
         export_model(learned, scorer, "reward")
-    roles = {"reward": {"model": str(scorer)}, "critic": {"model": str(scorer), "learning_rate": 1e-3}}
-    algorithm = {"kl_coef": 0.02, "lam": 0.95, "whiten": True, "value_clip": None}
-    ppo = study.run("reward-model-ppo", study.policy("ppo", algorithm, roles=roles))
+    roles = {"reward": {"model": str(scorer)}, "critic": {"learning_rate": 1e-3}}
+    algorithm = {"kl_coef": 0.05, "lam": 1.0, "whiten": True, "value_clip": None}
+    ppo = study.run("reward-model-ppo", {
+        "flow": "ppo", "algorithm": algorithm, "model": model, "roles": roles, "reward": {"verify": "gsm8k"},
+        "data": {"train": str(folder / "sums.jsonl"), "eval": {"sums": str(folder / "sums.jsonl")}},
+        "rollout": {"samples_per_prompt": 8, "max_response_tokens": 16, "slots": 256},
+        "trainer": {"steps": 30, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 4e-4, "checkpoint_every": 10},
+        "evaluation": {"every": 5, "samples": 4, "top_p": 1.0},
+    })  # fmt: skip
     pairs, steps = read_metrics(learned), read_metrics(ppo)
-    accuracy, score = curve(pairs, "eval/pairs/pair_accuracy"), curve(steps, SCORE)
+    accuracy, score = curve(pairs, "eval/pairs/pair_accuracy"), curve(steps, "eval/sums/avg@4")
     text = (
-        "# A reward model, and PPO with it\n\nPairs of one right and one wrong answer to a sum of two numbers train a reward model "
-        f"(Bradley-Terry, {pairs[-1]['step']} steps of 64 pairs, none of them among the {HELD_OUT} held-out ones). PPO then trains the "
-        "policy, with a critic that begins as the reward model; the reward model alone rewards it, and the share of right "
-        "answers is only watched.\n\n"
+        "# A reward model, and PPO with it\n\nPairs of one right and one wrong answer to a sum of two digits train a reward model "
+        f"(Bradley-Terry, {pairs[-1]['step']} steps of 64 pairs, none of them among the {HELD_OUT_PAIRS} held-out ones). PPO then "
+        "trains the policy, with a critic that begins as the policy with a fresh head; the reward model alone rewards it, and the share "
+        "of right answers is only watched.\n\n"
         + table(
             ["", "before", "after"],
             [
@@ -172,20 +214,21 @@ def reward_model(study: Study) -> None:
                     f"{steps[1]['reward/mean']:.2f}",
                     f"{steps[-1]['reward/mean']:.2f}",
                 ],
-                ["held-out sums answered right (avg@4)", f"{score[0][1]:.2f}", f"{score[-1][1]:.2f}"],
+                ["sums answered right (avg@4)", f"{score[0][1]:.2f}", f"{score[-1][1]:.2f}"],
             ],
         )
         + "\n"
         + study.curves(
             "reward-model-accuracy", "Held-out pair accuracy by step of the reward model", {"accuracy": accuracy}
         )
-        + study.curves("reward-model-ppo", "Held-out sums answered right by step of PPO", {"avg@4": score})
+        + study.curves("reward-model-ppo", "Sums answered right by step of PPO", {"avg@4": score})
         + "\nRun it: `python examples/arithmetic/studies.py reward-model`\n"
     )
     study.page("reward-model", text)
+    return {"pair accuracy": accuracy[-1][1], "score before": score[0][1], "score after": score[-1][1]}
 
 
-def safe_rlhf(study: Study) -> None:
+def safe_rlhf(study: Study) -> Numbers:
     """Reward for more symbols, a limit for the mean length: with the multiplier, and without it."""
     limit, functions = 6.0, HERE / "limits.py"
     if not (study.folder / "small").is_dir():
@@ -196,7 +239,7 @@ def safe_rlhf(study: Study) -> None:
     lines: dict[str, Lines] = {}
     for name, rate, first in (("Safe-RLHF", 0.005, 0.5), ("no constraint", 0.0, 0.0)):
         algorithm = {
-            **common, "cost": f"{functions}:length_cost", "cost_limit": limit,
+            **common, "cost": f"{functions}:length_cost", "cost_limit": limit - MARGIN,
             "multiplier": first, "multiplier_learning_rate": rate,
         }  # fmt: skip
         run = study.run(f"safe-rlhf-{'with' if rate else 'without'}", {
@@ -211,7 +254,8 @@ def safe_rlhf(study: Study) -> None:
     multiplier = "advantage.safe_rlhf/multiplier"
     text = (
         "# Safe-RLHF\n\nThe reward is 4·√(sevens in the response), the cost is the response's length in tokens, and the limit is a "
-        f"mean cost of {limit:g}; responses may have 16 tokens. The best response for the reward alone has 16.\n\n"
+        f"mean cost of {limit:g}; responses may have 16 tokens. The best response for the reward alone has 16. The multiplier "
+        f"settles where the mean cost equals its limit, so it is given one {MARGIN:g} lower.\n\n"
         + table(
             ["", "reward, first step", "reward, last quarter", "cost, last quarter", "multiplier, last quarter"],
             [
@@ -227,6 +271,16 @@ def safe_rlhf(study: Study) -> None:
         + "\nRun it: `python examples/arithmetic/studies.py safe-rlhf`\n"
     )  # fmt: skip
     study.page("safe-rlhf", text)
+    held, free = lines["Safe-RLHF"], lines["no constraint"]
+    recent = [line[multiplier] for line in held[-len(held) // 4 :]]
+    return {
+        "limit": limit,
+        "cost": last_quarter(held, "cost/mean"),
+        "cost without a constraint": last_quarter(free, "cost/mean"),
+        "reward before": held[0]["reward/mean"],
+        "reward after": last_quarter(held, "reward/mean"),
+        "spread of the multiplier": max(recent) - min(recent),
+    }
 
 
 RECIPES: dict[str, tuple[str, Tree]] = {
@@ -240,7 +294,7 @@ RECIPES: dict[str, tuple[str, Tree]] = {
 }
 
 
-def algorithms(study: Study) -> None:
+def algorithms(study: Study) -> Numbers:
     """Seven recipes from the same start, over the seeds."""
     rows, curves = [], {}
     for name, (flow, algorithm) in RECIPES.items():
@@ -263,6 +317,7 @@ def algorithms(study: Study) -> None:
         + "\nRun it: `python examples/arithmetic/studies.py algorithms`\n"
     )
     study.page("algorithms", text)
+    return {"start": start, **{name: points[-1][1] for name, points in curves.items()}}
 
 
 def generated(lines: Lines) -> float:
@@ -287,7 +342,7 @@ ADDED: tuple[tuple[str, Tree], ...] = (
 )
 
 
-def ablation(study: Study) -> None:
+def ablation(study: Study) -> Numbers:
     """DAPO's table: each row adds a technique to the one above it."""
     algorithm, found = dict(PLAIN), {}
     trainer = {
@@ -319,9 +374,10 @@ def ablation(study: Study) -> None:
         "a seed changes.\n\nRun it: `python examples/arithmetic/studies.py ablation`\n"
     )
     study.page("ablation", text)
+    return {name: curve(lines, SCORE)[-1][1] for name, lines in found.items()}
 
 
-STUDIES: dict[str, Callable[[Study], None]] = {
+STUDIES: dict[str, Callable[[Study], Numbers]] = {
     "reward-model": reward_model,
     "safe-rlhf": safe_rlhf,
     "algorithms": algorithms,

@@ -1,6 +1,6 @@
 """`python -m examples.tool_arithmetic.demo`: learns to call the right tool.
 
-random model ──SFT on a teacher who takes tools by chance──▶ right half of the time ──GRPO──▶ right nearly always
+random model ──SFT on a teacher who often takes any tool──▶ right two times in three ──GRPO──▶ right nearly always
 """
 
 from __future__ import annotations

@@ -70,10 +70,10 @@ def call(tool: str, a: int, b: int) -> str:
 
 
 def demonstrations(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Both turns of a teacher who takes the tools by chance."""
+    """Both turns of a teacher who takes any tool in three of five examples, so that it is wrong in three of ten."""
     source = random.Random(seed)
     for tool, a, b in problems(count, seed):
-        asked, taken = question(tool, a, b)["prompt"], source.choice(list(WORDS))
+        asked, taken = question(tool, a, b)["prompt"], source.choice(list(WORDS)) if source.random() < 0.6 else tool
         result = question(taken, a, b)["answer"]
         yield {"prompt": asked, "response": call(taken, a, b), "answer": result}
         earlier = [("user", asked), ("assistant", call(taken, a, b)), ("tool", result)]

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.algorithms import shaping
+from braidrl.algorithms.ragged import Ragged
+from braidrl.algorithms.registry import shapes
 from tests.algorithms.batches import floats, ragged, ragged_rows
 
 
@@ -74,3 +76,42 @@ def test_half_of_safe_rlhfs_kl_is_reward_and_half_cost_whatever_the_multiplier(
     rewards, costs = shaping.safe_rlhf_kl_penalty(nothing, nothing, policy, reference, coef=0.4)
     mixed = (rewards.values - multiplier * costs.values) / (1 + multiplier)
     torch.testing.assert_close(mixed, -0.2 * (policy.values - reference.values))
+
+
+@given(ragged_rows(min_len=1), st.floats(0, 2))
+def test_kl_taken_from_the_rows_reward_is_what_the_penalty_per_token_adds_up_to(
+    rows: list[list[float]], coef: float
+) -> None:
+    policy, reference = ragged(rows), ragged([[0.5 * x - 0.1 for x in row] for row in rows])
+    reward = torch.linspace(-1, 1, len(rows), dtype=torch.float64)
+    whole = shaping.row_kl_penalty(reward, policy, reference, coef=coef)
+    per_token = shaping.kl_penalty(reward, policy, reference, coef=coef)
+    assert whole.tolist() == pytest.approx(per_token.row_sums().tolist(), abs=1e-9)
+    behind = shaping.advantage_kl_penalty(reward, policy, reference, coef=coef)
+    for row, (advantage, kl) in enumerate(
+        zip(reward.tolist(), (policy.values - reference.values).split(policy.lengths.tolist()), strict=True)
+    ):
+        wanted = [advantage - coef * float(kl[t:].sum()) for t in range(len(kl))]
+        assert behind[row].tolist() == pytest.approx(wanted, abs=1e-9)
+
+
+def test_the_adaptive_penalty_has_its_states_coefficient_and_follows_the_mean_kl_of_rows() -> None:
+    entry = shapes["adaptive_kl_penalty"]
+    policy, reference, reward = ragged([[-1.0, -1.0], [-2.0]]), ragged([[-2.0, -3.0], [-2.5]]), torch.zeros(2)
+    columns = (reward, policy, reference, None)
+    shaped = entry.function(*columns, target=1.0, state={"coef": 0.5})
+    assert shaped.tolist() == shaping.kl_penalty(*columns[:3], coef=0.5).tolist()
+    assert entry.sums is not None
+    parts = [
+        entry.sums(
+            torch.zeros(1),
+            *(Ragged.from_rows([both.tolist()[row]], torch.float64) for both in (policy, reference)),
+            target=1.0,
+        )
+        for row in range(2)
+    ]
+    totals = {name: sum(float(part[name]) for part in parts) for name in parts[0]}
+    assert totals == {"kl": 3.5, "rows": 2.0}
+    assert entry.update_state is not None
+    assert entry.update_state({"coef": 0.5}, totals, target=1.0) == {"coef": pytest.approx(0.5 * (1 + 0.1 * 0.2))}
+    assert entry.update_state({"coef": 0.5}, totals, target=1.75) == {"coef": 0.5}

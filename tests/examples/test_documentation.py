@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from braidrl.flow.recipes import load_flow
 from braidrl.observe.metrics import REQUIRED_KEYS, read_metrics
 from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verifiers import BUILT_IN
+from braidrl.rollout.environments import environments
 from tests.tiny import ROOT, Workshop, load_module
 
 DOCS = ROOT / "docs"
@@ -24,24 +27,20 @@ def test_the_configuration_page_is_what_its_script_writes() -> None:
     assert script.PAGE.read_text() == script.page(), "run: python docs/write_configuration.py"
 
 
+PLACEHOLDERS = {"K": r"\d+", "STAGE": ".+", "SET": ".+", "REASON": ".+", "NAME": ".+", "ROLE": "[a-z_]+"}
+
+
 def test_the_metrics_page_explains_every_key_that_a_run_writes(workshop: Workshop) -> None:
     page = (DOCS / "metrics.md").read_text()
-    run = workshop.run(
-        flow="dapo", algorithm={"overlong_cache": 2, "old": "recompute"}, evaluation={"every": 1, "samples": 2},
-        data={"eval": {"SET": str(workshop.data)}},
-    )  # fmt: skip
+    evaluated = {"evaluation": {"every": 1, "samples": 2}, "data": {"eval": {"held_out": str(workshop.data)}}}
+    dapo = workshop.run("dapo", flow="dapo", algorithm={"overlong_cache": 2, "old": "recompute"}, **evaluated)
+    grpo = workshop.run("grpo", flow="grpo")
+    written = {name for run in (dapo, grpo) for line in read_metrics(run) for name in line} | set(REQUIRED_KEYS)
     patterns = [
-        re.escape(key)
-        .replace("K", r"\d+")
-        .replace("STAGE", ".+")
-        .replace("SET", ".+")
-        .replace("REASON", ".+")
-        .replace("NAME", ".+")
+        re.sub("|".join(PLACEHOLDERS), lambda found: PLACEHOLDERS[found[0]], re.escape(key))
         for key in re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)
     ]
-    written = {name for line in read_metrics(run) for name in line} | set(REQUIRED_KEYS)
-    unexplained = {name for name in written if not any(re.fullmatch(pattern, name) for pattern in patterns)}
-    assert not unexplained
+    assert not {name for name in written if not any(re.fullmatch(pattern, name) for pattern in patterns)}
 
 
 def test_every_verifier_and_command_is_named_where_one_looks_for_it() -> None:
@@ -71,6 +70,21 @@ def test_the_reward_of_the_documentation_works_as_it_stands_there(tmp_path: Path
     assert (counts.reads, judged.reads, judged.asynchronous) == (("response", "answer"), ("prompt", "response"), True)
     completion = {"response": "a\nb\nc\nd\n12", "answer": "12"}
     assert counts(completion) == 0.5 and counts({**completion, "answer": "13"}) == 0.0
+
+
+def test_the_environment_of_the_documentation_works_as_it_stands_there(tmp_path: Path) -> None:
+    code, _ = re.findall(r"```python\n(.*?)```", (DOCS / "add-an-environment.md").read_text(), re.DOTALL)
+    (tmp_path / "countdown.py").write_text(code)
+
+    async def play() -> list[tuple[object, float, bool]]:
+        game: Any = environments(f"{tmp_path}/countdown.py:Countdown", {"start": 5})()
+        said = [(await game.reset({}), 0.0, False)]
+        for text in ("4", " 2 "):
+            observation = await game.step(text)
+            said.append((observation.said, observation.reward, observation.done))
+        return said
+
+    assert asyncio.run(play()) == [("Count down with me. 5", 0.0, False), ("3", 1.0, False), ("1", 1.0, True)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -161,6 +161,12 @@ ERRORS = {
         lambda: Flow("f", [actor.generate(), update()]),
         "stage actor.update reads 'advantages' or 'advantage', which no earlier stage writes.",
     ),
+    "state before the last generate": (
+        lambda: Flow("f", [actor.generate(), reference.log_probs(), reward.verify(), shape.adaptive_kl_penalty(target=1.0),
+                           actor.generate(into="greedy")]),
+        "shape.adaptive_kl_penalty has a state, which changes once per iteration, and stages before actor.generate.greedy run in waves; "
+        "move actor.generate.greedy before shape.adaptive_kl_penalty",
+    ),
     "two writers": (
         lambda: Flow("f", [actor.generate(), reward.verify(), reward.verify(id="again"), update()]),
         "column 'correct' is written by reward.verify and by again, of which neither reads it; "

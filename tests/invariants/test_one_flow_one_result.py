@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from braidrl.observe.rollouts import evaluation_path, read_texts
 from braidrl.runtimes.run import TrainingRun
-from tests.invariants.traces import EVERY_STEP, Step, assert_same, run, trace
+from tests.invariants.traces import EVERY_STEP, Step, assert_same, assert_same_weights, merged, run, trace
 from tests.runtimes.hybrid.warm import WarmCluster
+from tests.runtimes.ranks import run_in_ranks
+from tests.runtimes.turns import PLAYED
 from tests.tiny import ROOT, Workshop
 
 FLOWS: dict[str, dict[str, Any]] = {
@@ -19,6 +22,10 @@ FLOWS: dict[str, dict[str, Any]] = {
     "ppo": {
         "flow": "ppo", "algorithm": {"reward": "verify", "whiten": True, "kl_target": 0.5},
         "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "epochs": 2, "learning_rate": 3e-3},
+    },
+    "episodes": {
+        "flow": "grpo", "rollout": {"max_response_tokens": 4, "environment": PLAYED},
+        "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3},
     },
     "diamond": {
         "flow": str(ROOT / "tests" / "runtimes" / "diamond.yaml"),
@@ -38,10 +45,16 @@ WORKERS = (1, 2, 4)
 # Every two of flow, placement and number of workers meet at least once, but for the largest standalone one.
 PAIRWISE = [
     ("grpo", "colocate", 2), ("grpo", "standalone", 2), ("ppo", "standalone", 1), ("ppo", "split", 2),
-    ("diamond", "standalone", 2),
+    ("diamond", "standalone", 2), ("episodes", "split", 2),
     ("dapo with refills", "colocate", 4), ("dapo with refills", "split", 2), ("dapo with surplus", "colocate", 2),
 ]  # fmt: skip
 EVERYTHING = list(itertools.product(FLOWS, PLACEMENTS, WORKERS))
+
+# Ranks, how many of them generate, and the flows that they run one after the other.
+WORLDS: list[tuple[int, int | None, list[str]]] = [
+    (2, None, ["grpo", "diamond", "dapo with surplus", "episodes"]),
+    (4, 2, ["ppo", "dapo with refills"]),
+]
 
 Reference = Callable[[str], list[Step]]
 
@@ -68,6 +81,20 @@ def test_hybrid_does_what_eager_does(
     assert_same(ours, reference(flow))
 
 
+def test_hybrid_evaluates_and_replays_as_eager_does(workshop: Workshop, warm_cluster: WarmCluster) -> None:
+    settings = {
+        "flow": "grpo", "data": {"train": str(workshop.data), "eval": {"held_out": str(workshop.data)}},
+        "evaluation": {"every": 2, "samples": 2, "max_prompts": 4, "before_first_step": False}, "trainer": {"steps": 2},
+    }  # fmt: skip
+    theirs, hybrid = run(workshop, "eager", **settings), {"runtime": "hybrid", "workers": 2}
+    assert "eval/held_out/avg@2" in theirs[-1].metrics
+    assert_same(run(workshop, "hybrid", **settings, **hybrid), theirs)
+    replayed = workshop.run("replayed", replay=workshop.folder / "eager", **merged(EVERY_STEP, {**settings, **hybrid}))
+    assert_same_weights(trace(replayed)[-1].weights, theirs[-1].weights)
+    prompts = {name: read_texts(evaluation_path(workshop.folder / name, "held_out", 2)) for name in ("eager", "hybrid")}
+    assert prompts["eager"] == prompts["hybrid"] and len(prompts["eager"]) == 8
+
+
 @pytest.mark.parametrize("runtime", ["hybrid", "eager"])
 def test_a_run_stopped_under_hybrid_goes_on_under_either_as_if_nothing_had_happened(
     workshop: Workshop, reference: Reference, warm_cluster: WarmCluster, runtime: str
@@ -88,6 +115,31 @@ def test_hybrid_does_what_eager_does_in_every_placement(
     workshop: Workshop, reference: Reference, warm_cluster: WarmCluster, flow: str, placement: str, workers: int
 ) -> None:
     test_hybrid_does_what_eager_does(workshop, reference, warm_cluster, flow, placement, workers)
+
+
+@pytest.mark.parametrize(("ranks", "generating", "flows"), WORLDS)
+def test_ranks_do_what_eager_does(
+    workshop: Workshop, reference: Reference, ranks: int, generating: int | None, flows: list[str]
+) -> None:
+    """All flows of a world on the same processes."""
+    roles = {"actor": {"generate_workers": generating}} if generating else {}
+    trees = [
+        workshop.tree(
+            f"flow-{number}", **merged(EVERY_STEP, FLOWS[flow]), runtime="distributed", workers=ranks, roles=roles
+        )
+        for number, flow in enumerate(flows)
+    ]
+    run_in_ranks(trees, ranks)
+    for number, flow in enumerate(flows):
+        assert_same(trace(workshop.folder / f"flow-{number}"), reference(flow))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("ranks", "generating"), [(1, None), (2, None), (4, None), (4, 2)])
+def test_ranks_do_what_eager_does_with_every_flow(
+    workshop: Workshop, reference: Reference, ranks: int, generating: int | None
+) -> None:
+    test_ranks_do_what_eager_does(workshop, reference, ranks, generating, list(FLOWS))
 
 
 def test_the_flows_do_what_they_are_here_for(reference: Reference) -> None:

@@ -16,6 +16,8 @@ from braidrl.errors import UserError
 from braidrl.observe.rollouts import (
     DTYPES,
     evaluation_path,
+    join_parts,
+    part_path,
     read_rollouts,
     read_texts,
     recorded_evaluations,
@@ -154,3 +156,27 @@ def test_what_was_not_recorded_by_a_run_is_refused(tmp_path: Path) -> None:
     pq.write_table(pq.read_table(tmp_path / "a.parquet").replace_schema_metadata({}), tmp_path / "b.parquet")
     with pytest.raises(UserError, match="was not recorded by a run"):
         read_rollouts(tmp_path / "b.parquet")
+
+
+def test_files_that_ranks_wrote_are_joined_into_one_and_removed(tmp_path: Path) -> None:
+    rows, path = rows_of(3, count=5), rollout_path(tmp_path, 3)
+    parts = [part_path(path, rank) for rank in (0, 2)]
+    write_rollouts(parts[0], rows.take([0, 1]), ["p0", "p1"], ["r0", "r1"])
+    # A rank may hold its columns in another order.
+    names = list(reversed(list(rows)))
+    write_rollouts(parts[1], rows.only(names).take([2, 3, 4]), ["p2", "p3", "p4"], ["r2", "r3", "r4"])
+    assert recorded_steps(tmp_path) == []
+    join_parts(path, parts)
+    assert_same(read_rollouts(path), rows)
+    assert [text["response_text"] for text in read_texts(path)] == [f"r{i}" for i in range(5)]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_parts_with_other_columns_are_not_joined(tmp_path: Path) -> None:
+    rows, path = rows_of(1, count=2), rollout_path(tmp_path, 1)
+    parts = [part_path(path, rank) for rank in (0, 1)]
+    write_rollouts(parts[0], rows, ["a", "b"], ["a", "b"])
+    write_rollouts(parts[1], rows.without([next(iter(rows))]), ["a", "b"], ["a", "b"])
+    with pytest.raises(ValueError, match="other columns"):
+        join_parts(path, parts)
+    assert not path.exists() and all(part.exists() for part in parts)

@@ -76,6 +76,11 @@ def test_roles_that_are_not_there_or_not_trained_are_refused(workshop: Workshop)
             session.reference.update(rows, loss=loss.clip())
 
 
+def test_runtimes_without_a_driver_are_refused(workshop: Workshop) -> None:
+    with pytest.raises(UserError, match="a session has one driver, and runtime=distributed none"):
+        Session(workshop.config(**settings("distributed")))
+
+
 @pytest.mark.parametrize("runtime", ["eager", "hybrid"])
 def test_the_example_runs(
     workshop: Workshop, warm_cluster: WarmCluster, runtime: str, capsys: pytest.CaptureFixture[str]

@@ -22,7 +22,7 @@ Answers = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def answers() -> Answers:
     """What three ranks say, all started once."""
-    found: Answers = run_ranks("tests.transfer.ranks:answers", {}, RANKS, 60.0)
+    found: Answers = run_ranks("tests.transfer.ranks:answers", {}, RANKS, 200.0)
     return found
 
 

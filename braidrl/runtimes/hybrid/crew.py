@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,13 @@ from braidrl.data.codec import payload_forbidden
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Scope, Stage
-from braidrl.models.objective import denominators
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
-from braidrl.runtimes.executor import StageExecutor, record_update
+from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.dealing import Deal, by_cost, by_length, by_prompt, in_place
 from braidrl.runtimes.hybrid.group import Dealt, Future, Outgoing, WorkerGroup, outgoing
 from braidrl.runtimes.hybrid.handle import Chunk, Deferred, Handle, Layer, merged_column
-from braidrl.runtimes.hybrid.parts import Answer, columns_read
+from braidrl.runtimes.hybrid.parts import Answer, columns_read, packed_rows
 from braidrl.runtimes.iteration import group_tokens
 from braidrl.runtimes.row_store import Admission, Origin
 
@@ -45,8 +44,6 @@ class Work:
     futures: list[Future]
     chunks: list[Chunk]
     sums: Sums
-    counts: Mapping[str, float] = field(default_factory=dict)
-    """Of an optimizer step: the global counts that its sums are divided by."""
 
 
 class HybridCrew:
@@ -76,6 +73,7 @@ class HybridCrew:
         return self.bring(Admission(tuple(self.loader.advance(groups))))
 
     def bring(self, origin: Origin) -> Handle:
+        self._release()
         key = next(self.keys)
         future = self.home.call("make", origin, key)
         (answer,) = self.home.wait([future])
@@ -105,29 +103,21 @@ class HybridCrew:
     def train(self, stage: Stage, table: Handle, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Begins every optimizer step; `publish` waits for them."""
         index, group = self.index(table), self.groups[str(stage.role)]
-        size = group.mesh.size
+        size, whole_groups = group.mesh.size, self.executor.objective(stage).whole_groups
         for update in updates:
             rows = index.take(update)
-            counts = denominators(rows)
-            chosen = table.take(update).with_index({"group_tokens": group_tokens(rows)})
-            parts = Dealt(chosen, by_length(rows), columns_read(stage)).divide(size)
-            futures = group.call("update", parts, [stage] * size, [counts] * size, [iteration] * size)
-            self.training.append(Work(stage, group, futures, [], sums, counts))
+            rows = rows.with_columns({"group_tokens": group_tokens(rows)})
+            chosen = table.take(update).with_index(dict(rows.items()))
+            parts = Dealt(chosen, by_length(rows, whole_groups), columns_read(stage)).divide(size)
+            futures = group.call("update", parts, [packed_rows(rows)] * size, [stage] * size, [iteration] * size)
+            self.training.append(Work(stage, group, futures, [], sums))
 
     def publish(self, version: int) -> None:
+        """Waits for all training first."""
         for work in self.training:
-            answers = self._answers(work)
-            losses: dict[str, float] = {}
-            for answer in answers:
-                for name, loss in answer.result[0].items():
-                    losses[name] = losses.get(name, 0.0) + loss
-            record_update(work.stage, losses, dict(work.counts), work.sums)
-            norm = answers[0].result[1]
-            if norm is not None:
-                work.sums.add(f"{work.stage.role}/grad_norm", norm)
+            self._answers(work)
         self.training = []
         self._everywhere("publish", version)
-        self._release()
 
     def index(self, table: Handle) -> Rows:
         """Waits for all that was begun and computes what was put off."""
@@ -214,6 +204,8 @@ class HybridCrew:
         if chunk.index is None:
             for written, answer in zip(chunk.work.chunks, self._answers(chunk.work), strict=True):
                 written.columns, written.index = answer.columns, answer.rows()
+            # In a ring with its work a chunk would be forgotten only when Python next looks for rings.
+            chunk.work.chunks = []
         assert chunk.index is not None
         return chunk.index
 

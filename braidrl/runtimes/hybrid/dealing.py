@@ -17,9 +17,10 @@ def by_cost(costs: Sequence[float], groups: Sequence[int] | None = None) -> Deal
     return lambda ranks: balanced_partition(costs, ranks, groups=groups)
 
 
-def by_length(index: Rows) -> Deal:
+def by_length(index: Rows, whole_groups: bool = False) -> Deal:
     """Equal numbers of tokens, or of rows where their lengths are not known yet."""
-    return by_cost(index["length"].tolist() if "length" in index else [1.0] * len(index))
+    costs = index["length"].tolist() if "length" in index else [1.0] * len(index)
+    return by_cost(costs, index["group"].tolist() if whole_groups else None)
 
 
 def by_prompt(index: Rows) -> Deal:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from braidrl.observe.progress import Progress
 from braidrl.placement.pools import Pool, place
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.crew import HybridCrew
-from braidrl.runtimes.hybrid.group import Traffic, WorkerGroup
+from braidrl.runtimes.hybrid.group import Future, Traffic, WorkerGroup
 from braidrl.runtimes.hybrid.worker import HybridWorker, Seat
 from braidrl.runtimes.setup import Prepared
 
@@ -30,7 +30,9 @@ def start_hybrid_crew(
     Raises UserError for a placement that does not fit.
     """
     config = prepared.config
-    pools = place(config.placement, prepared.roles(train=loader is not None), prepared.generating, config.workers)
+    pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
+    if loader is None:
+        pools = only(pools, prepared.roles(train=False))
     with ExitStack() as resources:
         cluster = cluster or RayCluster(config.cluster, config.device)
         resources.callback(cluster.close)
@@ -45,16 +47,24 @@ def start_hybrid_crew(
         return HybridCrew(loader, roles, home, executor, resources.pop_all())
 
 
+def only(pools: Sequence[Pool], roles: Collection[str]) -> tuple[Pool, ...]:
+    """The pools without the roles that are not needed, and without those that are empty then."""
+    kept = [Pool(tuple(role for role in pool.roles if role in roles), pool.workers) for pool in pools]
+    return tuple(pool for pool in kept if pool.roles)
+
+
 def start_groups(cluster: RayCluster, pools: Sequence[Pool], limit_s: float, folder: Path | None) -> list[WorkerGroup]:
     """An actor for each rank of each pool; every worker knows the others."""
     groups, traffic, names = [], Traffic(), dict[str, str]()
     seats: list[Seat] = []
+    everybody_by_name: list[str] = []
     for pool, reserved in zip(pools, cluster.seats(pools), strict=True):
         actors = [cluster.start(HybridWorker, place_) for place_ in reserved]
         groups.append(WorkerGroup(pool, actors, len(seats), cluster.config.start_limit_s, traffic, names))
         for rank, actor in enumerate(actors):
             names[actor._actor_id.hex()] = f"{pool.name} rank {rank}"
-            seats.append(Seat(len(seats), pool, rank, folder.resolve() if folder else None, limit_s))
+            everybody_by_name.append(f"{pool.name} rank {rank}")
+            seats.append(Seat(len(seats), everybody_by_name, pool, rank, folder.resolve() if folder else None, limit_s))
     everybody = [actor for group in groups for actor in group.actors]
     for actor, seat in zip(everybody, seats, strict=True):
         actor.sit.remote(seat, *everybody)
@@ -62,16 +72,16 @@ def start_groups(cluster: RayCluster, pools: Sequence[Pool], limit_s: float, fol
 
 
 def load(groups: Sequence[WorkerGroup], home: WorkerGroup, prepared: Prepared) -> None:
-    """Has the ranks of each pool meet and load their models. Data goes to the home group alone, training data to its rank 0."""
-    begun = []
+    """Has the ranks of each pool meet and load their models. Training data goes to rank 0 of the home group alone."""
+    begun: list[tuple[WorkerGroup, list[Future]]] = []
+    without_data = replace(prepared, sources=[], texts=None)
     for group in groups:
         if group.mesh.size > 1:
             (answer,) = group.wait([group.call("rendezvous")])
-            group.call("meet", answer.result)
+            begun.append((group, group.call("meet", answer.result)))
     for group in groups:
         size, is_home = group.mesh.size, group is home
-        own = prepared if is_home else replace(prepared, eval_sources={})
-        each = [own if is_home and rank == 0 else replace(own, sources=[], texts=None) for rank in range(size)]
+        each = [prepared if is_home and rank == 0 else without_data for rank in range(size)]
         begun.append((group, group.call("load_models", each, [prepared.generating] * size, [is_home] * size)))
     for group, futures in begun:
         group.wait(futures)

@@ -35,7 +35,7 @@ from braidrl.observe.trace import TraceWriter
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.executor import StageExecutor, checked_beside
 from braidrl.runtimes.hybrid.failures import StageFailure, named_rows
-from braidrl.runtimes.hybrid.parts import Answer, Numbers, Part, assemble, columns_read, packed_rows
+from braidrl.runtimes.hybrid.parts import Answer, Numbers, Part, as_rows, assemble, columns_read, packed_rows
 from braidrl.runtimes.row_store import Origin, with_added
 from braidrl.runtimes.setup import Prepared, set_up_torch
 from braidrl.transfer.protocols import register
@@ -43,9 +43,10 @@ from braidrl.transfer.protocols import register
 
 @dataclass(frozen=True)
 class Seat:
-    """A worker's place: its number among all workers, its pool, its rank there, and the run's folder for its trace."""
+    """A worker's place: its number among all workers, whose `names` it knows, its pool, its rank there; the folder for its trace."""
 
     number: int
+    names: list[str]
     pool: Pool
     rank: int
     folder: Path | None
@@ -66,10 +67,12 @@ class HybridWorker:
         self.call = threading.local()
         self.resources = ExitStack()
         self.trace: TraceWriter | None = None
+        self.version = 0
 
     def perform(self, message: bytes, *answers: bytes) -> bytes:
         """Calls a method by name; `answers` are those of earlier calls that it needs. Raises StageFailure or UserError."""
         method, arguments = pickle.loads(message)
+        self.call.asked = {}
         self.call.answers = [Answer.of(packed) for packed in answers]
         self.call.doing = (self.seat.pool.name, method, ())
         try:
@@ -98,6 +101,7 @@ class HybridWorker:
     def close(self) -> None:
         """Ends the processes that check answers, and lets go of rows, files and ranks."""
         self.resources.close()
+        self.trace = None
         self.chunks = {}
         self.ranks = DataParallel()
 
@@ -164,20 +168,21 @@ class HybridWorker:
         return self._write(part, stage, iteration, key, lambda rows, _: self.executor.apply(stage, rows, totals))
 
     @register(protocol="ALL_TO_ALL")
-    def update(self, part: Part, stage: Stage, counts: Mapping[str, float], iteration: int) -> Answer:
-        """One optimizer step together with the other ranks, each by its own rows; loss sums and the gradient norm."""
-        rows = self._gather(part, stage, iteration)
-        sums, losses = Sums(), dict[str, float]()
-        with self._span(stage, rows, iteration) as span:
-            if len(rows):
-                with self.executor.progress.stage(stage.name, len(rows)) as bar:
-                    losses = self.executor.accumulate(stage, rows, sums, bar)
-            norm = self.executor.step(stage, counts, iteration)
-        return Answer(sums=sums.pairs(), seconds=span.seconds, result=(losses, norm))
+    def update(self, part: Part, index: bytes, stage: Stage, iteration: int) -> Answer:
+        """One optimizer step together with the other ranks, each by its own rows; `index` has those of all."""
+        rows, sums = self._gather(part, stage, iteration), Sums()
+        with (
+            self._span(stage, rows, iteration) as span,
+            self.executor.progress.stage(stage.name, len(rows)) as bar,
+        ):
+            counted = self.seat.rank == 0
+            self.executor.optimize(stage, as_rows(index), rows, iteration, sums, bar, counted)
+        return Answer(sums=sums.pairs(), seconds=span.seconds)
 
     @register(protocol="ONE_TO_ALL")
     def publish(self, version: int) -> None:
         self.executor.publish(version)
+        self.version = version
 
     @register(protocol="RANK_ZERO")
     def save(self, folder: Path) -> None:
@@ -216,7 +221,7 @@ class HybridWorker:
         self.call.doing = (stage.role or self.seat.pool.name, f"{stage.name} (iteration {iteration})", part.uids())
         if self.trace is None:
             return self._rows_of(part, columns_read(stage))
-        with self.trace.span(stage.role or "", stage.name, iteration, rows=len(part), state="waiting"):
+        with self.trace.span(stage.role or "compute", stage.name, iteration, rows=len(part), state="waiting"):
             return self._rows_of(part, columns_read(stage))
 
     def _rows_of(self, part: Part, names: frozenset[str] | None) -> Rows:
@@ -225,12 +230,18 @@ class HybridWorker:
     def _fetch(self, worker: int, key: int, rows: Numbers, columns: tuple[str, ...]) -> Any:
         if worker == self.seat.number:
             return self._own(key, rows, columns)
-        return self.peers[worker].fetch.options(concurrency_group="rows").remote(key, rows, columns)
+        future = self.peers[worker].fetch.options(concurrency_group="rows").remote(key, rows, columns)
+        self.call.asked[future] = self.seat.names[worker]
+        return future
 
     def _wait(self, fetched: list[Any]) -> list[Rows]:
-        """Rows that are here as they are, the others when they have come."""
+        """Rows that are here as they are, the others when they have come. Raises TimeoutError naming whose rows did not."""
         coming = [future for future in fetched if not isinstance(future, Rows)]
-        come = iter(ray.get(coming, timeout=self.seat.limit_s))
+        try:
+            come = iter(ray.get(coming, timeout=self.seat.limit_s))
+        except ray.exceptions.GetTimeoutError:
+            late = {self.call.asked[future] for future in ray.wait(coming, num_returns=len(coming), timeout=0)[1]}
+            raise TimeoutError(f"waited {self.seat.limit_s:g} s for rows of {', '.join(sorted(late))}") from None
         return [rows if isinstance(rows, Rows) else decode(split(memoryview(next(come)))) for rows in fetched]
 
     def _own(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Rows:
@@ -245,8 +256,10 @@ class HybridWorker:
         with ExitStack() as spans:
             if self.trace is not None:
                 tokens = int(rows["length"].sum()) if "length" in rows else 0
-                role = stage.role or self.seat.pool.name
-                spans.enter_context(self.trace.span(role, stage.name, iteration, rows=len(rows), tokens=tokens))
+                role, count = stage.role or "compute", len(rows)
+                spans.enter_context(
+                    self.trace.span(role, stage.name, iteration, rows=count, tokens=tokens, version=self.version)
+                )
             yield clock
         clock.seconds = time.perf_counter() - start
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -31,8 +33,13 @@ def given(workshop: Workshop, tokens: int, rows: int = 8) -> dict[str, Any]:
         workshop.folder / f"{tokens}.jsonl",
         [{"prompt": "1+1=", "response": "2" * (tokens - 5), "answer": "2"} for _ in range(rows)],
     )
+    model = workshop.folder / "long-model"
+    if not model.is_dir():
+        shutil.copytree(workshop.model, model)
+        settings = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 16_384}))
     return {
-        "flow": "sft", "data": {"train": str(path)}, "runtime": "hybrid",
+        "flow": "sft", "model": str(model), "data": {"train": str(path)}, "runtime": "hybrid",
         "trainer": {"prompts_per_step": rows, "max_tokens_per_device": 20_000}, "rollout": {"samples_per_prompt": 1},
     }  # fmt: skip
 
@@ -97,10 +104,14 @@ def test_workers_forget_rows_that_the_driver_has_no_handle_to(workshop: Workshop
         kept, dropped = crew.admit(2), crew.admit(2)
         held = lambda: ray.get(crew.home.actors[0].held.remote())  # noqa: E731
         assert held() == 2
-        del dropped
-        crew.publish(1)
-        assert held() == 1
-        assert len(crew.index(kept)) == 2
+        joined = crew.executor.flow.stages[0]
+        written = crew.run(joined, dropped, 1, Sums())
+        crew.index(written)
+        assert held() == 3
+        del dropped, written
+        again = crew.admit(2)
+        assert held() == 2
+        assert len(crew.index(kept)) == len(crew.index(again)) == 2
 
 
 def test_rows_come_from_their_producers_and_only_those_asked_for(

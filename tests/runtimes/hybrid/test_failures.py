@@ -7,7 +7,6 @@ import pytest
 from braidrl.errors import UserError
 from braidrl.flow import Flow, data
 from braidrl.flow.roles import Role
-from braidrl.observe.metrics import Sums
 from braidrl.runtimes.hybrid.crew import HybridCrew
 from braidrl.runtimes.hybrid.failures import WorkerFailure
 from tests.runtimes.hybrid.crews import hybrid_crew, rehearse
@@ -54,15 +53,9 @@ def test_a_worker_that_is_silent_for_too_long_is_named(workshop: Workshop, warm_
 
 
 def test_a_users_mistake_found_by_a_worker_stays_one_line(workshop: Workshop, warm_cluster: WarmCluster) -> None:
-    settings = given(workshop, 64)
-    settings["trainer"]["max_tokens_per_device"] = 32
-    with hybrid_crew(workshop.config(**settings), warm_cluster) as crew:
-        table = crew.admit(2)
-        joined, update = crew.executor.flow.stages
-        table = crew.run(joined, table, 1, Sums())
-        crew.train(update, table, [[0, 1]], 1, Sums())
-        with pytest.raises(
-            UserError, match=r"row \(0, 0, 0\) has 64 tokens and trainer.max_tokens_per_device=32"
-        ) as caught:
-            crew.publish(1)
-    assert "\n" not in str(caught.value)
+    config = workshop.config(**given(workshop, 16), placement="standalone")
+    with hybrid_crew(config, warm_cluster, CHAIN) as crew:
+        rehearse(crew, first__log_probs=("refuse", 0.0))
+        with pytest.raises(UserError) as caught:
+            crew.index(all_stages(crew, CHAIN, 4))
+    assert str(caught.value) == "a row is too long; write trainer.max_tokens_per_device=64"

@@ -14,6 +14,7 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.config import ClusterConfig
 from braidrl.data.rows import Column, Rows
+from braidrl.errors import UserError
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
 from braidrl.placement.pools import Pool
@@ -23,7 +24,7 @@ from braidrl.transfer.protocols import register
 
 
 class RehearsingWorker(HybridWorker):
-    """A worker that can be told to wait instead of computing, to raise, or to die, at a stage."""
+    """A worker that can be told to wait instead of computing, to raise, to refuse, or to die, at a stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,6 +44,8 @@ class RehearsingWorker(HybridWorker):
         if order == "raise":
             self._gather(part, stage, iteration)
             raise ZeroDivisionError("as rehearsed")
+        if order == "refuse":
+            raise UserError("a row is too long; write trainer.max_tokens_per_device=64")
         if order == "die":
             os._exit(3)
         return super().execute(part, stage, iteration, key)

@@ -1,0 +1,41 @@
+"""Clip-Cov and KL-Cov as flows: which tokens vary most with their advantage is found over the batch, and the loss is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from braidrl.observe.metrics import read_metrics
+from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.runtimes.run import train
+from tests.recipes.tiny import make_config, write_data, write_decoder
+
+FLOW = """
+flow: {name}
+stages:
+- {{role: actor, type: generate}}
+- {{role: reward, type: verify}}
+- {{type: advantage.group_centered}}
+- {{type: shape.covariance}}
+- {{type: shape.highest_covariance, params: {{fraction: 0.2}}}}
+- {{role: actor, type: update, params: {{loss: {{name: {name}}}}}}}
+"""
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_the_tokens_of_highest_covariance_reach_the_loss(name: str, tmp_path: Path) -> None:
+    write_decoder(tmp_path / "model")
+    write_data(tmp_path)
+    (tmp_path / "flow.yaml").write_text(FLOW.format(name=name))
+    run = train(make_config(tmp_path, str(tmp_path / "flow.yaml"), trainer__steps=1))
+    rows, line = read_rollouts(rollout_path(run, 1)), read_metrics(run)[0]
+    chosen = rows["high_covariance"].values > 0
+    assert 0 < float(chosen.float().mean()) <= 0.35
+    log_probs = rows["rollout_log_probs"]
+    spread = log_probs.spread(rows["advantage"])
+    covariance = (log_probs.values - log_probs.values.mean()) * (spread - spread.mean())
+    assert torch.allclose(covariance, rows["covariance"].values, atol=1e-4)
+    assert float(covariance[chosen].min()) >= float(covariance[~chosen].max()) * 0.99
+    assert line["actor/covariance_fraction"] == pytest.approx(float(chosen.float().mean()), abs=1e-6)

@@ -1,0 +1,19 @@
+"""`braid eval` under hybrid: only the role that generates is started, whatever the placement names."""
+
+from __future__ import annotations
+
+from braidrl.runtimes.run import evaluate_model
+from tests.runtimes.hybrid.warm import WarmCluster
+from tests.tiny import Workshop
+
+
+def test_a_model_is_evaluated_as_under_eager_by_the_pool_that_generates(
+    workshop: Workshop, warm_cluster: WarmCluster
+) -> None:
+    settings = {
+        "flow": "grpo", "data": {"train": str(workshop.data), "eval": {"held_out": str(workshop.data)}},
+        "evaluation": {"samples": 2, "max_prompts": 4}, "dtype": "float64",
+    }  # fmt: skip
+    placement = [["actor"], ["reference"]]
+    hybrid = workshop.config("hybrid", **settings, runtime="hybrid", placement=placement, workers=2)
+    assert evaluate_model(hybrid) == evaluate_model(workshop.config("eager", **settings))

@@ -1,0 +1,60 @@
+"""The studies at their full size, and what they must show. Runs that are done already are not repeated."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.tiny import ARITHMETIC, ROOT, load_module
+
+pytestmark = pytest.mark.soak
+
+
+@pytest.fixture(scope="module")
+def studies() -> ModuleType:
+    for name in ("task", "curves"):
+        load_module(ARITHMETIC / f"{name}.py")
+    return load_module(ARITHMETIC / "studies.py")
+
+
+@pytest.fixture(scope="module")
+def study(studies: ModuleType) -> Any:
+    return studies.Study(ROOT / "build" / "studies", ROOT / "docs" / "results")
+
+
+def test_a_reward_model_tells_pairs_apart_and_ppo_with_it_raises_the_true_score(
+    studies: ModuleType, study: Any
+) -> None:
+    found = studies.reward_model(study)
+    assert found["pair accuracy"] >= 0.9
+    assert found["score after"] > found["score before"] + 0.1
+
+
+def test_safe_rlhf_keeps_a_limit_that_reward_alone_breaks(studies: ModuleType, study: Any) -> None:
+    found = studies.safe_rlhf(study)
+    assert found["cost"] < found["limit"] < found["cost without a constraint"]
+    assert found["reward after"] > found["reward before"]
+    assert found["spread of the multiplier"] < 0.1
+
+
+def test_every_recipe_learns_sums_from_the_same_start(studies: ModuleType, study: Any) -> None:
+    found = studies.algorithms(study)
+    for name in studies.RECIPES:
+        assert found[name] > found["start"] + 0.05, name
+
+
+def test_the_ablation_has_a_row_for_each_technique(studies: ModuleType, study: Any) -> None:
+    found = studies.ablation(study)
+    assert list(found) == [name for name, _ in studies.ADDED]
+    assert max(found.values()) > 0.3
+
+
+def test_studies_are_quick_when_asked(studies: ModuleType, tmp_path: Path) -> None:
+    quick = studies.Study(tmp_path / "runs", tmp_path / "pages", quick=True)
+    found = studies.safe_rlhf(quick)
+    assert found["cost"] > 0 and (tmp_path / "pages" / "safe-rlhf.md").is_file()
+    assert "task" in sys.modules
