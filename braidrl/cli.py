@@ -53,9 +53,12 @@ def train(
 def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Evaluate a model, or a checkpoint given as model=, on the sets under data.eval."""
     from braidrl.config import load_config
+    from braidrl.runtimes.launch import speaks
     from braidrl.runtimes.run import evaluate_model
 
-    for name, value in evaluate_model(load_config(*split_config(config, overrides))).items():
+    # Whatever trained the model: any flow that generates and verifies evaluates it.
+    metrics = evaluate_model(load_config(*split_config(config, overrides), flow="grpo"))
+    for name, value in metrics.items() if speaks() else ():
         typer.echo(f"{name}\t{value:.4f}")
 
 

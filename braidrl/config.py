@@ -232,6 +232,29 @@ class EvaluationConfig(Section):
     """The first so many prompts of each set; all by default."""
 
 
+class StreamingConfig(Section):
+    """How the streaming runtime spreads work; nothing here changes the result of a run without staleness."""
+
+    workers: dict[str, int] = {}
+    """Processes of a worker group, 1 where not named: `actor.generate`, `compute`, and each role that infers or trains."""
+    dispatch_rows: int = Field(16, ge=1)
+    """The most rows that a worker takes at once: fewer spread work sooner, more ask the queue less often."""
+    weights: Literal["end", "delayed"] = "end"
+    """An engine takes new weights when it has finished the rows that it has. With `delayed` it receives them while it goes on
+    generating, and all engines load them together when the batch's generation is over."""
+    lease_s: float = Field(600.0, gt=0)
+    """Seconds without progress after which a worker's rows are given to another."""
+    wait_s: float = Field(5.0, gt=0)
+    """Seconds after which a worker that has found nothing to do asks again."""
+
+    @field_validator("workers")
+    @classmethod
+    def _positive(cls, value: dict[str, int]) -> dict[str, int]:
+        if any(count < 1 for count in value.values()):
+            raise ValueError("a worker group has at least one process")
+        return value
+
+
 class RoleConfig(Section):
     """Settings of one role that differ from the run's."""
 
@@ -305,6 +328,8 @@ class Config(Section):
     """Processes of each pool, where the placement does not say; the ranks of `runtime: distributed`."""
     cluster: ClusterConfig = ClusterConfig()
     """Where and how long to wait for workers."""
+    streaming: StreamingConfig = StreamingConfig()
+    """Worker groups, queue and weights of `runtime: streaming`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the CUDA device where there is one."""
     dtype: DType = "float32"
@@ -352,8 +377,11 @@ def short_placement(value: Any) -> Any:
     return value
 
 
-def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
-    """Reads YAML, applies dotted `key=value` overrides, checks every key. Raises UserError with one line."""
+def load_config(path: Path | str | None, overrides: Sequence[str] = (), **defaults: Any) -> Config:
+    """Reads YAML, applies dotted `key=value` overrides, checks every key; `defaults` fill keys that nobody set.
+
+    Raises UserError with one line.
+    """
     tree: Any = {}
     if path is not None:
         path = Path(path)
@@ -367,7 +395,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Confi
             raise UserError(f"{path} must hold keys and values, as in `flow: dapo`")
     for override in overrides:
         apply_override(tree, override)
-    return parse_config(tree)
+    return parse_config({**defaults, **tree})
 
 
 def parse_config(tree: dict[str, Any]) -> Config:

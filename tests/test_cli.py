@@ -73,6 +73,12 @@ def test_eval_measures_a_model_and_a_checkpoint(workshop: Workshop, braid: Any) 
         assert 0 <= float(values["eval/test/avg@4"]) <= float(values["eval/test/pass@4"]) <= 1
 
 
+def test_eval_needs_no_more_than_a_model_a_set_and_a_verifier(workshop: Workshop, braid: Any) -> None:
+    arguments = (f"model={workshop.model}", f"data.eval.sums={workshop.data}", "reward.verify=gsm8k")
+    out, _ = braid("eval", *arguments, "evaluation.max_prompts=2", "rollout.max_response_tokens=4", "threads=1")
+    assert "eval/sums/avg@8\t" in out
+
+
 def test_flow_shows_text_yaml_and_a_drawing(workshop: Workshop, braid: Any) -> None:
     out, _ = braid("flow", "dapo", "overlong_cache=16")
     assert "actor.generate" in out and "reward.verify" in out and "informative_groups" in out

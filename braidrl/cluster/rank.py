@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from braidrl.cluster.processes import Failure, failure_message
 from braidrl.cluster.world import LostPeers, World, join
@@ -74,7 +74,7 @@ def end_with(connection: Connection) -> None:
     end_at_once()
 
 
-def end_at_once(status: int = FAILED) -> None:
+def end_at_once(status: int = FAILED) -> NoReturn:
     """Ends without waiting for other ranks, which may be stuck, or for threads of libraries; what this one started ends first."""
     try:
         for call in at_end:

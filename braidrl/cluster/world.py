@@ -172,7 +172,7 @@ def join(limit_s: float, cuda: bool) -> World:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     store, rank, size = next(rendezvous("env://", timeout=limit))
-    backend = "cpu:gloo,cuda:nccl" if cuda else "cpu:gloo"
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     group = dist.group.WORLD
     assert group is not None

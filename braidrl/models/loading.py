@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from braidrl.errors import UserError
 from braidrl.models.attention import ATTENTION
@@ -93,6 +94,9 @@ def _whole_model_folder(path: str | Path) -> Path:
 
 def _load(auto: Any, folder: Path, config: Any, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
     """The model and the names of the weights that the folder does not have."""
+    # Transformers prints a table of missing weights; the caller says in one line which of them matter.
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         model, loaded = auto.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=ATTENTION,
@@ -100,6 +104,8 @@ def _load(auto: Any, folder: Path, config: Any, dtype: torch.dtype) -> tuple[Pre
         )  # fmt: skip
     except (ValueError, OSError, RuntimeError) as error:
         raise UserError(f"model: {folder} cannot be loaded: {_first_line(error)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
     return model, sorted(loaded["missing_keys"])
 
 

@@ -79,6 +79,11 @@ class Objective:
         """True where the loss compares the rows of a group, which then share a micro-batch."""
         return self.loss.needs.whole_groups
 
+    @property
+    def needs_group_tokens(self) -> bool:
+        """True if a row's loss depends on how many tokens its whole group has in the optimizer step."""
+        return "group_tokens" in entry_of(registry.aggregations, self.aggregate).reads
+
     def sums(
         self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

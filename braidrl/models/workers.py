@@ -10,7 +10,12 @@ from braidrl.models.scalar_worker import ScalarWorker
 from braidrl.models.worker import DecoderWorker
 
 
-def make_worker(role: str, config: Config, flow: Flow, ranks: DataParallel | None = None) -> RoleWorker:
-    """The role's worker: with an optimizer where the flow trains it, with a scalar head where it gives values or scores."""
+def make_worker(
+    role: str, config: Config, flow: Flow, ranks: DataParallel | None = None, training: bool = True
+) -> RoleWorker:
+    """The role's worker: with a scalar head where it gives values or scores, with an optimizer where the flow trains it.
+
+    Without `training` it is a copy whose weights come from elsewhere.
+    """
     kind = ScalarWorker if role in flow.scalar_roles else DecoderWorker
-    return kind(role, config, role in flow.trained_roles, ranks)
+    return kind(role, config, training and role in flow.trained_roles, ranks)

@@ -62,7 +62,8 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
     responses = config.rollout.max_response_tokens
     trained = longest(train, responses if generates else 0)
     if any("environment" in stage.params for stage in flow.stages):
-        trained = max(trained, config.max_sequence_tokens)
+        # where none is set, generation ends a sequence at the model's own limit
+        trained = max(trained, config.rollout.max_sequence_tokens or 0)
     limit = config.trainer.max_tokens_per_device
     if trained > limit:
         raise UserError(

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from braidrl.cluster.rank import at_end
 from braidrl.cluster.ray_cluster import import_ray
 from braidrl.cluster.world import World
+from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.errors import UserError
+from braidrl.flow import Flow
+from braidrl.flow.waves import Sampling
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
 from braidrl.runtimes.distributed import DistributedCrew
 from braidrl.runtimes.eager import EagerCrew
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
-from braidrl.runtimes.iteration import Crew
+from braidrl.runtimes.iteration import Crew, RunCrew, Walk
 from braidrl.runtimes.launch import generating_ranks
 from braidrl.runtimes.setup import Prepared
+from braidrl.runtimes.streaming.groups import check_streaming
+from braidrl.runtimes.streaming.program import StreamingProgram
 
 
 def start_crew(
@@ -28,14 +33,20 @@ def start_crew(
     folder: Path | None = None,
     world: World | None = None,
     interrupts: Interrupts | None = None,
-) -> Crew[Any]:
+) -> RunCrew[Any]:
     """The crew of `config.runtime`; without a `loader` it only evaluates. `folder` is the run's, for what workers write.
     `world` are the ranks of a distributed run, which end by `interrupts` together.
 
     Raises UserError where the runtime cannot do what is asked of it.
     """
     runtime = prepared.config.runtime
-    if runtime == "eager":
+    some_generate = [role for role, own in prepared.config.roles.items() if own.generate_workers is not None]
+    if some_generate and runtime != "distributed":
+        raise UserError(
+            f"roles.{some_generate[0]}.generate_workers is for runtime=distributed; remove it, or place roles by `placement`"
+        )
+    # Without training there is nothing to stream to.
+    if runtime == "eager" or (runtime == "streaming" and loader is None):
         return eager_crew(prepared, loader, progress, folder)
     if runtime == "hybrid":
         # Imported here: Ray is an extra, and importing it takes a second.
@@ -46,7 +57,28 @@ def start_crew(
     if runtime == "distributed":
         assert world is not None and isinstance(interrupts, AgreedInterrupts), "a rank is started by in_ranks"
         return distributed_crew(prepared, loader, progress, folder, world, interrupts)
-    raise UserError(f"this version cannot run runtime={runtime}; write runtime=eager, hybrid or distributed")
+    if loader is None or folder is None:
+        raise UserError(
+            "runtime=streaming has no order in which a session could call stages; write runtime=eager or hybrid"
+        )
+    return StreamingProgram(prepared, loader, folder)
+
+
+def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool) -> None:
+    """Raises UserError, before anything is made, for what the runtime cannot run; a replay does not generate."""
+    trainer = config.trainer
+    Sampling(trainer.prompts_per_step, 1, trainer.surplus, trainer.max_staleness)
+    if config.runtime == "streaming":
+        check_streaming(config, flow)
+        if not (generates and trains):
+            raise UserError("runtime=streaming generates and trains; to record or replay rollouts write runtime=eager")
+
+
+def walk_with(crew: RunCrew[Any], config: Config, flow: Flow, epoch_groups: int) -> Walk[Any] | StreamingProgram:
+    """Who goes through the iterations: the walk in serial order, or the stream, which has no order of its own."""
+    if isinstance(crew, StreamingProgram):
+        return crew
+    return Walk(config, flow, cast(Crew[Any], crew), epoch_groups)
 
 
 def eager_crew(

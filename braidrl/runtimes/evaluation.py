@@ -11,7 +11,7 @@ from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind
 from braidrl.flow.stages import make_stage
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.iteration import Crew
+from braidrl.runtimes.iteration import RunCrew
 from braidrl.runtimes.row_store import HeldOut
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def pair_metrics(name: str, index: Rows) -> dict[str, float]:
 
 
 def evaluated_sets(
-    crew: Crew[T], flow: Flow, names: Iterable[str], settings: EvaluationConfig, step: int
+    crew: RunCrew[T], flow: Flow, names: Iterable[str], settings: EvaluationConfig, step: int
 ) -> Iterator[tuple[str, T, dict[str, float]]]:
     """Each set's name, its rows and its metrics under the current weights."""
     for name in names:

@@ -55,22 +55,25 @@ class StageExecutor:
         progress: Progress,
         generating: Collection[str] = (),
         ranks: DataParallel | None = None,
+        training: bool = True,
     ) -> None:
-        """`generating` are the roles that need an engine; `ranks` the other processes that hold the same roles."""
+        """`generating` are the roles that need an engine; `ranks` the other processes that hold the same roles.
+
+        Without `training` even trained roles are copies without an optimizer, whose weights come from elsewhere.
+        """
         self.config, self.flow, self.tokenizer = config, flow, tokenizer
         self.rewards, self.progress = rewards, progress
-        self.workers: dict[str, RoleWorker] = {role: make_worker(role, config, flow, ranks) for role in roles}
+        self.workers: dict[str, RoleWorker] = {role: make_worker(role, config, flow, ranks, training) for role in roles}
         self.engines = {role: self._engine(role) for role in roles if role in generating}
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
         self.pending: dict[str, list[tuple[Rows, Pending]]] = {}
 
     def _engine(self, role: str) -> EmbeddedEngine:
         rollout = self.config.rollout
-        dtype = DTYPES[rollout.dtype] if rollout.dtype else None
-        return EmbeddedEngine(
-            self.workers[role].model, self.tokenizer, rollout.slots, self.config.max_sequence_tokens,
-            seed=self.config.seed, dtype=dtype,
-        )  # fmt: skip
+        model, dtype = self.workers[role].model, DTYPES[rollout.dtype] if rollout.dtype else None
+        longest = self.config.max_sequence_tokens
+        longest = min(longest, getattr(model.config, "max_position_embeddings", None) or longest)
+        return EmbeddedEngine(model, self.tokenizer, rollout.slots, longest, seed=self.config.seed, dtype=dtype)
 
     def execute(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage] = ()) -> Mapping[str, Column]:
         """The columns that a generate, infer or compute stage writes, in the order of `rows`.
@@ -106,16 +109,12 @@ class StageExecutor:
 
     def _generate(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage]) -> Mapping[str, Column]:
         assert stage.role
-        engine, sampling = self.engines[stage.role], sampling_of(stage, self.config)
+        engine, requests = self.engines[stage.role], requests_of(stage, rows, self.config)
         place = {uid: i for i, uid in enumerate(rows.uids())}
         # The likeliest tokens of a prompt are the same for all of its samples: one of them is generated for all.
-        first = leaders(list(place)) if sampling.takes_likeliest else {uid: uid for uid in place}
-        prompts = rows["prompt"]
-        requests = [
-            Request(uid, prompts[i], sampling, str(stage.params.get("purpose", "train")), stage.name)
-            for uid, i in place.items()
-            if first[uid] == uid
-        ]
+        greedy = sampling_of(stage, self.config).takes_likeliest
+        first = leaders(list(place)) if greedy else {uid: uid for uid in place}
+        requests = [request for request in requests if first[request.uid] == request.uid]
         with self.progress.stage(stage.name, len(rows)) as bar:
             early = EarlyChecks(self, stage, rows, place, beside, bar)
             done = {finished.uid: finished for finished in engine.generate(requests, early.add)}
@@ -124,6 +123,10 @@ class StageExecutor:
                 if copy.uid not in done:
                     early.add(copy)
             early.flush()
+        return self.generated(stage, rows, finished, sums)
+
+    def generated(self, stage: Stage, rows: Rows, finished: Sequence[Finished], sums: Sums) -> Mapping[str, Column]:
+        """The columns that a generate stage writes, in the order of `rows`."""
         into = stage.params.get("into")
         if into is None:
             self._count_reflections(finished, sums)
@@ -300,6 +303,12 @@ def checked_beside(flow: Flow, stage: Stage) -> list[Stage]:
         and any(c.writer == stage.name for c in flow.inputs[later.name])
         and all(c.writer in (stage.name, "admission") for c in flow.inputs[later.name])
     ]
+
+
+def requests_of(stage: Stage, rows: Rows, config: Config) -> list[Request]:
+    """What a generate stage asks of its engine, one request per row."""
+    sampling, purpose, prompts = sampling_of(stage, config), str(stage.params.get("purpose", "train")), rows["prompt"]
+    return [Request(uid, prompts[i], sampling, purpose, stage.name) for i, uid in enumerate(rows.uids())]
 
 
 def sampling_of(stage: Stage, config: Config) -> Sampling:

@@ -16,6 +16,8 @@ class Interrupts:
     def __init__(self) -> None:
         self._holds = 0
         self._waiting = False
+        self.torn = False
+        """True once a second signal broke into a hold: weights may be half changed and must not be saved."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -46,6 +48,7 @@ class Interrupts:
         if self._holds and not self._waiting:
             self._waiting = True
             return
+        self.torn = self._holds > 0
         raise KeyboardInterrupt
 
 
@@ -92,6 +95,7 @@ class AgreedInterrupts(Interrupts):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._first is not None and now - self._first > self.REPEATED_S:
+            self.torn = self._holds > 0
             raise KeyboardInterrupt
         if self._first is None:
             self._first, self._waiting = now, True

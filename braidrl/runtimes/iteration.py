@@ -16,6 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from braidrl.config import Config
+from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.updates import update_plan
@@ -25,34 +26,21 @@ from braidrl.runtimes.row_store import Origin
 from braidrl.runtimes.stage_state import State, initial_states, next_state, with_state
 
 T = TypeVar("T")
+Position = tuple[dict[str, Any], dict[str, Any], list[Any], dict[str, State]]
+"""What a checkpoint holds beside the weights: the states of loader and selection, tables of surplus rows, states of stages."""
 
 
-class Crew(Protocol[T]):
-    """Who does the work under a runtime. T is its table: the rows themselves, or handles to where they are."""
+class RunCrew(Protocol[T]):
+    """What a run asks of whoever does the work, beside its iterations: evaluation, records, checkpoints.
 
-    def admit(self, groups: int) -> T:
-        """The next prompts as rows, one per sample."""
+    T is the crew's table: the rows themselves, or handles to where they are.
+    """
 
     def run(self, stage: Stage, table: T, iteration: int, sums: Sums) -> T:
         """The table with the columns that a generate, infer or compute stage writes."""
 
-    def totals(self, stage: Stage, table: T) -> dict[str, float]:
-        """What the stage's state follows, summed over all rows."""
-
-    def select(self, stage: Stage, table: T) -> dict[int, str]:
-        """The groups that a select stage drops, with its reason."""
-
-    def train(self, stage: Stage, table: T, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
-        """One optimizer step for each list of row positions."""
-
     def index(self, table: T) -> Rows:
         """The table's index columns, in the order of its rows."""
-
-    def take(self, table: T, positions: Sequence[int]) -> T:
-        """The named rows, in the order given."""
-
-    def cat(self, tables: Sequence[T]) -> T:
-        """The rows of all tables."""
 
     def bring(self, origin: Origin) -> T:
         """A table of rows that exist elsewhere: a held-out set, a recording, what a checkpoint kept."""
@@ -63,9 +51,6 @@ class Crew(Protocol[T]):
     def keep(self, path: Path, table: T) -> None:
         """Writes rows with all their columns into a checkpoint."""
 
-    def publish(self, version: int) -> None:
-        """Makes the trained weights those that the next rows are generated with. All training is done when it returns."""
-
     def save(self, folder: Path) -> None:
         """Every trained role into a folder of its own."""
 
@@ -74,6 +59,31 @@ class Crew(Protocol[T]):
 
     def close(self) -> None:
         """Ends what was started; may be called after a failure."""
+
+
+class Crew(RunCrew[T], Protocol[T]):
+    """Who does the work under a runtime that walks the flow in serial order."""
+
+    def totals(self, stage: Stage, table: T) -> dict[str, float]:
+        """What the stage's state follows, summed over all rows."""
+
+    def admit(self, groups: int) -> T:
+        """The next prompts as rows, one per sample."""
+
+    def select(self, stage: Stage, table: T) -> dict[int, str]:
+        """The groups that a select stage drops, with its reason."""
+
+    def train(self, stage: Stage, table: T, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
+        """One optimizer step for each list of row positions."""
+
+    def take(self, table: T, positions: Sequence[int]) -> T:
+        """The named rows, in the order given."""
+
+    def cat(self, tables: Sequence[T]) -> T:
+        """The rows of all tables."""
+
+    def publish(self, version: int) -> None:
+        """Makes the trained weights those that the next rows are generated with. All training is done when it returns."""
 
 
 @dataclass
@@ -139,6 +149,10 @@ class Walk(Generic[T]):
             # Nothing is selected: all that was generated is in the batch, with the scores that came after it.
             result.generated = result.batch
         return result
+
+    def position(self, loader: PromptLoader) -> Position:
+        """Where a run resumes from after the last iteration."""
+        return loader.state(), self.sampling.state(), list(self.surplus), dict(self.states)
 
     def run_with_state(self, stage: Stage, table: T, iteration: int, sums: Sums) -> tuple[T, State]:
         """The table with the stage's columns, and the stage's state for the next iteration; empty for most stages."""

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from braidrl.cluster.processes import run_ranks
-from braidrl.cluster.rank import entry_of
+from braidrl.cluster.rank import end_at_once, entry_of, failure_of
 from braidrl.cluster.world import LostPeers, join
-from braidrl.config import Config
-from braidrl.errors import UserError
+from braidrl.config import Config, PlacementConfig
+from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Flow, Kind
+from braidrl.flow.waves import Sampling
 from braidrl.models.role_worker import choose_device
 from braidrl.runtimes.building import build_flow
 
@@ -39,23 +40,38 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
 
 
 def joined(config: Config, entry: str, task: dict[str, Any]) -> Any:
-    """This process is a rank already; a rank that only noticed another's failure says so in one line."""
+    """This process is a rank already: it does its part, and has rank 0's result as all others have.
+
+    Raises WorkerError for a failure of its own; a rank that only noticed another's says so in one line and ends.
+    """
     world = join(config.cluster.wait_limit_s, task["cuda"])
     try:
-        result = entry_of(entry)(world, task)
-        world.gather("the end of the run", b"")
-        return result
+        result = world.share("the end of the run", entry_of(entry)(world, task))
+    except (UserError, KeyboardInterrupt):
+        raise
     except LostPeers as error:
-        print(f"braid: rank {world.rank}: {error}", file=sys.stderr)
-        # The process group of ranks that are gone cannot be left in order.
-        sys.stderr.flush()
-        os._exit(1)
-    finally:
-        world.close()
+        print(f"braid: rank {world.rank}: {error}", file=sys.stderr, flush=True)
+        # Other ranks may be stuck: the process group cannot be left in order.
+        end_at_once()
+    except Exception as error:
+        raise WorkerError(failure_of(world, error).message) from error
+    world.close()
+    return result
+
+
+def speaks() -> bool:
+    """True for the one process of those that `torchrun` has started whose words are meant for the user."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def check_ranks(config: Config, flow: Flow, size: int) -> None:
     """Raises UserError where roles or devices do not fit `size` ranks."""
+    if config.placement != PlacementConfig():
+        raise UserError(
+            "runtime=distributed keeps every role on every rank; write placement=colocate, or runtime=hybrid for pools"
+        )
+    # Asked now, and not when every rank has begun: whether surplus may be kept.
+    Sampling(config.trainer.prompts_per_step, 1, config.trainer.surplus, config.trainer.max_staleness)
     generating = {stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
     for role, own in config.roles.items():
         if own.generate_workers is None:

@@ -21,11 +21,11 @@ from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
-from braidrl.runtimes.crews import start_crew
+from braidrl.runtimes.crews import check_runtime, start_crew, walk_with
 from braidrl.runtimes.evaluation import evaluated_sets
 from braidrl.runtimes.folders import latest_checkpoint, new_run_folder
 from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
-from braidrl.runtimes.iteration import Crew, IterationResult, Walk
+from braidrl.runtimes.iteration import IterationResult, RunCrew
 from braidrl.runtimes.launch import in_ranks
 from braidrl.runtimes.row_store import Recording, Surplus
 from braidrl.runtimes.setup import prepare_together, set_up_torch
@@ -57,6 +57,7 @@ class TrainingRun:
         self.world = world or World()
         self.prepared = prepare_together(config, self.world)
         self.flow = self.prepared.flow
+        check_runtime(config, self.flow, generates=replay is None, trains=not rollout_only)
         self.folder = resume or Path(self.world.from_first("run folder", lambda: str(new_run_folder(config))))
         self.progress = Progress(config.trainer.steps) if self.world.first else silent_progress()
         self.progress.print(str(self.folder))
@@ -67,11 +68,11 @@ class TrainingRun:
         self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
         self.step = self.version = 0
         self.saved_step: int | None = None
-        self.crew: Crew[Any] = start_crew(
+        self.crew: RunCrew[Any] = start_crew(
             self.prepared, self.loader, self.progress, self.folder, self.world, self.interrupts
         )
         try:
-            self.walk: Walk[Any] = Walk(config, self.flow, self.crew, self.loader.epoch_size)
+            self.walk = walk_with(self.crew, config, self.flow, self.loader.epoch_size)
             checkpoint = latest_checkpoint(resume) if resume else None
             if checkpoint is not None:
                 self._restore(load_checkpoint(checkpoint))
@@ -104,8 +105,9 @@ class TrainingRun:
                         self._save(self._snapshot())
                 self._save(self._snapshot())
             except KeyboardInterrupt:
-                self._save(snapshot if snapshot.step == self.step else self._snapshot())
-                self.progress.print(f"saved step {self.step}; go on with: braid train --resume {self.folder}")
+                if not self.interrupts.torn:
+                    self._save(snapshot if snapshot.step == self.step else self._snapshot())
+                    self.progress.print(f"saved step {self.step}; go on with: braid train --resume {self.folder}")
                 raise
         if self.world.first:
             self.progress.print(f"report: {write_report(self.folder)}")
@@ -170,9 +172,7 @@ class TrainingRun:
 
     def _snapshot(self) -> RunState:
         """What a resumed run needs beside the weights, as of the last complete step."""
-        sampling = self.walk.sampling.state()
-        surplus, states = list(self.walk.surplus), dict(self.walk.states)
-        return RunState(self.step, self.version, self.loader.state(), sampling, surplus, states)
+        return RunState(self.step, self.version, *self.walk.position(self.loader))
 
     def _save(self, state: RunState) -> None:
         if self.saved_step == state.step:

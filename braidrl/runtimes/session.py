@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
@@ -43,7 +43,7 @@ class Session:
         set_up_torch(config)
         self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
         self.progress = Progress()
-        self.crew: Crew[Any] = start_crew(self.prepared, self.loader, self.progress)
+        self.crew = cast(Crew[Any], start_crew(self.prepared, self.loader, self.progress))
         self.walk: Walk[Any] = Walk(config, self.prepared.flow, self.crew, self.loader.epoch_size)
         self.iteration = self.version = 0
         self.sums = Sums()

@@ -69,13 +69,16 @@ class Prepared:
         checks = [s for s in (*self.flow.stages, *evaluated) if s.type == "verify"]
         if not checks:
             return None
-        scores = checks[0].params
-        sources = [*self.config.data.train, *self.config.data.eval.values()]
-        own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
-        names = {i: source.path.stem for i, source in enumerate(sources)}
-        return RuleRewards(
-            self.config.reward, own, scores["correct_score"], scores["wrong_score"], self.tokenizer, names
-        )
+        return rule_rewards(self.config, self.flow, self.evaluation, self.tokenizer)
+
+
+def rule_rewards(config: Config, flow: Flow, evaluation: Flow, tokenizer: PreTrainedTokenizerBase) -> RuleRewards:
+    """The verifiers of a run with the scores that its flows give. Its processes start when something is first checked."""
+    scores = next(s for s in (*flow.stages, *evaluation.stages) if s.type == "verify").params
+    sources = [*config.data.train, *config.data.eval.values()]
+    own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
+    names = {i: source.path.stem for i, source in enumerate(sources)}
+    return RuleRewards(config.reward, own, scores["correct_score"], scores["wrong_score"], tokenizer, names)
 
 
 def prepare_together(config: Config, world: World, train: bool = True) -> Prepared:

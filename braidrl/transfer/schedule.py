@@ -9,7 +9,7 @@ The runtime and the simulator drive the same object; time is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from braidrl.flow.flow import Flow, is_optimized
@@ -17,7 +17,7 @@ from braidrl.flow.readiness import Consumer, Progress, Uid, weights_wait_for
 from braidrl.flow.sizes import Sizes, Update
 from braidrl.flow.stage import Kind, Scope, Stage
 from braidrl.flow.versions import admissible, check_staleness, trained_on
-from braidrl.flow.waves import Outcome, Verdict
+from braidrl.flow.waves import Outcome, Sampling, Verdict
 from braidrl.transfer.leases import Lease, Leases
 
 
@@ -51,6 +51,19 @@ class StreamSchedule:
         self.published = self.opened = 0
         self.is_open = False
         self.max_staleness_seen = 0
+
+    def resume(self, done: int, sampling: Sampling, surplus: Mapping[Uid, int]) -> None:
+        """Goes on after `done` iterations, with the selection's state and the versions of surplus rows that wait."""
+        self.published = self.opened = done
+        self.trained = dict.fromkeys(self.trained, done)
+        self.sampling = sampling
+        self.progress.admit(list(surplus))
+        for stage in self.flow.sampling_segment:
+            self.progress.skip(stage.name, list(surplus))
+        for uid, version in surplus.items():
+            self.rows_of.setdefault(uid[1], []).append(uid)
+            self.iteration_of[uid[1]] = done
+            self.versions[uid] = version
 
     # Admission
 
@@ -101,9 +114,26 @@ class StreamSchedule:
 
     # Work
 
-    def take(self, stage: str, holder: str, now: float, seconds: float, most: int) -> Lease | None:
-        """Leases up to `most` ready rows to a holder for so many seconds (whole groups and batches by scope), or None."""
-        consumer, rows = self._rows_for(self.flow[stage], most)
+    def take(
+        self,
+        stage: str,
+        holder: str,
+        now: float,
+        seconds: float,
+        most: int,
+        whole_update: bool = False,
+        engine_version: int | None = None,
+    ) -> Lease | None:
+        """Leases up to `most` ready rows to a holder for so many seconds (whole groups and batches by scope), or None.
+
+        With `whole_update` a train stage gets all rows of its next optimizer step at once, as some losses need them. An engine
+        whose version lags behind (`engine_version`) gets no rows that would be too old when they are trained.
+        """
+        consumer, rows = self._rows_for(self.flow[stage], most, whole_update)
+        if engine_version is not None and rows:
+            iteration = self.iteration_of[rows[0][1]]
+            if not admissible(iteration, engine_version, self.sizes.max_staleness):
+                return None
         if not rows:
             return None
         if self.flow[stage].kind is Kind.TRAIN:
@@ -188,7 +218,7 @@ class StreamSchedule:
             return self.trained[name] >= batch.iteration or name not in batch.updates
         return self.progress.is_written(name, batch.uids)
 
-    def _rows_for(self, stage: Stage, most: int) -> tuple[Consumer, list[Uid]]:
+    def _rows_for(self, stage: Stage, most: int, whole_update: bool) -> tuple[Consumer, list[Uid]]:
         consumer = Consumer(stage.name)
         if stage.kind is Kind.TRAIN:
             batch = self.batches.get(self.published + 1)
@@ -196,7 +226,10 @@ class StreamSchedule:
                 return consumer, []
             update = batch.updates[stage.name][0]
             consumer = Consumer(stage.name, update.epoch)
-            return consumer, self.progress.ready(consumer, update.rows)[:most]
+            ready = self.progress.ready(consumer, update.rows)
+            if whole_update:
+                return consumer, ready if len(ready) == len(update.rows) else []
+            return consumer, ready[:most]
         if stage.scope is Scope.BATCH:
             portions = (self.progress.ready(consumer, batch.uids) for batch in self.batches.values())
             return consumer, next((rows for rows in portions if rows), [])

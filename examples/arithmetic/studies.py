@@ -32,6 +32,8 @@ HELD_OUT, TRAINED, DIGITS = 100, 2000, 2
 SCORE = "eval/held_out/avg@4"
 SEEDS = (0, 1, 2)
 STEPS = 24
+MARGIN = 0.1
+"""The multiplier settles where the mean cost equals its limit; so much below the one to be kept, noise does not break it."""
 
 Lines = list[dict[str, Any]]
 Tree = dict[str, Any]
@@ -196,7 +198,7 @@ def safe_rlhf(study: Study) -> None:
     lines: dict[str, Lines] = {}
     for name, rate, first in (("Safe-RLHF", 0.005, 0.5), ("no constraint", 0.0, 0.0)):
         algorithm = {
-            **common, "cost": f"{functions}:length_cost", "cost_limit": limit,
+            **common, "cost": f"{functions}:length_cost", "cost_limit": limit - MARGIN,
             "multiplier": first, "multiplier_learning_rate": rate,
         }  # fmt: skip
         run = study.run(f"safe-rlhf-{'with' if rate else 'without'}", {
@@ -211,7 +213,8 @@ def safe_rlhf(study: Study) -> None:
     multiplier = "advantage.safe_rlhf/multiplier"
     text = (
         "# Safe-RLHF\n\nThe reward is 4·√(sevens in the response), the cost is the response's length in tokens, and the limit is a "
-        f"mean cost of {limit:g}; responses may have 16 tokens. The best response for the reward alone has 16.\n\n"
+        f"mean cost of {limit:g}; responses may have 16 tokens. The best response for the reward alone has 16. The multiplier settles where the "
+        f"mean cost equals its limit, so it is given one {MARGIN:g} lower.\n\n"
         + table(
             ["", "reward, first step", "reward, last quarter", "cost, last quarter", "multiplier, last quarter"],
             [

@@ -68,6 +68,78 @@ def test_ppo_has_eight_stages_and_three_models_that_infer_at_the_same_time():
     assert by_rules["critic.update"].when.includes(1)
 
 
+def test_safe_rlhf_adds_five_stages_to_ppo_and_its_text_comes_from_a_second_source():
+    safe, plain = load_flow("safe_rlhf", {"ptx_coef": 0.5}), load_flow("ppo")
+    added = set(names(safe)) - set(names(plain)) - {"shape.safe_rlhf_kl_penalty"}
+    assert added == {
+        "cost.score", "cost_critic.values", "advantage.cost_gae", "advantage.safe_rlhf", "cost_critic.update",
+    }  # fmt: skip
+    assert len(safe.stages) == len(plain.stages) + 5
+    assert safe.needs_from_data() == ("ptx_tokens",)
+    assert safe["advantage.safe_rlhf"].state == {"multiplier": 1.0}
+    assert set(safe.scalar_roles) == {"reward", "cost", "critic", "cost_critic"}
+    assert set(safe["cost_critic.update"].reads) >= {"cost_values", "cost_returns"}
+
+
+def test_remax_is_ppo_without_the_critic_and_one_greedy_generate():
+    remax, ppo = names(load_flow("remax", {"reward": "score"})), names(load_flow("ppo"))
+    assert set(ppo) - set(remax) == {"critic.values", "critic.update", "shape.kl_penalty", "advantage.gae"}
+    assert set(remax) - set(ppo) == {
+        "actor.generate.greedy", "reward.score.greedy", "shape.advantage_kl_penalty", "advantage.remax",
+    }  # fmt: skip
+    assert load_flow("remax")["actor.generate.greedy"].params == {"into": "greedy", "greedy": True}
+
+
+def test_what_differs_between_recipes_without_a_critic_is_a_value():
+    updates = {
+        name: load_flow(name, {}, RUN)["actor.update"].params for name in ("gspo", "cispo", "dr_grpo", "rloo", "maxrl")
+    }
+    assert updates["gspo"]["loss"] == {"name": "gspo", "low": 3e-4, "high": 4e-4}
+    assert updates["gspo"]["aggregate"] == "seq-mean-token-mean"
+    assert updates["cispo"]["loss"] == {"name": "cispo", "low": 1.0, "high": 4.0}
+    assert updates["dr_grpo"]["aggregate"] == {"name": "token-sum-norm", "max_tokens": 512}
+    assert updates["rloo"]["loss"] == {"name": "reinforce"}
+    assert "advantage.maxrl" in names(load_flow("maxrl"))
+    assert names(load_flow("reinforce_plus_plus", {"baseline": True, "kl_coef": 0.0}))[2:4] == [
+        "advantage.group_centered", "advantage.reinforce_plus_plus_baseline",
+    ]  # fmt: skip
+
+
+def test_vapo_warms_its_critic_up_and_imitates_right_answers():
+    flow = load_flow("vapo")
+    assert not flow["actor.update"].when.includes(50) and flow["actor.update"].when.includes(51)
+    assert flow["critic.update"].when.includes(1)
+    assert flow["actor.update"].params["positive_coef"] == 0.1 and "correct" in flow["actor.update"].reads
+    assert flow["advantage.decoupled_gae"].params == {"gamma": 1.0, "lam_critic": 1.0, "alpha": 0.05}
+
+
+def test_pairs_are_what_reward_models_and_dpo_train_on():
+    for name in ("reward_model", "dpo"):
+        flow = load_flow(name)
+        assert flow.trains_on_pairs and flow.needs_from_data() == ("response",)
+    assert not load_flow("sft").trains_on_pairs
+    assert load_flow("reward_model", {"role": "cost"}).trained_roles == ("cost",)
+
+
+def test_any_recipe_takes_several_rewards_each_with_its_weight():
+    for name in ("grpo", "dapo", "ppo", "rloo", "safe_rlhf"):
+        flow = load_flow(name, {"reward": {"verify": 1.0, "score": 0.5, "style": -1.0}}, RUN)
+        assert flow["reward.score"].params == {"weight": 0.5} and flow["style.score"].params == {"weight": -1.0}
+        assert "style_score" in flow["style.score"].writes
+        assert [c.writer for c in flow.inputs["style.score"] if c.name == "reward"] == ["reward.score"]
+        assert from_yaml(to_yaml(flow)) == flow
+
+
+def test_a_cost_by_rules_is_a_function_of_the_users(tmp_path):
+    path = tmp_path / "limits.py"
+    path.write_text(
+        "from braidrl.algorithms.registry import shapes\n\n"
+        "@shapes.register(writes=['cost'])\ndef too_long(action_tokens):\n    return action_tokens.float()\n"
+    )
+    flow = load_flow("safe_rlhf", {"cost": f"{path}:too_long"})
+    assert "too_long" in names(flow) and "cost" not in flow.roles
+
+
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("old", [None, "recompute", "rollout", "self"])
 def test_recipe_comes_back_from_its_yaml(name, old):
@@ -96,6 +168,23 @@ def test_yaml_flow_is_loaded_by_its_path(tmp_path):
 
 
 ERRORS = {
+    "loss with an aggregation it is not defined for": (
+        ("gspo", {"aggregate": "token-mean"}),
+        "actor.update: gspo is defined for aggregate seq-mean-token-mean, not token-mean",
+    ),
+    "advantage that counts successes without a verifier": (
+        ("maxrl", {"reward": "score"}),
+        "stage advantage.maxrl reads 'correct', which no earlier stage writes.",
+    ),
+    "no source of rewards": (("rloo", {"reward": {}}), "reward names no source; write one, as in `reward: verify`"),
+    "source that is no name": (("rloo", {"reward": "my model"}), "reward: 'my model' is no source; write verify, score, or"),
+    "multiplier below 0": (
+        ("safe_rlhf", {"multiplier": -1.0}),
+        "recipe safe_rlhf: multiplier: Input should be greater than or equal to 0, got -1.0",
+    ),
+    "weight of nothing": (("dpo", {"beta": 0.0}), "recipe dpo: beta: Input should be greater than 0, got 0.0"),
+    "cost that is no function": (("safe_rlhf", {"cost": "cheap"}), "no stage type is called 'cheap'."),
+    "target that cannot be": (("ppo", {"kl_target": 0.0}), "recipe ppo: kl_target: Input should be greater than 0, got 0.0"),
     "unknown recipe": (("grop", {}), "no recipe is called 'grop'. Did you mean 'grpo'?"),
     "unknown parameter": (("grpo", {"clip_hi": 0.2}), "recipe grpo: no parameter is called 'clip_hi'. Did you mean 'clip_high'?"),
     "out of range": (

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from braidrl.runtimes.run import TrainingRun
-from tests.invariants.traces import EVERY_STEP, Step, assert_same, run, trace
+from tests.invariants.traces import EVERY_STEP, Step, assert_same, merged, run, trace
 from tests.runtimes.hybrid.warm import WarmCluster
+from tests.runtimes.ranks import run_in_ranks
+from tests.runtimes.turns import PLAYED
 from tests.tiny import ROOT, Workshop
 
 FLOWS: dict[str, dict[str, Any]] = {
@@ -19,6 +21,10 @@ FLOWS: dict[str, dict[str, Any]] = {
     "ppo": {
         "flow": "ppo", "algorithm": {"reward": "verify", "whiten": True, "kl_target": 0.5},
         "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "epochs": 2, "learning_rate": 3e-3},
+    },
+    "episodes": {
+        "flow": "grpo", "rollout": {"max_response_tokens": 4, "environment": PLAYED},
+        "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3},
     },
     "diamond": {
         "flow": str(ROOT / "tests" / "runtimes" / "diamond.yaml"),
@@ -38,10 +44,16 @@ WORKERS = (1, 2, 4)
 # Every two of flow, placement and number of workers meet at least once, but for the largest standalone one.
 PAIRWISE = [
     ("grpo", "colocate", 2), ("grpo", "standalone", 2), ("ppo", "standalone", 1), ("ppo", "split", 2),
-    ("diamond", "standalone", 2),
+    ("diamond", "standalone", 2), ("episodes", "split", 2),
     ("dapo with refills", "colocate", 4), ("dapo with refills", "split", 2), ("dapo with surplus", "colocate", 2),
 ]  # fmt: skip
 EVERYTHING = list(itertools.product(FLOWS, PLACEMENTS, WORKERS))
+
+# Ranks, how many of them generate, and the flows that they run one after the other.
+WORLDS: list[tuple[int, int | None, list[str]]] = [
+    (2, None, ["grpo", "diamond", "dapo with surplus"]),
+    (4, 2, ["ppo", "dapo with refills"]),
+]
 
 Reference = Callable[[str], list[Step]]
 
@@ -88,6 +100,31 @@ def test_hybrid_does_what_eager_does_in_every_placement(
     workshop: Workshop, reference: Reference, warm_cluster: WarmCluster, flow: str, placement: str, workers: int
 ) -> None:
     test_hybrid_does_what_eager_does(workshop, reference, warm_cluster, flow, placement, workers)
+
+
+@pytest.mark.parametrize(("ranks", "generating", "flows"), WORLDS)
+def test_ranks_do_what_eager_does(
+    workshop: Workshop, reference: Reference, ranks: int, generating: int | None, flows: list[str]
+) -> None:
+    """All flows of a world on the same processes."""
+    roles = {"actor": {"generate_workers": generating}} if generating else {}
+    trees = [
+        workshop.tree(
+            f"flow-{number}", **merged(EVERY_STEP, FLOWS[flow]), runtime="distributed", workers=ranks, roles=roles
+        )
+        for number, flow in enumerate(flows)
+    ]
+    run_in_ranks(trees, ranks)
+    for number, flow in enumerate(flows):
+        assert_same(trace(workshop.folder / f"flow-{number}"), reference(flow))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("ranks", "generating"), [(1, None), (2, None), (4, None), (4, 2)])
+def test_ranks_do_what_eager_does_with_every_flow(
+    workshop: Workshop, reference: Reference, ranks: int, generating: int | None
+) -> None:
+    test_ranks_do_what_eager_does(workshop, reference, ranks, generating, list(FLOWS))
 
 
 def test_the_flows_do_what_they_are_here_for(reference: Reference) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,15 @@ class Step:
 
 def run(workshop: Workshop, name: str, **sections: Any) -> list[Step]:
     """Trains in float64 under whatever runtime `sections` names, and says what happened at each step."""
-    trainer = {**EVERY_STEP["trainer"], **sections.pop("trainer", {})}  # type: ignore[dict-item]
-    folder = workshop.run(name, **{**sections, "trainer": trainer, "dtype": "float64"})
-    return trace(folder)
+    return trace(workshop.run(name, **merged(EVERY_STEP, sections)))
+
+
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections of a configuration, the second laid over the first."""
+    result = dict(one)
+    for name, value in other.items():
+        result[name] = {**result.get(name, {}), **value} if isinstance(value, dict) else value
+    return result
 
 
 def trace(folder: Path) -> list[Step]:

@@ -1,4 +1,4 @@
-"""Ranks that nobody leads: the same result as in one process, whatever the number of ranks and of those that generate."""
+"""What travels between ranks: rows once, each rank's own, and nothing where rows can stay."""
 
 from __future__ import annotations
 
@@ -7,63 +7,48 @@ from typing import Any
 
 import pytest
 
-from braidrl.config import parse_config
-from braidrl.runtimes.run import train
-from tests.runtimes.ranks import CASES, assert_same_run, run_in_ranks, tree_of
+from braidrl.observe.metrics import read_metrics
+from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.observe.trace import read_trace
+from tests.invariants.traces import TOLERANCE, assert_same_weights, merged, weights
+from tests.recipes.tiny import write_data
+from tests.runtimes.ranks import run_in_ranks
 from tests.tiny import Workshop
 
-TWO_GENERATE = {"actor": {"generate_workers": 2}}
+ROWS = 16
+STEPS = 2
+# Two updates in a batch, so that each has to be balanced; and inference before it, which must not move rows a second time.
+DAPO: dict[str, Any] = {
+    "flow": "dapo", "algorithm": {"dynamic_sampling": False, "overlong_cache": 2}, "runtime": "distributed",
+    "trainer": {"steps": STEPS, "rows_per_update": 8},
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path], sums_file: Path) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("runs"), tiny_models["qwen3"], sums_file)
-
-
-@pytest.fixture(scope="module")
-def eager(shop: Workshop, tiny_models: dict[str, Path]) -> dict[str, Path]:
-    """Each case under eager."""
-    return {case: train(parse_config(tree_of(shop, case, f"{case}-eager", tiny_models["llama"]))) for case in CASES}
-
-
-def test_two_ranks_train_as_one_process_does(
-    shop: Workshop, eager: dict[str, Path], tiny_models: dict[str, Path]
+def test_rows_travel_once_to_the_rank_that_infers_and_trains_and_not_at_all_where_they_can_stay(
+    workshop: Workshop,
 ) -> None:
-    trees = [tree_of(shop, case, f"{case}-2", tiny_models["llama"], runtime="distributed", workers=2) for case in CASES]
-    run_in_ranks(trees, 2)
-    for case in CASES:
-        assert_same_run(eager[case], shop.folder / f"{case}-2")
+    away = workshop.tree("away", **DAPO, workers=3, roles={"actor": {"generate_workers": 1}})
+    # Twelve rows of like lengths in one update: a third for each rank, as they were generated.
+    stay = workshop.tree("stay", **merged(DAPO, {"trainer": {"rows_per_update": 12, "prompts_per_step": 3}}), workers=3)
+    moved, stayed = run_in_ranks([away, stay], 3)
+    first, *others = (count["rows"] for count in moved)
+    # Rank 0 generates every row; two thirds leave it, and for the recording it gets back what was added to them.
+    assert sum(others) == first and abs(sum(others) / (STEPS * ROWS) - 2 / 3) < 0.15
+    assert max(others) <= STEPS * ROWS * 0.45
+    assert [count["rows"] for count in stayed] == [count["bytes"] for count in stayed] == [0, 0, 0]
+    spans = read_trace(workshop.folder / "away")
+    assert {span.worker for span in spans} == {"rank-0", "rank-1", "rank-2"}
+    assert {span.worker for span in spans if span.stage == "actor.generate" and span.rows} == {"rank-0"}
+    assert len(read_rollouts(rollout_path(workshop.folder / "away", 1))) == ROWS
 
 
-def test_four_ranks_of_which_two_generate_train_as_one_process_does(
-    shop: Workshop, eager: dict[str, Path], tiny_models: dict[str, Path]
-) -> None:
-    trees = [
-        tree_of(shop, case, f"{case}-4", tiny_models["llama"], runtime="distributed", workers=4, roles=TWO_GENERATE)
-        for case in ("grpo", "dapo")
-    ]
-    counts = run_in_ranks(trees, 4)
-    for case in ("grpo", "dapo"):
-        assert_same_run(eager[case], shop.folder / f"{case}-4")
-    # Each row of DAPO travels once to the rank that infers and trains on it; to be recorded, what was added goes back.
-    first, second, third, fourth = (count["moved_rows"] for count in counts[1])
-    away = third + fourth
-    assert 0 < away <= 5 * 16 * 0.6 and abs(third - fourth) <= 5 and first + second <= away * 2
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_any_number_of_ranks_trains_as_one_process_does(
-    shop: Workshop, eager: dict[str, Path], tiny_models: dict[str, Path], ranks: int
-) -> None:
-    everywhere: list[dict[str, Any]] = [{}] if ranks < 4 else [{}, TWO_GENERATE]
-    trees = {f"{case}-{ranks}-{number}": (case, roles) for case in CASES for number, roles in enumerate(everywhere)}
-    run_in_ranks(
-        [
-            tree_of(shop, case, f"soak-{name}", tiny_models["llama"], runtime="distributed", workers=ranks, roles=roles)
-            for name, (case, roles) in trees.items()
-        ],
-        ranks,
-    )
-    for name, (case, _) in trees.items():
-        assert_same_run(eager[case], shop.folder / f"soak-{name}")
+def test_the_two_answers_of_a_preference_stay_on_one_rank(workshop: Workshop, tmp_path: Path) -> None:
+    data = {"train": str(write_data(tmp_path))}
+    dpo = {"flow": "dpo", "dtype": "float64", "data": data, "rollout": {"samples_per_prompt": 2}}
+    trainer = {"trainer": {"steps": 2, "prompts_per_step": 5, "checkpoint_every": 1}}
+    run_in_ranks([workshop.tree("ranks", **merged(dpo, trainer), runtime="distributed", workers=2)], 2)
+    ranks, alone = workshop.folder / "ranks", workshop.run("alone", **merged(dpo, trainer))
+    for ours, theirs in zip(read_metrics(ranks), read_metrics(alone), strict=True):
+        assert ours["loss/actor"] == pytest.approx(theirs["loss/actor"], abs=TOLERANCE)
+        assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], abs=TOLERANCE)
+    assert_same_weights(weights(ranks / "checkpoints" / "step-2"), weights(alone / "checkpoints" / "step-2"))

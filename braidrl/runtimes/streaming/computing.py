@@ -1,0 +1,40 @@
+"""The loop of a compute worker: verifiers, registered functions, selection."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from braidrl.flow import Kind, Scope
+from braidrl.runtimes.streaming.workplace import Workplace
+from braidrl.transfer.queue.client import Client, StreamLoader, Work
+from braidrl.transfer.queue.data_plane import Evicted
+
+
+def compute(place: Workplace, client: Client) -> None:
+    """Does what is ready until the run ends."""
+    settings = place.settings
+    place.progress.on_advance = lambda: client.renew(settings.lease_s / 3)
+    for work in StreamLoader(client, place.group.stages, settings.dispatch_rows, settings.wait_s):
+        if work.kind == "rows":
+            # Rows of a group that selection has dropped meanwhile are gone, and the lease with them.
+            with suppress(Evicted):
+                compute_rows(place, client, work)
+
+
+def compute_rows(place: Workplace, client: Client, work: Work) -> None:
+    """One lease: columns for its rows, or verdicts on its groups."""
+    stage, leases = place.stage(work.stage), [number for number, _ in work.leases]
+    if stage.kind is Kind.SELECT:
+        with place.busy(stage.name, work.iteration, work.index.uids()) as report:
+            dropped = place.executor.select(stage, work.index)
+            reasons = {group: dropped.get(group) for group in dict.fromkeys(work.index["group"].tolist())}
+        client.selected(stage.name, leases[0], reasons, report.plain())
+        return
+    with place.busy(stage.name, work.iteration, work.index.uids()) as report:
+        rows = work.rows()
+        if stage.scope is Scope.BATCH:
+            columns = place.executor.apply(stage, rows, place.executor.sums(stage, rows))
+        else:
+            columns = place.executor.execute(stage, rows, report.sums)
+        written = client.write(rows.uids(), columns)
+    client.done(stage.name, leases, [written], report.plain())

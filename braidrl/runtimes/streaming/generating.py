@@ -1,0 +1,170 @@
+"""The loop of a generation worker: rows join the engine as slots become free, and leave it one by one.
+
+take ──lease per row──▶ engine ──step──▶ finished rows ──▶ columns, acknowledged at once
+                           ▲
+                           └── new weights, all at once, when a batch's generation is over
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from contextlib import suppress
+
+from braidrl.data.rows import Rows
+from braidrl.rollout.requests import Finished
+from braidrl.runtimes.executor import requests_of
+from braidrl.runtimes.streaming.weights import WeightSource
+from braidrl.runtimes.streaming.workplace import Piece, Workplace
+from braidrl.transfer.queue.client import Client, Work
+from braidrl.transfer.queue.data_plane import Block, Evicted
+
+Uid = tuple[int, int, int]
+ASK_EVERY_S = 0.02
+"""How often a worker with free slots that is decoding asks for more rows."""
+LOOK_EVERY_S = 0.1
+"""How often a worker that is decoding asks whether there are new weights to receive."""
+LOAD = "load weights"
+
+
+class Generation:
+    """One engine and the rows that it has."""
+
+    def __init__(self, place: Workplace, client: Client) -> None:
+        self.place, self.client = place, client
+        self.role = str(place.group.role)
+        self.engine = place.executor.engines[self.role]
+        self.slots = place.executor.config.rollout.slots
+        self.source = WeightSource(place.data)
+        self.flight: dict[Uid, tuple[int, Work, Rows]] = {}
+        """Of each row in the engine its lease, where it came from, and the row."""
+        self.postponed: list[tuple[int, Work, Rows]] = []
+        """Rows of which the engine has another response under way."""
+        self.asked = self.looked = 0.0
+        self.found = False
+        """Whether the last request brought rows: then there may be more."""
+        self.span: Piece | None = None
+        """The stretch of time in which the engine has had rows."""
+
+    def run(self) -> None:
+        """Generates until the run ends."""
+        while True:
+            if self._wants_rows():
+                work = self._take()
+                if work.kind == "stop":
+                    return
+                self._act(work)
+            if self.flight:
+                self._decode()
+
+    def _wants_rows(self) -> bool:
+        if not self.flight:
+            return True
+        return len(self.flight) < self.slots and (self.found or time.monotonic() - self.asked > ASK_EVERY_S)
+
+    def _take(self) -> Work:
+        room = max(1, min(self.slots - len(self.flight), self.place.settings.dispatch_rows))
+        wait_s = 0.0 if self.flight else self.place.settings.wait_s
+        work = self.client.take(self.place.group.stages, room, wait_s, single=True)
+        self.asked, self.found = time.monotonic(), work.kind == "rows"
+        return work
+
+    def _act(self, work: Work) -> None:
+        self._drop(work.lost)
+        if work.kind == "rows":
+            for place, (lease, _) in enumerate(work.leases):
+                # A row that selection has dropped meanwhile is gone, and its lease with it.
+                with suppress(Evicted):
+                    self._begin(lease, work, work.rows([place]))
+        elif work.kind == "load":
+            self._load(work)
+
+    def _begin(self, lease: int, work: Work, row: Rows) -> None:
+        (uid,) = row.uids()
+        if uid in self.flight:
+            self.postponed.append((lease, work, row))
+            return
+        (request,) = requests_of(self.place.stage(work.stage), row, self.place.executor.config)
+        self.engine.add(request)
+        if self.span is None:
+            self.span = self.place.begin(work.stage, work.iteration, self.engine.version)
+        self.flight[uid] = (lease, work, row)
+
+    def _decode(self) -> None:
+        """Steps until rows end, or until it is time to look after the queue."""
+        finished: list[Finished] = []
+        until = time.monotonic() + ASK_EVERY_S
+        while not finished and time.monotonic() < until:
+            finished = self.engine.step()
+            self._prefetch()
+        by_stage: dict[str, list[Finished]] = {}
+        for row in finished:
+            by_stage.setdefault(self.flight[row.uid][1].stage, []).append(row)
+        for stage, rows in by_stage.items():
+            self._deliver(stage, rows)
+        self._settle()
+        self._drop(self.client.renew(self.place.settings.lease_s / 3))
+
+    def _deliver(self, name: str, finished: list[Finished]) -> None:
+        """Writes and acknowledges rows of one stage; those whose lease was lost are somebody else's by now."""
+        leases, rows = [], []
+        for row in finished:
+            lease, _, given = self.flight.pop(row.uid)
+            leases.append(lease)
+            rows.append(given)
+        assert self.span is not None, "the engine has had rows"
+        stage, together = self.place.stage(name), Rows.cat(rows)
+        report = self.place.count(self.span, name, len(rows))
+        columns = self.place.executor.generated(stage, together, finished, report.sums)
+        self.client.done(name, leases, [self.client.write(together.uids(), columns)], report.plain())
+        self._resume_postponed()
+
+    def _resume_postponed(self) -> None:
+        waiting, self.postponed = self.postponed, []
+        for lease, work, row in waiting:
+            self._begin(lease, work, row)
+
+    def _drop(self, lost: Collection[int]) -> None:
+        """Ends rows whose lease was lost: they were dropped by selection, or are generated elsewhere."""
+        self.postponed = [item for item in self.postponed if item[0] not in lost]
+        gone = [uid for uid, (lease, _, _) in self.flight.items() if lease in lost]
+        for uid in gone:
+            self.engine.abort(uid)
+            del self.flight[uid]
+        self._resume_postponed()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Ends the stretch of time when the last row has left."""
+        if self.span is not None and not self.flight:
+            self.place.end(self.span)
+            self.span = None
+
+    def _load(self, work: Work) -> None:
+        """Takes a version whole. What is still under way belongs to dropped rows."""
+        self._drop([lease for lease, _, _ in [*self.flight.values(), *self.postponed]])
+        version = int(work.message["version"])
+        with self.place.busy(LOAD, version, version=version):
+            for role, made, blocks in work.message["weights"]:
+                if role == self.role:
+                    model = self.place.executor.workers[self.role].model
+                    self.source.load(model, made, [Block(*block) for block in blocks])
+            self.engine.publish(version)
+        self.client.ask("loaded", version=version)
+
+    def _prefetch(self) -> None:
+        """With `delayed` weights: one bucket of the newest version between two decode steps."""
+        if self.place.settings.weights != "delayed":
+            return
+        try:
+            if self.source.receive():
+                return
+        except Evicted:
+            # A newer version has come, and all engines hold one that is no older than this.
+            self.source.forget()
+        if time.monotonic() - self.looked < LOOK_EVERY_S:
+            return
+        self.looked = time.monotonic()
+        for role, version, blocks in self.client.ask("newest")[0]["weights"]:
+            if role == self.role and version > max(self.engine.version, self.source.version):
+                self.source.begin(version, [Block(*block) for block in blocks])

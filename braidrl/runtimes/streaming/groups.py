@@ -1,0 +1,87 @@
+"""Which worker groups a flow needs, and whether it can stream at all.
+
+actor.generate    engines with weights of their own, one group per generating role
+compute           verifiers, computations, selection
+actor, critic     a role's model: its inference, and where it is trained its updates, as data-parallel ranks
+reference         a frozen role's model: workers that know nothing of each other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from braidrl.config import Config
+from braidrl.errors import UserError, suggest
+from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.flow import is_optimized
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Processes that do the same stages. The ranks of a trained role are one worker; elsewhere each process is one."""
+
+    name: str
+    kind: Literal["generate", "compute", "model"]
+    role: str | None
+    stages: tuple[str, ...]
+    processes: int
+    trained: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share a lease."""
+        return self.processes if self.trained else 1
+
+
+def worker_groups(config: Config, flow: Flow, evaluation: Flow | None) -> list[Group]:
+    """The groups of a run. Raises UserError for a worker count of a group that there is none of."""
+    every = [*flow.stages, *(evaluation.stages if evaluation else ())]
+    stages: dict[str, list[Stage]] = {}
+    for stage in every:
+        stages.setdefault(group_of(stage), []).append(stage)
+    for name in config.streaming.workers:
+        if name not in stages:
+            raise UserError(f"streaming.workers: the flow has no worker group {name!r}. {suggest(name, list(stages))}")
+    return [_group(name, many, flow, config.streaming.workers.get(name, 1)) for name, many in stages.items()]
+
+
+def group_of(stage: Stage) -> str:
+    """The group that does a stage."""
+    if stage.kind is Kind.GENERATE:
+        return f"{stage.role}.generate"
+    return str(stage.role) if stage.kind in (Kind.INFER, Kind.TRAIN) else COMPUTE
+
+
+def _group(name: str, stages: Sequence[Stage], flow: Flow, processes: int) -> Group:
+    # The later a stage, the closer its rows are to their end: it goes first.
+    names = tuple(stage.name for stage in reversed(stages))
+    first = stages[0]
+    if first.kind is Kind.GENERATE:
+        return Group(name, "generate", first.role, names, processes)
+    if name == COMPUTE:
+        return Group(name, "compute", None, names, processes)
+    return Group(name, "model", first.role, names, processes, first.role in flow.trained_roles)
+
+
+def check_streaming(config: Config, flow: Flow) -> None:
+    """Raises UserError, before anything starts, for what this runtime cannot run."""
+    if not any(stage.kind is Kind.GENERATE for stage in flow.stages):
+        raise UserError(
+            f"runtime=streaming streams rows from generation, and flow {flow.name} generates none; write runtime=eager"
+        )
+    for stage in flow.stages:
+        if stage.kind is Kind.TRAIN and not is_optimized(stage):
+            raise UserError(
+                f"runtime=streaming cannot run {stage.name}, which copies another role's weights; "
+                "write runtime=eager, hybrid or distributed"
+            )
+        if stage.state:
+            raise UserError(
+                f"runtime=streaming cannot run {stage.name}, whose state ({', '.join(stage.state)}) changes once per "
+                "iteration; write runtime=eager, hybrid or distributed"
+            )
+    worker_groups(config, flow, None)

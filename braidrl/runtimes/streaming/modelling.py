@@ -1,0 +1,184 @@
+"""The loop of the processes that hold one role's model: inference, gradients, optimizer steps.
+
+The leader takes leases and orders; every rank does its part of a lease, by the partition function; the leader acknowledges.
+
+leader: take ──▶ share ──▶ each rank: its rows ──▶ columns in shared memory, loss sums ──▶ gather ──▶ leader: done, stepped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from braidrl.cluster.world import World
+from braidrl.data.codec import decode, encode
+from braidrl.data.frames import Frame
+from braidrl.data.partition import balanced_partition
+from braidrl.data.rows import Rows
+from braidrl.flow import Kind, Stage
+from braidrl.flow.flow import is_optimized
+from braidrl.flow.readiness import Uid
+from braidrl.models.objective import denominators
+from braidrl.observe.metrics import Sums
+from braidrl.observe.progress import Bar
+from braidrl.runtimes.executor import record_update
+from braidrl.runtimes.iteration import group_tokens
+from braidrl.runtimes.streaming.weights import export
+from braidrl.runtimes.streaming.workplace import Workplace
+from braidrl.transfer.queue.client import Client, StreamLoader, Work, Written, write_columns
+from braidrl.transfer.queue.data_plane import Block, Evicted
+
+
+class Modelling:
+    """One rank; the leader has a client."""
+
+    def __init__(self, place: Workplace, world: World, client: Client | None) -> None:
+        self.place, self.world, self.client = place, world, client
+        self.losses: dict[str, dict[str, float]] = {}
+        """Of each train stage the loss sums of the update that is being accumulated."""
+
+    def lead(self) -> None:
+        """Takes what there is until the run ends, for all ranks."""
+        assert self.client is not None
+        client, settings = self.client, self.place.settings
+        self.place.progress.on_advance = lambda: client.renew(settings.lease_s / 3)
+        whole = [name for name in self.place.group.stages if self._needs_whole_updates(self.place.stage(name))]
+        most = settings.dispatch_rows * self.world.size
+        for work in StreamLoader(client, self.place.group.stages, most, settings.wait_s, whole):
+            # Also when there is nothing to do: so the others know that the leader lives.
+            self._told(packed(work))
+            self._do(work)
+        self._told(msgpack.packb([{"kind": "stop"}, []]))
+
+    def follow(self) -> None:
+        """Does what the leader says until the run ends."""
+        while (work := unpacked(self._told(), self.place)).kind != "stop":
+            self._do(work)
+
+    def _told(self, message: bytes = b"") -> bytes:
+        """What the leader says, on every rank."""
+        return bytes(self.world.gather("the leader's word", message)[0])
+
+    def _needs_whole_updates(self, stage: Stage) -> bool:
+        return is_optimized(stage) and self.place.executor.objective(stage).needs_group_tokens
+
+    def _do(self, work: Work) -> None:
+        self.world.at(str(work.message.get("stage", work.kind)))
+        if work.kind == "rows":
+            stage = self.place.stage(work.stage)
+            (self._accumulate if stage.kind is Kind.TRAIN else self._infer)(stage, work)
+        elif work.kind == "step":
+            self._step(self.place.stage(work.stage), work)
+        elif work.kind == "order":
+            self._obey(work.message)
+
+    def _own_places(self, index: Rows) -> list[int]:
+        """The places of this rank's rows in a lease."""
+        if self.world.size == 1:
+            return list(range(len(index)))
+        lengths = index["length"].tolist() if "length" in index else [1.0] * len(index)
+        return balanced_partition(lengths, self.world.size)[self.world.rank]
+
+    def _uids(self, index: Rows, places: Sequence[int]) -> list[Uid]:
+        uids = index.uids()
+        return [uids[place] for place in places]
+
+    def _infer(self, stage: Stage, work: Work) -> None:
+        places = self._own_places(work.index)
+        with self.place.busy(stage.name, work.iteration, self._uids(work.index, places)) as report:
+            written = None
+            # Rows of a group that selection has dropped meanwhile are gone, and the lease with them.
+            with suppress(Evicted):
+                if places:
+                    rows = work.rows(places)
+                    columns = self.place.executor.execute(stage, rows, report.sums)
+                    written = write_columns(self.place.data, rows.uids(), columns)
+        parts = self.world.gather("columns", pack_written(written))
+        if self.client is not None:
+            found = [part for part in map(unpack_written, parts) if part is not None]
+            self.client.done(stage.name, [number for number, _ in work.leases], found, report.plain())
+
+    def _accumulate(self, stage: Stage, work: Work) -> None:
+        index = work.index
+        if self._needs_whole_updates(stage):
+            index = index.with_columns({"group_tokens": group_tokens(index)})
+        places = self._own_places(index)
+        with self.place.busy(stage.name, work.iteration, self._uids(work.index, places)) as report:
+            losses: dict[str, float] = {}
+            if places:
+                rows = Work(work.kind, work.data, work.message, index).rows(places)
+                bar = Bar(stage.name, len(places), 0.0, self.place.progress.advanced)
+                losses = self.place.executor.accumulate(stage, rows, report.sums, bar)
+        parts = [
+            msgpack.unpackb(part)
+            for part in self.world.gather("loss sums", msgpack.packb([losses, report.sums.pairs()]))
+        ]
+        totals = self.losses.setdefault(stage.name, {})
+        for found, _ in parts:
+            for name, loss in found.items():
+                totals[name] = totals.get(name, 0.0) + loss
+        report.sums = Sums.merged(Sums(pairs) for _, pairs in parts)
+        if self.client is not None:
+            self.client.done(stage.name, [number for number, _ in work.leases], [], report.plain())
+
+    def _step(self, stage: Stage, work: Work) -> None:
+        with self.place.busy(stage.name, work.iteration) as report:
+            counts = denominators(work.index)
+            record_update(stage, self.losses.pop(stage.name, {}), counts, report.sums)
+            norm = self.place.executor.step(stage, counts, work.iteration)
+            if norm is not None:
+                report.sums.add(f"{stage.role}/grad_norm", norm)
+        if self.client is not None:
+            version = self.client.ask("stepped", stage=stage.name, report=report.plain())[0]["export"]
+            if version is not None:
+                self._export(version)
+
+    def _obey(self, order: Mapping[str, Any]) -> None:
+        """Saves or loads a checkpoint; the leader says when it is done."""
+        folder = Path(order["folder"])
+        if order["do"] == "load":
+            self.place.executor.load(folder)
+            if self.client is not None and order["version"] is not None:
+                self._export(order["version"])
+        elif self.client is not None:
+            self.place.executor.save(folder)
+        if self.client is not None:
+            self.client.ask("ordered", order=order["order"], result={})
+
+    def _export(self, version: int) -> None:
+        assert self.client is not None and self.place.group.role
+        blocks = export(self.place.executor.workers[self.place.group.role].model, self.place.data)
+        self.client.ask("weights", role=self.place.group.role, version=version, blocks=blocks)
+
+
+def packed(work: Work) -> bytes:
+    """A piece of work as the other ranks get it: what the queue said, and the index columns."""
+    frames = [bytes(frame) for frame in encode(work.index)] if len(work.index) else []
+    answer: bytes = msgpack.packb([dict(work.message) | {"kind": work.kind}, frames])
+    return answer
+
+
+def unpacked(message: bytes, place: Workplace) -> Work:
+    answer, frames = msgpack.unpackb(message)
+    return Work(answer["kind"], place.data, answer, decode(frames) if frames else Rows({}))
+
+
+def pack_written(written: Written | None) -> bytes:
+    """Where a rank's columns lie, for the leader to acknowledge; empty for a rank that had no rows."""
+    if written is None:
+        return b""
+    frames = [bytes(frame) for frame in written.frames]
+    result: bytes = msgpack.packb([written.uids, written.block, written.columns, frames])
+    return result
+
+
+def unpack_written(message: Frame) -> Written | None:
+    if not len(message):
+        return None
+    uids, block, columns, frames = msgpack.unpackb(message)
+    known: Sequence[Any] = uids
+    return Written([(s, g, n) for s, g, n in known], Block(*block) if block else None, columns, frames)

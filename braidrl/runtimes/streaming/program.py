@@ -1,0 +1,288 @@
+"""The main program of a streaming run: admits prompts, lets steps be made, evaluates, has checkpoints written.
+
+loader ──admit──▶ queue ◀──take, done── workers
+                    │
+                    └──finished iteration──▶ rows as recorded, metrics ──▶ whoever writes the run's files
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from braidrl.cluster.local import WorkerFailed
+from braidrl.config import Config
+from braidrl.data.loader import PromptLoader
+from braidrl.data.rows import Rows
+from braidrl.errors import UserError
+from braidrl.flow import Stage
+from braidrl.flow.sizes import Sizes
+from braidrl.flow.updates import check_update_size
+from braidrl.flow.versions import admissible
+from braidrl.flow.waves import Sampling
+from braidrl.observe.metrics import Sums
+from braidrl.runtimes.iteration import IterationResult, Position
+from braidrl.runtimes.row_store import Admission, Origin, Recording, RowStore, Surplus, with_added
+from braidrl.runtimes.setup import Prepared
+from braidrl.runtimes.stage_state import State
+from braidrl.runtimes.streaming.groups import check_streaming, worker_groups
+from braidrl.runtimes.streaming.processes import Processes
+from braidrl.transfer.queue.client import assembled
+from braidrl.transfer.queue.control import ControlPlane
+from braidrl.transfer.queue.data_plane import DataPlane
+from braidrl.transfer.queue.segments import Owner, Segments
+from braidrl.transfer.queue.server import Server
+from braidrl.transfer.queue.stream import Finished, Stream
+
+LOOK_EVERY_S = 0.05
+ORDER_LIMIT_S = 600.0
+
+
+class StreamingProgram:
+    """Crew and walk at once: what the run asks for is done by the workers of the queue. The table is the rows."""
+
+    def __init__(self, prepared: Prepared, loader: PromptLoader, folder: Path) -> None:
+        """Raises UserError, before anything starts, for what cannot stream."""
+        config, flow = prepared.config, prepared.flow
+        check_streaming(config, flow)
+        evaluation = prepared.evaluation if prepared.eval_sources else None
+        self.groups = worker_groups(config, flow, evaluation)
+        self.config, self.flow, self.evaluation, self.loader = config, flow, prepared.evaluation, loader
+        self.store: RowStore = prepared.store()
+        self.stream = Stream(flow, sizes_of(config, loader.epoch_size))
+        self.opening: dict[int, Position] = {}
+        """For each iteration that was begun and not finished, where the run stood just before."""
+        self.evaluating: Stream | None = None
+        self.restored: tuple[dict[str, Any], Rows | None] = {}, None
+        self.seen = 0
+        self.owner = Owner()
+        self.data = DataPlane(Segments(self.owner.run, "main"), "")
+        exported = [role for role in prepared.generating if role in flow.trained_roles]
+        together = config.streaming.weights == "delayed"
+        self.control = ControlPlane(self.stream, self.data, config.streaming.lease_s, exported, together)
+        self.server = Server(self.control.handle, self.control.tick)
+        self.data.address = self.server.address
+        self.processes = Processes(config, folder, self.owner.run, self.control, self.server.address)
+        try:
+            self.processes.start(self.groups)
+        except BaseException:
+            self.close()
+            raise
+
+    # The walk
+
+    @property
+    def recorded_stages(self) -> int:
+        return len(self.stream.recorded)
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.stream.schedule.sampling
+
+    def iterate(
+        self, iteration: int, version: int, recorded: Rows | None, train: bool, before_training: Callable[[], object]
+    ) -> IterationResult[Rows]:
+        """Waits until an iteration is published, and admits prompts meanwhile; `before_training` is called before its first step."""
+        assert recorded is None and train, "checked when the run was set up"
+        while not self.control.finished:
+            self._admit()
+            with self.control.changed:
+                due = self.control.allowed < iteration and self.stream.schedule.due_steps()
+            if due:
+                before_training()
+                self._change(lambda: setattr(self.control, "allowed", iteration))
+            self._wait()
+        finished = self.control.finished.popleft()
+        assert finished.iteration == iteration
+        self.opening.pop(iteration, None)
+        # Generation of the next goes on while this one is written down.
+        self._admit()
+        return self._result(finished)
+
+    def position(self, loader: PromptLoader) -> Position:
+        """Where a run resumes from after the last finished iteration; what was begun of the next one is done again then."""
+        following = self.stream.schedule.published + 1
+        return self.opening.get(following) or self._current()
+
+    def restore(self, sampling: dict[str, Any], surplus: Sequence[Rows], states: Mapping[str, State]) -> None:
+        """Goes on from a checkpoint's selection state and surplus rows; `load` says after which iteration."""
+        self.restored = sampling, Rows.cat(list(surplus)) if surplus else None
+
+    # The crew
+
+    def bring(self, origin: Origin) -> Rows:
+        """Rows of a checkpoint, or those of an evaluation set, which workers begin to generate at once."""
+        if isinstance(origin, Recording):
+            raise UserError("runtime=streaming cannot replay recorded rows; write runtime=eager, hybrid or distributed")
+        rows = self.store.make(origin)
+        if not isinstance(origin, Surplus):
+            self._begin_evaluation(rows)
+        return rows
+
+    def run(self, stage: Stage, table: Rows, iteration: int, sums: Sums) -> Rows:
+        """The rows of the evaluation with the columns of its next stage."""
+        stream, uids = self.evaluating, table.uids()
+        assert stream is not None
+        while not stream.schedule.progress.is_written(stage.name, uids):
+            self._wait()
+        with self.control.changed:
+            index = stream.table.index(uids, [stage.name])
+            payload = stream.table.payload(uids, [stage.name], None)
+        table = table.with_columns(dict(assembled(self.data, index, payload).items()))
+        if stage is stream.flow.stages[-1]:
+            self._end_evaluation()
+        return table
+
+    def index(self, table: Rows) -> Rows:
+        return table.index
+
+    def record(self, path: Path, table: Rows, final: Rows) -> None:
+        self.store.record(path, with_added(table, final))
+
+    def keep(self, path: Path, table: Rows) -> None:
+        self.store.keep(path, table)
+
+    def save(self, folder: Path) -> None:
+        """Has every trained role written by its leader."""
+        self._order({"do": "save", "folder": str(folder.resolve())})
+
+    def load(self, folder: Path, version: int) -> None:
+        """Has every trained role loaded; generation goes on with these weights, and the queue after iteration `version`."""
+        self._order({"do": "load", "folder": str(folder.resolve()), "version": version})
+        state, surplus = self.restored
+        with self.control.changed:
+            versions = (
+                dict(zip(surplus.uids(), surplus["version"].tolist(), strict=True)) if surplus is not None else {}
+            )
+            self.stream.schedule.resume(version, Sampling.restored(state), versions)
+            if surplus is not None:
+                self.stream.restore(surplus, self.data.write_rows(surplus))
+            self.control.engine_version = self.control.allowed = version
+        self.server.changed()
+
+    def close(self) -> None:
+        """Tells all workers that the run is over, and leaves no process, segment or port behind."""
+        try:
+            self._change(lambda: setattr(self.control, "stopping", True))
+            self.processes.close()
+        finally:
+            self.processes.kill()
+            self.server.close()
+            self.data.close()
+            self.owner.close()
+
+    # Inside
+
+    def _admit(self, may_begin: bool = True) -> None:
+        """Admits the groups that are wanted now, of a new iteration only if one may begin."""
+        schedule, version = self.stream.schedule, self.control.engine_version
+        with self.control.changed:
+            begins = not schedule.is_open
+            following = schedule.opened + 1
+            if begins and not (may_begin and admissible(following, version, self.config.trainer.max_staleness)):
+                return
+            before = self._current() if begins else None
+            count = schedule.groups_wanted(version)
+            if before is not None and schedule.is_open:
+                self.opening[following] = before
+        if count:
+            self.control.admit(self.stream, self.store.make(Admission(tuple(self.loader.advance(count)))))
+        self._change(lambda: None)
+
+    def _current(self) -> Position:
+        """The state of selection and loader as it is, with the rows of kept surplus."""
+        waiting = [uid for group in self.sampling.waiting for uid in self.stream.schedule.rows_of[group]]
+        surplus = []
+        if waiting:
+            writers = self.stream.recorded_writers
+            index = self.stream.table.index(waiting, writers)
+            surplus = [assembled(self.data, index, self.stream.table.payload(waiting, writers, None))]
+        return self.loader.state(), self.sampling.state(), surplus, {}
+
+    def _result(self, finished: Finished) -> IterationResult[Rows]:
+        table = assembled(self.data, finished.index, finished.payload)
+        final = assembled(self.data, finished.final, finished.final_payload)
+        self.control.release(finished)
+        parts = [*finished.generated, finished.final]
+        common = [name for name in finished.final if all(name in part for part in parts)]
+        return IterationResult(
+            Rows.cat([part.only(common) for part in parts]), finished.final, table, final,
+            Sums.merged(Sums(report["sums"]) for report in finished.reports), self._seconds(finished),
+            finished.outcome.dropped,
+        )  # fmt: skip
+
+    def _seconds(self, finished: Finished) -> dict[str, float]:
+        """Of each stage the time that its workers were busy with it, on average."""
+        seconds = dict.fromkeys((stage.name for stage in self.flow.stages), 0.0)
+        workers = {name: group.processes // group.ranks for group in self.groups for name in group.stages}
+        for report in finished.reports:
+            seconds[report["stage"]] += report["seconds"] / workers[report["stage"]]
+        return seconds
+
+    def _begin_evaluation(self, rows: Rows) -> None:
+        """Waits until engines may load the newest version, keeps them at it, and puts the set's rows into the queue."""
+        schedule = self.stream.schedule
+        while self.control.engine_version < schedule.published:
+            self._admit(may_begin=False)
+            self._wait()
+        groups = len(set(rows["group"].tolist()))
+        sizes = Sizes(1, groups, len(rows) // groups, len(rows))
+        stream = self.evaluating = Stream(self.evaluation, sizes, during=schedule.published)
+        with self.control.changed:
+            self.control.pinned = True
+            self.control.streams.append(stream)
+            stream.schedule.groups_wanted(0)
+        self.control.admit(stream, rows)
+        self._change(lambda: None)
+
+    def _end_evaluation(self) -> None:
+        assert self.evaluating is not None
+        self.control.end_stream(self.evaluating)
+        self.evaluating = None
+        self._change(lambda: setattr(self.control, "pinned", False))
+
+    def _order(self, order: dict[str, Any]) -> None:
+        """Has the leaders of all trained roles do something. Raises WorkerFailed where one does not in time."""
+        limit, given = time.monotonic() + ORDER_LIMIT_S, {}
+        for holder, role in self.processes.trainers().items():
+            while holder not in self.control.holders:
+                self._wait_until(limit, holder)
+            version = order.get("version") if role in self.control.exported else None
+            given[self.control.give_order(holder, {**order, "version": version})] = holder
+        self.server.changed()
+        for number, holder in given.items():
+            while number not in self.control.results:
+                self._wait_until(limit, holder)
+
+    def _wait_until(self, limit: float, holder: str) -> None:
+        if time.monotonic() > limit:
+            raise WorkerFailed(f"{holder} did not answer within {ORDER_LIMIT_S:g} s")
+        self._wait()
+
+    def _wait(self) -> None:
+        """Until something changes at the queue, or shortly; raises what a worker, or the queue itself, has raised."""
+        if self.control.refused is not None:
+            raise self.control.refused
+        self.processes.watch()
+        if self.server.failure is not None:
+            raise WorkerFailed(f"the queue's server failed:\n{self.server.failure}")
+        self.seen = self.control.wait(self.seen, LOOK_EVERY_S)
+
+    def _change(self, change: Callable[[], object]) -> None:
+        """Changes something at the queue, and has waiting workers asked again."""
+        with self.control.changed:
+            change()
+            self.control.advance()
+        self.server.changed()
+
+
+def sizes_of(config: Config, epoch_groups: int) -> Sizes:
+    """The sizes that mean something for the result."""
+    trainer, samples = config.trainer, config.rollout.samples_per_prompt
+    rows = check_update_size(trainer.prompts_per_step, samples, trainer.rows_per_update)
+    return Sizes(
+        trainer.steps, trainer.prompts_per_step, samples, rows, trainer.epochs, trainer.max_staleness, trainer.surplus,
+        epoch_groups, config.seed,
+    )  # fmt: skip

@@ -1,0 +1,89 @@
+"""A worker process of the streaming runtime: builds what its group needs, then does what the queue has for it until the run ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from braidrl.cluster.world import World
+from braidrl.config import parse_config
+from braidrl.models.loading import load_tokenizer
+from braidrl.observe.trace import TraceWriter
+from braidrl.runtimes.building import build_flow
+from braidrl.runtimes.evaluation import evaluation_flow
+from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.setup import rule_rewards, set_up_torch
+from braidrl.runtimes.streaming.computing import compute
+from braidrl.runtimes.streaming.generating import Generation
+from braidrl.runtimes.streaming.groups import Group
+from braidrl.runtimes.streaming.modelling import Modelling
+from braidrl.runtimes.streaming.workplace import LeaseProgress, Workplace
+from braidrl.transfer.queue.client import Client
+from braidrl.transfer.queue.data_plane import DataPlane
+from braidrl.transfer.queue.segments import Segments, remove_run, shared_folder
+
+CONNECT_LIMIT_S = 60.0
+RANKS_LIMIT_S = 600.0
+"""A rank that the others have waited for so long is given up."""
+
+
+def work(arguments: Mapping[str, Any]) -> None:
+    """Runs one process of a worker group; `arguments` are plain data, as `WorkerArguments` in `processes` makes them."""
+    config, group = parse_config(arguments["config"]), Group(**arguments["group"])
+    set_up_torch(config)
+    flow = build_flow(config)
+    evaluation = evaluation_flow(config, flow)
+    tokenizer, progress = load_tokenizer(config.model), LeaseProgress()
+    world = join_ranks(arguments["rank"], group.ranks, arguments["store"])
+    data = DataPlane(Segments(arguments["run"], arguments["holder"]), arguments["address"])
+    executor = StageExecutor(
+        config, flow, (group.role,) if group.role else (), tokenizer,
+        rule_rewards(config, flow, evaluation, tokenizer) if group.kind == "compute" else None,
+        progress, (group.role,) if group.role and group.kind == "generate" else (), world.data_parallel, group.trained,
+    )  # fmt: skip
+    trace = TraceWriter(Path(arguments["folder"]), arguments["name"])
+    place = Workplace(arguments["name"], group, config.streaming, flow, evaluation, executor, data, progress, trace)
+    try:
+        run_loop(place, world, arguments)
+        world.close()
+    finally:
+        trace.close()
+        executor.close()
+
+
+def join_ranks(rank: int, size: int, store: str) -> World:
+    """The processes of a trained role, which meet in a file; a world of its own for one that shares its role with nobody."""
+    if size == 1:
+        return World()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    meeting = dist.FileStore(store, size)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=RANKS_LIMIT_S))
+    return World(rank, size, dist.group.WORLD, dist.PrefixStore("places", meeting))
+
+
+def run_loop(place: Workplace, world: World, arguments: Mapping[str, Any]) -> None:
+    """The loop of the worker's group; ranks that do not lead have no connection of their own to the queue."""
+    if not world.first:
+        Modelling(place, world, None).follow()
+        return
+    generates = place.group.kind == "generate"
+    client = Client(arguments["address"], arguments["holder"], place.data, CONNECT_LIMIT_S, generates)
+    try:
+        if generates:
+            Generation(place, client).run()
+        elif place.group.kind == "compute":
+            compute(place, client)
+        else:
+            Modelling(place, world, client).lead()
+    finally:
+        client.close()
+
+
+def orphaned(arguments: Mapping[str, Any]) -> None:
+    """The main program was killed: nobody else removes what the run has in shared memory."""
+    remove_run(shared_folder(), arguments["run"])

@@ -1,0 +1,14 @@
+"""Stages of a user's own that go wrong on one rank."""
+
+import os
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.algorithms.registry import shapes
+
+
+@shapes.register(writes=["reward"])
+def fails_on_rank_1(reward, rollout_log_probs: Ragged):
+    """Reads payload, so that each rank is given its own rows."""
+    if os.environ.get("RANK") == "1":
+        raise ValueError("no such luck")
+    return reward
