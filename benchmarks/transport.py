@@ -52,9 +52,13 @@ def main(arguments: list[str] | None = None) -> None:
         rows += queue_rows(measured(["queue_braid", "queue_transferqueue", "copy_braid"], {}, chosen.rounds))
     print(table(rows))
     found = {
-        "benchmark": "transport", "date": datetime.date.today().isoformat(), "machine": describe(THREADS),
-        "load": os.getloadavg()[0], "rounds": chosen.rounds, "rows": rows,
-    }  # fmt: skip
+        "benchmark": "transport",
+        "date": datetime.date.today().isoformat(),
+        "machine": describe(THREADS),
+        "load": os.getloadavg()[0],
+        "rounds": chosen.rounds,
+        "rows": rows,
+    }
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -78,7 +82,7 @@ def dispatch_rows(found: Mapping[str, Mapping[str, Any]], workers: list[int]) ->
                         ("dispatch_braid", f"{name}, {way}"),
                         ("dispatch_verl", name),
                         f"copy {tokens} tokens",
-                    )  # fmt: skip
+                    )
                 )
     return rows
 
@@ -92,7 +96,7 @@ def queue_rows(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
             ("queue_braid", f"{way} {rows} rows"),
             ("queue_transferqueue", f"{way} {rows} rows"),
             f"copy {rows} rows",
-        )  # fmt: skip
+        )
         for rows, tokens in QUEUED
         for way in ("put", "get")
     ]
@@ -110,11 +114,16 @@ def row(
     (our_side, our_key), (their_side, their_key) = ours, theirs
     our_seconds, their_seconds = found[our_side][our_key], found[their_side][their_key]
     return {
-        "row": name, "peer": their_side.split("_")[1], "bytes": size, "braid_seconds": our_seconds,
-        "peer_seconds": their_seconds, "times": round(their_seconds / our_seconds, 2), "copy_seconds": found["copy_braid"][copy],
+        "row": name,
+        "peer": their_side.split("_")[1],
+        "bytes": size,
+        "braid_seconds": our_seconds,
+        "peer_seconds": their_seconds,
+        "times": round(their_seconds / our_seconds, 2),
+        "copy_seconds": found["copy_braid"][copy],
         "braid_turns": [turn[our_key] for turn in found[our_side]["turns"]],
         "peer_turns": [turn[their_key] for turn in found[their_side]["turns"]],
-    }  # fmt: skip
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
