@@ -32,7 +32,9 @@ def run(case: Mapping[str, Any], channel: Channel) -> None:
     try:
         actor = ray.remote(EchoWorker)
         groups = {
-            size: RayWorkerGroup(RayResourcePool([size], use_gpu=False), RayClassWithInitArgs(cls=actor))
+            size: RayWorkerGroup(
+                RayResourcePool([size], use_gpu=False, max_colocate_count=1), RayClassWithInitArgs(cls=actor)
+            )
             for size in case["workers"]
         }
         tables = {tokens: DataProto(batch=TensorDict(dispatched(tokens), batch_size=DISPATCHED)) for tokens in TOKENS}
