@@ -10,12 +10,13 @@ BENCHMARKS = {"transport": transport.main}
 
 
 def main() -> None:
-    names = [name for name in sys.argv[1:] if not name.startswith("-")] or list(BENCHMARKS)
+    first_flag = next((i for i, word in enumerate(sys.argv) if word.startswith("-")), len(sys.argv))
+    names, flags = sys.argv[1:first_flag] or list(BENCHMARKS), sys.argv[first_flag:]
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         sys.exit(f"no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
     for name in names:
-        BENCHMARKS[name]([])
+        BENCHMARKS[name](flags)
 
 
 if __name__ == "__main__":
