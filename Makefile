@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format bench clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -28,6 +28,16 @@ test: lint
 
 soak: .venv/installed
 	$(BIN)/pytest -m soak --timeout 7200
+
+# The peers of `make bench ONLY=transport`, in an environment of their own.
+build/transport-venv/installed: benchmarks/transport_requirements.txt
+	test -x build/transport-venv/bin/python || $(PYTHON) -m venv build/transport-venv
+	build/transport-venv/bin/pip install --quiet --disable-pip-version-check -r benchmarks/transport_requirements.txt
+	build/transport-venv/bin/pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
+	touch $@
+
+bench: .venv/installed build/transport-venv/installed
+	OMP_NUM_THREADS= PYTHONPATH=. $(BIN)/python -m benchmarks $(ONLY) $(ARGS)
 
 clean:
 	rm -rf .venv build runs *.egg-info
