@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format soak bench clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 	touch $@
 
 demo: .venv/installed
-	OMP_NUM_THREADS= $(BIN)/python examples/arithmetic/demo.py
+	env -u OMP_NUM_THREADS $(BIN)/python examples/arithmetic/demo.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -37,7 +37,7 @@ build/transport-venv/installed: benchmarks/transport_requirements.txt
 	touch $@
 
 bench: .venv/installed build/transport-venv/installed
-	OMP_NUM_THREADS= PYTHONPATH=. $(BIN)/python -m benchmarks $(ONLY) $(ARGS)
+	env -u OMP_NUM_THREADS PYTHONPATH=. $(BIN)/python -m benchmarks $(ONLY) $(ARGS)
 
 clean:
 	rm -rf .venv build runs *.egg-info
