@@ -199,9 +199,6 @@ class TrainerConfig(Section):
     """Of AdamW, added to the root of the second moment."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """A longer gradient is scaled down to this norm; none does not clip."""
-    share_prompts: bool = False
-    """Rows of a group put their prompt through the model once, where that makes a quarter of the tokens go away. Gradients are the
-    same up to rounding, which then depends on which rows of a group are on one rank."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, about a third more time."""
     checkpoint_every: int = Field(50, ge=0)

@@ -116,7 +116,7 @@ class PackedSequences:
         # split, not slices: the backward of a split is one concatenation, that of a slice is N zeros each
         queries, keys, values = (self._gathered(flat).split(sizes) for flat in (query, key, value))
         outputs = [
-            attend_equal(
+            _attend_equal(
                 queries[b].unflatten(0, (count, length)),
                 keys[b].unflatten(0, (count, length)),
                 values[b].unflatten(0, (count, length)),
@@ -191,7 +191,7 @@ def _packed(states: Tensor) -> Tensor:
     return states[0].transpose(0, 1)
 
 
-def attend_equal(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+def _attend_equal(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
     """S sequences of L tokens, (S, L, heads, D) each, to (S * L, H, D)."""
     length = query.shape[1]
     mask = None

@@ -13,25 +13,23 @@ from torch import Tensor
 
 from braidrl.algorithms.ragged import offsets_of
 from braidrl.data.rows import Rows
-from braidrl.models.attention import AttentionContext, PackedSequences
 
 
 @dataclass(frozen=True)
 class Packed:
     """N tokens of B rows with A action tokens.
 
-    input_ids, position_ids (N,); predictors (A,): positions whose hidden state predicts an action;
-    targets (A,): the actions; offsets (B + 1,): each row's part of the A actions; row_ends (B,): position of each row's last token;
-    attention: which tokens see which.
+    input_ids, position_ids (N,); sequence_lengths of all sequences; predictors (A,): positions whose hidden state predicts an action;
+    targets (A,): the actions; offsets (B + 1,): each row's part of the A actions; row_ends (B,): position of each row's last token.
     """
 
     input_ids: Tensor
     position_ids: Tensor
+    sequence_lengths: tuple[int, ...]
     predictors: Tensor
     targets: Tensor
     offsets: Tensor
     row_ends: Tensor
-    attention: AttentionContext
 
 
 def pack(rows: Rows, device: torch.device) -> Packed:
@@ -46,9 +44,9 @@ def pack(rows: Rows, device: torch.device) -> Packed:
     return Packed(
         tokens.values.to(device),
         positions.to(device),
+        tuple(lengths.tolist()),
         (actions - 1).to(device),
         tokens.values[actions].to(device),
         offsets_of(per_row).to(device),
         (tokens.offsets[1:] - 1).to(device),
-        PackedSequences.of(lengths.tolist(), device),
     )

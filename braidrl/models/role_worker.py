@@ -17,12 +17,12 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
+from braidrl.models.attention import PackedSequences
 from braidrl.models.data_parallel import DataParallel
 from braidrl.models.likelihood import Likelihood
 from braidrl.models.objective import Objective
 from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.packed import Packed, pack
-from braidrl.models.shared_prompts import pack_shared, pays, plan_shared
 from braidrl.observe.metrics import Sums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -76,16 +76,13 @@ class RoleWorker(ABC):
             input_ids=packed.input_ids[None],
             position_ids=packed.position_ids[None],
             use_cache=False,
-            sequences=packed.attention,
+            sequences=PackedSequences.of(packed.sequence_lengths, self.device),
         ).last_hidden_state[0]
         return hidden
 
     def micro_batches(self, rows: Rows, whole_groups: bool = False) -> Iterator[tuple[list[int], Rows]]:
         """Row numbers and rows of each micro-batch, of at most `max_tokens_per_device` tokens."""
-        if self.shares(rows) and not whole_groups:
-            for numbers in plan_shared(rows, self.max_tokens):
-                yield numbers, rows.take(numbers)
-        elif len(rows):
+        if len(rows):
             groups = rows["group"].tolist() if whole_groups else None
             (plan,) = plan_micro_batches(
                 rows["tokens"].lengths.tolist(), 1, self.max_tokens, uids=rows.uids(), groups=groups
@@ -94,21 +91,13 @@ class RoleWorker(ABC):
                 if numbers:
                     yield numbers, rows.take(numbers)
 
-    def shares(self, rows: Rows) -> bool:
-        """True where prompts of these rows go through the model once for all rows that have them."""
-        return self.config.trainer.share_prompts and pays(rows)
-
-    def pack(self, rows: Rows) -> Packed:
-        """The rows of a micro-batch for one forward pass."""
-        return pack_shared(rows, self.device) if self.shares(rows) else pack(rows, self.device)
-
     @torch.no_grad()
     def infer(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
         """What the model predicts under `name` for each row's actions (`scores`: one number for the row), in the order of `rows`."""
         order: list[int] = []
         parts: list[Ragged] = []
         for numbers, part in self.micro_batches(rows):
-            packed = self.pack(part)
+            packed = pack(part, self.device)
             offsets = torch.arange(len(part) + 1) if name == "scores" else packed.offsets.to("cpu")
             parts.append(Ragged(self.predict(packed)[name].to("cpu"), offsets))
             order += numbers
@@ -131,7 +120,7 @@ class RoleWorker(ABC):
         terms: tuple[Objective | Likelihood, ...] = (objective, *objective.beside)
         for term in terms:
             for _, part in self.micro_batches(term.select(rows), term.whole_groups):
-                packed = self.pack(part)
+                packed = pack(part, self.device)
                 losses, metrics = term.sums(part, packed.offsets, self.predict(packed, term))
                 self.optimizer.backward(losses)
                 for name, loss in losses.items():
