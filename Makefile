@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format soak bench clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 	touch $@
 
 demo: .venv/installed
-	OMP_NUM_THREADS= $(BIN)/python examples/arithmetic/demo.py
+	env -u OMP_NUM_THREADS $(BIN)/python examples/arithmetic/demo.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -29,15 +29,15 @@ test: lint
 soak: .venv/installed
 	$(BIN)/pytest -m soak --timeout 7200
 
-# Peers in an environment of their own. `make bench ONLY=decode` runs one; ARGS=--profile says where the time goes.
-build/bench-venv/installed: benchmarks/requirements.txt benchmarks/install_vllm.py
+# Peers in an environment of their own. `make bench ONLY=decode` runs one benchmark; ARGS=--profile says where the time goes.
+build/bench-venv/installed: benchmarks/requirements.txt benchmarks/install_peers.py
 	test -x build/bench-venv/bin/python || $(PYTHON) -m venv build/bench-venv
 	build/bench-venv/bin/pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt
-	build/bench-venv/bin/python benchmarks/install_vllm.py
+	build/bench-venv/bin/python benchmarks/install_peers.py
 	touch $@
 
 bench: .venv/installed build/bench-venv/installed
-	OMP_NUM_THREADS= PYTHONPATH=. $(BIN)/python -m benchmarks $(ONLY) $(ARGS)
+	env -u OMP_NUM_THREADS PYTHONPATH=. $(BIN)/python -m benchmarks $(ONLY) $(ARGS)
 
 clean:
 	rm -rf .venv build runs *.egg-info

@@ -201,7 +201,7 @@ class TrainerConfig(Section):
     """Of AdamW, added to the root of the second moment."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """A longer gradient is scaled down to this norm; none does not clip."""
-    share_prompts: bool = True
+    share_prompts: bool = False
     """Rows of a group put their prompt through the model once, where that makes a quarter of the tokens go away. Gradients are the
     same up to rounding."""
     compile: bool | None = None

@@ -34,17 +34,22 @@ def join(frames: Sequence[Frame]) -> bytearray:
 
 def join_into(frames: Sequence[Frame], buffer: bytearray | memoryview) -> int:
     """Writes the frames to the beginning of a buffer and returns the bytes used. Raises CodecError if it is too small."""
+    target = memoryview(buffer).cast("B")
+    total, pieces = laid_out(frames)
+    if total > target.nbytes:
+        raise CodecError(f"the frames take {total} bytes and the buffer has {target.nbytes}")
+    for start, piece in pieces:
+        target[start : start + piece.nbytes] = piece
+    return total
+
+
+def laid_out(frames: Sequence[Frame]) -> tuple[int, list[tuple[int, memoryview]]]:
+    """Bytes that the joined frames take, and what stands where in them; between the pieces nothing has to be written."""
     views = [memoryview(frame).cast("B") for frame in frames]
     lengths = [view.nbytes for view in views]
     *starts, total = _starts(lengths)
-    target = memoryview(buffer).cast("B")
-    if total > target.nbytes:
-        raise CodecError(f"the frames take {total} bytes and the buffer has {target.nbytes}")
-    FIXED.pack_into(target, 0, MARK, total, len(lengths))
-    struct.pack_into(f"<{len(lengths)}Q", target, FIXED.size, *lengths)
-    for start, view in zip(starts, views, strict=True):
-        target[start : start + view.nbytes] = view
-    return total
+    head = FIXED.pack(MARK, total, len(lengths)) + struct.pack(f"<{len(lengths)}Q", *lengths)
+    return total, [(0, memoryview(head)), *zip(starts, views, strict=True)]
 
 
 def split(buffer: Frame) -> list[memoryview]:

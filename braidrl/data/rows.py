@@ -143,6 +143,8 @@ class Rows:
 
 
 def _cat(columns: Sequence[Any]) -> Column:
+    if len(columns) == 1:
+        return columns[0]
     if isinstance(columns[0], Ragged):
         return Ragged.cat(columns)
     if isinstance(columns[0], Objects):

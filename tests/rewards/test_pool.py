@@ -144,12 +144,19 @@ def test_an_interrupted_or_killed_run_leaves_no_process(tmp_path, sent, timeout_
     script.write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     command = [sys.executable, str(script), OWN, str(timeout_s)]
-    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert run.stdout is not None
-    assert [run.stdout.readline() for _ in range(2)] == ["main\n", "True\n"]
-    parent = psutil.Process(run.pid)
-    assert wait_until(lambda: len(parent.children(recursive=True)) == 3)
-    workers = parent.children(recursive=True)
-    run.send_signal(sent)
-    run.wait(20)
+    # A suite that runs in the background ignores SIGINT, and so would its children.
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as run:  # fmt: skip
+        try:
+            assert run.stdout is not None
+            assert [run.stdout.readline() for _ in range(2)] == ["main\n", "True\n"]
+            parent = psutil.Process(run.pid)
+            assert wait_until(lambda: len(parent.children(recursive=True)) == 3)
+            workers = parent.children(recursive=True)
+            run.send_signal(sent)
+            run.wait(20)
+        finally:
+            run.kill()
     assert wait_until(lambda: not any(worker.is_running() and worker.status() != "zombie" for worker in workers))

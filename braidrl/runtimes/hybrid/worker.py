@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from braidrl.data.codec import decode, encode
-from braidrl.data.frames import join, split
 from braidrl.data.rows import Column, Rows
 from braidrl.errors import UserError
 from braidrl.flow import Stage
@@ -85,9 +84,9 @@ class HybridWorker:
             raise StageFailure(story) from None
         return (answer if isinstance(answer, Answer) else Answer(result=answer)).packed()
 
-    def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Numbers:
-        """The named columns of some rows of a chunk, encoded."""
-        return np.frombuffer(join(encode(self._own(key, rows, columns))), dtype=np.uint8)
+    def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> list[Numbers]:
+        """The named columns of some rows of a chunk, encoded; as arrays, which Ray copies only once."""
+        return [np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(key, rows, columns))]
 
     def sit(self, seat: Seat, *peers: Any) -> None:
         """Takes a seat in a run, whose workers are `peers` by number."""
@@ -242,7 +241,9 @@ class HybridWorker:
         except ray.exceptions.GetTimeoutError:
             late = {self.call.asked[future] for future in ray.wait(coming, num_returns=len(coming), timeout=0)[1]}
             raise TimeoutError(f"waited {self.seat.limit_s:g} s for rows of {', '.join(sorted(late))}") from None
-        return [rows if isinstance(rows, Rows) else decode(split(memoryview(next(come)))) for rows in fetched]
+        return [
+            rows if isinstance(rows, Rows) else decode([memoryview(frame) for frame in next(come)]) for rows in fetched
+        ]
 
     def _own(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Rows:
         chunk = self.chunks[key].only(columns)

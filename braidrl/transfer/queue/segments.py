@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from braidrl.data.frames import Frame, join_into, joined_size, split
+from braidrl.data.frames import Frame, laid_out, split
 
 SHARED = Path("/dev/shm")
 PREFIX = "braid-"
@@ -41,14 +41,16 @@ class Segments:
 
     def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
         """A new segment with these frames; its name and size in bytes. Raises OSError where memory is full."""
-        size = joined_size(frames)
+        size, pieces = laid_out(frames)
         name = f"{PREFIX}{self.run}-{self.writer}-{next(self._numbers)}"
-        handle = os.open(self.folder / name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        handle = os.open(self.folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         try:
-            # Without it, full memory would end the process by SIGBUS at the first write.
-            os.posix_fallocate(handle, 0, size)
-            with mmap.mmap(handle, size) as memory, memoryview(memory) as view:
-                join_into(frames, view)
+            # Not through a mapping: that fills every page with zeros first, and full memory ends the process by SIGBUS.
+            os.ftruncate(handle, size)
+            for start, piece in pieces:
+                written = 0
+                while written < piece.nbytes:
+                    written += os.pwrite(handle, piece[written:], start + written)
         except BaseException:
             self.unlink([name])
             raise

@@ -13,7 +13,6 @@ import pytest
 import ray
 
 from braidrl.data.codec import PayloadForbidden, decode
-from braidrl.data.frames import split
 from braidrl.flow import Flow, data
 from braidrl.flow.roles import Role
 from braidrl.observe.metrics import Sums
@@ -58,8 +57,8 @@ def test_payload_cannot_be_decoded_where_the_driver_runs(workshop: Workshop, war
         actor = crew.home.actors[0]
         packed = ray.get(actor.fetch.remote(layer.chunks[0].key, np.arange(2), ("prompt",)))
         with pytest.raises(PayloadForbidden, match="'prompt' is payload"):
-            decode(split(memoryview(packed)))
-    assert len(decode(split(memoryview(packed)))["prompt"]) == 2
+            decode([memoryview(frame) for frame in packed])
+    assert len(decode([memoryview(frame) for frame in packed])["prompt"]) == 2
 
 
 def test_what_passes_through_the_driver_does_not_grow_with_the_rows(

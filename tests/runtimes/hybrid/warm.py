@@ -50,7 +50,7 @@ class RehearsingWorker(HybridWorker):
             os._exit(3)
         return super().execute(part, stage, iteration, key)
 
-    def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Numbers:
+    def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> list[Numbers]:
         self.rows_given.append(len(rows))
         return super().fetch(key, rows, columns)
 

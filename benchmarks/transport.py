@@ -1,0 +1,115 @@
+"""Dispatch and collect against verl's single controller, and the transfer queue against TransferQueue; a copy in memory beside them.
+
+Two runs of turns, A B A B: of dispatch, with 2 and 8 workers, and of the queues. Medians of the turns' medians.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.case import Case, Found, Rates
+from benchmarks.duel import Side
+from benchmarks.tables import DISPATCHED, QUEUED, TOKENS, WORKERS
+
+THREADS = 1
+ROUNDS = 5
+
+
+def transport() -> list[Case]:
+    """Dispatch with 2 and 8 workers, and the queues."""
+    return [
+        transport_case(
+            "dispatch and collect", ["dispatch_braid", "dispatch_verl", "copy_braid"], {"workers": list(WORKERS)}, dispatch_rows
+        ),
+        transport_case("queues", ["queue_braid", "queue_transferqueue", "copy_braid"], {}, queue_rows),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TransportCase(Case):
+    """`rows` reads the sides' numbers, one row for each size and way."""
+
+    rows: Callable[[Found], list[dict[str, Any]]] = field(kw_only=True)
+
+    def summary(self, found: Found, rates: Rates) -> dict[str, Any]:
+        return {"rows": self.rows(found)}
+
+    def table(self, summary: Mapping[str, Any]) -> str:
+        return table(summary["rows"])
+
+
+def transport_case(
+    name: str, modules: list[str], case: Mapping[str, Any], rows: Callable[[Found], list[dict[str, Any]]]
+) -> TransportCase:
+    return TransportCase(name, [Side(module, module, case) for module in modules], ROUNDS, THREADS, rows=rows)
+
+
+def dispatch_rows(found: Found) -> list[dict[str, Any]]:
+    """One row for each size and way."""
+    rows = []
+    for size in WORKERS:
+        for tokens in TOKENS:
+            name = f"{size} workers, {tokens} tokens"
+            for way in ("held", "handles"):
+                rows.append(
+                    row(
+                        f"dispatch and collect, {name}, {way}",
+                        4 * 8 * DISPATCHED * tokens,
+                        found,
+                        ("dispatch_braid", f"{name}, {way}"),
+                        ("dispatch_verl", name),
+                        f"copy {tokens} tokens",
+                    )
+                )
+    return rows
+
+
+def queue_rows(found: Found) -> list[dict[str, Any]]:
+    return [
+        row(
+            f"queue {way}, {rows} rows x {tokens}",
+            4 * 4 * rows * tokens,
+            found,
+            ("queue_braid", f"{way} {rows} rows"),
+            ("queue_transferqueue", f"{way} {rows} rows"),
+            f"copy {rows} rows",
+        )
+        for rows, tokens in QUEUED
+        for way in ("put", "get")
+    ]
+
+
+def row(
+    name: str,
+    size: int,
+    found: Found,
+    ours: tuple[str, str],
+    theirs: tuple[str, str],
+    copy: str,
+) -> dict[str, Any]:
+    """Seconds of both sides and of a copy of the same `size` bytes, with every turn's."""
+    (our_side, our_key), (their_side, their_key) = ours, theirs
+    our_seconds, their_seconds = found[our_side][our_key], found[their_side][their_key]
+    return {
+        "row": name,
+        "peer": their_side.split("_")[1],
+        "bytes": size,
+        "braid_seconds": our_seconds,
+        "peer_seconds": their_seconds,
+        "times": round(their_seconds / our_seconds, 2),
+        "copy_seconds": found["copy_braid"][copy],
+        "braid_turns": [turn[our_key] for turn in found[our_side]["turns"]],
+        "peer_turns": [turn[their_key] for turn in found[their_side]["turns"]],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """For people: milliseconds, and how many times faster Braid is."""
+    lines = [f"{'':58}{'Braid ms':>10}{'peer ms':>10}{'times':>8}{'copy ms':>10}"]
+    for r in rows:
+        cells = "".join(f"{1000 * r[key]:10.2f}" for key in ("braid_seconds", "peer_seconds"))
+        mark = "" if r["times"] > 1 else "   BEHIND"
+        lines.append(f"{r['row']:58}{cells}{r['times']:8.2f}{1000 * r['copy_seconds']:10.2f}{mark}")
+    return "\n".join(lines)
