@@ -25,8 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 ATTENTION = "braid"
-PLAIN_ELEMENTS = 1 << 23
-"""Scores of one call, over all its sequences and heads, up to which a CPU keeps them whole: 32 MiB in float32."""
+SHORT = 256
+"""Tokens of a sequence up to which training on a CPU keeps all its scores."""
 
 
 class AttentionContext(Protocol):
@@ -70,17 +70,20 @@ AttentionInterface.register(ATTENTION, braid_attention)
 class PackedSequences:
     """Causal attention within each of the sequences of `lengths`, which lie one after the other in one packed row.
 
-    `offsets` (S + 1,) int32 says where each begins and the last one ends, on the model's device.
+    `offsets` (S + 1,) int32 says where each begins and the last one ends, on the model's device. `keep_scores` is for training, see
+    `attend_equal`.
     """
 
     lengths: tuple[int, ...]
     offsets: Tensor
+    keep_scores: bool = False
 
     @staticmethod
-    def of(lengths: Iterable[int], device: torch.device | str = "cpu") -> PackedSequences:
+    def of(lengths: Iterable[int], device: torch.device | str = "cpu", keep_scores: bool = False) -> PackedSequences:
         """Sequences of these lengths; empty ones take no part."""
         kept = tuple(int(length) for length in lengths if length)
-        return PackedSequences(kept, torch.tensor([0, *accumulate(kept)], dtype=torch.int32, device=device))
+        offsets = torch.tensor([0, *accumulate(kept)], dtype=torch.int32, device=device)
+        return PackedSequences(kept, offsets, keep_scores)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
@@ -124,6 +127,7 @@ class PackedSequences:
                 values[b].unflatten(0, (count, length)),
                 scaling,
                 window,
+                self.keep_scores,
             )
             for b, (length, count) in enumerate(buckets)
         ]
@@ -193,15 +197,21 @@ def _packed(states: Tensor) -> Tensor:
     return states[0].transpose(0, 1)
 
 
-def attend_equal(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-    """S sequences of L tokens, (S, L, heads, D) each, to (S * L, H, D)."""
+def attend_equal(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, keep_scores: bool = False
+) -> Tensor:
+    """S sequences of L tokens, (S, L, heads, D) each, to (S * L, H, D).
+
+    `keep_scores` lets a CPU hold the scores of short sequences for the backward, which is faster, but not the same to the bit for
+    every S.
+    """
     length = query.shape[1]
     mask = None
     if window is not None and window < length:
         positions = torch.arange(length, device=query.device)
         back = positions[:, None] - positions[None, :]
         mask = (back >= 0) & (back < window)
-    if query.device.type == "cpu" and query.shape[0] * query.shape[2] * length * length <= PLAIN_ELEMENTS:
+    if keep_scores and query.device.type == "cpu" and length <= SHORT:
         return _attend_plainly(query, key, value, scaling, mask)
     output = scaled_dot_product_attention(
         query.transpose(1, 2),

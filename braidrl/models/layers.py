@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from braidrl.errors import UserError
-from braidrl.models.native.building import FLOAT, INT, LONG, POINTER, address, build, compiler
+from braidrl.models.native.building import FLOAT, INT, LONG, POINTER, address, build
 
 SOURCE = Path(__file__).parent / "native" / "layers.c"
 DTYPES = (torch.float32, torch.bfloat16)
@@ -29,15 +29,10 @@ PARTS = 16
 """Sums of rows that a norm weight's gradient is made of, so that it does not depend on the number of threads."""
 
 
-def compile_layers(model: nn.Module, wanted: bool | None) -> None:
-    """Lets the model's norms and gated activations compute with kernels; with None where there is a compiler.
-
-    Raises UserError where `wanted` and they cannot be compiled.
-    """
-    if wanted is False or (wanted is None and compiler() is None):
+def compile_layers(model: PreTrainedModel) -> None:
+    """Lets the norms and gated activations of a model on the CPU compute with kernels, where these can be had."""
+    if model.device.type != "cpu" or model.dtype not in DTYPES or _functions(model.dtype) is None:
         return
-    if wanted and compiler() is None:
-        raise UserError("trainer.compile needs a C compiler; install gcc or clang, or write trainer.compile=false")
     for module in model.modules():
         kind: Any = type(module)
         name = kind.__name__
@@ -82,8 +77,8 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
 @cache
 def _functions(dtype: torch.dtype) -> Any:
     half = {"BFLOAT16": 1} if dtype == torch.bfloat16 else {}
-    functions = build(SOURCE, **half).functions
-    for name, types in ARGUMENTS.items():
+    functions = build(SOURCE, **half)
+    for name, types in ARGUMENTS.items() if functions else ():
         getattr(functions, name).argtypes, getattr(functions, name).restype = types, None
     return functions
 

@@ -50,5 +50,5 @@ def pack(rows: Rows, device: torch.device) -> Packed:
         tokens.values[actions].to(device),
         offsets_of(per_row).to(device),
         (tokens.offsets[1:] - 1).to(device),
-        PackedSequences.of(lengths.tolist(), device),
+        PackedSequences.of(lengths.tolist(), device, keep_scores=True),
     )

@@ -54,7 +54,8 @@ class RoleWorker(ABC):
         self.path = model_path(role, config)
         self.dtype = DTYPES[(own and own.dtype) or config.dtype]
         self.model = self.load_model(self.path)
-        compile_layers(self.model, config.trainer.compile)
+        if config.trainer.compile:
+            compile_layers(self.model)
         self.model.requires_grad_(train).eval()
         self.max_tokens = config.trainer.max_tokens_per_device
         self.optimizer: MasterOptimizer | None = None

@@ -62,7 +62,7 @@ class SharedPrompts:
         for number, family in enumerate(self.families):
             prompt = place
             outputs.append(
-                attend_equal(queries[prompt][None], keys[prompt][None], values[prompt][None], scaling, window)
+                attend_equal(queries[prompt][None], keys[prompt][None], values[prompt][None], scaling, window, True)
             )
             for block in range(len(_blocks(family))):
                 place += 1

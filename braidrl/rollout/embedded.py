@@ -16,10 +16,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from braidrl.errors import UserError
-from braidrl.models.native.building import compiler
 from braidrl.rollout.batch import SlotBatch
 from braidrl.rollout.engine import WeightSource
-from braidrl.rollout.native.decoder import NativeDecoder, unsupported
+from braidrl.rollout.native.decoder import native_decoder
 from braidrl.rollout.prompts import ROW_MULTIPLE
 from braidrl.rollout.requests import Finished, Request, Uid
 from braidrl.rollout.row import Row
@@ -45,15 +44,14 @@ class EmbeddedEngine:
         seed: int = 0,
         dtype: torch.dtype | None = None,
         shrink: bool | None = None,
-        compile: bool | None = None,
+        compile: bool = True,
     ) -> None:
         self._weights = EngineWeights(model, dtype)
         self._tokenizer = tokenizer
         self._max_sequence_tokens = max_sequence_tokens
         self._end_ids = end_of_sequence_ids(model, tokenizer)
         shrink = model.device.type == "cpu" if shrink is None else shrink
-        native = native_decoder(self._weights.model, compile)
-        self.compile_seconds = native.kernels.seconds if native else 0.0
+        native = native_decoder(self._weights.model) if compile else None
         self._batch = SlotBatch(self._weights.model, round_up(slots, ROW_MULTIPLE), seed, shrink, native)
         self._waiting: deque[Row] = deque()
         self._under_way: set[Uid] = set()
@@ -190,16 +188,6 @@ class EmbeddedEngine:
         finally:
             if training:
                 model.train()
-
-
-def native_decoder(model: PreTrainedModel, compile: bool | None) -> NativeDecoder | None:
-    """Compiled decoding, where it is asked for; with None where it can be had. Raises UserError where it is asked for in vain."""
-    reason = unsupported(model)
-    if compile and reason:
-        raise UserError(f"rollout.compile: {reason}; write rollout.compile=false")
-    if compile is False or reason or (compile is None and compiler() is None):
-        return None
-    return NativeDecoder(model)
 
 
 def end_of_sequence_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from braidrl.models.attention import PackedSequences
 from braidrl.models.fused import side_by_side
-from braidrl.models.layers import compile_layers
+from braidrl.models.layers import _Gate, _Norm, compile_layers, norm_of
 from braidrl.models.linear import ProductLinear, product, use_fast_products
 from tests.models.test_attention import CONFIGS, LENGTHS, models
 
@@ -22,7 +22,9 @@ def test_a_model_of_compiled_layers_has_the_plain_models_outputs_and_gradients(n
     found = []
     for wanted in (False, True):
         model = models(name, dtype)[0]
-        compile_layers(model, wanted)
+        if wanted:
+            compile_layers(model)
+            assert type(model.model.norm).forward is norm_of
         hidden = model.model(
             input_ids=tokens, position_ids=sequences.position_ids(), use_cache=False, sequences=sequences
         ).last_hidden_state
@@ -36,11 +38,21 @@ def test_a_model_of_compiled_layers_has_the_plain_models_outputs_and_gradients(n
         assert close < TOLERANCE[dtype], parameter
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
+    gate, up, weight = torch.randn(37, 50).to(dtype), torch.randn(37, 50).to(dtype), torch.randn(50).to(dtype)
+    gated, normed = _Gate.apply(gate, up), _Norm.apply(gate, weight, 1e-6)
+    for row in (0, 11, 36):
+        part = slice(row, row + 1)
+        assert torch.equal(_Gate.apply(gate[part], up[part]), gated[part])
+        assert torch.equal(_Norm.apply(gate[part], weight, 1e-6), normed[part])
+
+
 def test_layers_in_float64_compute_as_before() -> None:
     model, _ = models("qwen3")
     x = torch.randn(3, CONFIGS["qwen3"].hidden_size, dtype=torch.float64)
     before = model.model.layers[0].mlp(x)
-    compile_layers(model, True)
+    compile_layers(model)
     assert torch.equal(model.model.layers[0].mlp(x), before)
 
 

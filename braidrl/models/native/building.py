@@ -1,25 +1,26 @@
 """Compiles kernels for this processor, and one model's shape, with the system's C compiler; kept, so that it is done once.
 
-source + shape + processor ──hash──▶ kept library? ──no──▶ cc, under a second ──▶ loaded with ctypes
+source + shape + processor ──hash──▶ kept library? ──no──▶ cc, about a second ──▶ loaded with ctypes
+
+Where nothing compiles them a line of the log says so, once, and torch computes what they would have.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from braidrl.errors import UserError
 
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 HEADER = Path(__file__).parent / "numbers.h"
@@ -30,49 +31,42 @@ FLAGS = (
 )  # fmt: skip
 WIDE = "-mprefer-vector-width=512"
 PROCESSOR = Path("/proc/cpuinfo")
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Library:
-    """Loaded kernels, and the seconds that compiling them took; 0 where they had been kept."""
-
-    functions: ctypes.CDLL
-    seconds: float
-
-
-def compiler() -> str | None:
-    """The system's C compiler, if there is one."""
-    return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
-
-
-def build(source: Path, **constants: int) -> Library:
-    """The kernels of a C file with these constants defined. Raises UserError where nothing compiles them."""
-    command = compiler()
+def build(source: Path, **constants: int) -> ctypes.CDLL | None:
+    """The kernels of a C file with these constants defined; None where nothing compiles them."""
+    command = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if command is None:
-        raise UserError(
-            "compiled kernels need a C compiler; install gcc or clang, or turn off what asks for them (compile: false)"
-        )
+        _say_once("no C compiler, so torch computes what kernels would: install gcc or clang, or write compile=false")
+        return None
     flags = [*FLAGS, f"-I{HEADER.parent}", *(f"-D{name}={value}" for name, value in constants.items())]
     flags += [WIDE] * (platform.machine() == "x86_64")
     kept = _folder() / f"{source.stem}-{_name(source, command, flags)}.so"
-    seconds = 0.0
-    if not kept.exists():
-        start = time.perf_counter()
-        _compile(source, command, flags, kept)
-        seconds = time.perf_counter() - start
-    return Library(ctypes.CDLL(str(kept)), seconds)
+    if not kept.exists() and not _compile(source, command, flags, kept):
+        return None
+    return ctypes.CDLL(str(kept))
 
 
-def _compile(source: Path, command: str, flags: list[str], target: Path) -> None:
-    """Into a file of its own first: several processes may compile at once."""
+def _compile(source: Path, command: str, flags: list[str], target: Path) -> bool:
+    """Into a file of its own first: several processes may compile at once. False where the compiler fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
         done = subprocess.run([command, *flags, str(source), "-o", str(made), "-lm"], capture_output=True, text=True)
         if done.returncode:
             reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
-            raise UserError(f"{command} failed on {source.name} ({reason}); turn off what asks for it (compile: false)")
+            _say_once(f"{command} failed on {source.name}, so torch computes what its kernels would: {reason}")
+            return False
         os.replace(made, target)
+    logger.info("compiled %s in %.1f s", source.name, time.perf_counter() - start)
+    return True
+
+
+@cache
+def _say_once(line: str) -> None:
+    logger.warning(line)
 
 
 def _folder() -> Path:

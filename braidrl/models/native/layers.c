@@ -48,6 +48,7 @@ void gate_forward(const number *restrict gate, const number *restrict up, number
     }
 }
 
+/* With s = sigmoid(gate): grad_up = grad * gate * s, grad_gate = grad * up * s * (1 + gate * (1 - s)). */
 void gate_backward(const number *restrict grad, const number *restrict gate, const number *restrict up,
                    number *restrict grad_gate, number *restrict grad_up, int64_t count, int threads) {
 #pragma omp parallel for simd num_threads(threads) schedule(static)

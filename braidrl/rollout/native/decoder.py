@@ -26,16 +26,16 @@ from braidrl.rollout.slots import SlotCache
 FAMILIES = {"qwen2", "qwen3", "llama"}
 
 
-def unsupported(model: PreTrainedModel) -> str | None:
-    """Why these kernels cannot decode with the model, or None where they can."""
+def native_decoder(model: PreTrainedModel) -> NativeDecoder | None:
+    """Compiled decoding, where the model is one that the kernels know and something compiles them; else None."""
     config: Any = model.config
-    if config.model_type not in FAMILIES:
-        return f"{config.model_type} models are not among {', '.join(sorted(FAMILIES))}"
+    if config.model_type not in FAMILIES or config.hidden_act != "silu":
+        return None
     if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
-        return f"{model.dtype} on {model.device.type} is neither float32 nor bfloat16 on the CPU"
-    if config.hidden_act != "silu" or config.num_attention_heads % config.num_key_value_heads:
-        return "its activation is not silu, or its heads do not divide"
-    return None
+        return None
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kernels = Kernels.of(width, config.num_attention_heads // config.num_key_value_heads, model.dtype)
+    return None if kernels is None else NativeDecoder(model, kernels)
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,11 @@ class Layer:
 
 
 class NativeDecoder:
-    """Decodes with the weights of `model` where they lie; see `unsupported` for which."""
+    """Decodes with the weights of `model` where they lie; see `native_decoder` for which."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Raises UserError where the kernels cannot be compiled."""
+    def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
         config: Any = model.config
-        self._model, self._epsilon = model, float(config.rms_norm_eps)
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.kernels = Kernels(width, config.num_attention_heads // config.num_key_value_heads, model.dtype)
+        self._model, self._epsilon, self.kernels = model, float(config.rms_norm_eps), kernels
         self.refresh()
 
     def refresh(self) -> None:

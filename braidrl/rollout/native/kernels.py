@@ -24,15 +24,18 @@ ARGUMENTS: dict[str, Sequence[type]] = {
 class Kernels:
     """Of one head width, one number of query heads per key head and one dtype: float32 or bfloat16."""
 
-    def __init__(self, head_width: int, group: int, dtype: torch.dtype) -> None:
-        """Raises UserError where they cannot be compiled."""
-        half = {"BFLOAT16": 1} if dtype == torch.bfloat16 else {}
-        library = build(SOURCE, HEAD=head_width, GROUP=group, **half)
-        self.dtype, self.seconds = dtype, library.seconds
-        self._functions = library.functions
+    def __init__(self, functions: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.dtype, self._functions = dtype, functions
         for name, types in ARGUMENTS.items():
-            function = getattr(self._functions, name)
+            function = getattr(functions, name)
             function.argtypes, function.restype = types, ctypes.c_int if name == "attend" else None
+
+    @staticmethod
+    def of(head_width: int, group: int, dtype: torch.dtype) -> Kernels | None:
+        """None where nothing compiles them."""
+        half = {"BFLOAT16": 1} if dtype == torch.bfloat16 else {}
+        functions = build(SOURCE, HEAD=head_width, GROUP=group, **half)
+        return None if functions is None else Kernels(functions, dtype)
 
     def add_norm(self, residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
         """Adds `update` (B, W) to `residual` (B, W) float32 in place; its RMS norm times `weight` (W,), (B, W)."""
