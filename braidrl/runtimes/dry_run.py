@@ -20,13 +20,13 @@ from braidrl.models.footprint import (
     model_shape,
     resident_bytes,
 )
-from braidrl.models.role_worker import DTYPES, model_path
+from braidrl.models.role_worker import DTYPES, choose_device, model_path
 from braidrl.placement.pools import place
 from braidrl.runtimes.crews import check_runtime
 from braidrl.runtimes.setup import Prepared, prepare
 from braidrl.runtimes.streaming.groups import worker_groups
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -118,17 +118,22 @@ def show(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], c
     config = prepared.config
     console.print(f"flow {prepared.flow.name}, runtime {config.runtime}: nothing was trained, no weights were read")
     for group, footprints in found:
-        table = Table("role", "part", "GiB", title=f"{group.devices} x {config.device}", title_justify="left")
+        table = Table("role", "part", "memory", title=f"{group.devices} x {choose_device(config.device).type}", title_justify="left")
         table.columns[2].justify = "right"
         for one in footprints:
             name = f"{one.seat.role}: {one.shape.name}, {one.shape.parameters / 1e6:,.1f}M parameters"
             for part, size in {**one.resident, **one.working}.items():
-                table.add_row(name, part, f"{size / GIB:,.2f}")
+                table.add_row(name, part, in_units(size))
                 name = ""
-        table.add_row("each device, at its peak", "", f"{peak(footprints) / GIB:,.2f}", style="bold")
+        table.add_row("each device, at its peak", "", in_units(peak(footprints)), style="bold")
         console.print(table)
     for line in batch_lines(config):
-        console.print(line)
+        console.print(line, soft_wrap=True)
+
+
+def in_units(size: int) -> str:
+    """Bytes as people say them."""
+    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
 
 
 def batch_lines(config: Config) -> list[str]:

@@ -51,7 +51,7 @@ def learn(
     pairs = problems(held_out + TRAINED, DIGITS, seed)
     write_jsonl(folder / "held_out.jsonl", questions(pairs[:held_out]))
     write_jsonl(folder / "train.jsonl", questions(pairs[held_out:]))
-    write_jsonl(folder / "demonstrations.jsonl", demonstrations(pairs[held_out:], mistakes=0.5, seed=seed))
+    write_jsonl(folder / "demonstrations.jsonl", demonstrations(pairs[held_out:], mistakes=0.55, seed=seed))
     write_model(folder / "untrained", seed)
     common = [f"seed={seed}", f"output={folder}"]
     warm = train(load_config(HERE / "warm_start.yaml", [
