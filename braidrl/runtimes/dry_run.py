@@ -118,7 +118,13 @@ def show(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], c
     config = prepared.config
     console.print(f"flow {prepared.flow.name}, runtime {config.runtime}: nothing was trained, no weights were read")
     for group, footprints in found:
-        table = Table("role", "part", "memory", title=f"{group.devices} x {choose_device(config.device).type}", title_justify="left")
+        table = Table(
+            "role",
+            "part",
+            "memory",
+            title=f"{group.devices} x {choose_device(config.device).type}",
+            title_justify="left",
+        )
         table.columns[2].justify = "right"
         for one in footprints:
             name = f"{one.seat.role}: {one.shape.name}, {one.shape.parameters / 1e6:,.1f}M parameters"
