@@ -1,0 +1,69 @@
+"""How one role lies on many devices: five numbers that multiply to the devices, and what of the model is divided among them.
+
+rank = ((pipeline · data + data rank) · sequence + sequence rank) · tensor + tensor rank          tensor varies fastest
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from braidrl.errors import UserError
+
+AXES = ("pipeline", "data", "sequence", "tensor")
+"""Names of the mesh's dimensions, slowest first: ranks that speak most are neighbours."""
+
+
+class ParallelLayout(BaseModel):
+    """Devices along each axis. The default is one copy of the model on each device."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    pipeline: int = Field(1, ge=1)
+    """Groups of layers, one after the other."""
+    tensor: int = Field(1, ge=1)
+    """Devices that divide each matrix and the vocabulary."""
+    data: int | None = Field(None, ge=1)
+    """Devices that divide the rows; by default as many as the other axes leave."""
+    sequence: int = Field(1, ge=1)
+    """Devices that divide the tokens of each micro-batch, and in attention the heads (Ulysses)."""
+    shard: Literal["full", "optimizer", "none"] = "none"
+    """What the ranks along `data` and `sequence` divide: weights, gradients and optimizer state (`full`: FSDP, ZeRO-3), the last two
+    (`optimizer`: ZeRO-2, the weights are whole while a batch is computed), or nothing."""
+
+    @property
+    def replica(self) -> int:
+        """Devices that hold one copy of the model together and compute the same rows."""
+        return self.pipeline * self.tensor * self.sequence
+
+    @property
+    def copies(self) -> bool:
+        """True where every device has the whole model for itself."""
+        return self.replica == 1 and self.shard == "none"
+
+    def over(self, devices: int, key: str = "trainer.layout") -> ParallelLayout:
+        """The layout with `data` filled in. Raises UserError, naming `key`, where it does not multiply to the devices."""
+        data = self.data or max(1, devices // self.replica)
+        filled = self.model_copy(update={"data": data})
+        if data * self.replica != devices:
+            product = " · ".join(f"{axis} {getattr(filled, axis)}" for axis in AXES)
+            raise UserError(
+                f"{key}: {product} make {data * self.replica} devices and there are {devices}; "
+                f"write numbers that multiply to {devices}, or workers={data * self.replica}"
+            )
+        return filled
+
+    def check_model(self, heads: int, key_value_heads: int, layers: int, key: str = "trainer.layout") -> None:
+        """Raises UserError, naming `key`, where the axes do not divide a model's heads or layers."""
+        for name, count in (("attention heads", heads), ("key/value heads", key_value_heads)):
+            if count % (self.tensor * self.sequence):
+                raise UserError(
+                    f"{key}: the model has {count} {name}, which tensor={self.tensor} times sequence={self.sequence} does not "
+                    f"divide; write numbers whose product divides {count}"
+                )
+        if layers % self.pipeline:
+            raise UserError(
+                f"{key}: the model has {layers} layers, which pipeline={self.pipeline} does not divide; "
+                f"write a number that divides {layers}"
+            )
