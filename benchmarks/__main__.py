@@ -11,14 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import speed, transport
+from benchmarks import packing, speed, transport
 from benchmarks.case import Case
 from benchmarks.duel import OURS, duel
 
 RESULTS = Path("benchmarks/results")
 BENCHMARKS: dict[str, Callable[[], list[Case]]] = {
     "decode": speed.decode, "grpo": speed.grpo, "shared_prompt": speed.shared_prompt, "memory": speed.memory,
-    "transport": transport.transport,
+    "packing": packing.packing, "transport": transport.transport,
 }  # fmt: skip
 
 
