@@ -50,3 +50,9 @@ def pack(rows: Rows, device: torch.device) -> Packed:
         offsets_of(per_row).to(device),
         (tokens.offsets[1:] - 1).to(device),
     )
+
+
+def nothing(device: torch.device) -> Packed:
+    """One token of no row, without an action: for a rank that takes part in what others compute."""
+    none, one = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    return Packed(one, one, (1,), none, none, one, none)
