@@ -95,7 +95,7 @@ def ablation(study: Study) -> Numbers:
     header = ["", "held-out avg@4", "entropy", "length", "cut off", "steps to GRPO's accuracy", "responses", "seconds"]
     text = (
         "# DAPO's techniques, added one after the other\n\nThe model imitates a teacher who writes its working down several times in "
-        f"{RAMBLING:.0%} of its answers, so that some of them do not end within the limit of {RESPONSE_TOKENS} tokens. Each row adds a technique "
+        f"{RAMBLING:.0%} of its answers, so that some do not end within the limit of {RESPONSE_TOKENS} tokens. Each row adds a technique "
         "to the one above it; four updates per step. The last "
         f"three columns say what each needed to reach plain GRPO's final accuracy of {goal:.3f} for the first time.\n\n"
         + table(header, rows)
