@@ -78,7 +78,7 @@ class Study:
             return folder
         write_model(self.folder / "untrained", seed=START)
         run = self.run(f"{teacher}-start", {
-            "flow": "sft", "model": str(self.folder / "untrained"), "data": {"train": str(examples)},
+            "flow": "sft", "seed": START, "model": str(self.folder / "untrained"), "data": {"train": str(examples)},
             "rollout": {"samples_per_prompt": 1, "max_response_tokens": 2 * RESPONSE_TOKENS},
             "trainer": {"steps": 200, "prompts_per_step": 256, "learning_rate": 3e-3, "schedule": "linear",
                         "warmup_steps": 20, "checkpoint_every": 50},
