@@ -34,6 +34,9 @@ def train(
     resume: Annotated[Path | None, typer.Option(help="Go on with this run from its latest checkpoint.")] = None,
     replay: Annotated[Path | None, typer.Option(help="Train on the rollouts that this run recorded.")] = None,
     rollout_only: Annotated[bool, typer.Option("--rollout-only", help="Record rollouts; train nothing.")] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, show the memory it would take, and end.")
+    ] = False,
 ) -> None:
     """Train by a flow. Prints the run folder first."""
     from braidrl.config import load_config
@@ -46,6 +49,11 @@ def train(
         settings = run_config(resume)
     else:
         settings = load_config(*split_config(config, overrides))
+    if dry:
+        from braidrl.runtimes.dry_run import dry_run
+
+        dry_run(settings)
+        return
     run_training(settings, resume=resume, replay=replay, rollout_only=rollout_only)
 
 

@@ -233,6 +233,8 @@ class EvaluationConfig(Section):
     """As `rollout.top_k`, for evaluation."""
     max_prompts: int | None = Field(None, ge=1)
     """The first so many prompts of each set; all by default."""
+    stop_at: float | None = Field(None, gt=0, le=1)
+    """The run ends, before `trainer.steps`, when an evaluation finds avg@k (or pair accuracy) of every set at least this high."""
 
 
 class StreamingConfig(Section):

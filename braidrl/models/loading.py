@@ -131,6 +131,11 @@ def _model_folder(path: str | Path) -> Path:
     return folder
 
 
+def read_model_config(path: str | Path) -> Any:
+    """What config.json says of a model; no weights are needed. Raises UserError as `load_decoder`."""
+    return _config(_model_folder(path))
+
+
 def _config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)

@@ -57,7 +57,7 @@ class MetricsWriter:
                 f"{folder} holds the metrics of an earlier run; go on with it by --resume, or choose another name"
             )
         kept = keep_lines(path, lambda line: line["step"] <= (resume_step or 0)) if path.exists() else []
-        self.last_step = kept[-1]["step"] if kept else -1
+        self.last: Mapping[str, Any] = kept[-1] if kept else {"step": -1}
         self._required = (*REQUIRED_KEYS, *(f"time/{stage}" for stage in stages))
         self._lines = LineFile(path)
         self._tensorboard = open_tensorboard(folder, resume_step)
@@ -85,10 +85,10 @@ class MetricsWriter:
 
     def _append(self, line: dict[str, int | float | None]) -> None:
         step = line["step"]
-        if not isinstance(step, int) or step <= self.last_step:
-            raise ValueError(f"step {step} does not follow step {self.last_step}, the last one written")
+        if not isinstance(step, int) or step <= self.last["step"]:
+            raise ValueError(f"step {step} does not follow step {self.last['step']}, the last one written")
         self._lines.append(line)
-        self.last_step = step
+        self.last = line
         numbers = {key: value for key, value in line.items() if value is not None and key != "step"}
         for key, value in numbers.items():
             self._tensorboard.add_scalar(key, value, step)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from braidrl.algorithms.metrics import avg_at_k, pass_at_k
@@ -15,6 +16,7 @@ from braidrl.runtimes.iteration import RunCrew
 from braidrl.runtimes.row_store import HeldOut
 
 T = TypeVar("T")
+SHARE_RIGHT = re.compile(r"eval/.+/(avg@\d+|pair_accuracy)")
 
 
 def evaluation_flow(config: Config, flow: Flow) -> Flow:
@@ -53,6 +55,12 @@ def evaluation_metrics(name: str, index: Rows, samples: int) -> dict[str, float]
     metrics[f"eval/{name}/length_mean"] = float(index["action_tokens"].double().mean())
     metrics[f"eval/{name}/score_mean"] = float(index["score"].double().mean())
     return metrics
+
+
+def good_enough(metrics: Mapping[str, float | int | None], stop_at: float | None) -> bool:
+    """True where an evaluation is among the metrics, and the share of right answers of every set is at least `stop_at`."""
+    shares = [value for key, value in metrics.items() if SHARE_RIGHT.fullmatch(key) and value is not None]
+    return stop_at is not None and bool(shares) and min(shares) >= stop_at
 
 
 def pair_metrics(name: str, index: Rows) -> dict[str, float]:

@@ -21,6 +21,7 @@ from braidrl.config import Config
 from braidrl.data.rows import IDENTITY, Column, Rows
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
+from braidrl.flow.stage_state import keywords
 from braidrl.flow.stages import compute_entry
 from braidrl.models.checkpoint import load_worker, save_worker
 from braidrl.models.data_parallel import DataParallel
@@ -36,7 +37,6 @@ from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.requests import Finished, Request, Sampling, Uid
 from braidrl.rollout.trajectories import to_rows
 from braidrl.runtimes.playing import play
-from braidrl.runtimes.stage_state import keywords
 
 VERIFY_CHUNK = 8
 """Finished rows handed to the reward processes at once while others are still being generated."""

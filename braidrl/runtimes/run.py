@@ -22,7 +22,7 @@ from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
 from braidrl.runtimes.crews import check_runtime, start_crew, walk_with
-from braidrl.runtimes.evaluation import evaluated_sets
+from braidrl.runtimes.evaluation import evaluated_sets, good_enough
 from braidrl.runtimes.folders import latest_checkpoint, new_run_folder
 from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 from braidrl.runtimes.iteration import IterationResult, RunCrew
@@ -68,6 +68,7 @@ class TrainingRun:
         self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
         self.step = self.version = 0
         self.saved_step: int | None = None
+        self.good_enough = False
         self.crew: RunCrew[Any] = start_crew(
             self.prepared, self.loader, self.progress, self.folder, self.world, self.interrupts
         )
@@ -97,8 +98,8 @@ class TrainingRun:
         with self.interrupts.active():
             snapshot = self._snapshot()
             try:
-                self._evaluate_before_first_step()
-                while self.step < trainer.steps:
+                self._begin()
+                while self.step < trainer.steps and not self.good_enough:
                     snapshot = self._snapshot()
                     self._one_step()
                     if trainer.checkpoint_every and self.step % trainer.checkpoint_every == 0:
@@ -150,10 +151,12 @@ class TrainingRun:
         every, steps = self.config.evaluation.every, self.config.trainer.steps
         return bool(every) and (self.step % every == 0 or self.step == steps)
 
-    def _evaluate_before_first_step(self) -> None:
-        # A run that was stopped in its first step and goes on has this line already.
-        last = self.world.from_first("metrics", lambda: self.metrics.last_step if self.metrics else -1)
-        wanted = self.step == 0 and last < 0 and bool(self.config.evaluation.every)
+    def _begin(self) -> None:
+        last = self.world.from_first("metrics", lambda: self.metrics.last if self.metrics else None)
+        # One that ended because it was good enough, and is resumed, has nothing more to do.
+        self.good_enough = last["step"] == self.step and good_enough(last, self.config.evaluation.stop_at)
+        # A run that was stopped in its first step and goes on has the line of step 0 already.
+        wanted = self.step == 0 and last["step"] < 0 and bool(self.config.evaluation.every)
         if wanted and self.config.evaluation.before_first_step:
             metrics = self._evaluate()
             if metrics and self.metrics:
@@ -168,6 +171,7 @@ class TrainingRun:
         ):
             self.crew.record(evaluation_path(self.folder, name, self.step), table, table)
             metrics |= found
+        self.good_enough = good_enough(metrics, self.config.evaluation.stop_at)
         return metrics
 
     def _snapshot(self) -> RunState:

@@ -121,3 +121,18 @@ def test_ctrl_c_saves_exits_130_and_the_run_can_go_on(evaluated: Workshop, steps
 def test_surplus_that_no_batch_could_train_on_is_refused(workshop: Workshop) -> None:
     with pytest.raises(UserError, match=r"write trainer\.max_staleness=1 or trainer\.surplus=drop"):
         workshop.run(flow="dapo", trainer={"surplus": "keep"})
+
+
+@pytest.mark.parametrize(("verifier", "last_step"), [("always_right", 2), ("always_wrong", 4)])
+def test_a_run_ends_where_evaluation_finds_it_good_enough_and_stays_ended(
+    evaluated: Workshop, verifier: str, last_step: int
+) -> None:
+    evaluation = {"every": 2, "samples": 2, "stop_at": 0.9, "before_first_step": False}
+    data = {"eval": {"held_out": str(evaluated.folder / "held_out.jsonl")}}
+    reward = {"verify": f"{evaluated.folder}/verifiers.py:{verifier}"}
+    trainer = {**TRAINER, "steps": 4, "deterministic": False}
+    run = evaluated.run(flow="grpo", data=data, evaluation=evaluation, reward=reward, trainer=trainer)
+    assert read_metrics(run)[-1]["step"] == last_step
+    with TrainingRun(run_config(run), resume=run) as resumed:
+        resumed.train()
+    assert [line["step"] for line in read_metrics(run)] == list(range(1, last_step + 1))

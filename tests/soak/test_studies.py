@@ -16,7 +16,7 @@ pytestmark = pytest.mark.soak
 
 @pytest.fixture(scope="module")
 def studies() -> ModuleType:
-    for name in ("task", "curves"):
+    for name in ("task", "curves", "study", "study_recipes", "study_rewards", "study_runtimes"):
         load_module(ARITHMETIC / f"{name}.py")
     return load_module(ARITHMETIC / "studies.py")
 
@@ -43,14 +43,20 @@ def test_safe_rlhf_keeps_a_limit_that_reward_alone_breaks(studies: ModuleType, s
 
 def test_every_recipe_learns_sums_from_the_same_start(studies: ModuleType, study: Any) -> None:
     found = studies.algorithms(study)
-    for name in studies.RECIPES:
+    for name in load_module(ARITHMETIC / "study_recipes.py").RECIPES:
         assert found[name] > found["start"] + 0.05, name
 
 
 def test_the_ablation_has_a_row_for_each_technique(studies: ModuleType, study: Any) -> None:
     found = studies.ablation(study)
-    assert list(found) == [name for name, _ in studies.ADDED]
+    assert list(found) == [name for name, _ in load_module(ARITHMETIC / "study_recipes.py").ADDED]
     assert max(found.values()) > 0.3
+
+
+def test_the_example_learns_under_every_runtime(studies: ModuleType, study: Any) -> None:
+    found = studies.runtimes(study)
+    for name in load_module(ARITHMETIC / "study_runtimes.py").RUNTIMES:
+        assert found[name] > found["start"] + 0.05, name
 
 
 def test_studies_are_quick_when_asked(studies: ModuleType, tmp_path: Path) -> None:

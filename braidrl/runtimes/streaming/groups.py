@@ -79,14 +79,4 @@ def check_streaming(config: Config, flow: Flow) -> None:
                 f"runtime=streaming cannot run {stage.name}, which copies another role's weights; "
                 "write runtime=eager, hybrid or distributed"
             )
-        if "environment" in stage.params:
-            raise UserError(
-                f"runtime=streaming cannot run {stage.name}, which plays in an environment; "
-                "write runtime=eager, hybrid or distributed"
-            )
-        if stage.state:
-            raise UserError(
-                f"runtime=streaming cannot run {stage.name}, whose state ({', '.join(stage.state)}) changes once per "
-                "iteration; write runtime=eager, hybrid or distributed"
-            )
     worker_groups(config, flow, None)

@@ -1,0 +1,140 @@
+"""What a model takes of a device's memory, counted on the meta device: no weights are read and nothing is computed.
+
+weights ─ gradient sums ─ master weights ─ AdamW's moments      from the parameters' number and types
+activations of a micro-batch                                    from what autograd keeps of a forward pass on shapes alone
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from braidrl.models.attention import ATTENTION
+from braidrl.models.loading import read_model_config
+from braidrl.models.log_probs import CHUNK_ELEMENTS
+
+MASTER_BYTES = 4
+MOMENTS = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A role's model by its sizes alone."""
+
+    name: str
+    config: Any
+    parameters: int
+    dtype: torch.dtype
+
+    @property
+    def element_bytes(self) -> int:
+        return self.dtype.itemsize
+
+
+def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False) -> Shape:
+    """The model that a folder's config.json describes. Raises UserError where there is none, or one that cannot be trained here."""
+    config = read_model_config(folder)
+    model = on_meta(config, dtype, scalar_head)
+    return Shape(type(model).__name__, config, sum(p.numel() for p in model.parameters()), dtype)
+
+
+def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTrainedModel:
+    """A model without storage."""
+    auto: Any = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
+    own = deepcopy(config)
+    if scalar_head:
+        own.num_labels = 1
+    with torch.device("meta"):
+        return auto.from_config(own, dtype=dtype, attn_implementation=ATTENTION)
+
+
+def resident_bytes(shape: Shape, trained: bool, denominators: int = 1) -> dict[str, int]:
+    """What stays on the device between steps, by part; gradients are summed for each denominator of the loss."""
+    parts = {"weights": shape.parameters * shape.element_bytes}
+    if trained:
+        master = max(MASTER_BYTES, shape.element_bytes)
+        parts["gradients"] = shape.parameters * master * denominators
+        if master > shape.element_bytes:
+            parts["master weights"] = shape.parameters * master
+        parts["AdamW moments"] = shape.parameters * master * MOMENTS
+    return parts
+
+
+def cache_bytes(shape: Shape, slots: int, tokens: int) -> int:
+    """Keys and values of `slots` rows of `tokens` tokens."""
+    config = shape.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * width * shape.element_bytes
+    return per_token * slots * tokens
+
+
+def logits_bytes(shape: Shape, tokens: int) -> int:
+    """The logits that exist at once, in at least float32: a chunk of the tokens, with its copy in the weights' type."""
+    held = min(CHUNK_ELEMENTS, tokens * shape.config.vocab_size)
+    return held * (max(MASTER_BYTES, shape.element_bytes) + shape.element_bytes)
+
+
+def activation_bytes(shape: Shape, tokens: int, checkpointing: bool) -> int:
+    """What the backward pass of a micro-batch needs: of every layer, or with checkpointing each layer's input and one layer whole."""
+    one, two = (saved_bytes(shape, layers, tokens) for layers in (1, 2))
+    layer, layers = two - one, shape.config.num_hidden_layers
+    if not checkpointing:
+        return one + (layers - 1) * layer
+    inputs = tokens * shape.config.hidden_size * shape.element_bytes
+    return one + layers * inputs
+
+
+def saved_bytes(shape: Shape, layers: int, tokens: int) -> int:
+    """Bytes that autograd keeps of a forward pass through so many layers, parameters left out."""
+    config = deepcopy(shape.config)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    model = on_meta(config, shape.dtype)
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    # Kept alive, so that no two of them have one address.
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()._cdata
+        if storage not in own:
+            kept[storage] = tensor
+        return tensor
+
+    places = torch.arange(tokens, device="meta")[None]
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model.base_model(
+            input_ids=places, position_ids=places, use_cache=False, sequences=FusedAttention()
+        ).last_hidden_state
+    kept[hidden.untyped_storage()._cdata] = hidden
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+class FusedAttention:
+    """The attention context of shapes alone: keeps for the backward pass what a fused kernel keeps, and no scores."""
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """Queries (1, H, N, D), keys and values (1, K, N, D) to outputs (1, N, H, D)."""
+        output: Tensor = _Shapes.apply(query, key, value)
+        return output
+
+
+class _Shapes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+        ctx.save_for_backward(query, key, value, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        raise RuntimeError("shapes alone have no gradients")

@@ -1,0 +1,159 @@
+"""What the studies share: their data, the model that they begin with, runs that are not repeated, and the pages they write."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from curves import Curve, write_curves
+from task import demonstrations, problems, questions, write_jsonl, write_model
+
+from braidrl.config import Config, parse_config
+from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.export import export_model
+from braidrl.runtimes.folders import latest_checkpoint, run_config
+from braidrl.runtimes.run import train
+
+HERE = Path(__file__).parent
+HELD_OUT, TRAINED, DIGITS = 100, 4000, 2
+SCORE = "eval/held_out/avg@4"
+START = 1
+"""Seed of the data and of the model that studies begin with."""
+SEEDS = (0, 1, 2)
+STEPS = 60
+RESPONSE_TOKENS = 40
+
+Lines = list[dict[str, Any]]
+Tree = dict[str, Any]
+Numbers = dict[str, float]
+"""What a study found, by name."""
+
+
+class Study:
+    """The folder of a study's data and runs, and the pages that it writes."""
+
+    def __init__(self, folder: Path, pages: Path, quick: bool = False) -> None:
+        """`quick` makes every run a few steps long: it shows that the study works, and nothing about algorithms."""
+        self.folder, self.pages, self.quick = folder, pages, quick
+
+    def run(self, name: str, tree: Mapping[str, Any]) -> Path:
+        """The run folder of a finished run: done before, gone on with, or begun."""
+        config = parse_config({**self.shortened(tree), "name": name, "output": str(self.folder), "device": "cpu"})
+        folder = self.folder / name
+        if finished(folder, config):
+            return folder
+        if folder.is_dir() and latest_checkpoint(folder):
+            return train(run_config(folder), resume=folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        return train(config)
+
+    def shortened(self, tree: Mapping[str, Any]) -> Tree:
+        """The run as it is asked for, or a few steps of it."""
+        if not self.quick:
+            return dict(tree)
+        evaluation, algorithm = dict(tree.get("evaluation", {"every": 0})), dict(tree.get("algorithm", {}))
+        if evaluation["every"]:
+            evaluation |= {"every": 2, "max_prompts": 8}
+        if tree["flow"] == "dapo":
+            # A model that has hardly begun has no group with right and wrong answers.
+            algorithm["dynamic_sampling"] = False
+        trainer = {**tree["trainer"], "steps": 2, "prompts_per_step": 8, "warmup_steps": 0}
+        return {**tree, "algorithm": algorithm, "trainer": trainer, "evaluation": evaluation}
+
+    def page(self, name: str, text: str) -> None:
+        self.pages.mkdir(parents=True, exist_ok=True)
+        (self.pages / f"{name}.md").write_text(text)
+
+    def curves(self, name: str, title: str, curves: Mapping[str, Curve], limit: float | None = None) -> str:
+        """Draws curves beside the page; returns how the page shows them."""
+        write_curves(self.pages / f"{name}.svg", title, curves, limit)
+        return f"![{title}]({name}.svg)\n"
+
+    def warm_model(self, rambling: float = 0.0) -> Path:
+        """Data files, and the model that a study begins with: one that imitates a careless teacher, who may ramble too."""
+        teacher = "rambling" if rambling else "careless"
+        folder, examples = self.folder / f"{teacher}-model", self.folder / f"{teacher}.jsonl"
+        if not examples.is_file():
+            self.write_data(examples, rambling)
+        if folder.is_dir():
+            return folder
+        write_model(self.folder / "untrained", seed=START)
+        run = self.run(f"{teacher}-start", {
+            "flow": "sft", "seed": START, "model": str(self.folder / "untrained"), "data": {"train": str(examples)},
+            "rollout": {"samples_per_prompt": 1, "max_response_tokens": 2 * RESPONSE_TOKENS},
+            "trainer": {"steps": 200, "prompts_per_step": 256, "learning_rate": 3e-3, "schedule": "linear",
+                        "warmup_steps": 20, "checkpoint_every": 50},
+        })  # fmt: skip
+        export_model(run, folder)
+        return folder
+
+    def write_data(self, examples: Path, rambling: float) -> None:
+        """Sums to train on, held-out ones, and a careless teacher's answers."""
+        pairs = problems(HELD_OUT + TRAINED, DIGITS, seed=START)
+        held_out, trained = pairs[:HELD_OUT], pairs[HELD_OUT:]
+        write_jsonl(self.folder / "held_out.jsonl", questions(held_out))
+        write_jsonl(self.folder / "train.jsonl", questions(trained))
+        write_jsonl(examples, demonstrations(trained, mistakes=0.55, seed=START, rambling=rambling))
+
+    def policy(self, flow: str, algorithm: Tree, seed: int = 0, rambling: float = 0.0, **more: Any) -> Tree:
+        """A run that improves the warm model on sums, evaluated on held-out ones."""
+        tree: Tree = {
+            "flow": flow, "algorithm": algorithm, "seed": seed, "model": str(self.warm_model(rambling)),
+            "data": {"train": str(self.folder / "train.jsonl"), "eval": {"held_out": str(self.folder / "held_out.jsonl")}},
+            "reward": {"verify": "gsm8k"},
+            "rollout": {"samples_per_prompt": 8, "max_response_tokens": RESPONSE_TOKENS, "slots": 128},
+            "trainer": {"steps": STEPS, "prompts_per_step": 32, "learning_rate": 5e-4, "warmup_steps": 5, "checkpoint_every": 20},
+            "evaluation": {"every": 10, "samples": 4, "top_p": 1.0},
+        }  # fmt: skip
+        return {**tree, **more}
+
+
+def finished(folder: Path, config: Config) -> bool:
+    """True if the run has done all its steps and kept its models."""
+    if latest_checkpoint(folder) is None:
+        return False
+    return bool(read_metrics(folder)[-1]["step"] >= config.trainer.steps)
+
+
+def curve(lines: Lines, key: str) -> Curve:
+    return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+
+
+def last_quarter(lines: Lines, key: str) -> float:
+    """Mean over the last quarter of the steps."""
+    values = [line[key] for line in lines if line.get(key) is not None]
+    return fmean(values[-max(1, len(values) // 4) :])
+
+
+def over_seeds(study: Study, name: str, tree: Callable[[int], Tree]) -> list[Lines]:
+    """The metrics of a run for each seed; `tree` says how a seed's run is configured."""
+    return [read_metrics(study.run(f"{name}-{seed}", tree(seed))) for seed in SEEDS]
+
+
+def mean_curve(runs: Sequence[Lines], key: str) -> Curve:
+    """The mean of runs that were measured at the same steps."""
+    points = zip(*(curve(lines, key) for lines in runs), strict=True)
+    return [(at[0][0], fmean(value for _, value in at)) for at in points]
+
+
+def final_scores(runs: Sequence[Lines]) -> list[str]:
+    """Two cells of a table: the mean of the last held-out scores, and each of them."""
+    finals = [curve(lines, SCORE)[-1][1] for lines in runs]
+    return [f"{fmean(finals):.3f}", " ".join(f"{final:.2f}" for final in finals)]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    return "\n".join([*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)]) + "\n"
+
+
+def generated(lines: Lines) -> float:
+    """Response tokens sampled for training."""
+    return float(sum(line["tokens/generated"] or 0 for line in lines))
+
+
+def seconds(lines: Lines) -> float:
+    return float(sum(line["time/step"] or 0 for line in lines))

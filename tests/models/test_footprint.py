@@ -1,0 +1,92 @@
+"""Memory counted without storage equals what a model with storage takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from braidrl.config import TrainerConfig
+from braidrl.errors import UserError
+from braidrl.models.attention import PackedSequences
+from braidrl.models.footprint import activation_bytes, cache_bytes, model_shape, resident_bytes
+from braidrl.models.loading import load_decoder
+from braidrl.models.optimizer import MasterOptimizer
+from braidrl.rollout.slots import SlotCache
+
+TOKENS = 96
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resident_bytes_are_those_of_a_model_that_trains(
+    tiny_models: dict[str, Path], name: str, dtype: torch.dtype
+) -> None:
+    model = load_decoder(tiny_models[name], dtype)
+    optimizer = MasterOptimizer(list(model.parameters()), TrainerConfig(learning_rate=1e-3), 1e-3)
+    hidden = model.base_model(
+        input_ids=torch.arange(8)[None], position_ids=torch.arange(8)[None], use_cache=False,
+        sequences=PackedSequences.of([8]),
+    ).last_hidden_state  # fmt: skip
+    optimizer.backward({"rows": hidden.sum() + model.get_output_embeddings().weight.sum()})
+    gradients = [part for part in optimizer.sums["rows"] if part is not None]
+    found = {"weights": size(list(model.parameters())), "gradients": size(gradients)}
+    optimizer.step({"rows": 1.0}, 1)
+    state = optimizer.state()
+    if dtype is torch.bfloat16:
+        found["master weights"] = size([t for name, t in state.items() if name.endswith("master")])
+    found["AdamW moments"] = size([t for name, t in state.items() if "exp_avg" in name])
+    assert resident_bytes(model_shape(tiny_models[name], dtype), trained=True) == found
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+def test_activations_are_what_autograd_keeps(tiny_models: dict[str, Path], name: str) -> None:
+    model = load_decoder(tiny_models[name])
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model.base_model(
+            input_ids=torch.zeros(1, TOKENS, dtype=torch.int64), position_ids=torch.arange(TOKENS)[None], use_cache=False,
+            sequences=PackedSequences.of([TOKENS]),
+        ).last_hidden_state  # fmt: skip
+    kept[hidden.untyped_storage().data_ptr()] = hidden
+    real = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    counted = activation_bytes(model_shape(tiny_models[name], torch.float32), TOKENS, checkpointing=False)
+    assert counted == pytest.approx(real, rel=0.1), "kernels on the CPU keep a little beside, such as sums of scores"
+
+
+def test_checkpointing_keeps_the_inputs_of_layers_and_one_layer_whole(tiny_models: dict[str, Path]) -> None:
+    shape = model_shape(tiny_models["qwen3"], torch.float32)
+    shape.config.num_hidden_layers = 32
+    whole, checkpointed = (activation_bytes(shape, TOKENS, checkpointing) for checkpointing in (False, True))
+    assert checkpointed < whole / 5
+    more = activation_bytes(shape, 2 * TOKENS, checkpointing=True)
+    assert more == pytest.approx(2 * checkpointed, rel=0.05)
+
+
+def test_the_cache_is_counted_as_it_is_reserved(tiny_models: dict[str, Path]) -> None:
+    shape = model_shape(tiny_models["qwen3"], torch.float32)
+    cache = SlotCache(shape.config, 16, torch.float32, torch.device("cpu"))
+    cache.reserve(64)
+    assert cache_bytes(shape, 16, 64) == cache.store.untyped_storage().nbytes()
+
+
+def test_no_weights_are_needed_but_a_configuration_is(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_models["qwen3"] / "config.json").read_bytes())
+    assert (
+        model_shape(tmp_path, torch.float32).parameters == model_shape(tiny_models["qwen3"], torch.float32).parameters
+    )
+    with pytest.raises(UserError, match=r"no config\.json"):
+        model_shape(tmp_path.parent, torch.float32)
+
+
+def size(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
