@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -39,10 +39,19 @@ class DataParallel:
         """True for the one rank that counts the rows of `pooled` in losses and metrics."""
         return True
 
-    @contextmanager
-    def meeting(self, purpose: str) -> Iterator[None]:
+    @property
+    def together(self) -> bool:
+        """True where a rank without rows takes part in what the others compute."""
+        return False
+
+    @property
+    def divided(self) -> bool:
+        """True where no rank has the whole model."""
+        return False
+
+    def meeting(self, purpose: str) -> AbstractContextManager[object]:
         """Around a collective; who supervises the ranks says here who was missing."""
-        yield
+        return nullcontext()
 
     def place(self, model: Any, predict: Predict) -> Predict:
         """Divides a model among the ranks, in place, and returns what to call for `predict` then."""

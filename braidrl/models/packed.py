@@ -13,6 +13,7 @@ from torch import Tensor
 
 from braidrl.algorithms.ragged import offsets_of
 from braidrl.data.rows import Rows
+from braidrl.models.attention import AttentionContext, PackedSequences
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Packed:
     targets: Tensor
     offsets: Tensor
     row_ends: Tensor
+
+    def attention(self) -> AttentionContext:
+        """Which keys each token sees."""
+        return PackedSequences.of(self.sequence_lengths, self.input_ids.device)
 
 
 def pack(rows: Rows, device: torch.device) -> Packed:

@@ -6,11 +6,12 @@ import math
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part, in the same memory."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
@@ -29,6 +30,24 @@ def parts_of(parameter: Tensor) -> int:
     return math.prod(s for s, p in zip(sizes, parameter.placements, strict=True) if not p.is_replicate())
 
 
+def part_of(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """What this rank has of a whole tensor that is divided as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tensor[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]
+
+
+def as_part(local: Tensor, parameter: Tensor) -> Tensor:
+    """A rank's part as a tensor that knows the whole, divided as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The tensor from all its parts, on every rank; all ranks call this at the same time."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

@@ -17,7 +17,6 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
-from braidrl.models.attention import PackedSequences
 from braidrl.models.data_parallel import DataParallel
 from braidrl.models.layout import ParallelLayout
 from braidrl.models.likelihood import Likelihood
@@ -56,6 +55,12 @@ def none_of(predicted: Mapping[str, Tensor]) -> Tensor:
     return sum((0 * values.sum() for values in predicted.values()), torch.zeros(()))
 
 
+def layout_key(role: str, config: Config) -> str:
+    """Where in the configuration the role's layout stands."""
+    own = config.roles.get(role)
+    return f"roles.{role}.layout" if own and own.layout else "trainer.layout"
+
+
 class RoleWorker(ABC):
     """A model by its role. With `train` it holds an optimizer, without it is frozen."""
 
@@ -91,7 +96,7 @@ class RoleWorker(ABC):
             input_ids=packed.input_ids[None],
             position_ids=packed.position_ids[None],
             use_cache=False,
-            sequences=PackedSequences.of(packed.sequence_lengths, self.device),
+            sequences=packed.attention(),
         ).last_hidden_state[0]
         return hidden
 

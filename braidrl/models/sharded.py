@@ -4,6 +4,7 @@
             tensor 0    tensor 1        tensor 0    tensor 1
 rows        a pool of rows, the same    another pool                  `pooled`
 matrices    left half   right half      left half   right half        `tensor_parallel.divide`
+tokens      all, or with sequence > 1 a share of the pool's           `sequence_parallel.divided`
 shards      upper       upper           lower       lower             FSDP2, with shard=full or optimizer
 
 A pool is what the ranks of one copy of the model compute together: each brings the rows that it was given.
@@ -34,6 +35,7 @@ from braidrl.models import tensor_parallel
 from braidrl.models.data_parallel import DataParallel, Predict, sum_in_buckets
 from braidrl.models.layout import AXES, ParallelLayout
 from braidrl.models.parts import parts_of
+from braidrl.models.sequence_parallel import divided
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,23 @@ class Sharded(DataParallel):
     """(shard, tensor), by these names; ranks along `shard` have different tokens."""
     pool: dist.ProcessGroup | None = None
     """The ranks that compute the same rows."""
+    neighbours: dist.ProcessGroup | None = None
+    """Those of them that divide their tokens."""
 
     @property
     def speaks(self) -> bool:
         assert self.pool is not None
         return self.pool.rank() == 0
 
-    def meeting(self, purpose: str) -> AbstractContextManager[None]:
+    @property
+    def together(self) -> bool:
+        return True
+
+    @property
+    def divided(self) -> bool:
+        return self.layout.tensor > 1 or self.divides_weights
+
+    def meeting(self, purpose: str) -> AbstractContextManager[object]:
         return self.everyone.meeting(purpose)
 
     @property
@@ -61,7 +73,9 @@ class Sharded(DataParallel):
         return self.layout.shard != "none"
 
     def place(self, model: Any, predict: Predict) -> Predict:
-        assert self.mesh is not None
+        assert self.mesh is not None and self.neighbours is not None
+        if self.layout.sequence > 1:
+            predict = divided(predict, self.neighbours)
         if self.layout.tensor > 1:
             tensor_parallel.divide(model, self.mesh["tensor"])
         if not self.divides_weights:
@@ -131,11 +145,12 @@ def laid_out(layout: ParallelLayout, everyone: DataParallel, device: torch.devic
     sizes = [getattr(layout, axis) for axis in AXES]
     grid = torch.arange(everyone.size).view(sizes)
     pools = grid.movedim(AXES.index("data"), 0).flatten(1).tolist()
+    neighbours = grid.movedim(AXES.index("sequence"), -1).flatten(0, -2).tolist()
     mesh = init_device_mesh(
         device.type, (everyone.size // layout.tensor, layout.tensor), mesh_dim_names=("shard", "tensor")
     )
-    pool, _ = dist.new_subgroups_by_enumeration(pools)
-    return Sharded(everyone.group, layout, everyone, mesh, pool)
+    groups = [dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (pools, neighbours)]
+    return Sharded(everyone.group, layout, everyone, mesh, *groups)
 
 
 def sharded_modules(model: Any) -> Iterator[FSDPModule]:
