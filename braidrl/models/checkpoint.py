@@ -65,10 +65,12 @@ def load_worker(worker: RoleWorker, folder: Path) -> None:
     shapes = {name: tuple(p.shape) for name, p in ours.items()}
     if shapes != {name: tuple(p.shape) for name, p in theirs.items()}:
         raise another_model(worker, folder)
+    # Read before anything is overwritten: it may be damaged.
+    state = optimizer_state(worker, folder) if worker.optimizer is not None else {}
     for name, parameter in ours.items():
         local_part(parameter).copy_(part_of(theirs[name], parameter))
     if worker.optimizer is not None:
-        worker.optimizer.load_state(optimizer_state(worker, folder))
+        worker.optimizer.load_state(state)
 
 
 def optimizer_state(worker: RoleWorker, folder: Path) -> dict[str, Tensor]:
