@@ -228,6 +228,11 @@ class StageExecutor:
             known = self.objectives[stage.name] = (stage, Objective.of(str(stage.role), stage.params))
         return known[1]
 
+    def copy_weights(self, stage: Stage) -> None:
+        """An update without a loss: the role's weights move towards those of another role, which is here too."""
+        role, params = str(stage.role), stage.params
+        self.workers[role].follow(self.workers[params["source"]], params.get("decay", 0.0))
+
     def accumulate(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
         """Adds the gradient sums of `rows`; returns loss sums by denominator."""
         assert stage.role
@@ -245,13 +250,13 @@ class StageExecutor:
             engine.publish(version)
 
     def save(self, folder: Path) -> None:
-        """Every trained role as a Hugging Face directory with its optimizer."""
-        for role in self.flow.trained_roles:
+        """Every role that changes as a Hugging Face directory, with its optimizer if it has one."""
+        for role in self.flow.changed_roles:
             if role in self.workers:
                 save_worker(self.workers[role], folder / role)
 
     def load(self, folder: Path) -> None:
-        for role in self.flow.trained_roles:
+        for role in self.flow.changed_roles:
             if role in self.workers:
                 load_worker(self.workers[role], folder / role)
 
