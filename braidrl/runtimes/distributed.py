@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,9 +88,13 @@ class DistributedCrew:
         totals = self._totals(stage, rows) if stage.scope is Scope.BATCH else None
         columns: Mapping[str, Column] = {}
         try:
-            with self.interrupts.local(), self._working(stage, rows):
+            # Where ranks compute together none may leave in the middle.
+            together = self.executor.meets(stage)
+            with nullcontext() if together else self.interrupts.local(), self._working(stage, rows):
                 if len(rows):
                     columns = self._execute(stage, rows, own, totals)
+                elif together:
+                    self.executor.accompany(stage)
         except KeyboardInterrupt:
             columns = {}  # all ranks end together, when they gather
         return self._gathered(table, columns, own, sums)
@@ -175,8 +179,7 @@ class DistributedCrew:
         self.version = version
 
     def save(self, folder: Path) -> None:
-        """Called on the first rank: all have the same weights."""
-        self.executor.save(folder)
+        self.executor.save(folder, self.world.first)
 
     def load(self, folder: Path, version: int) -> None:
         self.executor.load(folder)

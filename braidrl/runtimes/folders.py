@@ -85,10 +85,15 @@ def run_config(folder: Path) -> Config:
     return parse_config(yaml.safe_load(path.read_text()))
 
 
+def partial_path(path: Path) -> Path:
+    """Where a file or folder is written before it is whole."""
+    return path.with_name(f".{path.name}.partial")
+
+
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """A folder to fill that appears at `path` only when the block ends without an error, and is then on disk."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_path(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -115,7 +120,7 @@ def sync(path: Path) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Replaces a small file in one move."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_path(path)
     partial.write_text(text)
     sync(partial)
     partial.replace(path)

@@ -18,8 +18,9 @@ from braidrl.config import Config, PlacementConfig
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Flow, Kind
 from braidrl.flow.waves import Sampling
-from braidrl.models.role_worker import choose_device
+from braidrl.models.role_worker import choose_device, layout_key, layout_of
 from braidrl.runtimes.building import build_flow
+from braidrl.runtimes.checks import check_layouts
 
 
 def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
@@ -102,6 +103,12 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
         if role not in generating:
             raise UserError(f"roles.{role}.generate_workers is set, but {role} generates nothing in {flow.name}")
         generating_ranks(config, role, size)
+        if own.generate_workers < size and not layout_of(role, config).copies:
+            raise UserError(
+                f"roles.{role}.generate_workers={own.generate_workers}: ranks that divide a model ({layout_key(role, config)}) "
+                "all generate; remove it"
+            )
+    check_layouts(config, flow.roles, size)
     devices = torch.cuda.device_count()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if launcher_of(config) == "ray":
