@@ -11,7 +11,6 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.data.rows import Rows
-from braidrl.models.data_parallel import DataParallel
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.parts import whole
 from braidrl.models.worker import DecoderWorker
@@ -98,5 +97,7 @@ def compare_all(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
         world.at(name)
         found[name] = compare(world, config_of(model, layout), model)
         if world.rank == 0:
-            import time; print(name, found[name], time.time() % 1000, flush=True)
+            import time
+
+            print(name, found[name], time.time() % 1000, flush=True)
     return found
