@@ -17,6 +17,7 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
+from braidrl.errors import UserError
 from braidrl.models.data_parallel import DataParallel
 from braidrl.models.layout import ParallelLayout
 from braidrl.models.likelihood import Likelihood
@@ -174,6 +175,20 @@ class RoleWorker(ABC):
                 sums.highest(f"{self.role}/{name}", values.max())
             else:
                 sums.add(f"{self.role}/{name}", values.sum(), len(values))
+
+    @torch.no_grad()
+    def follow(self, source: RoleWorker, decay: float) -> None:
+        """Weights become `decay` times their own and the rest another role's.
+
+        Raises UserError for a model of other shapes, and for one with an optimizer, which has weights of its own.
+        """
+        if self.optimizer is not None:
+            raise UserError(f"{self.role} is trained by a loss: it cannot take weights from {source.role} too")
+        ours, theirs = self.model.state_dict(), source.model.state_dict()
+        if {n: t.shape for n, t in ours.items()} != {n: t.shape for n, t in theirs.items()}:
+            raise UserError(f"{self.role} cannot take weights from {source.role}: {self.path} is another model")
+        for name, tensor in ours.items():
+            tensor.lerp_(theirs[name].to(tensor), 1.0 - decay)
 
     def step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
         """Divides the accumulated sums by their global counts and updates; the gradient norm, or None if there was nothing."""

@@ -32,6 +32,20 @@ def check_names(config: Config) -> None:
         raise UserError(f"no placement is called {placement!r}. {suggest(placement, PLACEMENTS)}")
 
 
+def without_effect(config: Config) -> list[str]:
+    """A line for each setting of processes that this runtime does not look at; a run goes on without it."""
+    told = []
+    if config.workers != 1 and config.runtime == "eager":
+        told.append(f"workers={config.workers} has no effect: runtime=eager is this one process")
+    if config.workers != 1 and config.runtime == "streaming":
+        told.append(f"workers={config.workers} has no effect: the processes of runtime=streaming are streaming.workers")
+    if config.cluster.launcher is not None and config.runtime != "distributed":
+        told.append(
+            f"cluster.launcher={config.cluster.launcher} has no effect: only runtime=distributed has ranks to start"
+        )
+    return told
+
+
 def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
     """Raises UserError for settings of a role that no stage uses a model of."""
     known = list(roles)

@@ -28,6 +28,7 @@ from braidrl.data.frames import join, split
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Flow, Kind, Scope, Stage
+from braidrl.flow.flow import is_optimized
 from braidrl.flow.updates import update_plan
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path
@@ -109,6 +110,10 @@ class DistributedCrew:
     def train(self, stage: Stage, table: Shard, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Each update's rows are divided among the ranks by length; every rank then makes the same optimizer step."""
         self._at(stage, iteration)
+        if not is_optimized(stage):
+            # Every rank holds both roles, with the same weights as all others.
+            self.executor.copy_weights(stage)
+            return
         own = Sums()
         needed = [column.name for column in self.flow.inputs[stage.name]]
         whole_groups = self.executor.objective(stage).whole_groups

@@ -233,6 +233,11 @@ class StageExecutor:
             known = self.objectives[stage.name] = (stage, Objective.of(str(stage.role), stage.params))
         return known[1]
 
+    def copy_weights(self, stage: Stage) -> None:
+        """An update without a loss: the role's weights move towards those of another role, which is here too."""
+        role, params = str(stage.role), stage.params
+        self.workers[role].follow(self.workers[params["source"]], params.get("decay", 0.0))
+
     def accumulate(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
         """Adds the gradient sums of `rows`; returns loss sums by denominator."""
         assert stage.role
@@ -260,16 +265,16 @@ class StageExecutor:
             engine.publish(version, Weights(whole_weights(worker)) if worker.ranks.divided else None)
 
     def save(self, folder: Path, write: bool = True) -> None:
-        """Every trained role as a Hugging Face directory with its optimizer.
+        """Every role that changes as a Hugging Face directory, with its optimizer if it has one.
 
         Of ranks that share the roles all call this, and one has to `write` what all of them have.
         """
-        for role in self.flow.trained_roles:
+        for role in self.flow.changed_roles:
             if role in self.workers and (write or self.workers[role].ranks.divided):
                 save_worker(self.workers[role], folder / role, write)
 
     def load(self, folder: Path) -> None:
-        for role in self.flow.trained_roles:
+        for role in self.flow.changed_roles:
             if role in self.workers:
                 load_worker(self.workers[role], folder / role)
 
