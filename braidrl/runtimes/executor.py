@@ -23,7 +23,7 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
 from braidrl.flow.stage_state import keywords
 from braidrl.flow.stages import compute_entry
-from braidrl.models.checkpoint import load_worker, save_worker, whole_weights
+from braidrl.models.checkpoint import whole_weights
 from braidrl.models.data_parallel import DataParallel
 from braidrl.models.loading import load_decoder
 from braidrl.models.objective import Objective, denominators
@@ -271,12 +271,12 @@ class StageExecutor:
         """
         for role in self.flow.changed_roles:
             if role in self.workers and (write or self.workers[role].ranks.divided):
-                save_worker(self.workers[role], folder / role, write)
+                self.workers[role].export(folder / role, write)
 
     def load(self, folder: Path) -> None:
         for role in self.flow.changed_roles:
             if role in self.workers:
-                load_worker(self.workers[role], folder / role)
+                self.workers[role].load(folder / role)
 
     def close(self) -> None:
         if self.rewards is not None:
