@@ -55,7 +55,7 @@ def in_ranks(size: int, cases: dict[str, Any], **more: Any) -> dict[str, list[st
 
 def test_two_ranks_compute_what_one_process_does(models: dict[str, str]) -> None:
     found = in_ranks(2, {f"{n} {layout}": (models[n], layout, "float64") for n, layout in PAIRWISE[2]})
-    assert found == dict.fromkeys(found, []) and len(found) == len(PAIRWISE[2])
+    assert found == {name: [] for name in found} and len(found) == len(PAIRWISE[2])
 
 
 def test_four_ranks_do_too_and_a_checkpoint_of_one_layout_goes_on_under_another(
@@ -65,7 +65,7 @@ def test_four_ranks_do_too_and_a_checkpoint_of_one_layout_goes_on_under_another(
     layouts = [{"tensor": 2, "shard": "full"}, {"sequence": 2, "shard": "optimizer"}]
     cases = {f"{n} {layout}": (models[n], layout, "float64") for n, layout in PAIRWISE[4]}
     found = in_ranks(4, cases, saved=(model, layouts, str(tmp_path)))
-    assert found == dict.fromkeys(found, []) and len(found) == len(cases) + len(layouts)
+    assert found == {name: [] for name in found} and len(found) == len(cases) + len(layouts)
 
     worker, everything = DecoderWorker("actor", config_of(model), train=True), torch.arange(len(make_rows()))
     load_worker(worker, tmp_path / "saved")
@@ -112,4 +112,4 @@ def test_every_product_of_axes_and_shards_computes_what_one_process_does(size: i
             layout = {"tensor": tensor, "sequence": sequence, "shard": shard}
             cases[f"{name} {layout} {dtype}"] = (models[name], layout, dtype)
     found = in_ranks(size, cases)
-    assert found == dict.fromkeys(found, [])
+    assert found == {name: [] for name in found}
