@@ -26,7 +26,7 @@ from braidrl.flow.stages import compute_entry
 from braidrl.models.checkpoint import load_worker, save_worker
 from braidrl.models.data_parallel import DataParallel
 from braidrl.models.objective import Objective, denominators
-from braidrl.models.role_worker import DTYPES, RoleWorker
+from braidrl.models.role_worker import RoleWorker
 from braidrl.models.scalar_worker import ScalarWorker
 from braidrl.models.worker import DecoderWorker
 from braidrl.models.workers import make_worker
@@ -35,7 +35,9 @@ from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import Failure, Pending, RuleRewards
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.requests import Finished, Request, Sampling, Uid
+from braidrl.rollout.service import EngineService
 from braidrl.rollout.trajectories import to_rows
+from braidrl.runtimes.engines import start_engine
 from braidrl.runtimes.playing import play
 
 VERIFY_CHUNK = 8
@@ -64,17 +66,13 @@ class StageExecutor:
         self.config, self.flow, self.tokenizer = config, flow, tokenizer
         self.rewards, self.progress = rewards, progress
         self.workers: dict[str, RoleWorker] = {role: make_worker(role, config, flow, ranks, training) for role in roles}
-        self.engines = {role: self._engine(role) for role in roles if role in generating}
+        self.engines: dict[str, EmbeddedEngine | EngineService] = {}
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
         self.pending: dict[str, list[tuple[Rows, Pending]]] = {}
         self.told: set[tuple[str, str]] = set()
-
-    def _engine(self, role: str) -> EmbeddedEngine:
-        rollout = self.config.rollout
-        model, dtype = self.workers[role].model, DTYPES[rollout.dtype] if rollout.dtype else None
-        longest = self.config.max_sequence_tokens
-        longest = min(longest, getattr(model.config, "max_position_embeddings", None) or longest)
-        return EmbeddedEngine(model, self.tokenizer, rollout.slots, longest, seed=self.config.seed, dtype=dtype)
+        for role in roles:
+            if role in generating:
+                self.engines[role] = start_engine(self.workers[role], config, tokenizer)
 
     def execute(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage] = ()) -> Mapping[str, Column]:
         """The columns that a generate, infer or compute stage writes, in the order of `rows`.
@@ -256,6 +254,9 @@ class StageExecutor:
                 load_worker(self.workers[role], folder / role)
 
     def close(self) -> None:
+        for engine in self.engines.values():
+            if isinstance(engine, EngineService):
+                engine.close()
         if self.rewards is not None:
             self.rewards.close()
 
