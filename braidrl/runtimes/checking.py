@@ -15,6 +15,7 @@ from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import Failure, Pending, RuleRewards
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.requests import Finished, Uid
+from braidrl.rollout.service import EngineService
 from braidrl.rollout.trajectories import to_rows
 
 VERIFY_CHUNK = 8
@@ -74,7 +75,7 @@ class EarlyChecks:
     def __init__(
         self,
         checks: Checks,
-        engine: EmbeddedEngine,
+        engine: EmbeddedEngine | EngineService,
         rows: Rows,
         place: Mapping[Uid, int],
         beside: Sequence[Stage],

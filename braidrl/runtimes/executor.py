@@ -22,9 +22,8 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
 from braidrl.models.checkpoint import load_worker, save_worker, whole_weights
 from braidrl.models.data_parallel import DataParallel
-from braidrl.models.loading import load_decoder
 from braidrl.models.objective import Objective, denominators
-from braidrl.models.role_worker import DTYPES, RoleWorker
+from braidrl.models.role_worker import RoleWorker
 from braidrl.models.scalar_worker import ScalarWorker
 from braidrl.models.worker import DecoderWorker
 from braidrl.models.workers import make_worker
@@ -34,8 +33,10 @@ from braidrl.rewards.verify import RuleRewards
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.engine import Weights
 from braidrl.rollout.requests import Finished
+from braidrl.rollout.service import EngineService
 from braidrl.rollout.trajectories import to_rows
 from braidrl.runtimes.checking import Checks, EarlyChecks
+from braidrl.runtimes.engines import start_engine
 from braidrl.runtimes.functions import computed, dropped, summed
 from braidrl.runtimes.generation import leaders, requests_of, sampling_of
 from braidrl.runtimes.playing import play
@@ -63,18 +64,11 @@ class StageExecutor:
         self.config, self.flow, self.tokenizer = config, flow, tokenizer
         self.progress, self.checks = progress, Checks(rewards, progress)
         self.workers: dict[str, RoleWorker] = {role: make_worker(role, config, flow, ranks, training) for role in roles}
-        self.engines = {role: self._engine(role) for role in roles if role in generating}
+        self.engines: dict[str, EmbeddedEngine | EngineService] = {}
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
-
-    def _engine(self, role: str) -> EmbeddedEngine:
-        rollout, worker = self.config.rollout, self.workers[role]
-        model, dtype = worker.model, DTYPES[rollout.dtype] if rollout.dtype else None
-        if worker.ranks.divided:
-            # Decoding needs all weights on each rank: a frozen copy, brought up to date at each publication.
-            model = load_decoder(worker.path, dtype or worker.dtype, worker.device).requires_grad_(False).eval()
-        longest = self.config.max_sequence_tokens
-        longest = min(longest, getattr(model.config, "max_position_embeddings", None) or longest)
-        return EmbeddedEngine(model, self.tokenizer, rollout.slots, longest, seed=self.config.seed, dtype=dtype)
+        for role in roles:
+            if role in generating:
+                self.engines[role] = start_engine(self.workers[role], config, tokenizer)
 
     def execute(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage] = ()) -> Mapping[str, Column]:
         """The columns that a generate, infer or compute stage writes, in the order of `rows`.
@@ -243,6 +237,9 @@ class StageExecutor:
                 load_worker(self.workers[role], folder / role)
 
     def close(self) -> None:
+        for engine in self.engines.values():
+            if isinstance(engine, EngineService):
+                engine.close()
         self.checks.close()
 
 
