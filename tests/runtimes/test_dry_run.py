@@ -107,6 +107,6 @@ def test_the_configurations_for_qwen_run_dry(workshop: Workshop, name: str) -> N
 def test_a_layout_that_does_not_fit_is_refused(workshop: Workshop) -> None:
     settings: dict[str, Any] = {"runtime": "distributed", "workers": 4}
     with pytest.raises(UserError, match="make 3 devices and there are 4"):
-        dry_run(workshop.config(trainer={"layout": {"tensor": 3}}, **settings))
+        dry_run(workshop.config(trainer={"layout": {"data": 3}}, **settings))
     with pytest.raises(UserError, match="2 key/value heads"):
         dry_run(workshop.config(trainer={"layout": {"tensor": 4}}, **settings))
