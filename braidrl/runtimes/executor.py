@@ -23,7 +23,7 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
 from braidrl.flow.stage_state import keywords
 from braidrl.flow.stages import compute_entry
-from braidrl.models.checkpoint import load_worker, save_worker
+from braidrl.models.checkpoint import load_worker, save_worker, whole_weights
 from braidrl.models.data_parallel import DataParallel
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.role_worker import RoleWorker
@@ -34,6 +34,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import Failure, Pending, RuleRewards
 from braidrl.rollout.embedded import EmbeddedEngine
+from braidrl.rollout.engine import Weights
 from braidrl.rollout.requests import Finished, Request, Sampling, Uid
 from braidrl.rollout.service import EngineService
 from braidrl.rollout.trajectories import to_rows
@@ -226,6 +227,11 @@ class StageExecutor:
             known = self.objectives[stage.name] = (stage, Objective.of(str(stage.role), stage.params))
         return known[1]
 
+    def copy_weights(self, stage: Stage) -> None:
+        """An update without a loss: the role's weights move towards those of another role, which is here too."""
+        role, params = str(stage.role), stage.params
+        self.workers[role].follow(self.workers[params["source"]], params.get("decay", 0.0))
+
     def accumulate(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
         """Adds the gradient sums of `rows`; returns loss sums by denominator."""
         assert stage.role
@@ -237,19 +243,35 @@ class StageExecutor:
         needed = self.objective(stage).denominators
         return self.workers[stage.role].step({name: denominators[name] for name in needed}, iteration)
 
+    def meets(self, stage: Stage) -> bool:
+        """True where a rank without rows takes part in an infer stage, because ranks compute it together."""
+        return stage.kind is Kind.INFER and stage.role in self.workers and self.workers[stage.role].ranks.together
+
+    def accompany(self, stage: Stage) -> None:
+        """The part in an infer stage of a rank that has no rows."""
+        names = {"score": "scores", "values": "values"}
+        self.workers[str(stage.role)].infer(names.get(stage.type, "log_probs"), Rows({}))
+
     def publish(self, version: int) -> None:
         """The engines generate with the trained weights from now on."""
-        for engine in self.engines.values():
-            engine.publish(version)
+        for role, engine in self.engines.items():
+            worker = self.workers[role]
+            if isinstance(engine, EmbeddedEngine) and not worker.ranks.divided:
+                engine.publish(version)
+            else:
+                engine.publish(version, Weights(whole_weights(worker)))
 
-    def save(self, folder: Path) -> None:
-        """Every trained role as a Hugging Face directory with its optimizer."""
-        for role in self.flow.trained_roles:
-            if role in self.workers:
-                save_worker(self.workers[role], folder / role)
+    def save(self, folder: Path, write: bool = True) -> None:
+        """Every role that changes as a Hugging Face directory, with its optimizer if it has one.
+
+        Of ranks that share the roles all call this, and one has to `write` what all of them have.
+        """
+        for role in self.flow.changed_roles:
+            if role in self.workers and (write or self.workers[role].ranks.divided):
+                save_worker(self.workers[role], folder / role, write)
 
     def load(self, folder: Path) -> None:
-        for role in self.flow.trained_roles:
+        for role in self.flow.changed_roles:
             if role in self.workers:
                 load_worker(self.workers[role], folder / role)
 

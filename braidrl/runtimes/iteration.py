@@ -75,7 +75,7 @@ class Crew(RunCrew[T], Protocol[T]):
         """The groups that a select stage drops, with its reason."""
 
     def train(self, stage: Stage, table: T, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
-        """One optimizer step for each list of row positions."""
+        """One optimizer step for each list of row positions; a copy of another role's weights where the stage has no loss."""
 
     def take(self, table: T, positions: Sequence[int]) -> T:
         """The named rows, in the order given."""

@@ -19,10 +19,10 @@ from braidrl.flow import Flow, Stage
 from braidrl.flow.planner import serial_chain
 from braidrl.models.loading import check_scorer, load_tokenizer
 from braidrl.models.role_worker import model_path
-from braidrl.placement.pools import place
+from braidrl.placement.pools import check_copies, place
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.building import build_flow
-from braidrl.runtimes.checks import check_answers, check_lengths, check_names, check_roles
+from braidrl.runtimes.checks import check_answers, check_layouts, check_lengths, check_names, check_roles
 from braidrl.runtimes.evaluation import evaluation_flow
 from braidrl.runtimes.row_store import RowStore
 
@@ -43,6 +43,7 @@ class Prepared:
         """Raises UserError for parts that do not fit together."""
         config, held_out = self.config, list(self.eval_sources.values())
         check_names(config)
+        check_layouts(config, self.flow.roles)
         check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
         if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
             check_answers(config, self.sources, config.data.train)
@@ -126,7 +127,8 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
         raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
     prepared = Prepared(config, flow, evaluation, tokenizer, sources, held_out, texts)
     if config.runtime == "hybrid":
-        place(config.placement, prepared.roles(), prepared.generating, config.workers)
+        pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
+        check_copies(flow, pools)
     return prepared
 
 

@@ -99,9 +99,9 @@ def test_rows_of_a_killed_process_go_elsewhere_and_it_comes_back_with_the_weight
 ) -> None:
     python = vllm_python() if kind == "vllm" else None
     engines = [EngineProcess(spec(kind, model), f"engine {number}", python) for number in range(count)]
-    service = EngineService(engines, MODEL, 120.0)
+    service = EngineService(engines, limit_s=120.0)
     request.addfinalizer(service.close)
-    service.publish(4)
+    service.publish(4, ModelWeights(MODEL))
     wanted = requests(Subject(lambda: service.router, END, LIMIT, in_training, other_weights), 40, tokens=20)
     expected = all_alone(wanted)
     dying, answered = service.engines[0], []
@@ -145,4 +145,4 @@ def test_weights_that_changed_on_their_way_are_refused(tmp_path: Path) -> None:
 
 def test_a_model_that_an_engine_cannot_use_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no folder"):
-        EngineService([EngineProcess(spec("embedded", tmp_path / "none"))], MODEL)
+        EngineService([EngineProcess(spec("embedded", tmp_path / "none"))])

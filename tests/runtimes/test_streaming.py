@@ -159,6 +159,16 @@ def test_the_same_result_under_every_setting_that_must_not_matter(
     assert_same(eager(flow), stream(workshop, name, flow, settings))
 
 
+def test_text_of_a_second_source_is_streamed_with_its_rows(workshop: Workshop) -> None:
+    texts = write_jsonl(workshop.folder / "texts.jsonl", [{"prompt": f"{i}+{i}={2 * i}"} for i in range(5)])
+    sections = {
+        "flow": "ppo_ptx", "algorithm": {"reward": "verify", "ptx_coef": 0.5}, "data": {"ptx": str(texts)},
+        "dtype": "float64", "trainer": {"steps": 2, "rows_per_update": 8},
+    }  # fmt: skip
+    streamed = workshop.run("ptx-streaming", runtime="streaming", streaming={"dispatch_rows": 5}, **sections)
+    assert_same(workshop.run("ptx-eager", **sections), streamed)
+
+
 def test_dynamic_sampling_has_refilled_in_these_runs(eager: Callable[..., Path]) -> None:
     dropped = [n for line in read_metrics(eager("dapo")) for n in line if n.startswith("groups/dropped/all")]
     assert dropped
