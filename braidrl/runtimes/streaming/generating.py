@@ -16,7 +16,7 @@ from contextlib import suppress
 from braidrl.data.rows import Rows
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.requests import Finished
-from braidrl.runtimes.executor import requests_of
+from braidrl.runtimes.generation import requests_of
 from braidrl.runtimes.streaming.weights import WeightSource
 from braidrl.runtimes.streaming.workplace import Piece, Workplace
 from braidrl.transfer.queue.client import Client, Work
