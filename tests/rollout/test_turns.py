@@ -62,7 +62,7 @@ def packed_log_probs(model: Any, rows: Rows) -> torch.Tensor:
             input_ids=packed.input_ids[None],
             position_ids=packed.position_ids[None],
             use_cache=False,
-            sequences=packed.attention,
+            sequences=packed.attention(),
         ).last_hidden_state[0]
         return linear_log_probs(hidden[packed.predictors], model.lm_head.weight, packed.targets, 1.0, False)[0]
 
