@@ -139,7 +139,18 @@ class RolloutConfig(Section):
     """How responses are sampled."""
 
     engine: str = "embedded"
-    """Who generates: `embedded` decodes with the trainer's own weights."""
+    """Who generates: `embedded` decodes with the trainer's own weights, `vllm` in processes of its own."""
+    engines: int | None = Field(None, ge=0)
+    """Processes that generate, each with a copy of the weights; a router spreads rows over them, and replaces one that ends.
+    By default 1 for vLLM, and for the embedded engine 0: the process that trains generates too."""
+    python: Path | None = None
+    """The interpreter of those processes, where vLLM is installed in an environment of its own; by default Braid's."""
+    vllm: dict[str, Any] = {}
+    """Further arguments of vLLM's engine, as in `{gpu_memory_utilization: 0.5}`."""
+    check_weights: bool = False
+    """Have each of those processes compare a checksum of the weights that it is given."""
+    max_log_prob_gap: float = Field(0.2, gt=0)
+    """The run ends where log-probs of engine and trainer differ by more than this on average, in nats per token."""
     samples_per_prompt: int = Field(8, ge=1)
     """Rows in a group."""
     max_response_tokens: int = Field(512, ge=1)

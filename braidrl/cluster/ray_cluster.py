@@ -96,7 +96,8 @@ class RayCluster:
         for actor in self.actors:
             self.ray.kill(actor)
         for group in self.groups:
-            with contextlib.suppress(Exception):
+            # Where the cluster is gone its placement groups are too.
+            with contextlib.suppress(self.ray.exceptions.RayError):
                 self.ray.util.remove_placement_group(group)
         self.actors, self.groups = [], []
         if self.started:

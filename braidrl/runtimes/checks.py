@@ -20,7 +20,7 @@ from braidrl.models.role_worker import layout_key, layout_of, model_path
 from braidrl.placement.pools import NAMES as PLACEMENTS
 from braidrl.rewards.verifier import Verifier, resolve
 
-ENGINES = ("embedded",)
+ENGINES = ("embedded", "vllm")
 
 
 def check_names(config: Config) -> None:
@@ -28,6 +28,8 @@ def check_names(config: Config) -> None:
     engine, placement = config.rollout.engine, config.placement.name
     if engine not in ENGINES:
         raise UserError(f"rollout.engine: no engine is called {engine!r}. {suggest(engine, ENGINES)}")
+    if engine != "embedded" and config.rollout.engines == 0:
+        raise UserError(f"rollout.engine={engine} generates in processes of its own; write rollout.engines=1")
     if placement not in PLACEMENTS:
         raise UserError(f"no placement is called {placement!r}. {suggest(placement, PLACEMENTS)}")
 

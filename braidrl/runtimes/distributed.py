@@ -33,7 +33,8 @@ from braidrl.flow.updates import update_plan
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path
 from braidrl.observe.trace import State, TraceWriter
-from braidrl.runtimes.executor import StageExecutor, checked_beside
+from braidrl.runtimes.checking import checked_beside
+from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.interrupts import AgreedInterrupts
 from braidrl.runtimes.iteration import group_tokens
 from braidrl.runtimes.row_store import Admission, HeldOut, Origin, RowStore, with_added

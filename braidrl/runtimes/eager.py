@@ -16,7 +16,8 @@ from braidrl.flow import Flow, Scope, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import Done, TraceWriter
-from braidrl.runtimes.executor import StageExecutor, checked_beside
+from braidrl.runtimes.checking import checked_beside
+from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.iteration import group_tokens
 from braidrl.runtimes.row_store import Admission, Origin, RowStore, with_added
 

@@ -25,6 +25,7 @@ from braidrl.runtimes.checks import without_effect
 from braidrl.runtimes.crews import check_runtime, start_crew, walk_with
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
 from braidrl.runtimes.folders import latest_checkpoint, new_run_folder
+from braidrl.runtimes.gaps import GapWatch
 from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 from braidrl.runtimes.iteration import IterationResult, RunCrew
 from braidrl.runtimes.launch import in_ranks
@@ -69,6 +70,7 @@ class TrainingRun:
         set_up_torch(config)
         self.interrupts = AgreedInterrupts() if world else Interrupts()
         self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
+        self.gaps = GapWatch(config.rollout.max_log_prob_gap)
         self.step = self.version = 0
         self.saved_step: int | None = None
         self.good_enough = False
@@ -136,6 +138,9 @@ class TrainingRun:
             if self.metrics:
                 self.metrics.write(metrics)
         self.progress.print(summary(metrics))
+        # Rows of a replay, and rows that may be stale, were drawn by other weights than those that they train.
+        if self.replay is None and not self.config.trainer.max_staleness:
+            self.gaps.check(metrics)
 
     def _recorded(self, step: int) -> Any:
         """The rows of an earlier run's step as they were when they were sampled, without what its later stages added."""

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from braidrl.config import parse_config
 from braidrl.errors import UserError
 from braidrl.runtimes.folders import run_config
-from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.run import TrainingRun, train
 from tests.invariants.traces import assert_same, trace
 from tests.tiny import Workshop
 
@@ -45,6 +45,10 @@ def test_a_role_moves_towards_another_by_its_decay_and_goes_on_from_there(worksh
     ("sections", "message"),
     [
         ({"runtime": "hybrid", "placement": "standalone"}, "put reference and actor into one pool"),
+        (
+            {"runtime": "distributed", "workers": 2, "roles": {"actor": {"layout": {"shard": "full"}}}},
+            "every rank has whole; remove roles.actor.layout",
+        ),
         ({"runtime": "streaming"}, "each role lives in processes of its own; write runtime=eager"),
     ],
 )
@@ -52,5 +56,5 @@ def test_where_the_weights_would_have_to_travel_it_is_refused_before_anything_st
     workshop: Workshop, sections: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        TrainingRun(parse_config(workshop.tree("refused", **FOLLOWING, **sections)))
+        train(parse_config(workshop.tree("refused", **FOLLOWING, **sections)))
     assert not (workshop.folder / "refused").exists()

@@ -79,9 +79,11 @@ def test_a_run_trains_on_what_was_played_and_counts_what_failed(workshop: Worksh
     lines = read_metrics(run)
     assert [line["environment/failures/ValueError"] for line in lines] == [2, 2]
     assert all(2 < line["environment/turns"] < 3 for line in lines)
+    assert [line["response/failed_fraction"] for line in lines] == [1 / 8, 1 / 8]
     for step in (1, 2):
         rows = recorded(run, step)
         failed = rows["finish_reason"] == FinishReason.ERROR
+        assert lines[step - 1]["tokens/trained"] == int(rows["length"][~failed].sum()), "what failed is not trained on"
         assert [uid[1:] for uid, f in zip(rows.uids(), failed.tolist(), strict=True) if f] == [
             (4 * step - 4, 1), (4 * step - 2, 1),
         ]  # fmt: skip

@@ -32,7 +32,8 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
 from braidrl.placement.pools import Pool
-from braidrl.runtimes.executor import StageExecutor, checked_beside
+from braidrl.runtimes.checking import checked_beside
+from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.failures import StageFailure, named_rows
 from braidrl.runtimes.hybrid.parts import Answer, Numbers, Part, as_rows, assemble, columns_read, packed_rows
 from braidrl.runtimes.row_store import Origin, with_added

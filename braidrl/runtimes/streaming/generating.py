@@ -14,8 +14,9 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from braidrl.data.rows import Rows
+from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.requests import Finished
-from braidrl.runtimes.executor import requests_of
+from braidrl.runtimes.generation import requests_of
 from braidrl.runtimes.streaming.weights import WeightSource
 from braidrl.runtimes.streaming.workplace import Piece, Workplace
 from braidrl.transfer.queue.client import Client, Work
@@ -35,7 +36,9 @@ class Generation:
     def __init__(self, place: Workplace, client: Client) -> None:
         self.place, self.client = place, client
         self.role = str(place.group.role)
-        self.engine = place.executor.engines[self.role]
+        engine = place.executor.engines[self.role]
+        assert isinstance(engine, EmbeddedEngine), "check_streaming allows no other"
+        self.engine = engine
         self.slots = place.executor.config.rollout.slots
         self.source = WeightSource(place.data)
         self.played = {s for s in place.group.stages if "environment" in place.stage(s).params}

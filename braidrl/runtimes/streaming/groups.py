@@ -16,6 +16,7 @@ from braidrl.config import Config
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import is_optimized
+from braidrl.runtimes.engines import engine_processes
 
 COMPUTE = "compute"
 
@@ -72,6 +73,11 @@ def check_streaming(config: Config, flow: Flow) -> None:
     if not any(stage.kind is Kind.GENERATE for stage in flow.stages):
         raise UserError(
             f"runtime=streaming streams rows from generation, and flow {flow.name} generates none; write runtime=eager"
+        )
+    if engine_processes(config):
+        raise UserError(
+            "runtime=streaming generates in workers of its own, as many as streaming.workers says; write rollout.engine=embedded "
+            "and no rollout.engines"
         )
     for stage in flow.stages:
         if stage.kind is Kind.TRAIN and not is_optimized(stage):
