@@ -166,6 +166,9 @@ class RolloutConfig(Section):
     """Rows that the embedded engine decodes at once."""
     dtype: DType | None = None
     """Of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
+    compile: bool = True
+    """Decode on a CPU by kernels compiled for it, in about a second once; by torch where there is no C compiler or the model is another
+    than a Qwen2, Qwen3 or Llama."""
     max_sequence_tokens: int | None = Field(None, ge=2)
     """Where generation ends a sequence, prompt included; by default `data.max_prompt_tokens` and `max_response_tokens` together.
     With an environment `max_response_tokens` is the limit of one turn, and this one that of all turns."""
@@ -208,6 +211,11 @@ class TrainerConfig(Section):
     """Of AdamW, added to the root of the second moment."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """A longer gradient is scaled down to this norm; none does not clip."""
+    share_prompts: bool = False
+    """Rows of a group put their prompt through the model once, in inference and training, where that makes a quarter of the tokens go
+    away. Log-probs and gradients are the same up to rounding."""
+    compile: bool = True
+    """Norms and gated activations on a CPU by kernels compiled for it, in about a second once; by torch where there is no C compiler."""
     layout: ParallelLayout = ParallelLayout()
     """How each role lies on the devices of `runtime: distributed`; by default each has a copy of the model."""
     activation_checkpointing: bool = False
