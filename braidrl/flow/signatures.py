@@ -155,7 +155,7 @@ def update_signature(role: str, entries: Sequence[Entry], old: str | None, besid
     one_of = (("advantages", "advantage"),) if "advantages" in reads else ()
     columns = (*SEQUENCE, "length", "action_tokens", *sorted(reads - {"advantages"}))
     monitored = [name for name in MONITORED if name not in columns and "log_probs" in computed]
-    return Signature(Kind.TRAIN, columns, (), (*optional, "loss_mask", *monitored), one_of)
+    return Signature(Kind.TRAIN, columns, (), (*optional, "loss_mask", "finish_reason", *monitored), one_of)
 
 
 def needs_old(role: str, params: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from braidrl.models.native.building import FLOAT, INT, LONG, POINTER, address, build
+from braidrl.models.native.building import FLOAT, INT, LONG, POINTER, address, build, in_memory
 
 SOURCE = Path(__file__).parent / "native" / "layers.c"
 DTYPES = (torch.float32, torch.bfloat16)
@@ -70,8 +70,7 @@ def gate_of(module: Any, x: Tensor) -> Tensor:
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
-    # a DTensor's numbers do not lie at its address
-    return x.device.type == "cpu" and x.dtype in DTYPES and x.dtype == weight.dtype and type(x) is Tensor
+    return in_memory(x, weight) and x.dtype in DTYPES and x.dtype == weight.dtype
 
 
 @cache

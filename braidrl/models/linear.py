@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from braidrl.models.native.building import in_memory
+
 GRADIENT_ROWS = 512
 """Rows whose outer products are summed at once in a weight's gradient: oneDNN is slow where the inner dimension is long."""
 
@@ -28,7 +30,7 @@ def prefers_onednn() -> bool:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., K) by weight (N, K), transposed, plus bias (N,): (..., N). Differentiable."""
-    if x.dtype != torch.float32 or x.device.type != "cpu" or weight.dtype != torch.float32 or not prefers_onednn():
+    if not prefers_onednn() or not in_memory(x, weight) or not x.dtype == weight.dtype == torch.float32:
         return nn.functional.linear(x, weight, bias)
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)

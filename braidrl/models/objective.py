@@ -22,7 +22,7 @@ from braidrl.algorithms.aggregation import weighted_sum
 from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry
-from braidrl.data.rows import Rows
+from braidrl.data.rows import FinishReason, Rows
 from braidrl.flow.lookup import entry_of
 from braidrl.flow.signatures import columns_in_training
 from braidrl.models.likelihood import Likelihood, likelihood_counts, likelihoods
@@ -197,8 +197,19 @@ def denominators(index: Rows) -> dict[str, float]:
 
 
 def trained(rows: Rows) -> Rows:
-    """The rows that take part in the loss: with at least one action, and not masked out by `loss_mask`."""
-    taken = rows["action_tokens"] > 0
-    if "loss_mask" in rows:
-        taken = taken & (rows["loss_mask"] > 0)
+    """The rows that take part in the loss."""
+    taken = taking_part(rows)
     return rows if bool(taken.all()) else rows.take(taken)
+
+
+def taking_part(index: Rows) -> Tensor:
+    """Which rows have at least one action, are not masked out by `loss_mask` and did not fail, (B,) bool.
+
+    What a trajectory scored before its environment failed says nothing of its actions.
+    """
+    taken: Tensor = index["action_tokens"] > 0
+    if "loss_mask" in index:
+        taken = taken & (index["loss_mask"] > 0)
+    if "finish_reason" in index:
+        taken = taken & (index["finish_reason"] != FinishReason.ERROR)
+    return taken

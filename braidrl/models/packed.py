@@ -20,18 +20,21 @@ from braidrl.models.attention import AttentionContext, PackedSequences
 class Packed:
     """N tokens of B rows with A action tokens.
 
-    input_ids, position_ids (N,); predictors (A,): positions whose hidden state predicts an action;
-    targets (A,): the actions; offsets (B + 1,): each row's part of the A actions; row_ends (B,): position of each row's last token;
-    attention: which tokens see which.
+    input_ids, position_ids (N,); sequence_lengths of all sequences; predictors (A,): positions whose hidden state predicts an action;
+    targets (A,): the actions; offsets (B + 1,): each row's part of the A actions; row_ends (B,): position of each row's last token.
     """
 
     input_ids: Tensor
     position_ids: Tensor
+    sequence_lengths: tuple[int, ...]
     predictors: Tensor
     targets: Tensor
     offsets: Tensor
     row_ends: Tensor
-    attention: AttentionContext
+
+    def attention(self) -> AttentionContext:
+        """Which keys each token sees."""
+        return PackedSequences.of(self.sequence_lengths, self.input_ids.device, keep_scores=True)
 
 
 def pack(rows: Rows, device: torch.device) -> Packed:
@@ -46,9 +49,15 @@ def pack(rows: Rows, device: torch.device) -> Packed:
     return Packed(
         tokens.values.to(device),
         positions.to(device),
+        tuple(lengths.tolist()),
         (actions - 1).to(device),
         tokens.values[actions].to(device),
         offsets_of(per_row).to(device),
         (tokens.offsets[1:] - 1).to(device),
-        PackedSequences.of(lengths.tolist(), device, keep_scores=True),
     )
+
+
+def nothing(device: torch.device) -> Packed:
+    """One token of no row, without an action: for a rank that takes part in what others compute."""
+    none, one = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    return Packed(one, one, (1,), none, none, one, none)

@@ -6,7 +6,7 @@ rows ──plan──▶ micro-batches ──pack──▶ hidden states ──p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,22 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
+from braidrl.errors import UserError
+from braidrl.models.backend import Advance, TrainingBackend
+from braidrl.models.checkpoint import load_worker, save_worker
 from braidrl.models.data_parallel import DataParallel
 from braidrl.models.layers import compile_layers
+from braidrl.models.layout import ParallelLayout
 from braidrl.models.likelihood import Likelihood
 from braidrl.models.objective import Objective
 from braidrl.models.optimizer import MasterOptimizer
-from braidrl.models.packed import Packed, pack
+from braidrl.models.packed import Packed, nothing, pack
+from braidrl.models.parts import local_part, part_of, whole
+from braidrl.models.sharded import laid_out
 from braidrl.models.shared_prompts import pack_shared, pays, plan_shared
 from braidrl.observe.metrics import Sums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-Advance = Callable[[int, int], None]
-"""Told after each micro-batch how many rows and tokens it held."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -44,8 +48,25 @@ def model_path(role: str, config: Config) -> Path:
     return Path((own and own.model) or config.model)
 
 
-class RoleWorker(ABC):
-    """A model by its role. With `train` it holds an optimizer, without it is frozen."""
+def layout_of(role: str, config: Config) -> ParallelLayout:
+    """How a role lies on its devices: as it says itself, or as the run's roles do."""
+    own = config.roles.get(role)
+    return (own and own.layout) or config.trainer.layout
+
+
+def none_of(predicted: Mapping[str, Tensor]) -> Tensor:
+    """A loss of zero that has passed through all that was predicted."""
+    return sum((0 * values.sum() for values in predicted.values()), torch.zeros(()))
+
+
+def layout_key(role: str, config: Config) -> str:
+    """Where in the configuration the role's layout stands."""
+    own = config.roles.get(role)
+    return f"roles.{role}.layout" if own and own.layout else "trainer.layout"
+
+
+class RoleWorker(TrainingBackend, ABC):
+    """A model by its role, the training backend on torch alone. With `train` it holds an optimizer, without it is frozen."""
 
     def __init__(self, role: str, config: Config, train: bool, ranks: DataParallel | None = None) -> None:
         own = config.roles.get(role)
@@ -53,21 +74,24 @@ class RoleWorker(ABC):
         self.device = choose_device(config.device)
         self.path = model_path(role, config)
         self.dtype = DTYPES[(own and own.dtype) or config.dtype]
+        self.ranks = laid_out(layout_of(role, config), ranks or DataParallel(), self.device)
         self.model = self.load_model(self.path)
         if config.trainer.compile:
             compile_layers(self.model)
-        self.model.requires_grad_(train).eval()
+        self.compute = self.ranks.place(self.model, self.predict)
+        # Only now: a model that ranks divide may be too large for one device.
+        self.model.to(self.device).requires_grad_(train).eval()
         self.max_tokens = config.trainer.max_tokens_per_device
         self.optimizer: MasterOptimizer | None = None
         if train:
             peak = own.learning_rate if own and own.learning_rate is not None else config.trainer.learning_rate
-            self.optimizer = MasterOptimizer(list(self.model.parameters()), config.trainer, peak, ranks)
+            self.optimizer = MasterOptimizer(list(self.model.parameters()), config.trainer, peak, self.ranks)
             if config.trainer.activation_checkpointing:
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     @abstractmethod
     def load_model(self, folder: Path) -> Any:
-        """The kind of model that this role needs, from a Hugging Face directory."""
+        """The kind of model that this role needs, whole and on the CPU, from a Hugging Face directory."""
 
     @abstractmethod
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
@@ -79,7 +103,7 @@ class RoleWorker(ABC):
             input_ids=packed.input_ids[None],
             position_ids=packed.position_ids[None],
             use_cache=False,
-            sequences=packed.attention,
+            sequences=packed.attention(),
         ).last_hidden_state[0]
         return hidden
 
@@ -108,18 +132,27 @@ class RoleWorker(ABC):
     @torch.no_grad()
     def infer(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
         """What the model predicts under `name` for each row's actions (`scores`: one number for the row), in the order of `rows`."""
+        rows, own = self.ranks.pooled(rows)
         order: list[int] = []
         parts: list[Ragged] = []
-        for numbers, part in self.micro_batches(rows):
-            packed = self.pack(part)
+        for numbers, part in self.rounds(self.micro_batches(rows)):
+            packed = self.pack(part) if numbers else nothing(self.device)
+            predicted = self.compute(packed)[name]
+            if not numbers:
+                continue
             offsets = torch.arange(len(part) + 1) if name == "scores" else packed.offsets.to("cpu")
-            parts.append(Ragged(self.predict(packed)[name].to("cpu"), offsets))
+            parts.append(Ragged(predicted.to("cpu"), offsets))
             order += numbers
-            if advance:
+            if advance and self.ranks.speaks:
                 advance(len(part), len(packed.input_ids))
         if not parts:
             return Ragged(torch.empty(0), torch.zeros(1, dtype=torch.int64))
-        return Ragged.cat(parts).take(torch.tensor(order).argsort())
+        return Ragged.cat(parts).take(torch.tensor(order).argsort()[own])
+
+    def rounds(self, micro_batches: Iterator[tuple[list[int], Rows]]) -> list[tuple[list[int], Rows]]:
+        """The micro-batches, and empty ones where other ranks have more and would wait."""
+        found = list(micro_batches)
+        return found + [([], Rows({}))] * (self.ranks.rounds(len(found)) - len(found))
 
     def accumulate(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
@@ -130,13 +163,20 @@ class RoleWorker(ABC):
         """
         assert self.optimizer is not None, f"{self.role} is not trained"
         totals: dict[str, float] = {}
+        rows, _ = self.ranks.pooled(rows)
         self.model.train()
         terms: tuple[Objective | Likelihood, ...] = (objective, *objective.beside)
         for term in terms:
-            for _, part in self.micro_batches(term.select(rows), term.whole_groups):
+            selected = term.select(rows) if len(rows) else rows
+            for numbers, part in self.rounds(self.micro_batches(selected, term.whole_groups)):
+                if not numbers:
+                    self.optimizer.backward({term.denominator: none_of(self.compute(nothing(self.device), term))})
+                    continue
                 packed = self.pack(part)
-                losses, metrics = term.sums(part, packed.offsets, self.predict(packed, term))
+                losses, metrics = term.sums(part, packed.offsets, self.compute(packed, term))
                 self.optimizer.backward(losses)
+                if not self.ranks.speaks:
+                    continue
                 for name, loss in losses.items():
                     totals[name] = totals.get(name, 0.0) + float(loss.detach())
                 self._count(metrics, sums)
@@ -153,7 +193,32 @@ class RoleWorker(ABC):
             else:
                 sums.add(f"{self.role}/{name}", values.sum(), len(values))
 
+    def load(self, folder: Path) -> None:
+        load_worker(self, folder)
+
+    def export(self, folder: Path, write: bool = True) -> None:
+        save_worker(self, folder, write)
+
+    @torch.no_grad()
+    def follow(self, source: RoleWorker, decay: float) -> None:
+        """Weights become `decay` times their own and the rest another role's.
+
+        Raises UserError for a model of other shapes, and for one with an optimizer, which has weights of its own.
+        """
+        if self.optimizer is not None:
+            raise UserError(f"{self.role} is trained by a loss: it cannot take weights from {source.role} too")
+        for worker in (self, source):
+            worker.ranks.settle(worker.model)
+        ours, theirs = self.model.state_dict(), source.model.state_dict()
+        if {n: t.shape for n, t in ours.items()} != {n: t.shape for n, t in theirs.items()}:
+            raise UserError(f"{self.role} cannot take weights from {source.role}: {self.path} is another model")
+        for name, tensor in ours.items():
+            # Two roles may be divided among the ranks in different ways.
+            own = local_part(tensor)
+            own.lerp_(part_of(whole(theirs[name]), tensor).to(own), 1.0 - decay)
+
     def step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
         """Divides the accumulated sums by their global counts and updates; the gradient norm, or None if there was nothing."""
         assert self.optimizer is not None, f"{self.role} is not trained"
+        self.ranks.settle(self.model)
         return self.optimizer.step(denominators, iteration)

@@ -12,7 +12,7 @@ Shapes: N tokens packed, P of a prompt, R of the responses to it, H query heads,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -171,7 +171,17 @@ def plan_shared(rows: Rows, max_tokens: int) -> list[list[int]]:
     return [sorted(row for number in batch for row in parts[number].rows) for batch in plan if batch]
 
 
-def pack_shared(rows: Rows, device: torch.device) -> Packed:
+@dataclass(frozen=True)
+class PackedFamilies(Packed):
+    """Rows packed with each prompt once; `sequence_lengths` are those of the rows apart."""
+
+    families: tuple[Family, ...]
+
+    def attention(self) -> SharedPrompts:
+        return SharedPrompts(self.families, self.input_ids.device)
+
+
+def pack_shared(rows: Rows, device: torch.device) -> PackedFamilies:
     """As `pack`, with each family's prompt once. Raises ValueError for rows that have no families."""
     families = families_of(rows)
     if families is None:
@@ -184,16 +194,11 @@ def pack_shared(rows: Rows, device: torch.device) -> Packed:
         result[place] = values
         return result.to(device)
 
-    return replace(
-        packed,
-        input_ids=moved(packed.input_ids),
-        position_ids=moved(packed.position_ids),
-        predictors=place[packed.predictors].to(device),
-        targets=packed.targets.to(device),
-        offsets=packed.offsets.to(device),
-        row_ends=place[packed.row_ends].to(device),
-        attention=SharedPrompts(tuple(families), device),
-    )
+    return PackedFamilies(
+        moved(packed.input_ids), moved(packed.position_ids), packed.sequence_lengths,
+        place[packed.predictors].to(device), packed.targets.to(device), packed.offsets.to(device),
+        place[packed.row_ends].to(device), tuple(families),
+    )  # fmt: skip
 
 
 def _places(families: Sequence[Family], offsets: Sequence[int], tokens: int) -> tuple[Tensor, int]:

@@ -36,6 +36,8 @@ class Subject:
     """Weights of the same shapes that draw other tokens."""
     tolerance: float = 1e-5
     """Of log-probs against training's."""
+    long: int = 40
+    """Tokens of a response that is still being drawn when its engine is asked for something else."""
 
 
 def requests(subject: Subject, count: int, tokens: int = 12) -> list[Request]:
@@ -122,14 +124,14 @@ async def a_request_without_room_is_refused_and_harms_no_other(subject: Subject)
 
 async def abort_gives_what_there_is(subject: Subject) -> None:
     engine, (request, other, *_) = subject.make(), requests(subject, 2)
-    free = await engine.submit(replace(request, sampling=replace(request.sampling, max_tokens=40)))
-    endless = replace(request, sampling=replace(request.sampling, max_tokens=40))
+    free = await engine.submit(replace(request, sampling=replace(request.sampling, max_tokens=subject.long)))
+    endless = replace(request, sampling=replace(request.sampling, max_tokens=subject.long))
     task, beside = asyncio.ensure_future(engine.submit(endless)), asyncio.ensure_future(engine.submit(other))
     await some_tokens_later(engine, 1)
     await engine.abort(request.uid)
     ended = await task
     assert ended.finish_reason is FinishReason.ABORT
-    assert len(ended.tokens) == len(ended.log_probs) == len(ended.versions) < 40
+    assert len(ended.tokens) == len(ended.log_probs) == len(ended.versions) < subject.long
     assert ended.tokens.tolist() == free.tokens[: len(ended.tokens)].tolist()
     assert len((await beside).tokens) == 12
     assert engine.load().rows == 0
@@ -141,7 +143,7 @@ async def abort_gives_what_there_is(subject: Subject) -> None:
 
 
 async def a_pause_changes_nothing_but_the_time(subject: Subject) -> None:
-    wanted = requests(subject, 4, tokens=30)
+    wanted = requests(subject, 4, tokens=subject.long)
     straight = await all_of(subject.make(), wanted)
     engine = subject.make()
     tasks = [asyncio.ensure_future(engine.submit(request)) for request in wanted[:3]]
@@ -156,7 +158,7 @@ async def a_pause_changes_nothing_but_the_time(subject: Subject) -> None:
 
 
 async def new_weights_draw_the_tokens_after_them(subject: Subject) -> None:
-    (request, *_) = requests(subject, 1, tokens=40)
+    (request, *_) = requests(subject, 1, tokens=subject.long)
     engine = subject.make()
     old = await engine.submit(request)
     task = asyncio.ensure_future(engine.submit(request))
@@ -166,7 +168,7 @@ async def new_weights_draw_the_tokens_after_them(subject: Subject) -> None:
     new = await engine.submit(request)
     assert set(new.versions.tolist()) == {3} and new.tokens.tolist() != old.tokens.tolist()
     before = both.versions.tolist().count(0)
-    assert both.versions.tolist() == [0] * before + [3] * (40 - before) and before < 40
+    assert both.versions.tolist() == [0] * before + [3] * (subject.long - before) and before < subject.long
     assert both.tokens[:before].tolist() == old.tokens[:before].tolist()
 
 
@@ -184,7 +186,8 @@ async def weights_that_lack_a_tensor_are_refused(subject: Subject) -> None:
 
 async def an_engine_sleeps_when_idle_and_requests_wait_for_it(subject: Subject) -> None:
     engine, (request, other, *_) = subject.make(), requests(subject, 2)
-    task = asyncio.ensure_future(engine.submit(request))
+    endless = replace(request, sampling=replace(request.sampling, max_tokens=subject.long))
+    task = asyncio.ensure_future(engine.submit(endless))
     await some_tokens_later(engine, 1)
     try:
         await engine.sleep()
@@ -197,7 +200,7 @@ async def an_engine_sleeps_when_idle_and_requests_wait_for_it(subject: Subject) 
     await asyncio.sleep(0.02)
     assert not waiting.done()
     await engine.wake()
-    assert len((await waiting).tokens) == len(first.tokens) == 12
+    assert len((await waiting).tokens) == 12 and len(first.tokens) == subject.long
 
 
 @dataclass

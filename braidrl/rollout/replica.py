@@ -1,4 +1,4 @@
-"""The embedded engine behind the engine protocol.
+"""An engine of this process, which draws step by step, behind the engine protocol.
 
 submit ──▶ add ──▶ step, step, step ... ──▶ the future of each row that ended
                      └── between two steps everybody else in the loop has a turn
@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 
 from braidrl.errors import UserError
-from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.engine import EngineError, Load, WeightSource
 from braidrl.rollout.requests import Finished, Request, Uid
+from braidrl.rollout.stepping import SteppingEngine
 
 
-class EmbeddedReplica:
+class EngineReplica:
     """Belongs to the event loop in which it is used first. Steps run in the loop itself, so that a breakpoint stops there."""
 
-    def __init__(self, engine: EmbeddedEngine, name: str = "embedded") -> None:
+    def __init__(self, engine: SteppingEngine, name: str = "this process's engine") -> None:
         self.engine, self.name = engine, name
         self._answers: dict[Uid, asyncio.Future[Finished]] = {}
         self._running, self._awake = asyncio.Event(), asyncio.Event()

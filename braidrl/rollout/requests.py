@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from braidrl.algorithms.random import hashed
 from braidrl.data.rows import FinishReason
 
 Uid = tuple[int, int, int]
@@ -62,6 +63,10 @@ class Request:
         """Raises ValueError for a prompt that is not a non-empty row of ids."""
         if self.prompt.dim() != 1 or not len(self.prompt) or self.prompt.dtype != torch.int64:
             raise ValueError(f"row {self.uid}: a prompt is one or more int64 ids, got {self.prompt.shape}")
+
+    def key(self, seed: int) -> int:
+        """The row's random key, from which number `first_draw` + tokens drawn since is taken."""
+        return int(hashed(seed, self.purpose, self.stage, self.uid[1], self.uid[2]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,11 +5,14 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from braidrl.rollout.requests import Sampling
 
 BLOCK = 128
 """Tokens that are summed together when the vocabulary is long: a block is found first, then the token in it."""
@@ -30,6 +33,16 @@ class Choice:
     def whole(self) -> bool:
         """True where every row may draw any token."""
         return self.top_k is None and self.top_p is None
+
+
+def chosen_for(asked: Sequence[Sampling], temperature: Tensor, greedy: Tensor, top_k: Tensor, top_p: Tensor) -> Choice:
+    """These settings of B rows, (B,) each, without those that none of the rows `asked` for."""
+    return Choice(
+        temperature=temperature if any(s.log_prob_temperature != 1 for s in asked) else None,
+        greedy=greedy if any(s.takes_likeliest for s in asked) else None,
+        top_k=top_k if any(s.top_k for s in asked) else None,
+        top_p=top_p if any(s.top_p < 1 for s in asked) else None,
+    )
 
 
 def sample(logits: Tensor, choice: Choice, uniforms: Tensor) -> tuple[Tensor, Tensor]:

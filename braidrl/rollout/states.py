@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.random import hashed, uniform
+from braidrl.algorithms.random import uniform
 from braidrl.rollout.requests import Sampling
 from braidrl.rollout.row import Row
-from braidrl.rollout.sampling import Choice
+from braidrl.rollout.sampling import Choice, chosen_for
 
 NO_TOKEN = -1
 
@@ -87,14 +87,13 @@ class SlotStates:
         stops = torch.full((len(rows), self.stop_token_ids.shape[1]), NO_TOKEN)
         for number, row in enumerate(rows):
             stops[number, : len(row.stop_token_ids)] = torch.tensor(row.stop_token_ids, dtype=torch.int64)
-        keys = [hashed(seed, r.purpose, r.stage, r.uid[1], r.uid[2]) for r in requests]
         values = {
             "current": torch.stack([request.prompt[-1] for request in requests]),
             "position": torch.tensor([len(request.prompt) - 1 for request in requests]),
             "drawn": torch.zeros(len(requests), dtype=torch.int64),
             "limit": torch.tensor([row.limit for row in rows]),
             "active": torch.ones(len(requests), dtype=torch.bool),
-            "key": torch.stack(keys),
+            "key": torch.tensor([request.key(seed) for request in requests]),
             "first_draw": torch.tensor([request.first_draw for request in requests]),
             "temperature": torch.tensor([s.log_prob_temperature for s in samplings], dtype=torch.float64),
             "greedy": torch.tensor([s.takes_likeliest for s in samplings]),
@@ -122,12 +121,7 @@ class SlotStates:
 
     def choice(self, asked: Sequence[Sampling]) -> Choice:
         """The slots' settings, without those that none of the rows asks for."""
-        return Choice(
-            temperature=self.temperature if any(s.log_prob_temperature != 1 for s in asked) else None,
-            greedy=self.greedy if any(s.takes_likeliest for s in asked) else None,
-            top_k=self.top_k if any(s.top_k for s in asked) else None,
-            top_p=self.top_p if any(s.top_p < 1 for s in asked) else None,
-        )
+        return chosen_for(asked, self.temperature, self.greedy, self.top_k, self.top_p)
 
     def uniforms(self) -> Tensor:
         """The random number of each slot's next token, (B,) float64."""

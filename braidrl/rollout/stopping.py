@@ -1,8 +1,8 @@
-"""Finds stop texts in what a row has said so far, wherever tokens end within them."""
+"""What ends a response: the model's own end of sequence, and stop texts, found wherever tokens end within them."""
 
 from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 CONTEXT = 4
 """Tokens decoded before those that a stop text can span: some decoders treat the first token of a text differently."""
@@ -23,3 +23,10 @@ class StopTexts:
         self._tokens = [*self._tokens[1 - self._window :], token]
         tail = self._tokenizer.decode(self._tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(text in tail for text in self._texts)
+
+
+def end_of_sequence_ids(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """What ends a response: the tokenizer's end of sequence, and those of the model's generation settings."""
+    configured = getattr(settings, "eos_token_id", None)
+    several = configured if isinstance(configured, list) else [configured]
+    return tuple(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from braidrl.rollout.engine import WeightSource
@@ -36,13 +37,16 @@ class EngineWeights:
     def _load(self, source: WeightSource) -> None:
         """Copies every tensor by its name, tied ones under each of theirs."""
         targets, given = self.model.state_dict(), dict(source.tensors())
-        differing = sorted(targets.keys() ^ given.keys()) or [
-            n for n, t in given.items() if t.shape != targets[n].shape
-        ]
-        if differing:
-            raise ValueError(f"the weights given are not those of this model: {', '.join(differing[:3])} differ")
+        check_tensors(given, {name: tensor.shape for name, tensor in targets.items()})
         for name, tensor in given.items():
             targets[name].copy_(tensor)
+
+
+def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
+    """Raises ValueError where names or shapes are not exactly those of the model."""
+    differing = sorted(expected.keys() ^ given.keys()) or [n for n, t in given.items() if t.shape != expected[n]]
+    if differing:
+        raise ValueError(f"the weights given are not those of this model: {', '.join(differing[:3])} differ")
 
 
 def _copy(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,13 @@ from braidrl.data.frames import join, split
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Flow, Kind, Scope, Stage
+from braidrl.flow.flow import is_optimized
 from braidrl.flow.updates import update_plan
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path
 from braidrl.observe.trace import State, TraceWriter
-from braidrl.runtimes.executor import StageExecutor, checked_beside
+from braidrl.runtimes.checking import checked_beside
+from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.interrupts import AgreedInterrupts
 from braidrl.runtimes.iteration import group_tokens
 from braidrl.runtimes.row_store import Admission, HeldOut, Origin, RowStore, with_added
@@ -87,9 +89,13 @@ class DistributedCrew:
         totals = self._totals(stage, rows) if stage.scope is Scope.BATCH else None
         columns: Mapping[str, Column] = {}
         try:
-            with self.interrupts.local(), self._working(stage, rows):
+            # Where ranks compute together none may leave in the middle.
+            together = self.executor.meets(stage)
+            with nullcontext() if together else self.interrupts.local(), self._working(stage, rows):
                 if len(rows):
                     columns = self._execute(stage, rows, own, totals)
+                elif together:
+                    self.executor.accompany(stage)
         except KeyboardInterrupt:
             columns = {}  # all ranks end together, when they gather
         return self._gathered(table, columns, own, sums)
@@ -105,6 +111,10 @@ class DistributedCrew:
     def train(self, stage: Stage, table: Shard, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Each update's rows are divided among the ranks by length; every rank then makes the same optimizer step."""
         self._at(stage, iteration)
+        if not is_optimized(stage):
+            # Every rank holds both roles, with the same weights as all others.
+            self.executor.copy_weights(stage)
+            return
         own = Sums()
         needed = [column.name for column in self.flow.inputs[stage.name]]
         whole_groups = self.executor.objective(stage).whole_groups
@@ -170,8 +180,7 @@ class DistributedCrew:
         self.version = version
 
     def save(self, folder: Path) -> None:
-        """Called on the first rank: all have the same weights."""
-        self.executor.save(folder)
+        self.executor.save(folder, self.world.first)
 
     def load(self, folder: Path, version: int) -> None:
         self.executor.load(folder)
@@ -277,7 +286,10 @@ class DistributedCrew:
         """Around the work on rows: it is traced, and a failure can name them."""
         self.world.rows = named_rows(rows)
         tokens = int(rows["length"].sum()) if "length" in rows else 0
-        with self._span(stage.role or "compute", stage.name, len(rows), tokens):
+        with (
+            self._span(stage.role or "compute", stage.name, len(rows), tokens),
+            self.world.supervised("what ranks compute together"),
+        ):
             yield
         self.world.rows = ""
 

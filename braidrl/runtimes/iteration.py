@@ -19,11 +19,12 @@ from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.stage_state import State, initial_states, next_state, with_state
 from braidrl.flow.updates import update_plan
 from braidrl.flow.waves import Sampling, Verdict
+from braidrl.models.objective import taking_part
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.row_store import Origin
-from braidrl.runtimes.stage_state import State, initial_states, next_state, with_state
 
 T = TypeVar("T")
 Position = tuple[dict[str, Any], dict[str, Any], list[Any], dict[str, State]]
@@ -74,7 +75,7 @@ class Crew(RunCrew[T], Protocol[T]):
         """The groups that a select stage drops, with its reason."""
 
     def train(self, stage: Stage, table: T, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
-        """One optimizer step for each list of row positions."""
+        """One optimizer step for each list of row positions; a copy of another role's weights where the stage has no loss."""
 
     def take(self, table: T, positions: Sequence[int]) -> T:
         """The named rows, in the order given."""
@@ -244,8 +245,6 @@ class Walk(Generic[T]):
 
 def group_tokens(index: Rows) -> torch.Tensor:
     """Action tokens of each row's group after masking, (B,) int64; what `prompt-mean` divides by."""
-    counted = index["action_tokens"]
-    if "loss_mask" in index:
-        counted = counted * (index["loss_mask"] > 0)
+    counted = index["action_tokens"] * taking_part(index)
     _, place = index["group"].unique(return_inverse=True)
     return torch.zeros(int(place.max()) + 1, dtype=torch.int64).index_add(0, place, counted)[place]

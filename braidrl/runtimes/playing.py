@@ -14,16 +14,20 @@ from braidrl.data.templates import PromptTemplate
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar
-from braidrl.rollout.embedded import EmbeddedEngine
+from braidrl.rollout.engine import Engine
 from braidrl.rollout.environments import AGENT, agent_of, environments
 from braidrl.rollout.episodes import Episode, Episodes, Limits, episode_columns, failure_counts
-from braidrl.rollout.replica import EmbeddedReplica
 from braidrl.rollout.requests import Sampling
+from braidrl.rollout.service import EngineService, run_with
+from braidrl.rollout.stepping import SteppingEngine
 from braidrl.rollout.turns import TurnTemplate
+
+SHOW_EVERY_S = 1.0
+"""How often the progress of episodes is told of, also while none of them ends."""
 
 
 def play(
-    engine: EmbeddedEngine,
+    engine: SteppingEngine | EngineService,
     stage: Stage,
     rows: Rows,
     config: Config,
@@ -40,31 +44,42 @@ def play(
     limits = limits_of(config, engine.max_sequence_tokens)
     environment, settings = stage.params["environment"], config.rollout.environment.params
     template = TurnTemplate(PromptTemplate(tokenizer, config.data.chat_template, config.data.system_prompt))
-    replica, purpose = EmbeddedReplica(engine), str(stage.params.get("purpose", "train"))
+    purpose = str(stage.params.get("purpose", "train"))
 
-    async def played_by_agents() -> list[Episode]:
+    async def played_by_agents(running: Engine) -> list[Episode]:
         # Imported here: only agents need aiohttp, which need not be installed.
         from braidrl.rollout.agents import Agents
         from braidrl.rollout.endpoint import Endpoint
 
         agent = partial(agent_of(environment), **settings)
-        async with Endpoint(replica, template, sampling, limits.max_sequence_tokens, purpose, stage.name) as endpoint:
+        async with Endpoint(running, template, sampling, limits.max_sequence_tokens, purpose, stage.name) as endpoint:
             return await Agents(endpoint, agent, limits, config.seed, finished).play(rows)
 
-    async def played_in_turns() -> list[Episode]:
+    async def played_in_turns(running: Engine) -> list[Episode]:
         make = environments(environment, settings)
-        episodes = Episodes(replica, make, template, sampling, limits, config.seed, purpose, stage.name, finished)
+        episodes = Episodes(running, make, template, sampling, limits, config.seed, purpose, stage.name, finished)
         return await episodes.play(rows)
 
-    try:
-        played = asyncio.run(played_by_agents() if environment.startswith(AGENT) else played_in_turns())
-    finally:
-        engine.clear()
+    async def played_and_shown(running: Engine) -> list[Episode]:
+        showing = asyncio.ensure_future(show(bar, engine))
+        try:
+            return await (played_by_agents if environment.startswith(AGENT) else played_in_turns)(running)
+        finally:
+            showing.cancel()
+
+    played = run_with(engine, played_and_shown)
     sums.add("environment/turns", sum(episode.turns for episode in played), len(played))
     counts = failure_counts(played)
     for reason, count in counts.items():
         sums.add(f"environment/failures/{reason}", count)
     return episode_columns(played, limits), [failure_line(reason, count, played) for reason, count in counts.items()]
+
+
+async def show(bar: Bar, engine: SteppingEngine | EngineService) -> None:
+    """Tells of the rows in flight until it is cancelled."""
+    while True:
+        await asyncio.sleep(SHOW_EVERY_S)
+        bar.update(in_flight=engine.in_flight)
 
 
 def limits_of(config: Config, max_sequence_tokens: int) -> Limits:

@@ -21,9 +21,11 @@ from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
+from braidrl.runtimes.checks import without_effect
 from braidrl.runtimes.crews import check_runtime, start_crew, walk_with
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
 from braidrl.runtimes.folders import latest_checkpoint, new_run_folder
+from braidrl.runtimes.gaps import GapWatch
 from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 from braidrl.runtimes.iteration import IterationResult, RunCrew
 from braidrl.runtimes.launch import in_ranks
@@ -61,11 +63,14 @@ class TrainingRun:
         self.folder = resume or Path(self.world.from_first("run folder", lambda: str(new_run_folder(config))))
         self.progress = Progress(config.trainer.steps) if self.world.first else silent_progress()
         self.progress.print(str(self.folder))
+        for line in without_effect(config):
+            self.progress.print(line)
         for source in self.prepared.sources:
             self.progress.print(source.report())
         set_up_torch(config)
         self.interrupts = AgreedInterrupts() if world else Interrupts()
         self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
+        self.gaps = GapWatch(config.rollout.max_log_prob_gap)
         self.step = self.version = 0
         self.saved_step: int | None = None
         self.good_enough = False
@@ -133,6 +138,9 @@ class TrainingRun:
             if self.metrics:
                 self.metrics.write(metrics)
         self.progress.print(summary(metrics))
+        # Rows of a replay, and rows that may be stale, were drawn by other weights than those that they train.
+        if self.replay is None and not self.config.trainer.max_staleness:
+            self.gaps.check(metrics)
 
     def _recorded(self, step: int) -> Any:
         """The rows of an earlier run's step as they were when they were sampled, without what its later stages added."""
@@ -248,6 +256,8 @@ def evaluated(config: Config, progress: Progress, world: World | None = None) ->
     prepared = prepare_together(config, world or World(), train=False)
     if not prepared.eval_sources:
         raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")
+    for line in without_effect(config):
+        progress.print(line)
     set_up_torch(config)
     crew = start_crew(prepared, None, progress, world=world, interrupts=AgreedInterrupts())
     metrics: dict[str, float] = {}

@@ -91,6 +91,7 @@ def generated_metrics(index: Rows) -> dict[str, float | int | None]:
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated_fraction": share(index["finish_reason"] == FinishReason.LENGTH),
+        "response/failed_fraction": share(index["finish_reason"] == FinishReason.ERROR),
         "tokens/generated": int(lengths.sum()),
         "rows/generated": len(index),
     }

@@ -20,8 +20,11 @@ from braidrl.runtimes.run import train
 HERE = Path(__file__).parent
 HELD_OUT, TRAINED, DIGITS = 100, 4000, 2
 SCORE = "eval/held_out/avg@4"
+START = 1
+"""Seed of the data and of the model that studies begin with."""
 SEEDS = (0, 1, 2)
-STEPS = 24
+STEPS = 60
+RESPONSE_TOKENS = 40
 
 Lines = list[dict[str, Any]]
 Tree = dict[str, Any]
@@ -48,13 +51,17 @@ class Study:
         return train(config)
 
     def shortened(self, tree: Mapping[str, Any]) -> Tree:
-        trainer = dict(tree["trainer"])
-        if self.quick:
-            trainer |= {"steps": 2, "prompts_per_step": 8, "warmup_steps": 0}
-        evaluation = dict(tree.get("evaluation", {"every": 0}))
-        if self.quick and evaluation.get("every"):
+        """The run as it is asked for, or a few steps of it."""
+        if not self.quick:
+            return dict(tree)
+        evaluation, algorithm = dict(tree.get("evaluation", {"every": 0})), dict(tree.get("algorithm", {}))
+        if evaluation["every"]:
             evaluation |= {"every": 2, "max_prompts": 8}
-        return {**tree, "trainer": trainer, "evaluation": evaluation}
+        if tree["flow"] == "dapo":
+            # A model that has hardly begun has no group with right and wrong answers.
+            algorithm["dynamic_sampling"] = False
+        trainer = {**tree["trainer"], "steps": 2, "prompts_per_step": 8, "warmup_steps": 0}
+        return {**tree, "algorithm": algorithm, "trainer": trainer, "evaluation": evaluation}
 
     def page(self, name: str, text: str) -> None:
         self.pages.mkdir(parents=True, exist_ok=True)
@@ -65,41 +72,41 @@ class Study:
         write_curves(self.pages / f"{name}.svg", title, curves, limit)
         return f"![{title}]({name}.svg)\n"
 
-    def warm_model(self) -> Path:
-        """Data files, and the model that every study begins with: one that imitates a careless teacher."""
-        folder = self.folder / "warm-start-model"
-        if not (self.folder / "train.jsonl").is_file():
-            self.write_data()
+    def warm_model(self, rambling: float = 0.0) -> Path:
+        """Data files, and the model that a study begins with: one that imitates a careless teacher, who may ramble too."""
+        teacher = "rambling" if rambling else "careless"
+        folder, examples = self.folder / f"{teacher}-model", self.folder / f"{teacher}.jsonl"
+        if not examples.is_file():
+            self.write_data(examples, rambling)
         if folder.is_dir():
             return folder
-        write_model(self.folder / "untrained", seed=0)
-        run = self.run("warm-start", {
-            "flow": "sft", "model": str(self.folder / "untrained"),
-            "data": {"train": str(self.folder / "demonstrations.jsonl")},
-            "rollout": {"samples_per_prompt": 1, "max_response_tokens": 32},
+        write_model(self.folder / "untrained", seed=START)
+        run = self.run(f"{teacher}-start", {
+            "flow": "sft", "seed": START, "model": str(self.folder / "untrained"), "data": {"train": str(examples)},
+            "rollout": {"samples_per_prompt": 1, "max_response_tokens": 2 * RESPONSE_TOKENS},
             "trainer": {"steps": 200, "prompts_per_step": 256, "learning_rate": 3e-3, "schedule": "linear",
                         "warmup_steps": 20, "checkpoint_every": 50},
         })  # fmt: skip
         export_model(run, folder)
         return folder
 
-    def write_data(self) -> None:
+    def write_data(self, examples: Path, rambling: float) -> None:
         """Sums to train on, held-out ones, and a careless teacher's answers."""
-        pairs = problems(HELD_OUT + TRAINED, DIGITS, seed=0)
+        pairs = problems(HELD_OUT + TRAINED, DIGITS, seed=START)
         held_out, trained = pairs[:HELD_OUT], pairs[HELD_OUT:]
         write_jsonl(self.folder / "held_out.jsonl", questions(held_out))
         write_jsonl(self.folder / "train.jsonl", questions(trained))
-        write_jsonl(self.folder / "demonstrations.jsonl", demonstrations(trained, mistakes=0.5, seed=0))
+        write_jsonl(examples, demonstrations(trained, mistakes=0.55, seed=START, rambling=rambling))
 
-    def policy(self, flow: str, algorithm: Tree, seed: int = 0, **more: Any) -> Tree:
+    def policy(self, flow: str, algorithm: Tree, seed: int = 0, rambling: float = 0.0, **more: Any) -> Tree:
         """A run that improves the warm model on sums, evaluated on held-out ones."""
         tree: Tree = {
-            "flow": flow, "algorithm": algorithm, "seed": seed, "model": str(self.warm_model()),
+            "flow": flow, "algorithm": algorithm, "seed": seed, "model": str(self.warm_model(rambling)),
             "data": {"train": str(self.folder / "train.jsonl"), "eval": {"held_out": str(self.folder / "held_out.jsonl")}},
             "reward": {"verify": "gsm8k"},
-            "rollout": {"samples_per_prompt": 8, "max_response_tokens": 40, "slots": 128},
-            "trainer": {"steps": STEPS, "prompts_per_step": 16, "learning_rate": 3e-4, "checkpoint_every": 6},
-            "evaluation": {"every": 6, "samples": 4, "top_p": 1.0},
+            "rollout": {"samples_per_prompt": 8, "max_response_tokens": RESPONSE_TOKENS, "slots": 128},
+            "trainer": {"steps": STEPS, "prompts_per_step": 32, "learning_rate": 5e-4, "warmup_steps": 5, "checkpoint_every": 20},
+            "evaluation": {"every": 10, "samples": 4, "top_p": 1.0},
         }  # fmt: skip
         return {**tree, **more}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 from study import (
+    RESPONSE_TOKENS,
     SCORE,
     STEPS,
     Numbers,
@@ -46,7 +47,7 @@ def algorithms(study: Study) -> Numbers:
     start = next(iter(curves.values()))[0][1]
     text = (
         f"# Seven recipes on sums\n\nAll begin with the same model, which answers {start:.0%} of the held-out sums right, and train on "
-        "16 prompts with 8 responses per step.\n\n"
+        "32 prompts with 8 responses per step.\n\n"
         + table(header, rows)
         + "\n"
         + study.curves("algorithms", "Held-out avg@4, mean of the seeds", curves)
@@ -56,6 +57,7 @@ def algorithms(study: Study) -> Numbers:
     return {"start": start, **{name: points[-1][1] for name, points in curves.items()}}
 
 
+RAMBLING = 0.4
 PLAIN: Tree = {
     "aggregate": "seq-mean-token-mean", "clip_high": 0.2, "overlong_cache": 0, "dynamic_sampling": False,
 }  # fmt: skip
@@ -73,12 +75,12 @@ def ablation(study: Study) -> Numbers:
     """DAPO's table: each row adds a technique to the one above it."""
     algorithm, found = dict(PLAIN), {}
     trainer = {
-        "steps": STEPS, "prompts_per_step": 16, "rows_per_update": 32, "learning_rate": 2e-4, "checkpoint_every": 6,
+        "steps": STEPS, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 2e-4, "checkpoint_every": 20,
     }  # fmt: skip
     for number, (name, technique) in enumerate(ADDED):
         algorithm = {**algorithm, **technique}
-        tree = study.policy("dapo", algorithm, trainer=trainer)
-        tree["evaluation"] = {"every": 2, "samples": 4, "top_p": 1.0}
+        tree = study.policy("dapo", algorithm, rambling=RAMBLING, trainer=trainer)
+        tree["evaluation"] = {"every": 5, "samples": 4, "top_p": 1.0}
         found[name] = read_metrics(study.run(f"ablation-{number}", tree))
     goal = curve(found["GRPO"], SCORE)[-1][1]
     rows = []
@@ -87,12 +89,14 @@ def ablation(study: Study) -> Numbers:
         until = [line for line in lines if reached is not None and line["step"] <= reached]
         rows.append([
             name, f"{curve(lines, SCORE)[-1][1]:.3f}", f"{lines[-1]['actor/entropy']:.3f}",
-            f"{lines[-1]['response/length_mean']:.1f}",
+            f"{lines[-1]['response/length_mean']:.1f}", f"{lines[-1]['response/truncated_fraction']:.0%}",
             *([reached, int(sum(line.get("rows/generated") or 0 for line in until)), f"{seconds(until):.0f}"] if until else ["never"] * 3),
         ])  # fmt: skip
-    header = ["", "held-out avg@4", "entropy", "length", "steps to GRPO's accuracy", "responses", "seconds"]
+    header = ["", "held-out avg@4", "entropy", "length", "cut off", "steps to GRPO's accuracy", "responses", "seconds"]
     text = (
-        "# DAPO's techniques, added one after the other\n\nEach row adds a technique to the one above it; four updates per step. The last "
+        "# DAPO's techniques, added one after the other\n\nThe model imitates a teacher who writes its working down several times in "
+        f"{RAMBLING:.0%} of its answers, so that some do not end within the limit of {RESPONSE_TOKENS} tokens. Each row adds a technique "
+        "to the one above it; four updates per step. The last "
         f"three columns say what each needed to reach plain GRPO's final accuracy of {goal:.3f} for the first time.\n\n"
         + table(header, rows)
         + "\n"

@@ -25,7 +25,7 @@ def runtimes(study: Study) -> Numbers:
         curves[name] = mean_curve(runs, SCORE)
     start = curves["eager"][0][1]
     text = (
-        f"# Four runtimes on sums\n\nDAPO, 16 prompts with 8 responses per step, from a model that answers {start:.0%} of the held-out "
+        f"# Four runtimes on sums\n\nDAPO, 32 prompts with 8 responses per step, from a model that answers {start:.0%} of the held-out "
         "sums right. Without staleness the runtimes differ by rounding alone; one sampled token that this changes makes two runs of it.\n\n"
         + table(["runtime", "held-out avg@4, mean of seeds", "each seed", "seconds"], rows)
         + "\n"

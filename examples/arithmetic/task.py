@@ -1,4 +1,4 @@
-"""The arithmetic task: sums of two numbers, worked out column by column, with a teacher who errs in half of its examples.
+"""The arithmetic task: sums of two numbers, worked out column by column, with a teacher who errs.
 
 prompt    47+85=
 response  7+5=12 4+8+1=13 #### 132
@@ -45,12 +45,18 @@ def problems(count: int, digits: int, seed: int) -> list[tuple[int, int]]:
     return list(pairs)
 
 
-def demonstrations(pairs: Iterable[tuple[int, int]], mistakes: float, seed: int) -> Iterator[dict[str, str]]:
-    """What the teacher wrote, with a mistake in the given share of examples."""
+def demonstrations(
+    pairs: Iterable[tuple[int, int]], mistakes: float, seed: int, rambling: float = 0.0
+) -> Iterator[dict[str, str]]:
+    """What the teacher wrote: with a mistake in one share of examples, and its working several times over in another."""
     source = random.Random(seed)
     for a, b in pairs:
         errs = source.random() < mistakes
-        yield {"prompt": f"{a}+{b}=", "response": work_out(a, b, source if errs else None), "answer": str(a + b)}
+        response = work_out(a, b, source if errs else None)
+        if rambling and source.random() < rambling:
+            working, _, answer = response.partition(" #### ")
+            response = " ".join([working] * source.randint(2, 4)) + f" #### {answer}"
+        yield {"prompt": f"{a}+{b}=", "response": response, "answer": str(a + b)}
 
 
 def questions(pairs: Iterable[tuple[int, int]]) -> Iterator[dict[str, str]]:

@@ -25,7 +25,7 @@ from braidrl.models.worker import DecoderWorker
 from braidrl.observe.metrics import Sums, read_metrics
 from braidrl.observe.rollouts import read_rollouts, rollout_path
 from braidrl.rollout.weights import EngineWeights
-from braidrl.runtimes.executor import sampling_of
+from braidrl.runtimes.generation import sampling_of
 from braidrl.runtimes.run import train
 from tests.models.test_scalar_worker import make_rows, random_rows
 from tests.recipes.tiny import make_config, write_data, write_decoder

@@ -11,7 +11,8 @@ from braidrl.models.shared_prompts import SharedPrompts
 from braidrl.runtimes.run import TrainingRun
 from tests.invariants.test_resume_is_exact import STEPS, assert_goes_on_as
 from tests.invariants.traces import run
-from tests.tiny import Workshop, recorded
+from tests.runtimes.ranks import run_in_ranks
+from tests.tiny import Workshop, metrics_without_times, recorded
 
 # Prompts of four to six tokens and responses of at most three: a group of four shares more than half of its tokens.
 FLOW: dict[str, Any] = {"flow": "grpo", "algorithm": {"old": "recompute"}, "rollout": {"max_response_tokens": 3}}
@@ -45,3 +46,18 @@ def test_every_switch_on_trains_what_was_generated_and_resumes_exactly(workshop:
     with TrainingRun(config, resume=stopped) as resumed:
         resumed.train()
     assert_goes_on_as(stopped, whole)
+
+
+def test_ranks_that_divide_a_float32_model_train_as_one_process_does(workshop: Workshop) -> None:
+    """Where ranks divide weights these are no plain tensors, and kernels and the library of products must leave them to torch."""
+    trainer = {"prompts_per_step": 4, "steps": 2, **FAST}
+    alone = metrics_without_times(workshop.run("alone", **FLOW, trainer=trainer))
+    layouts: list[dict[str, Any]] = [{"tensor": 2}, {"shard": "full"}]
+    trees = [
+        workshop.tree(f"run-{i}", **FLOW, trainer={**trainer, "layout": layout}, runtime="distributed", workers=2)
+        for i, layout in enumerate(layouts)
+    ]
+    run_in_ranks(trees, 2)
+    for number in range(len(layouts)):
+        for ours, theirs in zip(metrics_without_times(workshop.folder / f"run-{number}"), alone, strict=True):
+            assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-3)

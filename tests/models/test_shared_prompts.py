@@ -51,7 +51,7 @@ def log_probs(model: PreTrainedModel, packed: Packed) -> torch.Tensor:
         input_ids=packed.input_ids[None],
         position_ids=packed.position_ids[None],
         use_cache=False,
-        sequences=packed.attention,
+        sequences=packed.attention(),
     ).last_hidden_state[0]
     return linear_log_probs(hidden[packed.predictors], model.lm_head.weight, packed.targets)[0]
 

@@ -17,7 +17,7 @@ from braidrl.rollout.agents import Agents
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.endpoint import Endpoint
 from braidrl.rollout.episodes import Limits, episode_columns, failure_counts
-from braidrl.rollout.replica import EmbeddedReplica
+from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Sampling
 from tests.rollout.chat import Recorder, Script, make_chat_tokenizer, make_rows, turn_template
 from tests.rollout.test_turns import engine_parts, packed_log_probs
@@ -49,7 +49,7 @@ async def chatting(url: str, example: dict[str, Any]) -> float:
 
 def test_an_agents_conversations_are_one_row_each_with_the_tokens_that_the_engine_saw() -> None:
     tokenizer, model = engine_parts("chatml")
-    recorder = Recorder(EmbeddedReplica(EmbeddedEngine(model, tokenizer, 16, 400)))
+    recorder = Recorder(EngineReplica(EmbeddedEngine(model, tokenizer, 16, 400)))
     rows = make_rows(tokenizer, ["the number", "a b"], samples=3)
 
     async def run() -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 from braidrl.rollout.contract import CHECKS, Subject, requests
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.engine import Engine, EngineError, ModelWeights
-from braidrl.rollout.replica import EmbeddedReplica
+from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Finished, Request
 from braidrl.rollout.router import Router
 from tests.rollout.tiny import END, make_model, make_tokenizer, training_log_probs
@@ -21,13 +21,13 @@ MODEL, TOKENIZER = make_model(), make_tokenizer()
 LIMIT = 128
 
 
-def replica(slots: int = 16) -> EmbeddedReplica:
+def replica(slots: int = 16) -> EngineReplica:
     """With a module of its own, so that weights can change."""
-    return EmbeddedReplica(EmbeddedEngine(deepcopy(MODEL), TOKENIZER, slots, LIMIT))
+    return EngineReplica(EmbeddedEngine(deepcopy(MODEL), TOKENIZER, slots, LIMIT))
 
 
-def copy_in_float64() -> EmbeddedReplica:
-    return EmbeddedReplica(EmbeddedEngine(deepcopy(MODEL), TOKENIZER, 16, LIMIT, dtype=torch.float64))
+def copy_in_float64() -> EngineReplica:
+    return EngineReplica(EmbeddedEngine(deepcopy(MODEL), TOKENIZER, 16, LIMIT, dtype=torch.float64))
 
 
 def other_weights() -> ModelWeights:
@@ -76,7 +76,7 @@ def test_four_replicas_draw_the_tokens_of_one_in_any_order() -> None:
         assert asyncio.run(gather(Router([replica() for _ in range(4)]), order)) == one
 
 
-def break_after(dying: EmbeddedReplica, steps: int) -> None:
+def break_after(dying: EngineReplica, steps: int) -> None:
     """Lets the engine's forward pass raise once, after so many of them."""
     left = [steps]
 

@@ -15,7 +15,7 @@ from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.environments import environments
 from braidrl.rollout.episodes import Episode, Episodes, Limits, episode_columns, failure_counts
 from braidrl.rollout.observations import Observation
-from braidrl.rollout.replica import EmbeddedReplica
+from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Sampling
 from braidrl.rollout.router import Router
 from tests.rollout.chat import Script, make_chat_tokenizer, make_rows, turn_template
@@ -183,7 +183,7 @@ def test_trajectories_end_at_their_turns_and_where_a_sequence_has_no_room() -> N
 
 
 def test_an_aborted_trajectory_keeps_what_there_is() -> None:
-    engine = EmbeddedReplica(EmbeddedEngine(make_model(), make_tokenizer(), 16, 300))
+    engine = EngineReplica(EmbeddedEngine(make_model(), make_tokenizer(), 16, 300))
     sampling = Sampling(max_tokens=30, ends=False)
     episodes = Episodes(engine, Turns, turn_template(make_tokenizer()), sampling, LIMITS)  # type: ignore[arg-type]
 
@@ -206,7 +206,7 @@ def test_an_aborted_trajectory_keeps_what_there_is() -> None:
 
 def other_run() -> list[int]:
     """The tokens of the first row when nobody aborts it."""
-    engine = EmbeddedReplica(EmbeddedEngine(make_model(), make_tokenizer(), 16, 300))
+    engine = EngineReplica(EmbeddedEngine(make_model(), make_tokenizer(), 16, 300))
     episodes = Episodes(engine, Turns, turn_template(make_tokenizer()), Sampling(max_tokens=30, ends=False), LIMITS)  # type: ignore[arg-type]
     return asyncio.run(episodes.play(make_rows(make_tokenizer(), ["a"])))[0].trajectory.tokens
 
@@ -224,7 +224,7 @@ def test_episodes_have_the_same_tokens_on_one_engine_and_on_four_replicas_whatev
     model, tokenizer = make_model(), make_tokenizer()
 
     def play(replicas: int, slots: int) -> list[tuple[list[int], list[int]]]:
-        engines = [EmbeddedReplica(EmbeddedEngine(model, tokenizer, slots, 300)) for _ in range(replicas)]
+        engines = [EngineReplica(EmbeddedEngine(model, tokenizer, slots, 300)) for _ in range(replicas)]
         engine = engines[0] if replicas == 1 else Router(engines)
         episodes = Episodes(engine, Jittery, turn_template(tokenizer), Sampling(max_tokens=12), LIMITS)  # type: ignore[arg-type]
         return [(e.trajectory.tokens, e.trajectory.sequence_lengths) for e in asyncio.run(episodes.play(rows))]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from braidrl.data.rows import FinishReason
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.partial import continued, groups_to_abort, joined
-from braidrl.rollout.replica import EmbeddedReplica
+from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Finished, Sampling
 from tests.rollout.tiny import make_model, make_requests, make_tokenizer, training_log_probs
 
@@ -46,7 +46,7 @@ def test_rows_that_were_aborted_and_continued_are_those_of_an_undisturbed_run() 
     model, tokenizer = make_model(), make_tokenizer()
     requests = make_requests(4, 3, Sampling(max_tokens=30, temperature=0.9), shortest=4)
     whole = EmbeddedEngine(model, tokenizer, 16, 128).generate(requests)
-    engine = EmbeddedReplica(EmbeddedEngine(model, tokenizer, 16, 128))
+    engine = EngineReplica(EmbeddedEngine(model, tokenizer, 16, 128))
 
     async def in_two_parts() -> list[Finished]:
         tasks = [asyncio.ensure_future(engine.submit(request)) for request in requests]

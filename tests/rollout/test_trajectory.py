@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from braidrl.algorithms.gae import gae
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.flow.signatures import PLAYED
-from braidrl.models.attention import PackedSequences
 from braidrl.models.packed import pack
 from braidrl.rollout.trajectory import Trajectory, trajectory_columns
 
@@ -49,7 +48,7 @@ def test_a_row_holds_every_sequence_and_says_which_tokens_were_sampled() -> None
     assert rows["length"].tolist() == [11, 2] and rows["action_tokens"].tolist() == [5, 0]
     assert rows["version"].tolist() == [7, 0] and rows["finish_reason"].tolist() == [0, 3]
     packed = pack(rows, torch.device("cpu"))
-    assert isinstance(packed.attention, PackedSequences) and packed.attention.lengths == (7, 4, 2)
+    assert packed.sequence_lengths == (7, 4, 2)
     assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 0, 1]
     assert packed.targets.tolist() == [4, 5, 7, 10, 11]
 

@@ -20,7 +20,7 @@ from braidrl.models.packed import pack
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.episodes import Episodes, Limits, episode_columns
 from braidrl.rollout.observations import Observation
-from braidrl.rollout.replica import EmbeddedReplica
+from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Sampling
 from braidrl.rollout.turns import MARK
 from tests.rollout.chat import STYLES, Recorder, Script, make_chat_tokenizer, make_rows, turn_template
@@ -62,7 +62,7 @@ def packed_log_probs(model: Any, rows: Rows) -> torch.Tensor:
             input_ids=packed.input_ids[None],
             position_ids=packed.position_ids[None],
             use_cache=False,
-            sequences=packed.attention,
+            sequences=packed.attention(),
         ).last_hidden_state[0]
         return linear_log_probs(hidden[packed.predictors], model.lm_head.weight, packed.targets, 1.0, False)[0]
 
@@ -85,7 +85,7 @@ def test_the_row_holds_exactly_what_the_engine_saw_and_its_log_probs_are_those_o
     style: str | None, histories: list[list[Observation]]
 ) -> None:
     tokenizer, model = engine_parts(style)
-    recorder = Recorder(EmbeddedReplica(EmbeddedEngine(model, tokenizer, 16, LIMIT)))
+    recorder = Recorder(EngineReplica(EmbeddedEngine(model, tokenizer, 16, LIMIT)))
     waiting = list(histories)
     episodes = Episodes(
         recorder, lambda: Told(waiting.pop(0)), turn_template(tokenizer), Sampling(max_tokens=9), LIMITS

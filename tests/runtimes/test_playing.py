@@ -12,7 +12,6 @@ from braidrl.flow import Flow, actor, advantage, loss
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.building import build_flow
 from braidrl.runtimes.evaluation import evaluation_flow
-from braidrl.runtimes.streaming.groups import check_streaming
 from tests.runtimes.turns import PLAYED
 from tests.tiny import Workshop, recorded, settings
 
@@ -80,9 +79,11 @@ def test_a_run_trains_on_what_was_played_and_counts_what_failed(workshop: Worksh
     lines = read_metrics(run)
     assert [line["environment/failures/ValueError"] for line in lines] == [2, 2]
     assert all(2 < line["environment/turns"] < 3 for line in lines)
+    assert [line["response/failed_fraction"] for line in lines] == [1 / 8, 1 / 8]
     for step in (1, 2):
         rows = recorded(run, step)
         failed = rows["finish_reason"] == FinishReason.ERROR
+        assert lines[step - 1]["tokens/trained"] == int(rows["length"][~failed].sum()), "what failed is not trained on"
         assert [uid[1:] for uid, f in zip(rows.uids(), failed.tolist(), strict=True) if f] == [
             (4 * step - 4, 1), (4 * step - 2, 1),
         ]  # fmt: skip
@@ -96,11 +97,3 @@ def test_rows_longer_than_a_micro_batch_are_refused_before_a_model_loads(worksho
     rollout = {"environment": PLAYED, "max_sequence_tokens": 300}
     with pytest.raises(UserError, match=r"may have 300 tokens.* write trainer.max_tokens_per_device=300"):
         workshop.run("long", rollout=rollout, trainer={"max_tokens_per_device": 200})
-
-
-def test_streaming_refuses_environments_before_anything_starts() -> None:
-    config = config_of("grpo", rollout={"environment": PLAYED})
-    with pytest.raises(
-        UserError, match=r"cannot run actor.generate, which plays in an environment; write runtime=eager"
-    ):
-        check_streaming(config, build_flow(config))

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 HEADER = Path(__file__).parent / "numbers.h"
@@ -85,6 +85,11 @@ def _processor() -> list[str]:
         return [platform.processor()]
     lines = PROCESSOR.read_text().splitlines()
     return [line for line in lines if line.startswith(("model name", "flags"))][:2]
+
+
+def in_memory(*tensors: Tensor) -> bool:
+    """True for tensors on the CPU whose numbers lie at their addresses: not parts of a divided one, nor what ranks still have to send."""
+    return all(type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" for tensor in tensors)
 
 
 def address(tensor: Tensor, dtype: torch.dtype) -> int:

@@ -8,14 +8,9 @@ critic pool                        ├── values ──┤                   
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,26 +19,16 @@ from braidrl.data.codec import payload_forbidden
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Scope, Stage
+from braidrl.flow.flow import is_optimized
 from braidrl.observe.metrics import Sums
-from braidrl.observe.progress import Progress
 from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.hybrid.calls import Calls, Work
 from braidrl.runtimes.hybrid.dealing import Deal, by_cost, by_length, by_prompt, in_place
 from braidrl.runtimes.hybrid.group import Dealt, Future, Outgoing, WorkerGroup, outgoing
-from braidrl.runtimes.hybrid.handle import Chunk, Deferred, Handle, Layer, merged_column
-from braidrl.runtimes.hybrid.parts import Answer, columns_read, packed_rows
+from braidrl.runtimes.hybrid.handle import Deferred, Handle, Layer
+from braidrl.runtimes.hybrid.parts import columns_read, packed_rows
 from braidrl.runtimes.iteration import group_tokens
 from braidrl.runtimes.row_store import Admission, Origin
-
-
-@dataclass(eq=False)
-class Work:
-    """A stage under way on a group: its futures, what they write, and where its sums go."""
-
-    stage: Stage
-    group: WorkerGroup
-    futures: list[Future]
-    chunks: list[Chunk]
-    sums: Sums
 
 
 class HybridCrew:
@@ -60,12 +45,9 @@ class HybridCrew:
         """`groups` by role; `executor`, which holds no role, computes on index columns; `resources` are what `close` ends."""
         self.loader, self.groups, self.home = loader, groups, home
         self.executor, self.resources = executor, resources
-        self.progress: Progress = executor.progress
         self.distinct = list(dict.fromkeys(groups.values()))
-        self.group_of = {group.first + rank: group for group in self.distinct for rank in range(group.mesh.size)}
-        self.keys = itertools.count()
+        self.calls = Calls(self.distinct, executor.progress)
         self.training: list[Work] = []
-        self.forgotten: deque[tuple[int, int]] = deque()
         resources.enter_context(payload_forbidden())
 
     def admit(self, groups: int) -> Handle:
@@ -73,12 +55,12 @@ class HybridCrew:
         return self.bring(Admission(tuple(self.loader.advance(groups))))
 
     def bring(self, origin: Origin) -> Handle:
-        self._release()
-        key = next(self.keys)
+        self.calls.release()
+        key = next(self.calls.keys)
         future = self.home.call("make", origin, key)
         (answer,) = self.home.wait([future])
         index = answer.rows()
-        chunk = self._chunk(key, len(index), future, ())
+        chunk = self.calls.chunk(key, len(index), future, ())
         chunk.columns, chunk.index = answer.columns, index
         layer = Layer.of(len(index), [(torch.arange(len(index)), chunk)])
         return Handle(len(index), index, {type(origin).__name__: layer})
@@ -89,7 +71,7 @@ class HybridCrew:
         if stage.role is None:
             return table.deferring(*table.deferred, asked)
         self._compute_for(stage, table)
-        return table.with_layer(stage.name, self._begin(asked, table, *self._place(stage, table), "execute"))
+        return table.with_layer(stage.name, self.calls.begin(asked, table, *self._place(stage, table), "execute"))
 
     def totals(self, stage: Stage, table: Handle) -> dict[str, float]:
         """What a stage adds up over all rows, each part where it lies."""
@@ -102,7 +84,11 @@ class HybridCrew:
 
     def train(self, stage: Stage, table: Handle, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Begins every optimizer step; `publish` waits for them."""
-        index, group = self.index(table), self.groups[str(stage.role)]
+        group = self.groups[str(stage.role)]
+        if not is_optimized(stage):
+            self.training.append(Work(stage, group, group.call("copy_weights", stage), [], sums))
+            return
+        index = self.index(table)
         size, whole_groups = group.mesh.size, self.executor.objective(stage).whole_groups
         for update in updates:
             rows = index.take(update)
@@ -115,15 +101,15 @@ class HybridCrew:
     def publish(self, version: int) -> None:
         """Waits for all training first."""
         for work in self.training:
-            self._answers(work)
+            self.calls.answers(work)
         self.training = []
-        self._everywhere("publish", version)
+        self.calls.everywhere("publish", version)
 
     def index(self, table: Handle) -> Rows:
         """Waits for all that was begun and computes what was put off."""
-        self._resolve(table)
+        self.calls.resolve(table)
         self._compute(table, len(table.deferred))
-        self._resolve(table)
+        self.calls.resolve(table)
         return table.index
 
     def take(self, table: Handle, positions: Sequence[int]) -> Handle:
@@ -151,8 +137,8 @@ class HybridCrew:
             group.wait([group.call("save", folder.resolve(), aside=True)])
 
     def load(self, folder: Path, version: int) -> None:
-        self._everywhere("load", folder.resolve())
-        self._everywhere("publish", version)
+        self.calls.everywhere("load", folder.resolve())
+        self.calls.everywhere("publish", version)
 
     def close(self) -> None:
         self.resources.close()
@@ -169,54 +155,6 @@ class HybridCrew:
             return self.home, by_length(table.index)
         group = self.groups[str(stage.role)]
         return group, by_prompt(table.index) if stage.type == "generate" else by_length(table.index)
-
-    def _begin(self, of: Deferred, table: Handle, group: WorkerGroup, deal: Deal, method: str, *more: Any) -> Layer:
-        """Sends a stage that writes columns to a group; where they will be."""
-        stage, key = of.stage, next(self.keys)
-        rows = Dealt(table, deal, columns_read(stage))
-        called: list[tuple[Outgoing, Future]] = group.call(method, rows, stage, of.iteration, key, *more)
-        chunks = [self._chunk(key, len(part), future, stage.writes) for part, future in called]
-        work = Work(stage, group, [future for _, future in called], chunks, of.sums)
-        for chunk in chunks:
-            chunk.work = work
-        positions = [torch.as_tensor(part.positions) for part, _ in called]
-        return Layer.of(len(table), list(zip(positions, chunks, strict=True)))
-
-    def _chunk(self, key: int, size: int, future: Future, writes: tuple[str, ...]) -> Chunk:
-        """A chunk whose worker forgets it when nobody here refers to it any more."""
-        chunk = Chunk(future.worker, key, size, future, writes)
-        weakref.finalize(chunk, self.forgotten.append, (future.worker, key)).atexit = False
-        return chunk
-
-    def _resolve(self, table: Handle, names: frozenset[str] | None = None) -> None:
-        """Waits for the index columns of the layers that write one of `names`, or of all."""
-        for name in table.waiting_for(names):
-            segments: dict[str, list[tuple[Tensor, Column]]] = {}
-            for chunk, rows, positions in table.layers[name].pieces():
-                for column, values in self._index_of(chunk).take(rows).items():
-                    segments.setdefault(column, []).append((positions, values))
-            merged = {column: merged_column(len(table), found) for column, found in segments.items()}
-            arrived = {column: values for column, values in merged.items() if values is not None}
-            table.settle(table.with_index(arrived, [name]))
-
-    def _index_of(self, chunk: Chunk) -> Rows:
-        """A chunk's index columns; waits for the stage that writes them."""
-        if chunk.index is None:
-            for written, answer in zip(chunk.work.chunks, self._answers(chunk.work), strict=True):
-                written.columns, written.index = answer.columns, answer.rows()
-            # In a ring with its work a chunk would be forgotten only when Python next looks for rings.
-            chunk.work.chunks = []
-        assert chunk.index is not None
-        return chunk.index
-
-    def _answers(self, work: Work) -> list[Answer]:
-        """Waits for a stage, shows its progress, and adds its sums."""
-        with self.progress.stage(work.stage.name, sum(len(future.uids) for future in work.futures)) as bar:
-            answers = work.group.wait(work.futures, lambda future: bar.update(len(future.uids)))
-        for answer in answers:
-            work.sums.merge(Sums(answer.sums))
-        work.sums.add(f"time/{work.stage.name}", max((answer.seconds for answer in answers), default=0.0))
-        return answers
 
     def _compute_for(self, stage: Stage, table: Handle) -> None:
         """Computes what was put off as far as `stage` reads it."""
@@ -242,14 +180,14 @@ class HybridCrew:
         Rows stay where they are, but for those of a group, which have to be together.
         """
         reads = columns_read(asked.stage)
-        self._resolve(table, reads)
+        self.calls.resolve(table, reads)
         holders = [layer for layer in table.layers.values() if layer.holds_any(reads)]
         if asked.stage.scope is Scope.GROUP:
             whole = by_cost([1.0] * len(table), table.index["group"].tolist())
             return (self.home if holders else None), whole
         if not holders:
             return None, by_length(table.index)
-        group = self.group_of[holders[0].chunks[0].worker]
+        group = self.calls.group_of[holders[0].chunks[0].worker]
         return group, in_place(holders[0], group.first)
 
     def _computed_here(self, asked: Deferred, table: Handle) -> Mapping[str, Column] | None:
@@ -263,8 +201,8 @@ class HybridCrew:
 
     def _computed_there(self, asked: Deferred, table: Handle, group: WorkerGroup, deal: Deal) -> Layer:
         if asked.stage.scope is not Scope.BATCH:
-            return self._begin(asked, table, group, deal, "execute")
-        return self._begin(asked, table, group, deal, "apply", self._totals(asked, table, group, deal))
+            return self.calls.begin(asked, table, group, deal, "execute")
+        return self.calls.begin(asked, table, group, deal, "apply", self._totals(asked, table, group, deal))
 
     def _totals(self, asked: Deferred, table: Handle, group: WorkerGroup | None, deal: Deal) -> dict[str, Tensor]:
         if group is None:
@@ -276,18 +214,3 @@ class HybridCrew:
             for name, value in answer.result.items():
                 totals[name] = totals[name] + value if name in totals else value
         return totals
-
-    def _everywhere(self, method: str, *arguments: Any) -> None:
-        """Calls all workers of all groups and waits."""
-        for group, futures in [(group, group.call(method, *arguments)) for group in self.distinct]:
-            group.wait(futures)
-
-    def _release(self) -> None:
-        """Tells workers which chunks they can forget."""
-        keys: dict[int, list[int]] = {}
-        while self.forgotten:
-            worker, key = self.forgotten.popleft()
-            keys.setdefault(worker, []).append(key)
-        for worker, forgotten in keys.items():
-            group = self.group_of[worker]
-            group.actors[worker - group.first].release.remote(forgotten)

@@ -16,6 +16,7 @@ from braidrl.config import Config
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import is_optimized
+from braidrl.runtimes.engines import engine_processes
 
 COMPUTE = "compute"
 
@@ -73,20 +74,15 @@ def check_streaming(config: Config, flow: Flow) -> None:
         raise UserError(
             f"runtime=streaming streams rows from generation, and flow {flow.name} generates none; write runtime=eager"
         )
+    if engine_processes(config):
+        raise UserError(
+            "runtime=streaming generates in workers of its own, as many as streaming.workers says; write rollout.engine=embedded "
+            "and no rollout.engines"
+        )
     for stage in flow.stages:
         if stage.kind is Kind.TRAIN and not is_optimized(stage):
             raise UserError(
-                f"runtime=streaming cannot run {stage.name}, which copies another role's weights; "
-                "write runtime=eager, hybrid or distributed"
-            )
-        if "environment" in stage.params:
-            raise UserError(
-                f"runtime=streaming cannot run {stage.name}, which plays in an environment; "
-                "write runtime=eager, hybrid or distributed"
-            )
-        if stage.state:
-            raise UserError(
-                f"runtime=streaming cannot run {stage.name}, whose state ({', '.join(stage.state)}) changes once per "
-                "iteration; write runtime=eager, hybrid or distributed"
+                f"runtime=streaming cannot run {stage.name}: it copies weights within a process, and each role lives in "
+                "processes of its own; write runtime=eager, hybrid or distributed"
             )
     worker_groups(config, flow, None)

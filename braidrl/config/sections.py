@@ -7,15 +7,13 @@ data: {train: data/train.parquet, eval: {test: data/test.parquet}}
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from braidrl.algorithms.metrics import REFLECTION_PHRASES
-from braidrl.errors import UserError, suggest
+from braidrl.models.layout import ParallelLayout
 
 DType = Literal["float32", "bfloat16", "float64"]
 
@@ -138,7 +136,18 @@ class RolloutConfig(Section):
     """How responses are sampled."""
 
     engine: str = "embedded"
-    """Who generates: `embedded` decodes with the trainer's own weights."""
+    """Who generates: `embedded` decodes with the trainer's own weights, `vllm` in processes of its own."""
+    engines: int | None = Field(None, ge=0)
+    """Processes that generate, each with a copy of the weights; a router spreads rows over them, and replaces one that ends.
+    By default 1 for vLLM, and for the embedded engine 0: the process that trains generates too."""
+    python: Path | None = None
+    """The interpreter of those processes, where vLLM is installed in an environment of its own; by default Braid's."""
+    vllm: dict[str, Any] = {}
+    """Further arguments of vLLM's engine, as in `{gpu_memory_utilization: 0.5}`."""
+    check_weights: bool = False
+    """Have each of those processes compare a checksum of the weights that it is given."""
+    max_log_prob_gap: float = Field(0.2, gt=0)
+    """The run ends where log-probs of engine and trainer differ by more than this on average, in nats per token."""
     samples_per_prompt: int = Field(8, ge=1)
     """Rows in a group."""
     max_response_tokens: int = Field(512, ge=1)
@@ -207,6 +216,8 @@ class TrainerConfig(Section):
     away. Log-probs and gradients are the same up to rounding."""
     compile: bool = True
     """Norms and gated activations on a CPU by kernels compiled for it, in about a second once; by torch where there is no C compiler."""
+    layout: ParallelLayout = ParallelLayout()
+    """How each role lies on the devices of `runtime: distributed`; by default each has a copy of the model."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, about a third more time."""
     checkpoint_every: int = Field(50, ge=0)
@@ -274,6 +285,8 @@ class RoleConfig(Section):
     """By default the trainer's."""
     dtype: DType | None = None
     """By default the run's."""
+    layout: ParallelLayout | None = None
+    """By default the trainer's."""
     generate_workers: int | None = Field(None, ge=1)
     """Ranks that generate for this role under `runtime: distributed`, from the first on; by default all."""
 
@@ -299,6 +312,9 @@ class PlacementConfig(Section):
 class ClusterConfig(Section):
     """The processes of a run, and the Ray cluster of `runtime: hybrid`."""
 
+    launcher: Literal["local", "torchrun", "ray"] | None = None
+    """Who starts the ranks of `runtime: distributed`: this command, on this machine; `torchrun`, which has started this command as one
+    of them; or Ray, on its cluster. By default `torchrun` where there is one, else `local`."""
     address: str | None = None
     """Of a running cluster; by default RAY_ADDRESS, or a cluster of this machine that ends with the run."""
     cpus: int | None = Field(None, ge=1)
@@ -385,91 +401,3 @@ def short_placement(value: Any) -> Any:
     if isinstance(value, list):
         return {"pools": [{"roles": item} if isinstance(item, list) else item for item in value]}
     return value
-
-
-def load_config(path: Path | str | None, overrides: Sequence[str] = (), **defaults: Any) -> Config:
-    """Reads YAML, applies dotted `key=value` overrides, checks every key; `defaults` fill keys that nobody set.
-
-    Raises UserError with one line.
-    """
-    tree: Any = {}
-    if path is not None:
-        path = Path(path)
-        if not path.is_file():
-            raise UserError(f"no configuration file {path}")
-        try:
-            tree = yaml.safe_load(path.read_text()) or {}
-        except yaml.YAMLError as error:
-            raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-        if not isinstance(tree, dict):
-            raise UserError(f"{path} must hold keys and values, as in `flow: dapo`")
-    for override in overrides:
-        apply_override(tree, override)
-    return parse_config({**defaults, **tree})
-
-
-def parse_config(tree: dict[str, Any]) -> Config:
-    """Checks a nested dict. Raises UserError naming the first key at fault."""
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise UserError(explain(error)) from None
-
-
-def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Sets `a.b=value` in a nested dict; the value is read as YAML. Raises UserError when it is not key=value."""
-    key, equals, value = override.partition("=")
-    if not equals or not key:
-        raise UserError(f"{override!r} is not key=value, as in trainer.steps=10")
-    *parents, last = key.split(".")
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-        if not isinstance(tree, dict):
-            raise UserError(f"{override!r}: {parent!r} holds a value, not a section")
-    try:
-        tree[last] = as_number(yaml.safe_load(value))
-    except yaml.YAMLError:
-        raise UserError(f"{override!r}: the value is not YAML") from None
-
-
-def as_number(value: Any) -> Any:
-    """YAML reads `1e-6` as text; people mean the number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-def explain(error: ValidationError) -> str:
-    """One line for the first thing that is wrong."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return f"unknown key {place!r}. {suggest(str(first['loc'][-1]), section_keys(first['loc'][:-1]))}"
-    if first["type"] == "missing":
-        return f"{place!r} is not set; give it in the file or as {place}=..."
-    return f"{place}: {first['msg']}, got {first['input']!r}"
-
-
-def section_keys(place: tuple[int | str, ...]) -> list[str]:
-    """The keys of the section at `place`."""
-    section: type[BaseModel] = Config
-    for part in place:
-        if isinstance(part, int) or part not in section.model_fields:
-            continue
-        found = section_type(section.model_fields[part].annotation)
-        section = found or section
-    return list(section.model_fields)
-
-
-def section_type(annotation: Any) -> type[BaseModel] | None:
-    """The section inside an annotation such as `dict[str, RoleConfig]`, if any."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for part in getattr(annotation, "__args__", ()):
-        found = section_type(part)
-        if found:
-            return found
-    return None

@@ -1,0 +1,124 @@
+"""Engines in processes of their own as one engine, for whoever generates a batch and has no event loop.
+
+generate ──▶ router ──▶ process, process, ... ──▶ Finished
+publish ──▶ weights, written once ──▶ every process reads them
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+from braidrl.rollout.engine import Engine, WeightSource
+from braidrl.rollout.process import EngineProcess
+from braidrl.rollout.replica import EngineReplica
+from braidrl.rollout.requests import Finished, Request
+from braidrl.rollout.router import Router
+from braidrl.rollout.shared_weights import SharedWeights
+from braidrl.rollout.stepping import SteppingEngine
+
+T = TypeVar("T")
+
+
+class EngineService:
+    """Holds the event loop of its engines, which goes on only while one of its methods runs. `close` ends every process."""
+
+    def __init__(self, engines: Sequence[EngineProcess], limit_s: float = 600.0, check: bool = False) -> None:
+        """Starts the engines. With `check` they compare a checksum of the weights that `publish` gives them.
+
+        Raises UserError for a model that they cannot use, and EngineError after `limit_s` seconds without a living engine.
+        """
+        self.engines, self._limit_s, self._check = list(engines), limit_s, check
+        self._runner = asyncio.Runner()
+        self._router: Router | None = None
+        self._weights: SharedWeights | None = None
+        try:
+            self._router = self._runner.run(self._start())
+        except BaseException as error:
+            self.close()
+            if isinstance(error, ExceptionGroup):
+                raise error.exceptions[0] from None
+            raise
+
+    @property
+    def router(self) -> Router:
+        assert self._router is not None, "the engines are running"
+        return self._router
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Tokens of prompt and response together."""
+        return self.engines[0].spec.max_sequence_tokens
+
+    @property
+    def in_flight(self) -> int:
+        """Rows that are being decoded."""
+        return self.router.load().running
+
+    def generate(
+        self, requests: Iterable[Request], on_finished: Callable[[Finished], None] | None = None
+    ) -> list[Finished]:
+        """All responses, in the order of `requests`; `on_finished` is told each as it ends.
+
+        Raises UserError for a prompt that leaves no room for a response.
+        """
+
+        async def one(request: Request) -> Finished:
+            finished = await self.router.submit(request)
+            if on_finished:
+                on_finished(finished)
+            return finished
+
+        async def everything() -> list[Finished]:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(request)) for request in requests]
+            return [task.result() for task in tasks]
+
+        try:
+            return self._runner.run(everything())
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None
+
+    def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+        """What `work` returns, which has the engines for as long as it runs."""
+        return self._runner.run(work(self.router))
+
+    def publish(self, version: int, source: WeightSource) -> None:
+        """The engines generate with these weights from now on. Raises ValueError where the source lacks a tensor."""
+        weights = SharedWeights(source.tensors(), self._check)
+        # an engine that comes back later is given those of now
+        before, self._weights = self._weights, weights
+        try:
+            self._runner.run(self.router.update_weights(version, weights))
+        finally:
+            if before is not None:
+                before.close()
+
+    def close(self) -> None:
+        self._runner.run(self._stop())
+        self._runner.close()
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
+
+    async def _start(self) -> Router:
+        async with asyncio.TaskGroup() as group:
+            for engine in self.engines:
+                group.create_task(engine.start())
+        return Router(self.engines, retry_s=1.0, give_up_s=self._limit_s)
+
+    async def _stop(self) -> None:
+        if self._router is not None:
+            await self._router.close()
+        await asyncio.gather(*(engine.close() for engine in self.engines))
+
+
+def run_with(engine: SteppingEngine | EngineService, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+    """What `work` returns, which has the engine for as long as it runs; nothing is under way afterwards."""
+    if isinstance(engine, EngineService):
+        return engine.run(work)
+    try:
+        return asyncio.run(work(EngineReplica(engine)))
+    finally:
+        engine.clear()

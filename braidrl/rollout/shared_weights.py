@@ -1,0 +1,85 @@
+"""One version of a model's weights in memory that other processes of this machine can read.
+
+trainer ──▶ safetensors in shared memory ──▶ every engine's process maps it, and copies what it needs
+
+Once written the memory has no name in the file system: it is gone with the process that made it, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from braidrl.transfer.queue.segments import shared_folder
+
+CHECKSUM = "checksum"
+
+
+class WeightFile:
+    """Weights in a safetensors file. Names of metadata entries are tied tensors, their values those of the tensors they are."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, a tied one under each of its names. Raises ValueError where a checksum was written and is not theirs."""
+        with safe_open(self.path, "pt") as file:
+            notes = dict(file.metadata() or {})
+            given = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        expected = notes.pop(CHECKSUM, None)
+        if expected is not None and expected != (found := checksum(given)):
+            raise ValueError(f"the weights that arrived have checksum {found}, and {expected} was sent")
+        yield from given.items()
+        for name, same in notes.items():
+            yield name, given[same]
+
+
+class SharedWeights(WeightFile):
+    """Copies of tensors, for as long as this object is not closed. With `check` readers compare a checksum."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], check: bool = False) -> None:
+        """Raises OSError where memory is full."""
+        kept, notes = without_ties(tensors)
+        if check:
+            notes[CHECKSUM] = checksum(kept)
+        with tempfile.TemporaryDirectory(prefix="braid-weights-", dir=shared_folder()) as folder:
+            named = Path(folder) / "weights.safetensors"
+            save_file(kept, named, notes)
+            self._handle = os.open(named, os.O_RDONLY | os.O_CLOEXEC)
+        super().__init__(f"/proc/{os.getpid()}/fd/{self._handle}")
+
+    def close(self) -> None:
+        """Gives the memory back once nobody reads it any more."""
+        os.close(self._handle)
+
+
+def without_ties(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Each tensor once, on the CPU, and for every further name of one the name that it is kept under."""
+    kept: dict[str, Tensor] = {}
+    names: dict[tuple[int, torch.Size], str] = {}
+    notes: dict[str, str] = {}
+    for name, tensor in tensors:
+        first = names.setdefault((tensor.data_ptr(), tensor.shape), name)
+        if first == name:
+            kept[name] = tensor.detach().cpu().contiguous()
+        else:
+            notes[name] = first
+    return kept, notes
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """A number that changes with any name, dtype, shape or value."""
+    found = 0
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
+        found = zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data, found)
+    return f"{found:08x}"

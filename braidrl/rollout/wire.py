@@ -1,0 +1,100 @@
+"""Requests and responses between a run and an engine's process: msgpack messages behind their length. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from dataclasses import asdict
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+from torch import Tensor
+
+from braidrl.data.rows import FinishReason
+from braidrl.errors import UserError
+from braidrl.rollout.engine import EngineError
+from braidrl.rollout.requests import Finished, Request, Sampling
+
+Message = dict[str, Any]
+LENGTH = struct.Struct("<Q")
+ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (UserError, EngineError, KeyError, ValueError, RuntimeError)
+}
+"""What an engine may raise by its protocol; anything else is its failure."""
+
+
+def packed(message: Message) -> bytes:
+    """A message with its length before it."""
+    body = msgpack.packb(message)
+    return LENGTH.pack(len(body)) + body
+
+
+async def receive(reader: asyncio.StreamReader) -> Message | None:
+    """The next message, or None when the other side is gone."""
+    try:
+        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        message: Message = msgpack.unpackb(await reader.readexactly(length))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return message
+
+
+def plain_request(request: Request) -> Message:
+    return {
+        "uid": request.uid, "prompt": _bytes(request.prompt), "sampling": asdict(request.sampling),
+        "purpose": request.purpose, "stage": request.stage, "first_draw": request.first_draw,
+    }  # fmt: skip
+
+
+def request_of(plain: Message) -> Request:
+    """The reverse of `plain_request`."""
+    sampling: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in plain["sampling"].items()
+    }
+    return Request(
+        _uid(plain["uid"]), _tensor(plain["prompt"], torch.int64), Sampling(**sampling),
+        plain["purpose"], plain["stage"], plain["first_draw"],
+    )  # fmt: skip
+
+
+def plain_finished(finished: Finished) -> Message:
+    return {
+        "uid": finished.uid, "tokens": _bytes(finished.tokens), "log_probs": _bytes(finished.log_probs),
+        "double": finished.log_probs.dtype == torch.float64, "reason": int(finished.finish_reason),
+        "versions": _bytes(finished.versions),
+    }  # fmt: skip
+
+
+def finished_of(plain: Message) -> Finished:
+    """The reverse of `plain_finished`."""
+    dtype = torch.float64 if plain["double"] else torch.float32
+    return Finished(
+        _uid(plain["uid"]), _tensor(plain["tokens"], torch.int64), _tensor(plain["log_probs"], dtype),
+        FinishReason(plain["reason"]), _tensor(plain["versions"], torch.int64),
+    )  # fmt: skip
+
+
+def plain_error(error: Exception) -> Message:
+    """An exception that the other side raises again; one outside the protocol is the engine's failure."""
+    name, text = type(error).__name__, str(error.args[0]) if error.args else ""
+    return {"error": name, "text": text} if name in ERRORS else {"error": "EngineError", "text": f"{name}: {text}"}
+
+
+def error_of(plain: Message) -> Exception:
+    """The reverse of `plain_error`."""
+    return ERRORS[plain["error"]](plain["text"])
+
+
+def _uid(plain: list[int]) -> tuple[int, int, int]:
+    source, group, sample = plain
+    return source, group, sample
+
+
+def _bytes(values: Tensor) -> bytes:
+    return values.numpy().tobytes()
+
+
+def _tensor(plain: bytes, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(np.frombuffer(plain, dtype=str(dtype).removeprefix("torch.")).copy())

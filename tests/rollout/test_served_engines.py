@@ -1,0 +1,143 @@
+"""Engines in processes of their own, embedded and vLLM: the contract, weight updates, and what happens when one is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import closing
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+
+from braidrl.errors import UserError
+from braidrl.rollout.contract import CHECKS, Subject, all_of, requests
+from braidrl.rollout.embedded import EmbeddedEngine
+from braidrl.rollout.engine import EngineError, ModelWeights
+from braidrl.rollout.process import EngineProcess
+from braidrl.rollout.requests import Finished, Request, Uid
+from braidrl.rollout.service import EngineService
+from braidrl.rollout.shared_weights import SharedWeights, WeightFile
+from tests.rollout.served import LIMIT, LONG, Served, served_model, spec, vllm_python, write_served_model
+from tests.rollout.tiny import END, make_tokenizer, training_log_probs
+
+MODEL = served_model()
+KINDS = ("embedded", "vllm")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_served_model(tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def served(request: pytest.FixtureRequest, model: Path) -> Iterator[Served]:
+    served = Served(request.param, model)
+    yield served
+    served.close()
+
+
+def other_weights() -> ModelWeights:
+    changed = deepcopy(MODEL)
+    with torch.no_grad():
+        changed.model.embed_tokens.weight.mul_(-1)
+    return ModelWeights(changed)
+
+
+def subject(served: Served) -> Subject:
+    return Subject(lambda: served.engine, END, LIMIT, in_training, other_weights, long=LONG)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_engines_in_processes_keep_the_contract(served: Served, check: Callable[[Subject], Awaitable[None]]) -> None:
+    served.run(served.engine.update_weights(0, ModelWeights(MODEL)))
+    served.run(check(subject(served)))  # type: ignore[arg-type]
+
+
+def test_log_probs_after_each_of_20_updates_are_those_of_the_trainer(served: Served) -> None:
+    trained, generator = deepcopy(MODEL), torch.Generator().manual_seed(3)
+    asked = requests(subject(served), 4)
+    drawn = set()
+    for version in range(1, 21):
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
+        served.run(served.engine.update_weights(version, ModelWeights(trained)))
+        finished = served.run(all_of(served.engine, asked))
+        for response, expected in zip(finished, training_log_probs(trained, asked, finished), strict=True):
+            torch.testing.assert_close(response.log_probs, expected, rtol=0, atol=1e-5)
+            assert set(response.versions.tolist()) == {version}
+        drawn.add(tuple(finished[0].tokens.tolist()))
+    assert len(drawn) > 1, "weights that change draw other tokens"
+
+
+def test_who_waits_for_a_killed_process_is_told(served: Served) -> None:
+    engine, (request, *_) = served.engine, requests(subject(served), 1)
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=rf"engine 0 \(process {engine.pid}\) ended; its exit status is -9"):
+        served.run(engine.submit(request))
+
+
+@pytest.mark.parametrize(("kind", "count"), [("embedded", 2), pytest.param("vllm", 4, marks=pytest.mark.soak)])
+def test_rows_of_a_killed_process_go_elsewhere_and_it_comes_back_with_the_weights_of_now(
+    request: pytest.FixtureRequest, model: Path, kind: str, count: int
+) -> None:
+    python = vllm_python() if kind == "vllm" else None
+    engines = [EngineProcess(spec(kind, model), f"engine {number}", python) for number in range(count)]
+    service = EngineService(engines, limit_s=120.0)
+    request.addfinalizer(service.close)
+    service.publish(4, ModelWeights(MODEL))
+    wanted = requests(Subject(lambda: service.router, END, LIMIT, in_training, other_weights), 40, tokens=20)
+    expected = all_alone(wanted)
+    dying, answered = service.engines[0], []
+
+    def kill(finished: Finished) -> None:
+        answered.append(finished.uid)
+        if len(answered) == 3:
+            assert dying.pid is not None
+            os.kill(dying.pid, signal.SIGKILL)
+
+    finished = service.generate(wanted[::-1], kill)
+    assert sorted(answered) == [row.uid for row in wanted], "every row once"
+    assert [row.uid for row in finished] == [row.uid for row in wanted[::-1]]
+    assert {row.uid: row.tokens.tolist() for row in finished} == expected
+    assert service.run(lambda router: router.recover()) == 4 and service.router.alive == count
+    (again,) = service.run(lambda _: all_of(dying, wanted[:1]))
+    assert set(again.versions.tolist()) == {4} and again.tokens.tolist() == expected[again.uid]
+    assert dying.pid is not None
+    os.kill(dying.pid, signal.SIGSTOP)
+    dying.limit_s = 0.5
+    with pytest.raises(EngineError, match=r"engine 0 \(process \d+\) said nothing for 0.5 s, and pause was waited for"):
+        service.run(lambda _: dying.pause())
+
+
+def in_training(asked: Sequence[Request], finished: Sequence[Finished]) -> list[torch.Tensor]:
+    return training_log_probs(MODEL, list(asked), list(finished))
+
+
+def all_alone(wanted: Sequence[Request]) -> dict[Uid, list[int]]:
+    """The tokens that one engine of this process draws."""
+    engine = EmbeddedEngine(MODEL, make_tokenizer(), 16, LIMIT)
+    return {row.uid: row.tokens.tolist() for row in engine.generate(wanted)}
+
+
+def test_weights_that_changed_on_their_way_are_refused(tmp_path: Path) -> None:
+    with closing(SharedWeights(ModelWeights(MODEL).tensors(), check=True)) as shared:
+        given = dict(shared.tensors())
+        assert set(given) == set(MODEL.state_dict())
+        assert all(torch.equal(given[name], tensor) for name, tensor in MODEL.state_dict().items())
+        content = bytearray(shared.path.read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "changed").write_bytes(content)
+    with pytest.raises(ValueError, match="the weights that arrived have checksum"):
+        dict(WeightFile(tmp_path / "changed").tensors())
+
+
+def test_a_model_or_an_interpreter_that_cannot_be_used_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rollout.python: .*none is no interpreter"):
+        EngineService([EngineProcess(spec("vllm", tmp_path), python=tmp_path / "none")])
+    with pytest.raises(UserError, match="there is no folder"):
+        EngineService([EngineProcess(spec("embedded", tmp_path / "none"))])
