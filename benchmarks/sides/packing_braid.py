@@ -60,7 +60,7 @@ class PaddedWorker(DecoderWorker):
 
     def hidden_states(self, packed: Packed) -> Tensor:
         """(N, D) of the tokens that are no padding."""
-        sequences = packed.input_ids.split(list(packed.attention.lengths))
+        sequences = packed.input_ids.split(list(packed.sequence_lengths))
         ids = pad_sequence(list(sequences), batch_first=True)
         mask = pad_sequence([torch.ones_like(part) for part in sequences], batch_first=True)
         hidden: Tensor = self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
