@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from braidrl.algorithms.metrics import REFLECTION_PHRASES
 from braidrl.errors import UserError, suggest
+from braidrl.models.layout import ParallelLayout
 
 DType = Literal["float32", "bfloat16", "float64"]
 
@@ -199,6 +200,8 @@ class TrainerConfig(Section):
     """Of AdamW, added to the root of the second moment."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """A longer gradient is scaled down to this norm; none does not clip."""
+    layout: ParallelLayout = ParallelLayout()
+    """How each role lies on the devices of `runtime: distributed`; by default each has a copy of the model."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, about a third more time."""
     checkpoint_every: int = Field(50, ge=0)
@@ -266,6 +269,8 @@ class RoleConfig(Section):
     """By default the trainer's."""
     dtype: DType | None = None
     """By default the run's."""
+    layout: ParallelLayout | None = None
+    """By default the trainer's."""
     generate_workers: int | None = Field(None, ge=1)
     """Ranks that generate for this role under `runtime: distributed`, from the first on; by default all."""
 
@@ -291,6 +296,9 @@ class PlacementConfig(Section):
 class ClusterConfig(Section):
     """The processes of a run, and the Ray cluster of `runtime: hybrid`."""
 
+    launcher: Literal["local", "torchrun", "ray"] | None = None
+    """Who starts the ranks of `runtime: distributed`: this command, on this machine; `torchrun`, which has started this command as one
+    of them; or Ray, on its cluster. By default `torchrun` where there is one, else `local`."""
     address: str | None = None
     """Of a running cluster; by default RAY_ADDRESS, or a cluster of this machine that ends with the run."""
     cpus: int | None = Field(None, ge=1)

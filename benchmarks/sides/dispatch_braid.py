@@ -114,8 +114,8 @@ class Lying:
         answers = self.group.wait([future for _, future in called])
         assert sum(len(answer.rows()) for answer in answers) == DISPATCHED
         assert all(answer.columns == COLUMNS for answer in answers)
-        for actor in self.group.actors:
-            actor.release.remote([key])
+        for future in (future for _, future in called):
+            self.group.release(future.worker, key)
 
 
 def table(tokens: int) -> Rows:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from braidrl.cluster.processes import Failure, failure_message
+from braidrl.cluster.rank_process import Failure, failure_message
 from braidrl.cluster.world import LostPeers, World, join
 from braidrl.errors import UserError
 
@@ -31,6 +31,8 @@ def main(descriptor: int) -> None:
     threading.Thread(target=end_with, args=(connection,), daemon=True).start()
     # Until the run takes interrupts itself, one ends the rank like any failure.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A thread of Ray's, in which it is blocked, may have started this process.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
     failed: Failure | None = None
     world = World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     result: Any = None

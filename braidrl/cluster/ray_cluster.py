@@ -17,10 +17,10 @@ from braidrl.placement.pools import Pool, check_devices
 CLOSE_LIMIT_S = 10.0
 
 
-def import_ray() -> Any:
+def import_ray(needed_by: str = "runtime=hybrid") -> Any:
     """The module. Raises UserError where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
-        raise UserError("runtime=hybrid needs Ray, which is not installed; run `pip install braidrl[ray]`")
+        raise UserError(f"{needed_by} needs Ray, which is not installed; run `pip install braidrl[ray]`")
     # Ray's own accounting of usage goes to its makers unless it is told not to.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # The driver reports the first failure; those that follow from it would be printed besides.

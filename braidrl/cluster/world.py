@@ -14,7 +14,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -61,7 +61,7 @@ class World:
     @property
     def data_parallel(self) -> DataParallel:
         """The ranks as holders of copies of one model."""
-        return SupervisedSum(self.group, self)
+        return Supervised(self.group, self)
 
     def at(self, place: str) -> None:
         """Notes what this rank does from now on; the same words on every rank."""
@@ -163,14 +163,13 @@ class World:
 
 
 @dataclass(frozen=True)
-class SupervisedSum(DataParallel):
-    """Gradient sums whose failure says who was missing."""
+class Supervised(DataParallel):
+    """Ranks of a role whose meetings say, when they fail, who was missing."""
 
     world: World = field(default_factory=World)
 
-    def sum_(self, tensors: Sequence[Tensor]) -> None:
-        with self.world.meeting("the sum of gradients"):
-            super().sum_(tensors)
+    def meeting(self, purpose: str) -> AbstractContextManager[object]:
+        return self.world.meeting(purpose)
 
 
 def join(limit_s: float, cuda: bool) -> World:

@@ -75,6 +75,11 @@ class Flow:
         return tuple(dict.fromkeys(s.role for s in self.stages if is_optimized(s) and s.role))
 
     @cached_property
+    def changed_roles(self) -> tuple[str, ...]:
+        """Roles whose weights change during a run: those with an optimizer, and those that take their weights from another."""
+        return tuple(dict.fromkeys(s.role for s in self.stages if s.kind is Kind.TRAIN and s.role))
+
+    @cached_property
     def scalar_roles(self) -> tuple[str, ...]:
         """Roles whose model has one number as its output: those that give or learn values or scores."""
         return tuple(dict.fromkeys(s.role for s in self.stages if s.role and has_scalar_output(s)))

@@ -1,17 +1,23 @@
-"""Sums over the ranks that hold copies of one model: the only thing that data-parallel workers say to each other."""
+"""How the ranks of one role compute together. Here: each has a copy of the model, and all they say to each other are sums."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from braidrl.data.rows import Rows
+
 BUCKET_BYTES = 64 << 20
 """Gradients that are summed in one message."""
+
+Predict = Callable[..., dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -28,15 +34,58 @@ class DataParallel:
     def size(self) -> int:
         return 1 if self.group is None else self.group.size()
 
+    @property
+    def speaks(self) -> bool:
+        """True for the one rank that counts the rows of `pooled` in losses and metrics."""
+        return True
+
+    @property
+    def together(self) -> bool:
+        """True where a rank without rows takes part in what the others compute."""
+        return False
+
+    @property
+    def divided(self) -> bool:
+        """True where no rank has the whole model."""
+        return False
+
+    def meeting(self, purpose: str) -> AbstractContextManager[object]:
+        """Around a collective; who supervises the ranks says here who was missing."""
+        return nullcontext()
+
+    def place(self, model: Any, predict: Predict) -> Predict:
+        """Divides a model among the ranks, in place, and returns what to call for `predict` then."""
+        return predict
+
+    def settle(self, model: Any) -> None:
+        """Leaves each rank with its own part of the model alone, after others' parts were brought to it."""
+
+    def pooled(self, rows: Rows) -> tuple[Rows, slice]:
+        """The rows that this rank computes, and where its own are among them."""
+        return rows, slice(0, len(rows))
+
+    def rounds(self, micro_batches: int) -> int:
+        """How many micro-batches this rank takes part in; what is over its own are empty ones."""
+        return micro_batches
+
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces each tensor by its sum over all ranks, in buckets. Every rank must pass tensors of the same shapes."""
-        if self.group is None or self.size == 1:
-            return
-        for bucket in buckets(tensors):
-            joined = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            dist.all_reduce(joined, group=self.group)
-            for tensor, part in zip(bucket, joined.split([t.numel() for t in bucket]), strict=True):
-                tensor.copy_(part.view_as(tensor))
+        """Replaces each gradient by its sum over all rows. Every rank must pass tensors of the same shapes."""
+        if self.size > 1:
+            with self.meeting("the sum of gradients"):
+                sum_in_buckets(tensors, self.group)
+
+    def norm(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
+        """Of the gradients of all parameters together, each None where there is none."""
+        return torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
+
+
+def sum_in_buckets(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Replaces each tensor by its sum over the group."""
+    for bucket in buckets(tensors):
+        joined = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.all_reduce(joined, group=group)
+        for tensor, part in zip(bucket, joined.split([t.numel() for t in bucket]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

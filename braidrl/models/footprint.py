@@ -1,7 +1,10 @@
 """What a model takes of a device's memory, counted on the meta device: no weights are read and nothing is computed.
 
 weights ─ gradient sums ─ master weights ─ AdamW's moments      from the parameters' number and types
+weights gathered while it computes                              from the layout
 activations of a micro-batch                                    from what autograd keeps of a forward pass on shapes alone
+
+A layout's axes are taken to divide everything evenly; norms, which no axis divides, are a ten-thousandth of a model.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from braidrl.models.attention import ATTENTION
+from braidrl.models.layout import ParallelLayout
 from braidrl.models.loading import read_model_config
 from braidrl.models.log_probs import CHUNK_ELEMENTS
 
 MASTER_BYTES = 4
 MOMENTS = 2
+ALONE = ParallelLayout(data=1)
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Shape:
     name: str
     config: Any
     parameters: int
+    layer_parameters: int
+    """Of one of its layers."""
     dtype: torch.dtype
 
     @property
@@ -41,8 +48,14 @@ class Shape:
 def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False) -> Shape:
     """The model that a folder's config.json describes. Raises UserError where there is none, or one that cannot be trained here."""
     config = read_model_config(folder)
-    model = on_meta(config, dtype, scalar_head)
-    return Shape(type(model).__name__, config, sum(p.numel() for p in model.parameters()), dtype)
+    model: Any = on_meta(config, dtype, scalar_head)
+    layer = model.base_model.layers[0]
+    return Shape(type(model).__name__, config, elements(model), elements(layer), dtype)
+
+
+def elements(module: nn.Module) -> int:
+    """Numbers in a module's parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTrainedModel:
@@ -55,35 +68,56 @@ def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTr
         return auto.from_config(own, dtype=dtype, attn_implementation=ATTENTION)
 
 
-def resident_bytes(shape: Shape, trained: bool, denominators: int = 1) -> dict[str, int]:
-    """What stays on the device between steps, by part; gradients are summed for each denominator of the loss."""
-    parts = {"weights": shape.parameters * shape.element_bytes}
+def resident_bytes(shape: Shape, trained: bool, layout: ParallelLayout = ALONE) -> dict[str, int]:
+    """What stays on the device from step to step, by part."""
+    sharding = 1 if layout.shard == "none" else (layout.data or 1) * layout.sequence
+    own = shape.parameters // (layout.tensor * layout.pipeline * sharding)
+    parts = {"weights": own * shape.element_bytes}
     if trained:
         master = max(MASTER_BYTES, shape.element_bytes)
-        parts["gradients"] = shape.parameters * master * denominators
+        parts["gradients"] = own * master
         if master > shape.element_bytes:
-            parts["master weights"] = shape.parameters * master
-        parts["AdamW moments"] = shape.parameters * master * MOMENTS
+            parts["master weights"] = own * master
+        parts["AdamW moments"] = own * master * MOMENTS
     return parts
+
+
+def gathered_bytes(shape: Shape, layout: ParallelLayout) -> int:
+    """Weights that are brought together from other devices while a micro-batch is computed.
+
+    `full` holds two layers, of which one comes while the other works, and what is in no layer; `optimizer` all of them.
+    """
+    if layout.shard == "none":
+        return 0
+    layers = shape.config.num_hidden_layers
+    beside = shape.parameters - layers * shape.layer_parameters
+    held = beside + (layers if layout.shard == "optimizer" else min(2, layers)) * shape.layer_parameters
+    return held * shape.element_bytes // (layout.tensor * layout.pipeline)
 
 
 def cache_bytes(shape: Shape, slots: int, tokens: int) -> int:
     """Keys and values of `slots` rows of `tokens` tokens."""
     config = shape.config
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * width * shape.element_bytes
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_width(config) * shape.element_bytes
     return per_token * slots * tokens
 
 
-def logits_bytes(shape: Shape, tokens: int) -> int:
+def head_width(config: Any) -> int:
+    """Of a query, key or value."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def logits_bytes(shape: Shape, tokens: int, layout: ParallelLayout = ALONE) -> int:
     """The logits that exist at once, in at least float32: a chunk of the tokens, with its copy in the weights' type."""
-    held = min(CHUNK_ELEMENTS, tokens * shape.config.vocab_size)
+    held = min(CHUNK_ELEMENTS, tokens * shape.config.vocab_size // layout.tensor)
     return held * (max(MASTER_BYTES, shape.element_bytes) + shape.element_bytes)
 
 
-def activation_bytes(shape: Shape, tokens: int, checkpointing: bool) -> int:
+def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: ParallelLayout = ALONE) -> int:
     """What the backward pass of a micro-batch needs: of every layer, or with checkpointing each layer's input and one layer whole."""
-    one, two = (saved_bytes(shape, layers, tokens) for layers in (1, 2))
+    tokens = -(-tokens // layout.sequence)
+    one, two = (saved_bytes(shape, layers, tokens, layout.tensor) for layers in (1, 2))
+    # A pipeline's stage has fewer layers, and as many times more micro-batches under way.
     layer, layers = two - one, shape.config.num_hidden_layers
     if not checkpointing:
         return one + (layers - 1) * layer
@@ -91,9 +125,12 @@ def activation_bytes(shape: Shape, tokens: int, checkpointing: bool) -> int:
     return one + layers * inputs
 
 
-def saved_bytes(shape: Shape, layers: int, tokens: int) -> int:
-    """Bytes that autograd keeps of a forward pass through so many layers, parameters left out."""
+def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
+    """Bytes that autograd keeps of a forward pass through so many layers, parameters left out, where `tensor` devices divide them."""
     config = deepcopy(shape.config)
+    config.head_dim = head_width(config)
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        setattr(config, name, getattr(config, name) // tensor)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]

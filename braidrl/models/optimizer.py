@@ -1,6 +1,8 @@
 """AdamW on master weights of at least float32, with sums accumulated per denominator and divided once.
 
 loss sums ──backward──▶ gradient sums per denominator ──step: / global count, clip──▶ master weights ──▶ model weights
+
+Where ranks divide a parameter, each has the gradient, master and moments of its own part alone.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from braidrl.config import TrainerConfig
 from braidrl.models.data_parallel import DataParallel
+from braidrl.models.parts import local_gradient, local_part
 
 
 def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:
@@ -42,7 +45,8 @@ class MasterOptimizer:
         self.ranks = ranks or DataParallel()
         self.parameters = [p for p in parameters if p.requires_grad]
         self.config, self.peak = config, peak
-        self.masters = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in self.parameters]
+        parts = [local_part(p) for p in self.parameters]
+        self.masters = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in parts]
         self.optimizer = torch.optim.AdamW(
             self.masters, lr=peak, betas=config.betas, eps=config.epsilon, weight_decay=config.weight_decay, fused=True
         )
@@ -63,6 +67,7 @@ class MasterOptimizer:
     def _collect(self, i: int, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
+        gradient = local_gradient(gradient, parameter)
         known = self.collecting[i]
         self.collecting[i] = gradient.to(self.masters[i].dtype) if known is None else known.add_(gradient)
 
@@ -99,8 +104,7 @@ class MasterOptimizer:
         return list(filled)
 
     def _clip(self) -> float:
-        gradients = [master.grad for master in self.masters if master.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = self.ranks.norm([master.grad for master in self.masters], self.parameters)
         if not torch.isfinite(norm):
             raise RuntimeError(
                 f"gradient norm is {norm.item()} at optimizer step {self.steps + 1}; nothing was updated"
@@ -112,14 +116,14 @@ class MasterOptimizer:
     @torch.no_grad()
     def _publish(self) -> None:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if parameter is not master:
-                parameter.copy_(master)
+            if parameter.dtype != master.dtype:
+                local_part(parameter).copy_(master)
 
     def state(self) -> dict[str, Tensor]:
         """Everything that a resumed run needs, as flat tensors by name: masters that are copies, moments, counts."""
         tensors = {"steps": torch.tensor(self.steps)}
         for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
-            if parameter is not master:
+            if parameter.dtype != master.dtype:
                 tensors[f"{i}.master"] = master
             for name, value in self.optimizer.state.get(master, {}).items():
                 tensors[f"{i}.{name}"] = value
@@ -130,7 +134,7 @@ class MasterOptimizer:
         """Restores `state()`. Raises KeyError or RuntimeError when it belongs to another model."""
         self.steps = int(tensors["steps"])
         for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
-            if parameter is not master:
+            if parameter.dtype != master.dtype:
                 master.copy_(tensors[f"{i}.master"])
             names = [name for name in ("step", "exp_avg", "exp_avg_sq") if f"{i}.{name}" in tensors]
             if names:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from braidrl.algorithms.ragged import offsets_of
 from braidrl.data.rows import Rows
+from braidrl.models.attention import AttentionContext, PackedSequences
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Packed:
     targets: Tensor
     offsets: Tensor
     row_ends: Tensor
+
+    def attention(self) -> AttentionContext:
+        """Which keys each token sees."""
+        return PackedSequences.of(self.sequence_lengths, self.input_ids.device)
 
 
 def pack(rows: Rows, device: torch.device) -> Packed:
@@ -50,3 +55,9 @@ def pack(rows: Rows, device: torch.device) -> Packed:
         offsets_of(per_row).to(device),
         (tokens.offsets[1:] - 1).to(device),
     )
+
+
+def nothing(device: torch.device) -> Packed:
+    """One token of no row, without an action: for a rank that takes part in what others compute."""
+    none, one = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    return Packed(one, one, (1,), none, none, one, none)

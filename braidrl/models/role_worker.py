@@ -17,12 +17,14 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
-from braidrl.models.attention import PackedSequences
+from braidrl.errors import UserError
 from braidrl.models.data_parallel import DataParallel
+from braidrl.models.layout import ParallelLayout
 from braidrl.models.likelihood import Likelihood
 from braidrl.models.objective import Objective
 from braidrl.models.optimizer import MasterOptimizer
-from braidrl.models.packed import Packed, pack
+from braidrl.models.packed import Packed, nothing, pack
+from braidrl.models.sharded import laid_out
 from braidrl.observe.metrics import Sums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -43,6 +45,23 @@ def model_path(role: str, config: Config) -> Path:
     return Path((own and own.model) or config.model)
 
 
+def layout_of(role: str, config: Config) -> ParallelLayout:
+    """How a role lies on its devices: as it says itself, or as the run's roles do."""
+    own = config.roles.get(role)
+    return (own and own.layout) or config.trainer.layout
+
+
+def none_of(predicted: Mapping[str, Tensor]) -> Tensor:
+    """A loss of zero that has passed through all that was predicted."""
+    return sum((0 * values.sum() for values in predicted.values()), torch.zeros(()))
+
+
+def layout_key(role: str, config: Config) -> str:
+    """Where in the configuration the role's layout stands."""
+    own = config.roles.get(role)
+    return f"roles.{role}.layout" if own and own.layout else "trainer.layout"
+
+
 class RoleWorker(ABC):
     """A model by its role. With `train` it holds an optimizer, without it is frozen."""
 
@@ -52,13 +71,15 @@ class RoleWorker(ABC):
         self.device = choose_device(config.device)
         self.path = model_path(role, config)
         self.dtype = DTYPES[(own and own.dtype) or config.dtype]
+        self.ranks = laid_out(layout_of(role, config), ranks or DataParallel(), self.device)
         self.model = self.load_model(self.path)
+        self.compute = self.ranks.place(self.model, self.predict)
         self.model.requires_grad_(train).eval()
         self.max_tokens = config.trainer.max_tokens_per_device
         self.optimizer: MasterOptimizer | None = None
         if train:
             peak = own.learning_rate if own and own.learning_rate is not None else config.trainer.learning_rate
-            self.optimizer = MasterOptimizer(list(self.model.parameters()), config.trainer, peak, ranks)
+            self.optimizer = MasterOptimizer(list(self.model.parameters()), config.trainer, peak, self.ranks)
             if config.trainer.activation_checkpointing:
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -76,7 +97,7 @@ class RoleWorker(ABC):
             input_ids=packed.input_ids[None],
             position_ids=packed.position_ids[None],
             use_cache=False,
-            sequences=PackedSequences.of(packed.sequence_lengths, self.device),
+            sequences=packed.attention(),
         ).last_hidden_state[0]
         return hidden
 
@@ -94,18 +115,27 @@ class RoleWorker(ABC):
     @torch.no_grad()
     def infer(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
         """What the model predicts under `name` for each row's actions (`scores`: one number for the row), in the order of `rows`."""
+        rows, own = self.ranks.pooled(rows)
         order: list[int] = []
         parts: list[Ragged] = []
-        for numbers, part in self.micro_batches(rows):
-            packed = pack(part, self.device)
+        for numbers, part in self.rounds(self.micro_batches(rows)):
+            packed = pack(part, self.device) if numbers else nothing(self.device)
+            predicted = self.compute(packed)[name]
+            if not numbers:
+                continue
             offsets = torch.arange(len(part) + 1) if name == "scores" else packed.offsets.to("cpu")
-            parts.append(Ragged(self.predict(packed)[name].to("cpu"), offsets))
+            parts.append(Ragged(predicted.to("cpu"), offsets))
             order += numbers
-            if advance:
+            if advance and self.ranks.speaks:
                 advance(len(part), len(packed.input_ids))
         if not parts:
             return Ragged(torch.empty(0), torch.zeros(1, dtype=torch.int64))
-        return Ragged.cat(parts).take(torch.tensor(order).argsort())
+        return Ragged.cat(parts).take(torch.tensor(order).argsort()[own])
+
+    def rounds(self, micro_batches: Iterator[tuple[list[int], Rows]]) -> list[tuple[list[int], Rows]]:
+        """The micro-batches, and empty ones where other ranks have more and would wait."""
+        found = list(micro_batches)
+        return found + [([], Rows({}))] * (self.ranks.rounds(len(found)) - len(found))
 
     def accumulate(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
@@ -116,13 +146,20 @@ class RoleWorker(ABC):
         """
         assert self.optimizer is not None, f"{self.role} is not trained"
         totals: dict[str, float] = {}
+        rows, _ = self.ranks.pooled(rows)
         self.model.train()
         terms: tuple[Objective | Likelihood, ...] = (objective, *objective.beside)
         for term in terms:
-            for _, part in self.micro_batches(term.select(rows), term.whole_groups):
+            selected = term.select(rows) if len(rows) else rows
+            for numbers, part in self.rounds(self.micro_batches(selected, term.whole_groups)):
+                if not numbers:
+                    self.optimizer.backward({term.denominator: none_of(self.compute(nothing(self.device), term))})
+                    continue
                 packed = pack(part, self.device)
-                losses, metrics = term.sums(part, packed.offsets, self.predict(packed, term))
+                losses, metrics = term.sums(part, packed.offsets, self.compute(packed, term))
                 self.optimizer.backward(losses)
+                if not self.ranks.speaks:
+                    continue
                 for name, loss in losses.items():
                     totals[name] = totals.get(name, 0.0) + float(loss.detach())
                 self._count(metrics, sums)
@@ -139,7 +176,22 @@ class RoleWorker(ABC):
             else:
                 sums.add(f"{self.role}/{name}", values.sum(), len(values))
 
+    @torch.no_grad()
+    def follow(self, source: RoleWorker, decay: float) -> None:
+        """Weights become `decay` times their own and the rest another role's.
+
+        Raises UserError for a model of other shapes, and for one with an optimizer, which has weights of its own.
+        """
+        if self.optimizer is not None:
+            raise UserError(f"{self.role} is trained by a loss: it cannot take weights from {source.role} too")
+        ours, theirs = self.model.state_dict(), source.model.state_dict()
+        if {n: t.shape for n, t in ours.items()} != {n: t.shape for n, t in theirs.items()}:
+            raise UserError(f"{self.role} cannot take weights from {source.role}: {self.path} is another model")
+        for name, tensor in ours.items():
+            tensor.lerp_(theirs[name].to(tensor), 1.0 - decay)
+
     def step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
         """Divides the accumulated sums by their global counts and updates; the gradient norm, or None if there was nothing."""
         assert self.optimizer is not None, f"{self.role} is not trained"
+        self.ranks.settle(self.model)
         return self.optimizer.step(denominators, iteration)

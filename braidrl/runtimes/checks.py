@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +15,8 @@ from braidrl.data.prompts import LoadedSource
 from braidrl.data.sources import place
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
+from braidrl.models.layout import ParallelLayout
+from braidrl.models.role_worker import layout_key, layout_of, model_path
 from braidrl.placement.pools import NAMES as PLACEMENTS
 from braidrl.rewards.verifier import Verifier, resolve
 
@@ -29,12 +32,41 @@ def check_names(config: Config) -> None:
         raise UserError(f"no placement is called {placement!r}. {suggest(placement, PLACEMENTS)}")
 
 
+def without_effect(config: Config) -> list[str]:
+    """A line for each setting of processes that this runtime does not look at; a run goes on without it."""
+    told = []
+    if config.workers != 1 and config.runtime == "eager":
+        told.append(f"workers={config.workers} has no effect: runtime=eager is this one process")
+    if config.workers != 1 and config.runtime == "streaming":
+        told.append(f"workers={config.workers} has no effect: the processes of runtime=streaming are streaming.workers")
+    if config.cluster.launcher is not None and config.runtime != "distributed":
+        told.append(
+            f"cluster.launcher={config.cluster.launcher} has no effect: only runtime=distributed has ranks to start"
+        )
+    return told
+
+
 def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
     """Raises UserError for settings of a role that no stage uses a model of."""
     known = list(roles)
     for role in config.roles:
         if role not in known:
             raise UserError(f"roles.{role}: flow {flow} has no model of this role. {suggest(role, known)}")
+
+
+def check_layouts(config: Config, roles: Iterable[str], devices: int | None = None) -> None:
+    """Raises UserError for a layout that the runtime or the number of devices does not allow, or that does not divide a role's model."""
+    for role in roles:
+        layout, key = layout_of(role, config), layout_key(role, config)
+        if layout != ParallelLayout() and config.runtime != "distributed":
+            raise UserError(
+                f"{key} is for runtime=distributed; remove it, or write runtime=distributed and workers=..."
+            )
+        if devices is not None:
+            layout.over(devices, key)
+        settings = model_settings(model_path(role, config))
+        heads = settings.get("num_attention_heads", 1)
+        layout.check_model(heads, settings.get("num_key_value_heads", heads), settings.get("num_hidden_layers", 1), key)
 
 
 def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Sequence[SourceConfig]) -> None:
@@ -96,6 +128,12 @@ def longest(sources: Sequence[LoadedSource], added: int) -> int:
 
 def max_positions(model: Path) -> int | None:
     """How long a sequence the model was made for, where its configuration says so."""
+    found: int | None = model_settings(model).get("max_position_embeddings")
+    return found
+
+
+def model_settings(model: Path) -> Mapping[str, Any]:
+    """What a model's directory says of its sizes."""
     path = model.expanduser() / "config.json"
-    settings: Mapping[str, int | None] = json.loads(path.read_text()) if path.is_file() else {}
-    return settings.get("max_position_embeddings")
+    found: Mapping[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found

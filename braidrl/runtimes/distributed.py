@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from braidrl.data.frames import join, split
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Flow, Kind, Scope, Stage
+from braidrl.flow.flow import is_optimized
 from braidrl.flow.updates import update_plan
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path
@@ -87,9 +88,13 @@ class DistributedCrew:
         totals = self._totals(stage, rows) if stage.scope is Scope.BATCH else None
         columns: Mapping[str, Column] = {}
         try:
-            with self.interrupts.local(), self._working(stage, rows):
+            # Where ranks compute together none may leave in the middle.
+            together = self.executor.meets(stage)
+            with nullcontext() if together else self.interrupts.local(), self._working(stage, rows):
                 if len(rows):
                     columns = self._execute(stage, rows, own, totals)
+                elif together:
+                    self.executor.accompany(stage)
         except KeyboardInterrupt:
             columns = {}  # all ranks end together, when they gather
         return self._gathered(table, columns, own, sums)
@@ -105,6 +110,10 @@ class DistributedCrew:
     def train(self, stage: Stage, table: Shard, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Each update's rows are divided among the ranks by length; every rank then makes the same optimizer step."""
         self._at(stage, iteration)
+        if not is_optimized(stage):
+            # Every rank holds both roles, with the same weights as all others.
+            self.executor.copy_weights(stage)
+            return
         own = Sums()
         needed = [column.name for column in self.flow.inputs[stage.name]]
         whole_groups = self.executor.objective(stage).whole_groups
@@ -170,8 +179,7 @@ class DistributedCrew:
         self.version = version
 
     def save(self, folder: Path) -> None:
-        """Called on the first rank: all have the same weights."""
-        self.executor.save(folder)
+        self.executor.save(folder, self.world.first)
 
     def load(self, folder: Path, version: int) -> None:
         self.executor.load(folder)

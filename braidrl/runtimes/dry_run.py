@@ -16,11 +16,12 @@ from braidrl.models.footprint import (
     Shape,
     activation_bytes,
     cache_bytes,
+    gathered_bytes,
     logits_bytes,
     model_shape,
     resident_bytes,
 )
-from braidrl.models.role_worker import DTYPES, choose_device, model_path
+from braidrl.models.role_worker import DTYPES, layout_of, model_path
 from braidrl.placement.pools import place
 from braidrl.runtimes.crews import check_runtime
 from braidrl.runtimes.setup import Prepared, prepare
@@ -60,7 +61,8 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
     """Checks a configuration as a run does, and prints what each device would hold. Raises UserError as a run does."""
     prepared = prepare(config)
     check_runtime(config, prepared.flow, generates=True, trains=True)
-    found = [(group, [footprint(seat, prepared) for seat in group.seats]) for group in device_groups(prepared)]
+    groups = device_groups(prepared)
+    found = [(group, [footprint(seat, prepared, group.devices) for seat in group.seats]) for group in groups]
     show(prepared, found, console or Console())
     return found
 
@@ -87,24 +89,29 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
     return [DeviceGroup(workers, tuple(map(seat, roles)))]
 
 
-def footprint(seat: Seat, prepared: Prepared) -> Footprint:
-    """One role's parts on its device."""
+def footprint(seat: Seat, prepared: Prepared, devices: int) -> Footprint:
+    """One role's parts on each of its devices. Raises UserError for a layout that does not fit them or the model."""
     config, role = prepared.config, seat.role
     trainer, rollout, own = config.trainer, config.rollout, config.roles.get(role)
     dtype = DTYPES[(own and own.dtype) or config.dtype]
     shape = model_shape(model_path(role, config), dtype, role in prepared.flow.scalar_roles)
-    resident, working = resident_bytes(shape, seat.trained), {}
+    layout = layout_of(role, config).over(devices)
+    sizes = shape.config
+    layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
+    resident, working = resident_bytes(shape, seat.trained, layout), {}
     if seat.generates:
         engine = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
-        if engine.dtype != dtype:
+        if engine.dtype != dtype or not layout.copies:
             resident["weights of the engine"] = engine.parameters * engine.element_bytes
         resident["keys and values"] = cache_bytes(engine, rollout.slots, config.max_sequence_tokens)
     if any(stage.role == role and stage.kind in (Kind.INFER, Kind.TRAIN) for stage in prepared.flow.stages):
         tokens = trainer.max_tokens_per_device
+        if gathered := gathered_bytes(shape, layout):
+            working["weights gathered"] = gathered
         if seat.trained:
-            working["activations"] = activation_bytes(shape, tokens, trainer.activation_checkpointing)
+            working["activations"] = activation_bytes(shape, tokens, trainer.activation_checkpointing, layout)
         if role not in prepared.flow.scalar_roles:
-            working["logits"] = logits_bytes(shape, tokens)
+            working["logits"] = logits_bytes(shape, tokens, layout)
     return Footprint(seat, shape, resident, working)
 
 
@@ -122,16 +129,16 @@ def show(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], c
             "role",
             "part",
             "memory",
-            title=f"{group.devices} x {choose_device(config.device).type}",
+            title=f"{group.devices} device{'s' * (group.devices > 1)}, on each",
             title_justify="left",
         )
         table.columns[2].justify = "right"
         for one in footprints:
-            name = f"{one.seat.role}: {one.shape.name}, {one.shape.parameters / 1e6:,.1f}M parameters"
+            name = f"{one.seat.role}: {one.shape.name}, {one.shape.parameters / 1e9:,.3f}B parameters"
             for part, size in {**one.resident, **one.working}.items():
                 table.add_row(name, part, in_units(size))
                 name = ""
-        table.add_row("each device, at its peak", "", in_units(peak(footprints)), style="bold")
+        table.add_row("together, at its peak", "", in_units(peak(footprints)), style="bold")
         console.print(table)
     for line in batch_lines(config):
         console.print(line, soft_wrap=True)

@@ -13,6 +13,7 @@ from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Scope, Stage
+from braidrl.flow.flow import is_optimized
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import Done, TraceWriter
 from braidrl.runtimes.executor import StageExecutor, checked_beside
@@ -63,6 +64,9 @@ class EagerCrew:
         return self.executor.select(stage, table.index)
 
     def train(self, stage: Stage, table: Rows, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
+        if not is_optimized(stage):
+            self.executor.copy_weights(stage)
+            return
         total = sum(len(update) for update in updates)
         with self.executor.progress.stage(stage.name, total) as bar, self._traced(stage, iteration, total) as done:
             for update in updates:

@@ -21,9 +21,11 @@ from braidrl.config import Config
 from braidrl.data.rows import IDENTITY, Column, Rows
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
+from braidrl.flow.stage_state import keywords
 from braidrl.flow.stages import compute_entry
-from braidrl.models.checkpoint import load_worker, save_worker
+from braidrl.models.checkpoint import load_worker, save_worker, whole_weights
 from braidrl.models.data_parallel import DataParallel
+from braidrl.models.loading import load_decoder
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.role_worker import DTYPES, RoleWorker
 from braidrl.models.scalar_worker import ScalarWorker
@@ -33,10 +35,10 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import Failure, Pending, RuleRewards
 from braidrl.rollout.embedded import EmbeddedEngine
+from braidrl.rollout.engine import Weights
 from braidrl.rollout.requests import Finished, Request, Sampling, Uid
 from braidrl.rollout.trajectories import to_rows
 from braidrl.runtimes.playing import play
-from braidrl.runtimes.stage_state import keywords
 
 VERIFY_CHUNK = 8
 """Finished rows handed to the reward processes at once while others are still being generated."""
@@ -70,8 +72,11 @@ class StageExecutor:
         self.told: set[tuple[str, str]] = set()
 
     def _engine(self, role: str) -> EmbeddedEngine:
-        rollout = self.config.rollout
-        model, dtype = self.workers[role].model, DTYPES[rollout.dtype] if rollout.dtype else None
+        rollout, worker = self.config.rollout, self.workers[role]
+        model, dtype = worker.model, DTYPES[rollout.dtype] if rollout.dtype else None
+        if worker.ranks.divided:
+            # Decoding needs all weights on each rank: a frozen copy, brought up to date at each publication.
+            model = load_decoder(worker.path, dtype or worker.dtype, worker.device).requires_grad_(False).eval()
         longest = self.config.max_sequence_tokens
         longest = min(longest, getattr(model.config, "max_position_embeddings", None) or longest)
         return EmbeddedEngine(model, self.tokenizer, rollout.slots, longest, seed=self.config.seed, dtype=dtype)
@@ -228,6 +233,11 @@ class StageExecutor:
             known = self.objectives[stage.name] = (stage, Objective.of(str(stage.role), stage.params))
         return known[1]
 
+    def copy_weights(self, stage: Stage) -> None:
+        """An update without a loss: the role's weights move towards those of another role, which is here too."""
+        role, params = str(stage.role), stage.params
+        self.workers[role].follow(self.workers[params["source"]], params.get("decay", 0.0))
+
     def accumulate(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
         """Adds the gradient sums of `rows`; returns loss sums by denominator."""
         assert stage.role
@@ -239,19 +249,32 @@ class StageExecutor:
         needed = self.objective(stage).denominators
         return self.workers[stage.role].step({name: denominators[name] for name in needed}, iteration)
 
+    def meets(self, stage: Stage) -> bool:
+        """True where a rank without rows takes part in an infer stage, because ranks compute it together."""
+        return stage.kind is Kind.INFER and stage.role in self.workers and self.workers[stage.role].ranks.together
+
+    def accompany(self, stage: Stage) -> None:
+        """The part in an infer stage of a rank that has no rows."""
+        names = {"score": "scores", "values": "values"}
+        self.workers[str(stage.role)].infer(names.get(stage.type, "log_probs"), Rows({}))
+
     def publish(self, version: int) -> None:
         """The engines generate with the trained weights from now on."""
-        for engine in self.engines.values():
-            engine.publish(version)
+        for role, engine in self.engines.items():
+            worker = self.workers[role]
+            engine.publish(version, Weights(whole_weights(worker)) if worker.ranks.divided else None)
 
-    def save(self, folder: Path) -> None:
-        """Every trained role as a Hugging Face directory with its optimizer."""
-        for role in self.flow.trained_roles:
-            if role in self.workers:
-                save_worker(self.workers[role], folder / role)
+    def save(self, folder: Path, write: bool = True) -> None:
+        """Every role that changes as a Hugging Face directory, with its optimizer if it has one.
+
+        Of ranks that share the roles all call this, and one has to `write` what all of them have.
+        """
+        for role in self.flow.changed_roles:
+            if role in self.workers and (write or self.workers[role].ranks.divided):
+                save_worker(self.workers[role], folder / role, write)
 
     def load(self, folder: Path) -> None:
-        for role in self.flow.trained_roles:
+        for role in self.flow.changed_roles:
             if role in self.workers:
                 load_worker(self.workers[role], folder / role)
 

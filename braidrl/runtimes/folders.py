@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 from braidrl.config import Config, parse_config
 from braidrl.errors import UserError
+from braidrl.importing import relative_to
+from braidrl.rollout.environments import AGENT
 
 LATEST = "latest"
 
@@ -26,8 +29,34 @@ def new_run_folder(config: Config) -> Path:
         if folder.exists() and not never_began(folder):
             raise UserError(f"{folder} exists; resume it with `--resume {folder}` or set another `name`")
         folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    tree = absolute(config).model_dump(mode="json")
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
     return folder
+
+
+def absolute(value: Any) -> Any:
+    """A configuration, or a part of it, with files named as they are found from every folder, so that a run resumes from anywhere."""
+    match value:
+        case BaseModel():
+            return value.model_copy(update={name: absolute(part) for name, part in value})
+        case dict():
+            return {name: absolute(part) for name, part in value.items()}
+        case list() | tuple():
+            return type(value)(absolute(part) for part in value)
+        case Path():
+            return value.expanduser().absolute()
+        case str():
+            return absolute_name(value)
+    return value
+
+
+def absolute_name(name: str) -> str:
+    """The name of a flow's file, or of a function in a file, from this folder; any other text as it is."""
+    if name.startswith(AGENT):
+        return AGENT + absolute_name(name.removeprefix(AGENT))
+    if name.endswith((".yaml", ".yml")) and Path(name).is_file():
+        return str(Path(name).absolute())
+    return relative_to(Path.cwd(), name)
 
 
 def unused_folder(config: Config) -> Path:
@@ -56,10 +85,15 @@ def run_config(folder: Path) -> Config:
     return parse_config(yaml.safe_load(path.read_text()))
 
 
+def partial_path(path: Path) -> Path:
+    """Where a file or folder is written before it is whole."""
+    return path.with_name(f".{path.name}.partial")
+
+
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """A folder to fill that appears at `path` only when the block ends without an error, and is then on disk."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_path(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -86,7 +120,7 @@ def sync(path: Path) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Replaces a small file in one move."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_path(path)
     partial.write_text(text)
     sync(partial)
     partial.replace(path)

@@ -19,11 +19,11 @@ from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.stage_state import State, initial_states, next_state, with_state
 from braidrl.flow.updates import update_plan
 from braidrl.flow.waves import Sampling, Verdict
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.row_store import Origin
-from braidrl.runtimes.stage_state import State, initial_states, next_state, with_state
 
 T = TypeVar("T")
 Position = tuple[dict[str, Any], dict[str, Any], list[Any], dict[str, State]]
@@ -74,7 +74,7 @@ class Crew(RunCrew[T], Protocol[T]):
         """The groups that a select stage drops, with its reason."""
 
     def train(self, stage: Stage, table: T, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
-        """One optimizer step for each list of row positions."""
+        """One optimizer step for each list of row positions; a copy of another role's weights where the stage has no loss."""
 
     def take(self, table: T, positions: Sequence[int]) -> T:
         """The named rows, in the order given."""

@@ -1,4 +1,4 @@
-"""From one command to the ranks of a distributed run: started here, or met where `torchrun` has started them."""
+"""From one command to the ranks of a distributed run: started here or on a Ray cluster, or met where `torchrun` has started them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
-from braidrl.cluster.processes import run_ranks
+from braidrl.cluster.processes import Ranks, run_ranks
 from braidrl.cluster.rank import end_at_once, entry_of, failure_of
+from braidrl.cluster.ray_cluster import import_ray
 from braidrl.cluster.world import LostPeers, join
 from braidrl.config import Config, PlacementConfig
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Flow, Kind
 from braidrl.flow.waves import Sampling
-from braidrl.models.role_worker import choose_device
+from braidrl.models.role_worker import choose_device, layout_key, layout_of
 from braidrl.runtimes.building import build_flow
+from braidrl.runtimes.checks import check_layouts
 
 
 def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
@@ -26,17 +28,39 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
 
     Raises UserError, before anything starts, for what the ranks could not place.
     """
-    started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    size = int(os.environ["WORLD_SIZE"]) if started else config.workers
-    if started and "workers" in config.model_fields_set and config.workers != size:
+    launcher = launcher_of(config)
+    size = int(os.environ["WORLD_SIZE"]) if launcher == "torchrun" else config.workers
+    if launcher == "torchrun" and "workers" in config.model_fields_set and config.workers != size:
         raise UserError(f"workers={config.workers}, but torchrun has started {size}; leave `workers` out")
     check_ranks(config, build_flow(config), size)
     given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     cuda = choose_device(config.device).type == "cuda"
     task = {"config": config.model_dump(mode="json"), "options": given, "cuda": cuda}
-    if not started:
-        return run_ranks(entry, task, size, config.cluster.wait_limit_s)
-    return joined(config, entry, task)
+    if launcher == "torchrun":
+        return joined(config, entry, task)
+    return run_ranks(entry, task, size, config.cluster.wait_limit_s, ranks_of(config) if launcher == "ray" else None)
+
+
+def launcher_of(config: Config) -> str:
+    """Who starts the ranks. Raises UserError where the configuration says otherwise than what has happened."""
+    wanted, started = config.cluster.launcher, "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if wanted == "torchrun" and not started:
+        raise UserError(
+            "cluster.launcher=torchrun, but no torchrun has started this command; write "
+            "`torchrun --nproc-per-node N -m braidrl.cli train ...`, or leave cluster.launcher out"
+        )
+    if wanted not in (None, "torchrun") and started:
+        raise UserError(f"cluster.launcher={wanted}, but torchrun has started this command; leave cluster.launcher out")
+    return wanted or ("torchrun" if started else "local")
+
+
+def ranks_of(config: Config) -> Ranks:
+    """Ranks on Ray's cluster. Raises UserError where Ray is not installed."""
+    import_ray("cluster.launcher=ray")
+    # Imported here: Ray is an extra, and importing it takes a second.
+    from braidrl.cluster.ray_ranks import RayRanks
+
+    return RayRanks(config.cluster, config.device)
 
 
 def joined(config: Config, entry: str, task: dict[str, Any]) -> Any:
@@ -79,8 +103,16 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
         if role not in generating:
             raise UserError(f"roles.{role}.generate_workers is set, but {role} generates nothing in {flow.name}")
         generating_ranks(config, role, size)
+        if own.generate_workers < size and not layout_of(role, config).copies:
+            raise UserError(
+                f"roles.{role}.generate_workers={own.generate_workers}: ranks that divide a model ({layout_key(role, config)}) "
+                "all generate; remove it"
+            )
+    check_layouts(config, flow.roles, size)
     devices = torch.cuda.device_count()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if launcher_of(config) == "ray":
+        return  # Its cluster says what devices there are.
     if choose_device(config.device).type == "cuda" and here > devices:
         raise UserError(
             f"workers={here} need as many CUDA devices and there are {devices}; write workers={devices} or device=cpu"

@@ -21,6 +21,9 @@ from braidrl.rollout.replica import EmbeddedReplica
 from braidrl.rollout.requests import Sampling
 from braidrl.rollout.turns import TurnTemplate
 
+SHOW_EVERY_S = 1.0
+"""How often the progress of episodes is told of, also while none of them ends."""
+
 
 def play(
     engine: EmbeddedEngine,
@@ -56,8 +59,15 @@ def play(
         episodes = Episodes(replica, make, template, sampling, limits, config.seed, purpose, stage.name, finished)
         return await episodes.play(rows)
 
+    async def played_and_shown() -> list[Episode]:
+        showing = asyncio.ensure_future(show(bar, engine))
+        try:
+            return await (played_by_agents() if environment.startswith(AGENT) else played_in_turns())
+        finally:
+            showing.cancel()
+
     try:
-        played = asyncio.run(played_by_agents() if environment.startswith(AGENT) else played_in_turns())
+        played = asyncio.run(played_and_shown())
     finally:
         engine.clear()
     sums.add("environment/turns", sum(episode.turns for episode in played), len(played))
@@ -65,6 +75,13 @@ def play(
     for reason, count in counts.items():
         sums.add(f"environment/failures/{reason}", count)
     return episode_columns(played, limits), [failure_line(reason, count, played) for reason, count in counts.items()]
+
+
+async def show(bar: Bar, engine: EmbeddedEngine) -> None:
+    """Tells of the rows in flight until it is cancelled."""
+    while True:
+        await asyncio.sleep(SHOW_EVERY_S)
+        bar.update(in_flight=engine.in_flight)
 
 
 def limits_of(config: Config, max_sequence_tokens: int) -> Limits:

@@ -21,6 +21,7 @@ from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
+from braidrl.runtimes.checks import without_effect
 from braidrl.runtimes.crews import check_runtime, start_crew, walk_with
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
 from braidrl.runtimes.folders import latest_checkpoint, new_run_folder
@@ -61,6 +62,8 @@ class TrainingRun:
         self.folder = resume or Path(self.world.from_first("run folder", lambda: str(new_run_folder(config))))
         self.progress = Progress(config.trainer.steps) if self.world.first else silent_progress()
         self.progress.print(str(self.folder))
+        for line in without_effect(config):
+            self.progress.print(line)
         for source in self.prepared.sources:
             self.progress.print(source.report())
         set_up_torch(config)
@@ -248,6 +251,8 @@ def evaluated(config: Config, progress: Progress, world: World | None = None) ->
     prepared = prepare_together(config, world or World(), train=False)
     if not prepared.eval_sources:
         raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")
+    for line in without_effect(config):
+        progress.print(line)
     set_up_torch(config)
     crew = start_crew(prepared, None, progress, world=world, interrupts=AgreedInterrupts())
     metrics: dict[str, float] = {}

@@ -22,6 +22,7 @@ from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow import Kind, Stage
+from braidrl.flow.flow import is_optimized
 from braidrl.flow.roles import Role
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
@@ -81,7 +82,7 @@ class Session:
         return self.crew.take(rows, [i for i, group in enumerate(groups) if group not in dropped])
 
     def _train(self, stage: Stage, rows: Table) -> None:
-        if stage.role not in self.prepared.flow.trained_roles:
+        if is_optimized(stage) and stage.role not in self.prepared.flow.trained_roles:
             raise UserError(
                 f"{stage.role} has no optimizer: the flow {self.prepared.flow.name} does not train it; "
                 f"it trains {', '.join(self.prepared.flow.trained_roles) or 'nothing'}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,14 @@ from braidrl.cluster.world import LostPeers, World
 from braidrl.config import Config, VerifierConfig
 from braidrl.data.prompts import LoadedSource, load_eval, load_texts, load_train
 from braidrl.errors import UserError
-from braidrl.flow import Flow
+from braidrl.flow import Flow, Stage
 from braidrl.flow.planner import serial_chain
 from braidrl.models.loading import check_scorer, load_tokenizer
 from braidrl.models.role_worker import model_path
-from braidrl.placement.pools import place
+from braidrl.placement.pools import check_copies, place
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.building import build_flow
-from braidrl.runtimes.checks import check_answers, check_lengths, check_names, check_roles
+from braidrl.runtimes.checks import check_answers, check_layouts, check_lengths, check_names, check_roles
 from braidrl.runtimes.evaluation import evaluation_flow
 from braidrl.runtimes.row_store import RowStore
 
@@ -43,6 +43,7 @@ class Prepared:
         """Raises UserError for parts that do not fit together."""
         config, held_out = self.config, list(self.eval_sources.values())
         check_names(config)
+        check_layouts(config, self.flow.roles)
         check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
         if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
             check_answers(config, self.sources, config.data.train)
@@ -67,15 +68,17 @@ class Prepared:
     def rewards(self) -> RuleRewards | None:
         """The verifiers of the run, or None where nothing is verified. Evaluation sets are numbered after the sources."""
         evaluated = self.evaluation.stages if self.eval_sources else ()
-        checks = [s for s in (*self.flow.stages, *evaluated) if s.type == "verify"]
-        if not checks:
-            return None
-        return rule_rewards(self.config, self.flow, self.evaluation, self.tokenizer)
+        return rule_rewards(self.config, [*self.flow.stages, *evaluated], self.tokenizer)
 
 
-def rule_rewards(config: Config, flow: Flow, evaluation: Flow, tokenizer: PreTrainedTokenizerBase) -> RuleRewards:
-    """The verifiers of a run with the scores that its flows give. Its processes start when something is first checked."""
-    scores = next(s for s in (*flow.stages, *evaluation.stages) if s.type == "verify").params
+def rule_rewards(config: Config, stages: Sequence[Stage], tokenizer: PreTrainedTokenizerBase) -> RuleRewards | None:
+    """The verifiers of a run with the scores that its `verify` stages give, or None where there is none of these.
+
+    Its processes start when something is first checked.
+    """
+    scores = next((stage.params for stage in stages if stage.type == "verify"), None)
+    if scores is None:
+        return None
     sources = [*config.data.train, *config.data.eval.values()]
     own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
     names = {i: source.path.stem for i, source in enumerate(sources)}
@@ -124,7 +127,8 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
         raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
     prepared = Prepared(config, flow, evaluation, tokenizer, sources, held_out, texts)
     if config.runtime == "hybrid":
-        place(config.placement, prepared.roles(), prepared.generating, config.workers)
+        pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
+        check_copies(flow, pools)
     return prepared
 
 

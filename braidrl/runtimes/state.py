@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from braidrl.errors import UserError
-from braidrl.runtimes.folders import checkpoint_folder, finish_checkpoint, read_state, whole_folder
+from braidrl.runtimes.folders import checkpoint_folder, finish_checkpoint, partial_path, read_state, whole_folder
 
 FORMAT = 1
 
@@ -39,9 +39,10 @@ class RunState:
 def save_checkpoint(run: Path, state: RunState, crew: Keeper, keep: int, write: bool = True) -> None:
     """Writes a checkpoint whole, points `latest` at it and removes the oldest. Raises OSError where the disk is full.
 
-    Ranks that do not `write` give the rows that they hold to the one that does.
+    Ranks that do not `write` give what they hold to the one that does, or write their part of it beside.
     """
     if not write:
+        crew.save(partial_path(checkpoint_folder(run, state.step)))
         for number, table in enumerate(state.surplus):
             crew.keep(surplus_path(checkpoint_folder(run, state.step), number), table)
         return

@@ -172,6 +172,13 @@ class StreamSchedule:
         """What has been held for too long is free again."""
         self._give_back(self.leases.expire(now))
 
+    def turn(self, name: str) -> int:
+        """The first iteration that a stage is not through with; one with a state does the rows of no later one."""
+        iteration = self.published + 1
+        while (batch := self.batches.get(iteration)) is not None and self._is_through(name, batch):
+            iteration += 1
+        return iteration
+
     # Training
 
     def due_steps(self) -> list[str]:
@@ -230,9 +237,10 @@ class StreamSchedule:
             if whole_update:
                 return consumer, ready if len(ready) == len(update.rows) else []
             return consumer, ready[:most]
-        if stage.scope is Scope.BATCH:
-            portions = (self.progress.ready(consumer, batch.uids) for batch in self.batches.values())
-            return consumer, next((rows for rows in portions if rows), [])
+        if stage.scope is Scope.BATCH or stage.state:
+            known = [b for b in self.batches.values() if not stage.state or b.iteration == self.turn(stage.name)]
+            ready = next((rows for batch in known if (rows := self.progress.ready(consumer, batch.uids))), [])
+            return consumer, ready if stage.scope is Scope.BATCH else self._first_portion(stage, ready, most)
         return consumer, self._first_portion(stage, self.progress.ready(consumer), most)
 
     def _first_portion(self, stage: Stage, ready: list[Uid], most: int) -> list[Uid]:

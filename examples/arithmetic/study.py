@@ -51,13 +51,17 @@ class Study:
         return train(config)
 
     def shortened(self, tree: Mapping[str, Any]) -> Tree:
-        trainer = dict(tree["trainer"])
-        if self.quick:
-            trainer |= {"steps": 2, "prompts_per_step": 8, "warmup_steps": 0}
-        evaluation = dict(tree.get("evaluation", {"every": 0}))
-        if self.quick and evaluation.get("every"):
+        """The run as it is asked for, or a few steps of it."""
+        if not self.quick:
+            return dict(tree)
+        evaluation, algorithm = dict(tree.get("evaluation", {"every": 0})), dict(tree.get("algorithm", {}))
+        if evaluation["every"]:
             evaluation |= {"every": 2, "max_prompts": 8}
-        return {**tree, "trainer": trainer, "evaluation": evaluation}
+        if tree["flow"] == "dapo":
+            # A model that has hardly begun has no group with right and wrong answers.
+            algorithm["dynamic_sampling"] = False
+        trainer = {**tree["trainer"], "steps": 2, "prompts_per_step": 8, "warmup_steps": 0}
+        return {**tree, "algorithm": algorithm, "trainer": trainer, "evaluation": evaluation}
 
     def page(self, name: str, text: str) -> None:
         self.pages.mkdir(parents=True, exist_ok=True)

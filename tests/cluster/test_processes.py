@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -15,6 +15,7 @@ import pytest
 
 from braidrl.cluster.processes import run_ranks
 from braidrl.errors import UserError, WorkerError
+from tests.leftovers import family, listening
 
 ROOT = Path(__file__).parent.parent.parent
 LAUNCH = """
@@ -22,6 +23,14 @@ import sys
 from braidrl.cluster.processes import run_ranks
 run_ranks("tests.cluster.ranks:waiting", {"folder": sys.argv[1]}, 2, 200.0)
 """
+
+
+@pytest.fixture(autouse=True)
+def no_port_is_left() -> Iterator[None]:
+    """Fails a test after which this process, or what it has started, listens on a port that it did not listen on before."""
+    before = listening(family())
+    yield
+    assert listening(family()) <= before
 
 
 def test_ranks_gather_exchange_and_share() -> None:
@@ -69,11 +78,14 @@ def test_a_function_that_is_not_there_is_named() -> None:
 def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -> None:
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCH, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE)
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    ports = listening(family(launcher.pid))
+    assert ports, "the store at which the ranks met"
     launcher.send_signal(number)
     _, words = launcher.communicate(timeout=200)
     if number != signal.SIGKILL:
         assert b"KeyboardInterrupt" in words
     assert_gone(tmp_path)
+    assert not ports & listening()
 
 
 def assert_gone(folder: Path) -> None:

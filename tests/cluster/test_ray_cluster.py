@@ -18,6 +18,7 @@ from braidrl.config import ClusterConfig
 from braidrl.errors import UserError
 from braidrl.observe.trace import read_trace
 from braidrl.placement.pools import Pool
+from tests.leftovers import listening
 from tests.tiny import Workshop, braid, wait_for_steps
 
 STARTED, ENDED = 200, 40
@@ -99,8 +100,8 @@ def eventually(what: Callable[[], bool]) -> bool:
     return what()
 
 
-def start(workshop: Workshop, workers: int) -> subprocess.Popen[str]:
-    trainer = {"steps": 10_000}
+def start(workshop: Workshop, workers: int, steps: int = 10_000) -> subprocess.Popen[str]:
+    trainer = {"steps": steps}
     config = workshop.config_file(runtime="hybrid", workers=workers, cluster={"cpus": workers}, trainer=trainer)
     return braid("train", config)
 
@@ -109,27 +110,44 @@ def worker_processes(name: str) -> list[int]:
     return [p for p in marked(name) if b"HybridWorker" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
-def test_ctrl_c_saves_and_leaves_no_process(workshop: Workshop, mark: str) -> None:
+def assert_nothing_is_left(mark: str, ports: set[int]) -> None:
+    """No process of those that were marked, nor any of the ports that they have listened on."""
+    assert eventually(lambda: not marked(mark)), marked(mark)
+    assert ports and not ports & listening()
+
+
+def test_a_run_that_ends_well_leaves_no_process_and_no_port(workshop: Workshop, mark: str) -> None:
+    process = start(workshop, 2, steps=3)
+    wait_for_steps(workshop.folder / "run", 1, process, STARTED)
+    ports = listening(marked(mark))
+    _, errors = process.communicate(timeout=STARTED)
+    assert process.returncode == 0, errors
+    assert_nothing_is_left(mark, ports)
+
+
+def test_ctrl_c_saves_and_leaves_no_process_and_no_port(workshop: Workshop, mark: str) -> None:
     process = start(workshop, 1)
     run = workshop.folder / "run"
     wait_for_steps(run, 2, process, STARTED)
     assert len(worker_processes(mark)) == 1
+    ports = listening(marked(mark))
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=ENDED)
     assert process.returncode == 130, errors
     assert "go on with: braid train --resume" in errors
     assert (run / "checkpoints" / "latest").is_file()
-    assert eventually(lambda: not marked(mark)), marked(mark)
+    assert_nothing_is_left(mark, ports)
     spans = read_trace(run)
     assert {span.worker for span in spans} == {"actor+reference-0"}
     assert {span.stage for span in spans} >= {"actor.generate", "reward.verify", "reference.log_probs", "actor.update"}
 
 
-def test_a_killed_worker_ends_the_run_and_leaves_no_process(workshop: Workshop, mark: str) -> None:
+def test_a_killed_worker_ends_the_run_and_leaves_no_process_and_no_port(workshop: Workshop, mark: str) -> None:
     process = start(workshop, 2)
     wait_for_steps(workshop.folder / "run", 1, process, STARTED)
+    ports = listening(marked(mark))
     os.kill(worker_processes(mark)[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=ENDED)
     assert process.returncode == 2, errors
     assert ("actor+reference rank" in errors and "died in" in errors) or "failed in" in errors
-    assert eventually(lambda: not marked(mark)), marked(mark)
+    assert_nothing_is_left(mark, ports)

@@ -31,6 +31,10 @@ FLOWS: dict[str, dict[str, Any]] = {
         "flow": str(ROOT / "tests" / "runtimes" / "diamond.yaml"),
         "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3},
     },
+    "following": {
+        "flow": str(ROOT / "tests" / "runtimes" / "following.yaml"),
+        "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3},
+    },
     "dapo with refills": {
         "flow": "dapo", "algorithm": {"overlong_cache": 2}, "rollout": {"samples_per_prompt": 2},
         "trainer": {"prompts_per_step": 4, "learning_rate": 3e-3},
@@ -45,14 +49,19 @@ WORKERS = (1, 2, 4)
 # Every two of flow, placement and number of workers meet at least once, but for the largest standalone one.
 PAIRWISE = [
     ("grpo", "colocate", 2), ("grpo", "standalone", 2), ("ppo", "standalone", 1), ("ppo", "split", 2),
-    ("diamond", "standalone", 2), ("episodes", "split", 2),
+    ("diamond", "standalone", 2), ("episodes", "split", 2), ("following", "colocate", 2),
     ("dapo with refills", "colocate", 4), ("dapo with refills", "split", 2), ("dapo with surplus", "colocate", 2),
 ]  # fmt: skip
-EVERYTHING = list(itertools.product(FLOWS, PLACEMENTS, WORKERS))
+# A role that takes its weights from another one lives in the same pool.
+EVERYTHING = [
+    (flow, placement, workers)
+    for flow, placement, workers in itertools.product(FLOWS, PLACEMENTS, WORKERS)
+    if flow != "following" or placement == "colocate"
+]
 
 # Ranks, how many of them generate, and the flows that they run one after the other.
 WORLDS: list[tuple[int, int | None, list[str]]] = [
-    (2, None, ["grpo", "diamond", "dapo with surplus", "episodes"]),
+    (2, None, ["grpo", "diamond", "dapo with surplus", "episodes", "following"]),
     (4, 2, ["ppo", "dapo with refills"]),
 ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from braidrl.config import TrainerConfig
 from braidrl.errors import UserError
 from braidrl.models.attention import PackedSequences
-from braidrl.models.footprint import activation_bytes, cache_bytes, model_shape, resident_bytes
+from braidrl.models.footprint import activation_bytes, cache_bytes, gathered_bytes, model_shape, resident_bytes
+from braidrl.models.layout import ParallelLayout
 from braidrl.models.loading import load_decoder
 from braidrl.models.optimizer import MasterOptimizer
 from braidrl.rollout.slots import SlotCache
@@ -90,3 +93,19 @@ def test_no_weights_are_needed_but_a_configuration_is(tiny_models: dict[str, Pat
 
 def size(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
+
+
+def test_a_layout_divides_what_its_axes_divide(tiny_models: dict[str, Path]) -> None:
+    shape = model_shape(tiny_models["qwen3"], torch.bfloat16)
+    whole = resident_bytes(shape, trained=True)
+    for shard in ("full", "optimizer"):
+        sharded = resident_bytes(shape, True, ParallelLayout(data=4, tensor=2, shard=shard))
+        assert sharded == {part: pytest.approx(size / 8, abs=8) for part, size in whole.items()}
+    assert resident_bytes(shape, True, ParallelLayout(data=4, tensor=2)) == {p: size // 2 for p, size in whole.items()}
+    layouts = [ParallelLayout(data=4), ParallelLayout(data=4, shard="full"), ParallelLayout(data=4, shard="optimizer")]
+    deeper = replace(shape, config=deepcopy(shape.config), parameters=shape.parameters + 6 * shape.layer_parameters)
+    deeper.config.num_hidden_layers += 6
+    none, full, optimizer = (gathered_bytes(deeper, layout) for layout in layouts)
+    assert none == 0 < full < optimizer
+    alone, divided = (activation_bytes(shape, TOKENS, False, ParallelLayout(data=1, tensor=n)) for n in (1, 2))
+    assert alone / 2 < divided < alone

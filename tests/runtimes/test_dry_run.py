@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import Qwen2Config
 
 from braidrl.cli import app
+from braidrl.config import load_config
 from braidrl.errors import UserError
 from braidrl.runtimes.dry_run import Seat, dry_run, peak
-from tests.tiny import Workshop
+from tests.tiny import ROOT, TOKENIZER, Workshop
 
 
 def seats(found: Any) -> list[tuple[int, tuple[Seat, ...]]]:
@@ -74,3 +76,37 @@ def test_what_a_run_would_refuse_is_refused(workshop: Workshop, capsys: pytest.C
         dry_run(workshop.config(rollout={"engine": "turbo"}))
     app(["train", str(workshop.config_file()), "--dry-run"], standalone_mode=False)
     assert "nothing was trained" in capsys.readouterr().out
+
+
+QWEN = {
+    "0.5b": (896, 4864, 24, 14, 2, 151936, 494),
+    "7b": (3584, 18944, 28, 28, 4, 152064, 7616),
+    "32b": (5120, 27648, 64, 40, 8, 152064, 32764),
+}
+"""Sizes of Qwen2.5, as its configurations state them, and the millions of parameters that they make."""
+
+
+@pytest.mark.parametrize("name", list(QWEN))
+def test_the_configurations_for_qwen_run_dry(workshop: Workshop, name: str) -> None:
+    width, intermediate, layers, heads, key_value_heads, vocabulary, millions = QWEN[name]
+    model = workshop.folder / name
+    Qwen2Config(
+        hidden_size=width, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=key_value_heads, vocab_size=vocabulary, tie_word_embeddings=name == "0.5b",
+        max_position_embeddings=131072, architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(model)  # fmt: skip
+    TOKENIZER.save_pretrained(model)
+    files = [f"data.train={workshop.data}", f"data.eval.aime={workshop.data}", f"model={model}"]
+    config = load_config(ROOT / "examples" / "dapo_math" / f"qwen2.5-{name}.yaml", files)
+    ((group, (actor,)),) = dry_run(config, Console(file=StringIO()))
+    assert round(actor.shape.parameters / 1e6) == millions
+    assert group.devices == config.workers
+    assert peak([actor]) < {"0.5b": 24, "7b": 80, "32b": 141}[name] * 2**30
+
+
+def test_a_layout_that_does_not_fit_is_refused(workshop: Workshop) -> None:
+    settings: dict[str, Any] = {"runtime": "distributed", "workers": 4}
+    with pytest.raises(UserError, match="make 3 devices and there are 4"):
+        dry_run(workshop.config(trainer={"layout": {"data": 3}}, **settings))
+    with pytest.raises(UserError, match="2 key/value heads"):
+        dry_run(workshop.config(trainer={"layout": {"tensor": 4}}, **settings))

@@ -12,7 +12,6 @@ from braidrl.flow import Flow, actor, advantage, loss
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.building import build_flow
 from braidrl.runtimes.evaluation import evaluation_flow
-from braidrl.runtimes.streaming.groups import check_streaming
 from tests.runtimes.turns import PLAYED
 from tests.tiny import Workshop, recorded, settings
 
@@ -96,11 +95,3 @@ def test_rows_longer_than_a_micro_batch_are_refused_before_a_model_loads(worksho
     rollout = {"environment": PLAYED, "max_sequence_tokens": 300}
     with pytest.raises(UserError, match=r"may have 300 tokens.* write trainer.max_tokens_per_device=300"):
         workshop.run("long", rollout=rollout, trainer={"max_tokens_per_device": 200})
-
-
-def test_streaming_refuses_environments_before_anything_starts() -> None:
-    config = config_of("grpo", rollout={"environment": PLAYED})
-    with pytest.raises(
-        UserError, match=r"cannot run actor.generate, which plays in an environment; write runtime=eager"
-    ):
-        check_streaming(config, build_flow(config))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from braidrl.algorithms.shaping import next_kl_coefficient
 from braidrl.cluster.local import WorkerFailed
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
@@ -22,6 +22,8 @@ from braidrl.runtimes.folders import run_config
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.streaming.program import StreamingProgram
 from braidrl.transfer.queue.segments import PREFIX, remove_abandoned, shared_folder
+from tests.leftovers import family, listening
+from tests.runtimes.turns import PLAYED
 from tests.tiny import (
     Workshop,
     braid,
@@ -41,7 +43,15 @@ FLOWS: dict[str, dict[str, Any]] = {
     "dapo": {"flow": "dapo", "algorithm": {"overlong_cache": 4}, "trainer": {"rows_per_update": 8}},
     "prompt-mean": {"flow": "dapo", "algorithm": {"aggregate": "prompt-mean"}, "trainer": {"rows_per_update": 4}},
     "diamond": {"flow": DIAMOND, "trainer": {"rows_per_update": 8}},
-    "ppo": {"flow": "ppo", "algorithm": {"reward": "verify"}, "trainer": {"rows_per_update": 8}},
+    "ppo": {
+        "flow": "ppo",
+        "algorithm": {"reward": "verify", "kl_target": 1.0},
+        "trainer": {"rows_per_update": 8},
+    },
+    "played": {
+        "rollout": {"max_response_tokens": 4, "environment": {"name": PLAYED, "params": {"fails": 2}}},
+        "trainer": {"rows_per_update": 8},
+    },
 }
 OF_ALL_GENERATED = ("score/", "response/", "groups/", "tokens/generated", "rows/generated")
 """Where groups are dropped that nobody waits for, fewer rows may have been generated to the end."""
@@ -56,10 +66,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """Fails a test after which memory is left of a run that has ended; other runs on this machine are let be."""
+    """Fails a test after which a port or memory is left of a run that has ended; other runs on this machine are let be."""
     remove_abandoned(shared_folder())
-    before = without_owner()
+    before, ports = without_owner(), listening(family())
     yield
+    assert listening(family()) <= ports
     assert not [path for path in Path("/proc/self/fd").iterdir() if PREFIX in os.path.realpath(path)]
     assert remove_abandoned(shared_folder()) == []
     assert without_owner() <= before
@@ -126,6 +137,7 @@ def eager(workshop: Workshop) -> Callable[..., Path]:
         ("prompt-mean", {"workers": {"actor": 2}}),
         ("diamond", {"dispatch_rows": 1}),
         ("ppo", {"workers": {"critic": 2}}),
+        ("played", {"workers": {"actor.generate": 2}, "dispatch_rows": 3}),
     ],
 )
 def test_without_staleness_streaming_gives_what_eager_gives(
@@ -147,6 +159,16 @@ def test_the_same_result_under_every_setting_that_must_not_matter(
     assert_same(eager(flow), stream(workshop, name, flow, settings))
 
 
+def test_text_of_a_second_source_is_streamed_with_its_rows(workshop: Workshop) -> None:
+    texts = write_jsonl(workshop.folder / "texts.jsonl", [{"prompt": f"{i}+{i}={2 * i}"} for i in range(5)])
+    sections = {
+        "flow": "ppo_ptx", "algorithm": {"reward": "verify", "ptx_coef": 0.5}, "data": {"ptx": str(texts)},
+        "dtype": "float64", "trainer": {"steps": 2, "rows_per_update": 8},
+    }  # fmt: skip
+    streamed = workshop.run("ptx-streaming", runtime="streaming", streaming={"dispatch_rows": 5}, **sections)
+    assert_same(workshop.run("ptx-eager", **sections), streamed)
+
+
 def test_dynamic_sampling_has_refilled_in_these_runs(eager: Callable[..., Path]) -> None:
     dropped = [n for line in read_metrics(eager("dapo")) for n in line if n.startswith("groups/dropped/all")]
     assert dropped
@@ -165,6 +187,18 @@ def test_with_staleness_one_no_row_is_older_and_each_is_trained_once(workshop: W
     assert len(uids) == len(set(uids)) == 5 * 16
     for step in range(1, 6):
         assert int(recorded(run, step)["version"].min()) >= step - 2
+
+
+def test_a_stages_state_follows_each_batch_in_turn_also_with_staleness(workshop: Workshop) -> None:
+    run = stream(workshop, "stale-state", "ppo", {"dispatch_rows": 4}, trainer={"max_staleness": 1})
+    coefficients = [line["shape.adaptive_kl_penalty/coef"] for line in read_metrics(run)]
+    expected = [0.05]
+    for step in range(1, 5):
+        rows = recorded(run, step)
+        kl = float((rows["old_log_probs"].values - rows["ref_log_probs"].values).double().sum()) / len(rows)
+        expected.append(next_kl_coefficient({"coef": expected[-1]}, {"kl": kl, "rows": 1.0}, target=1.0)["coef"])
+    assert coefficients == pytest.approx(expected, rel=1e-6)
+    assert len(set(coefficients)) == 5
 
 
 def test_surplus_that_is_kept_is_trained_in_the_next_iteration(workshop: Workshop) -> None:
@@ -268,12 +302,12 @@ def test_an_epoch_that_brings_nothing_is_the_same_error_as_in_one_process(worksh
 def test_a_run_resumes_where_it_stopped_also_in_one_process(
     workshop: Workshop, eager: Callable[..., Path], second: str
 ) -> None:
-    first = stream(workshop, f"resumed-{second}", "grpo", steps=2)
+    first = stream(workshop, f"resumed-{second}", "ppo", steps=2)
     config = run_config(first)
     trainer = config.trainer.model_copy(update={"steps": 5})
     with TrainingRun(config.model_copy(update={"trainer": trainer, "runtime": second}), resume=first) as run:
         run.train()
-    assert_same(eager("grpo"), first)
+    assert_same(eager("ppo"), first)
 
 
 def test_a_run_begun_in_one_process_goes_on_as_a_stream(workshop: Workshop, eager: Callable[..., Path]) -> None:
@@ -312,12 +346,6 @@ def test_evaluation_is_the_same_as_in_one_process(workshop: Workshop) -> None:
         }
 
 
-def children(pid: int) -> list[int]:
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
-    direct = [int(line) for line in found.split()]
-    return [*direct, *(grand for child in direct for grand in children(child))]
-
-
 def wait_until_gone(pids: list[int], limit_s: float = 15.0) -> None:
     deadline = time.monotonic() + limit_s
     while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
@@ -326,19 +354,21 @@ def wait_until_gone(pids: list[int], limit_s: float = 15.0) -> None:
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_a_run_that_is_interrupted_or_killed_leaves_no_process_and_no_memory(
+def test_a_run_that_is_interrupted_or_killed_leaves_no_process_no_memory_and_no_port(
     workshop: Workshop, sent: signal.Signals, status: int
 ) -> None:
     name = f"ended-by-{sent.name}"
     path = workshop.config_file(name, runtime="streaming", **sections_of("grpo", 1000))
     process = braid("train", path)
     wait_for_steps(workshop.folder / name, 2, process)
-    workers = children(process.pid)
-    assert len(workers) >= 4
+    workers = family(process.pid)[1:]
+    ports = listening([process.pid, *workers])
+    assert len(workers) >= 4 and ports
     process.send_signal(sent)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status, errors
     wait_until_gone(workers)
+    assert not ports & listening()
     if sent is signal.SIGINT:
         steps = len(read_metrics(workshop.folder / name))
         assert (workshop.folder / name / "checkpoints" / "latest").read_text() == f"step-{steps}\n"

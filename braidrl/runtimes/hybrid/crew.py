@@ -24,6 +24,7 @@ from braidrl.data.codec import payload_forbidden
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Scope, Stage
+from braidrl.flow.flow import is_optimized
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
 from braidrl.runtimes.executor import StageExecutor
@@ -102,7 +103,11 @@ class HybridCrew:
 
     def train(self, stage: Stage, table: Handle, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Begins every optimizer step; `publish` waits for them."""
-        index, group = self.index(table), self.groups[str(stage.role)]
+        group = self.groups[str(stage.role)]
+        if not is_optimized(stage):
+            self.training.append(Work(stage, group, group.call("copy_weights", stage), [], sums))
+            return
+        index = self.index(table)
         size, whole_groups = group.mesh.size, self.executor.objective(stage).whole_groups
         for update in updates:
             rows = index.take(update)
@@ -211,8 +216,8 @@ class HybridCrew:
 
     def _answers(self, work: Work) -> list[Answer]:
         """Waits for a stage, shows its progress, and adds its sums."""
-        with self.progress.stage(work.stage.name, sum(len(future.uids) for future in work.futures)) as bar:
-            answers = work.group.wait(work.futures, lambda future: bar.update(len(future.uids)))
+        with self.progress.stage(work.stage.name, sum(future.size for future in work.futures)) as bar:
+            answers = work.group.wait(work.futures, lambda future: bar.update(future.size))
         for answer in answers:
             work.sums.merge(Sums(answer.sums))
         work.sums.add(f"time/{work.stage.name}", max((answer.seconds for answer in answers), default=0.0))
@@ -283,11 +288,7 @@ class HybridCrew:
             group.wait(futures)
 
     def _release(self) -> None:
-        """Tells workers which chunks they can forget."""
-        keys: dict[int, list[int]] = {}
+        """Has workers told which chunks they can forget."""
         while self.forgotten:
             worker, key = self.forgotten.popleft()
-            keys.setdefault(worker, []).append(key)
-        for worker, forgotten in keys.items():
-            group = self.group_of[worker]
-            group.actors[worker - group.first].release.remote(forgotten)
+            self.group_of[worker].release(worker, key)

@@ -35,7 +35,17 @@ class Future:
     worker: int
     who: str
     what: str
-    uids: tuple[Any, ...] = ()
+    part: Part | None = None
+
+    @property
+    def size(self) -> int:
+        """How many rows it is about."""
+        return len(self.part) if self.part else 0
+
+    @property
+    def uids(self) -> list[Any]:
+        """Of its rows; made when somebody asks, which is when something has gone wrong."""
+        return self.part.uids() if self.part else []
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +97,8 @@ class WorkerGroup:
     traffic: Traffic
     names: dict[str, str] = field(default_factory=dict)
     """Of all workers of the run, by Ray's id of the actor."""
+    forgotten: dict[int, list[int]] = field(default_factory=dict)
+    """By rank, chunks that nobody can ask for any more: the worker is told with its next call."""
 
     @property
     def mesh(self) -> Mesh:
@@ -102,19 +114,24 @@ class WorkerGroup:
         futures = [self._send(rank, method, call, aside) for rank, call in enumerate(calls) if call is not None]
         return protocol.collect(self.mesh, calls, futures)
 
+    def release(self, worker: int, key: int) -> None:
+        """A worker may forget a chunk."""
+        self.forgotten.setdefault(worker - self.first, []).append(key)
+
     def _send(self, rank: int, method: str, arguments: tuple[Any, ...], aside: bool) -> Future:
         rows = [argument for argument in arguments if isinstance(argument, Outgoing)]
         awaited = rows[0].awaited if rows else []
         plain = tuple(argument.part if isinstance(argument, Outgoing) else argument for argument in arguments)
-        message = pickle.dumps((method, plain))
+        # An aside call may overtake others, which still need what is to be forgotten.
+        released = () if aside else self.forgotten.pop(rank, ())
+        message = pickle.dumps((method, plain, released))
         self.traffic.sent += len(message)
         perform = self.actors[rank].perform
         if aside:
             perform = perform.options(concurrency_group="aside")
         ref = perform.remote(message, *(future.ref for future in awaited))
         what = next((argument.name for argument in plain if isinstance(argument, Stage)), method)
-        uids = tuple(rows[0].part.uids()) if rows else ()
-        return Future(ref, self.first + rank, f"{self.pool.name} rank {rank}", what, uids)
+        return Future(ref, self.first + rank, f"{self.pool.name} rank {rank}", what, rows[0].part if rows else None)
 
     def wait(self, futures: Sequence[Future], arrived: Callable[[Future], None] | None = None) -> list[Answer]:
         """The answers, in order. Raises WorkerFailure for one that failed or says nothing for too long, UserError as the worker did."""
@@ -155,16 +172,23 @@ class WorkerGroup:
         return result
 
     def _raise_deaths(self, others: Sequence[Future]) -> None:
-        """A worker that dies makes those fail that were waiting for it; it is the one to be named."""
+        """A worker that dies makes those fail that were waiting for it; it is the one to be named.
+
+        Any other failure here was not the first to be seen: that one is what the caller raises.
+        """
         ready, _ = ray.wait([f.ref for f in others], num_returns=len(others), timeout=DEATH_S) if others else ([], [])
         for future in others:
-            if future.ref in ready:
-                try:
-                    ray.get(future.ref)
-                except RayActorError:
-                    self._result(future)
-                except RayError:
-                    continue
+            if future.ref in ready and isinstance(self._error(future), RayActorError):
+                self._result(future)
+
+    @staticmethod
+    def _error(future: Future) -> RayError | None:
+        """Why a call that has ended failed, or None."""
+        try:
+            ray.get(future.ref)
+        except RayError as error:
+            return error
+        return None
 
     def _silence(self, waiting: Sequence[Future]) -> str:
         whom = "; ".join(f"{f.who} ({f.what}{named_rows(f.uids)})" for f in waiting)

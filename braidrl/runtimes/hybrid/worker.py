@@ -69,17 +69,23 @@ class HybridWorker:
         self.version = 0
 
     def perform(self, message: bytes, *answers: bytes) -> bytes:
-        """Calls a method by name; `answers` are those of earlier calls that it needs. Raises StageFailure or UserError."""
-        method, arguments = pickle.loads(message)
+        """Calls a method by name; `answers` are those of earlier calls that it needs. Raises StageFailure or UserError.
+
+        The message also names chunks that nobody can ask for any more: they are forgotten first.
+        """
+        method, arguments, released = pickle.loads(message)
+        for key in released:
+            self.chunks.pop(key, None)
         self.call.asked = {}
         self.call.answers = [Answer.of(packed) for packed in answers]
-        self.call.doing = (self.seat.pool.name, method, ())
+        self.call.doing = (self.seat.pool.name, method, None)
         try:
             answer = getattr(self, method)(*arguments)
         except UserError:
             raise
         except Exception:
-            role, doing, uids = self.call.doing
+            role, doing, part = self.call.doing
+            uids = part.uids() if part else ()
             story = f"{role} rank {self.seat.rank} failed in {doing}{named_rows(uids)}:\n{traceback.format_exc()}"
             raise StageFailure(story) from None
         return (answer if isinstance(answer, Answer) else Answer(result=answer)).packed()
@@ -91,11 +97,6 @@ class HybridWorker:
     def sit(self, seat: Seat, *peers: Any) -> None:
         """Takes a seat in a run, whose workers are `peers` by number."""
         self.seat, self.peers = seat, peers
-
-    def release(self, keys: Sequence[int]) -> None:
-        """Forgets chunks that nobody can ask for any more."""
-        for key in keys:
-            self.chunks.pop(key, None)
 
     def close(self) -> None:
         """Ends the processes that check answers, and lets go of rows, files and ranks."""
@@ -126,7 +127,7 @@ class HybridWorker:
     def load_models(self, prepared: Prepared, generating: Sequence[str], verifies: bool) -> int:
         """Loads the pool's roles; with `verifies` also starts what checks answers. Returns this process's id."""
         set_up_torch(prepared.config)
-        self.call.doing = (self.seat.pool.name, "loading its models", ())
+        self.call.doing = (self.seat.pool.name, "loading its models", None)
         self.flow, self.rows = prepared.flow, prepared.store()
         if self.seat.folder is not None:
             self.trace = TraceWriter(self.seat.folder, self.seat.name)
@@ -144,7 +145,7 @@ class HybridWorker:
     @register(protocol="RANK_ZERO")
     def make(self, origin: Origin, key: int) -> Answer:
         """Rows from data or a file."""
-        self.call.doing = (self.seat.pool.name, f"reading {type(origin).__name__}", ())
+        self.call.doing = (self.seat.pool.name, f"reading {type(origin).__name__}", None)
         return self._keep(key, dict(self.rows.make(origin).items()))
 
     @register(protocol="DP")
@@ -177,6 +178,12 @@ class HybridWorker:
             counted = self.seat.rank == 0
             self.executor.optimize(stage, as_rows(index), rows, iteration, sums, bar, counted)
         return Answer(sums=sums.pairs(), seconds=span.seconds)
+
+    @register(protocol="ONE_TO_ALL")
+    def copy_weights(self, stage: Stage) -> Answer:
+        """One role of the pool takes its weights from another one of it."""
+        self.executor.copy_weights(stage)
+        return Answer()
 
     @register(protocol="ONE_TO_ALL")
     def publish(self, version: int) -> None:
@@ -217,7 +224,7 @@ class HybridWorker:
 
     def _gather(self, part: Part, stage: Stage, iteration: int) -> Rows:
         """The part's rows with the columns that the stage may read."""
-        self.call.doing = (stage.role or self.seat.pool.name, f"{stage.name} (iteration {iteration})", part.uids())
+        self.call.doing = (stage.role or self.seat.pool.name, f"{stage.name} (iteration {iteration})", part)
         if self.trace is None:
             return self._rows_of(part, columns_read(stage))
         with self.trace.span(stage.role or "compute", stage.name, iteration, rows=len(part), state="waiting"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from braidrl.flow import Kind, Scope
+from braidrl.flow.stage_state import with_state
 from braidrl.runtimes.streaming.workplace import Workplace
 from braidrl.transfer.queue.client import Client, StreamLoader, Work
 from braidrl.transfer.queue.data_plane import Evicted
@@ -23,7 +24,8 @@ def compute(place: Workplace, client: Client) -> None:
 
 def compute_rows(place: Workplace, client: Client, work: Work) -> None:
     """One lease: columns for its rows, or verdicts on its groups."""
-    stage, leases = place.stage(work.stage), [number for number, _ in work.leases]
+    stage = with_state(place.stage(work.stage), work.message["state"])
+    leases = [number for number, _ in work.leases]
     if stage.kind is Kind.SELECT:
         with place.busy(stage.name, work.iteration, work.index.uids()) as report:
             dropped = place.executor.select(stage, work.index)
@@ -37,4 +39,6 @@ def compute_rows(place: Workplace, client: Client, work: Work) -> None:
         else:
             columns = place.executor.execute(stage, rows, report.sums)
         written = client.write(rows.uids(), columns)
-    client.done(stage.name, leases, [written], report.plain())
+        followed = place.executor.sums(stage, rows) if stage.state else {}
+    totals = {name: float(total) for name, total in followed.items()}
+    client.done(stage.name, leases, [written], report.plain(), totals)

@@ -3,12 +3,14 @@
 take ──lease per row──▶ engine ──step──▶ finished rows ──▶ columns, acknowledged at once
                            ▲
                            └── new weights, all at once, when a batch's generation is over
+
+Episodes of several turns are played to their ends, those that were taken together at the same time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from braidrl.data.rows import Rows
@@ -36,6 +38,8 @@ class Generation:
         self.engine = place.executor.engines[self.role]
         self.slots = place.executor.config.rollout.slots
         self.source = WeightSource(place.data)
+        self.played = {s for s in place.group.stages if "environment" in place.stage(s).params}
+        """Stages whose rows are episodes in an environment."""
         self.flight: dict[Uid, tuple[int, Work, Rows]] = {}
         """Of each row in the engine its lease, where it came from, and the row."""
         self.postponed: list[tuple[int, Work, Rows]] = []
@@ -48,6 +52,7 @@ class Generation:
 
     def run(self) -> None:
         """Generates until the run ends."""
+        self.place.progress.on_advance = lambda: self.client.renew(self.place.settings.lease_s / 3)
         while True:
             if self._wants_rows():
                 work = self._take()
@@ -65,19 +70,37 @@ class Generation:
     def _take(self) -> Work:
         room = max(1, min(self.slots - len(self.flight), self.place.settings.dispatch_rows))
         wait_s = 0.0 if self.flight else self.place.settings.wait_s
-        work = self.client.take(self.place.group.stages, room, wait_s, single=True)
+        # Episodes have the engine for themselves.
+        stages = [name for name in self.place.group.stages if not (self.flight and name in self.played)]
+        work = self.client.take(stages, room, wait_s, single=True)
         self.asked, self.found = time.monotonic(), work.kind == "rows"
         return work
 
     def _act(self, work: Work) -> None:
         self._drop(work.lost)
         if work.kind == "rows":
+            given: list[tuple[int, Rows]] = []
             for place, (lease, _) in enumerate(work.leases):
                 # A row that selection has dropped meanwhile is gone, and its lease with it.
                 with suppress(Evicted):
-                    self._begin(lease, work, work.rows([place]))
+                    given.append((lease, work.rows([place])))
+            if work.stage in self.played:
+                self._play(work, given)
+            else:
+                for lease, row in given:
+                    self._begin(lease, work, row)
         elif work.kind == "load":
             self._load(work)
+
+    def _play(self, work: Work, given: Sequence[tuple[int, Rows]]) -> None:
+        """Plays the rows' episodes to their ends, writes and acknowledges them."""
+        if not given:
+            return
+        stage, rows = self.place.stage(work.stage), Rows.cat([row for _, row in given])
+        with self.place.busy(stage.name, work.iteration, rows.uids(), self.engine.version) as report:
+            columns = self.place.executor.execute(stage, rows, report.sums)
+            written = self.client.write(rows.uids(), columns)
+        self.client.done(stage.name, [lease for lease, _ in given], [written], report.plain())
 
     def _begin(self, lease: int, work: Work, row: Rows) -> None:
         (uid,) = row.uids()

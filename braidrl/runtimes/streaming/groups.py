@@ -76,17 +76,7 @@ def check_streaming(config: Config, flow: Flow) -> None:
     for stage in flow.stages:
         if stage.kind is Kind.TRAIN and not is_optimized(stage):
             raise UserError(
-                f"runtime=streaming cannot run {stage.name}, which copies another role's weights; "
-                "write runtime=eager, hybrid or distributed"
-            )
-        if "environment" in stage.params:
-            raise UserError(
-                f"runtime=streaming cannot run {stage.name}, which plays in an environment; "
-                "write runtime=eager, hybrid or distributed"
-            )
-        if stage.state:
-            raise UserError(
-                f"runtime=streaming cannot run {stage.name}, whose state ({', '.join(stage.state)}) changes once per "
-                "iteration; write runtime=eager, hybrid or distributed"
+                f"runtime=streaming cannot run {stage.name}: it copies weights within a process, and each role lives in "
+                "processes of its own; write runtime=eager, hybrid or distributed"
             )
     worker_groups(config, flow, None)

@@ -19,6 +19,7 @@ from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow import Stage
 from braidrl.flow.sizes import Sizes
+from braidrl.flow.stage_state import State
 from braidrl.flow.updates import check_update_size
 from braidrl.flow.versions import admissible
 from braidrl.flow.waves import Sampling
@@ -26,7 +27,6 @@ from braidrl.observe.metrics import Sums
 from braidrl.runtimes.iteration import IterationResult, Position
 from braidrl.runtimes.row_store import Admission, Origin, Recording, RowStore, Surplus, with_added
 from braidrl.runtimes.setup import Prepared
-from braidrl.runtimes.stage_state import State
 from braidrl.runtimes.streaming.groups import check_streaming, worker_groups
 from braidrl.runtimes.streaming.processes import Processes
 from braidrl.transfer.queue.client import assembled
@@ -104,11 +104,14 @@ class StreamingProgram:
     def position(self, loader: PromptLoader) -> Position:
         """Where a run resumes from after the last finished iteration; what was begun of the next one is done again then."""
         following = self.stream.schedule.published + 1
-        return self.opening.get(following) or self._current()
+        loaded, sampling, surplus, _ = self.opening.get(following) or self._current()
+        return loaded, sampling, surplus, self.stream.states_before(following)
 
     def restore(self, sampling: dict[str, Any], surplus: Sequence[Rows], states: Mapping[str, State]) -> None:
-        """Goes on from a checkpoint's selection state and surplus rows; `load` says after which iteration."""
+        """Goes on from a checkpoint's selection state, surplus rows and stages' states; `load` says after which iteration."""
         self.restored = sampling, Rows.cat(list(surplus)) if surplus else None
+        known = self.stream.states.values
+        known |= {name: dict(state) for name, state in states.items() if name in known}
 
     # The crew
 
@@ -208,10 +211,13 @@ class StreamingProgram:
         # As in serial order: scores as selection saw them, or where nothing is selected as they were in the end.
         parts = [*finished.generated, finished.index] if self.flow.sampling_segment else [finished.final]
         common = [name for name in parts[-1] if all(name in part for part in parts)]
+        sums = Sums.merged(Sums(report["sums"]) for report in finished.reports)
+        for stage, state in finished.states.items():
+            for name, value in state.items():
+                sums.add(f"{stage}/{name}", value)
         return IterationResult(
-            Rows.cat([part.only(common) for part in parts]), finished.final, table, final,
-            Sums.merged(Sums(report["sums"]) for report in finished.reports), self._seconds(finished),
-            finished.outcome.dropped,
+            Rows.cat([part.only(common) for part in parts]), finished.final, table, final, sums,
+            self._seconds(finished), finished.outcome.dropped,
         )  # fmt: skip
 
     def _seconds(self, finished: Finished) -> dict[str, float]:

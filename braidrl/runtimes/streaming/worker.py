@@ -43,7 +43,7 @@ def work(arguments: Mapping[str, Any]) -> None:
     data = DataPlane(Segments(arguments["run"], arguments["holder"]), arguments["address"])
     executor = StageExecutor(
         config, flow, (group.role,) if group.role else (), tokenizer,
-        rule_rewards(config, flow, evaluation, tokenizer) if group.kind == "compute" else None,
+        rule_rewards(config, [*flow.stages, *evaluation.stages], tokenizer) if group.kind == "compute" else None,
         progress, (group.role,) if group.role and group.kind == "generate" else (), world.data_parallel, group.trained,
     )  # fmt: skip
     trace = TraceWriter(Path(arguments["folder"]), arguments["name"])

@@ -110,9 +110,17 @@ class Client:
         return write_columns(self.data, uids, columns)
 
     def done(
-        self, stage: str, leases: Sequence[int], written: Sequence[Written], report: Mapping[str, Any]
+        self,
+        stage: str,
+        leases: Sequence[int],
+        written: Sequence[Written],
+        report: Mapping[str, Any],
+        totals: Mapping[str, float] | None = None,
     ) -> list[int]:
-        """The leases' rows are done, and have these columns; the numbers of those that were lost."""
+        """The leases' rows are done, and have these columns; the numbers of those that were lost.
+
+        `totals` are the sums over the rows that the stage's state follows.
+        """
         frames: list[Frame] = []
         parts = []
         for part in written:
@@ -125,7 +133,7 @@ class Client:
                 }
             )
             frames += part.frames
-        return self._done(stage, leases, {"parts": parts}, report, frames)
+        return self._done(stage, leases, {"parts": parts, "totals": dict(totals or {})}, report, frames)
 
     def selected(
         self, stage: str, lease: int, reasons: Mapping[int, str | None], report: Mapping[str, Any]

@@ -134,7 +134,7 @@ class ControlPlane:
         if stream.flow[request["stage"]].kind is Kind.SELECT:
             return {"lost": stream.select(request["leases"][0], dict(request["reasons"]), now)}, ()
         parts = [self._part(request["stage"], part, frames) for part in request["parts"]]
-        lost = stream.acknowledge(request["leases"], parts, now)
+        lost = stream.acknowledge(request["leases"], parts, now, request["totals"])
         self.data.free([part.block for part in parts if part.block is not None and not part.rows])
         return {"lost": lost}, ()
 
@@ -269,7 +269,10 @@ class ControlPlane:
         index, payload = stream.read(stage.name, uids)
         iteration = stream.schedule.iteration_of[uids[0][1]] if stream.during is None else stream.during
         numbers = [[lease.number, len(lease.rows)] for lease in leases]
-        answer = {"kind": "rows", "stage": stage.name, "iteration": iteration, "leases": numbers, "payload": payload}
+        answer = {
+            "kind": "rows", "stage": stage.name, "iteration": iteration, "leases": numbers, "payload": payload,
+            "state": stream.states.values.get(stage.name, {}),
+        }  # fmt: skip
         return answer, encode(index)
 
     def _step(self, stream: Stream, stage: Stage) -> Answer | None:

@@ -121,12 +121,14 @@ def remove_abandoned(folder: Path) -> list[str]:
         run = path.name.removeprefix(PREFIX).removesuffix(".owner")
         try:
             handle = os.open(path, os.O_RDWR)
-        except (FileNotFoundError, PermissionError):
-            continue  # It ended meanwhile, or is another user's.
+        except FileNotFoundError:
+            continue  # The run has ended since it was listed, and removed what was its own.
+        except PermissionError:
+            continue  # Another user's run: its files cannot be removed by this one, but by that user's next run.
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue  # Its owner lives.
+            continue  # Its owner lives, and holds the lock as long as it does: nothing of it is abandoned.
         else:
             remove_run(folder, run)
             removed.append(run)

@@ -12,9 +12,11 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.readiness import Uid, waits_for
 from braidrl.flow.sizes import Sizes
+from braidrl.flow.stage_state import State
 from braidrl.flow.waves import Outcome
 from braidrl.transfer.leases import Lease, LeaseLost
 from braidrl.transfer.queue.data_plane import Block
+from braidrl.transfer.queue.states import StageStates
 from braidrl.transfer.queue.table import Detached, Part, Table
 from braidrl.transfer.schedule import StreamSchedule
 
@@ -38,6 +40,7 @@ class Finished:
     outcome: Outcome
     generated: list[Rows]
     reports: list[Report]
+    states: dict[str, State]
 
 
 @dataclass
@@ -48,6 +51,8 @@ class Account:
     generated: list[Rows] = field(default_factory=list)
     """Index columns of rows that were generated and dropped."""
     reports: list[Report] = field(default_factory=list)
+    states: dict[str, State] = field(default_factory=dict)
+    """What stages with a state that are through had as their values."""
 
 
 class Stream:
@@ -59,6 +64,7 @@ class Stream:
         self.flow, self.schedule, self.table = flow, StreamSchedule(flow, sizes), Table()
         self.readable = {stage.name: writers_before(flow, stage) for stage in flow.stages}
         self.accounts: defaultdict[int, Account] = defaultdict(Account)
+        self.states = StageStates(flow)
 
     @property
     def recorded(self) -> tuple[Stage, ...]:
@@ -93,8 +99,13 @@ class Stream:
         writers = self.readable[stage]
         return self.table.index(uids, writers), self.table.payload(uids, writers, wanted)
 
-    def acknowledge(self, leases: Sequence[int], parts: Sequence[Part], now: float) -> list[int]:
-        """Work is done and written; the numbers of leases that were lost, whose rows are left out."""
+    def acknowledge(
+        self, leases: Sequence[int], parts: Sequence[Part], now: float, totals: Mapping[str, float] | None = None
+    ) -> list[int]:
+        """Work is done and written; the numbers of leases that were lost, whose rows are left out.
+
+        `totals` are the sums of a lease's rows that the stage's state follows.
+        """
         versions = {uid: version for part in parts for uid, version in oldest(part).items()}
         lost: list[int] = []
         kept: set[Uid] = set()
@@ -104,6 +115,8 @@ class Stream:
                 version = min((versions.get(uid, 0) for uid in held.rows), default=0) if held else None
                 lease = self.schedule.acknowledge(number, now, version)
                 kept.update(lease.rows)
+                if totals:
+                    self._follow(lease, totals)
             except LeaseLost:
                 lost.append(number)
         for part in parts:
@@ -146,7 +159,7 @@ class Stream:
         finished = Finished(
             batch.iteration, self.table.index(uids, recorded), self.table.index(uids, every),
             self.table.payload(uids, recorded, None), self.table.payload(uids, every, None),
-            self.table.detach(uids), account.outcome, account.generated, account.reports,
+            self.table.detach(uids), account.outcome, account.generated, account.reports, account.states,
         )  # fmt: skip
         self.schedule.publish()
         return finished
@@ -156,6 +169,17 @@ class Stream:
         iteration = self.schedule.iteration_of.get(lease.rows[0][1])
         if iteration is not None:
             self.accounts[iteration].reports.append(report)
+
+    def states_before(self, iteration: int) -> dict[str, State]:
+        """The states that an iteration began with, or will begin with if it is the next one."""
+        ran = self.accounts[iteration].states
+        return {name: dict(ran.get(name, values)) for name, values in self.states.values.items()}
+
+    def _follow(self, lease: Lease, totals: Mapping[str, float]) -> None:
+        name, iteration = lease.consumer.stage, self.schedule.iteration_of[lease.rows[0][1]]
+        self.states.add(name, totals)
+        if self.schedule.turn(name) > iteration:
+            self.accounts[iteration].states[name] = self.states.advance(name)
 
     def _write(
         self, writer: str, uids: Sequence[Uid], index: Rows, block: Block | None, columns: tuple[str, ...]

@@ -1,0 +1,53 @@
+"""What one rank has of a parameter that several divide; of one that nobody divides, all of it."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part, in the same memory."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a gradient, after what the ranks of a divided parameter have each computed of it is summed."""
+    if not isinstance(gradient, DTensor):
+        return gradient
+    assert isinstance(parameter, DTensor)
+    return local_part(gradient.redistribute(placements=parameter.placements))
+
+
+def parts_of(parameter: Tensor) -> int:
+    """Into how many different parts the ranks divide a parameter."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    sizes = parameter.device_mesh.shape
+    return math.prod(s for s, p in zip(sizes, parameter.placements, strict=True) if not p.is_replicate())
+
+
+def part_of(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """What this rank has of a whole tensor that is divided as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tensor[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]
+
+
+def as_part(local: Tensor, parameter: Tensor) -> Tensor:
+    """A rank's part as a tensor that knows the whole, divided as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor from all its parts, on every rank; all ranks call this at the same time."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

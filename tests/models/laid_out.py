@@ -1,0 +1,132 @@
+"""What ranks with layouts do in tests: one case after the other on the same processes, each compared with one process."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.world import World
+from braidrl.config import Config, parse_config
+from braidrl.data.rows import Rows
+from braidrl.models.checkpoint import divided_state, load_worker, save_worker
+from braidrl.models.objective import Objective, denominators
+from braidrl.models.parts import whole
+from braidrl.models.worker import DecoderWorker
+from braidrl.observe.metrics import Sums
+from braidrl.runtimes.iteration import group_tokens
+from tests.tiny import TOKENIZER, settings
+
+OBJECTIVE: dict[str, Any] = {"loss": "clip", "aggregate": "token-mean", "entropy_coef": 0.01}
+Found = dict[str, torch.Tensor]
+
+
+def make_rows() -> Rows:
+    """Twelve rows of very different lengths, from 2 to 60 tokens."""
+    draw = torch.Generator().manual_seed(5)
+    lengths = torch.tensor([2, 60, 3, 5, 9, 41, 2, 4, 17, 3, 28, 6])
+    prompts = (lengths // 3).clamp(min=1)
+    actions, count = lengths - prompts, len(lengths)
+    mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths.tolist(), prompts.tolist(), strict=True)])
+    tokens = torch.randint(0, len(TOKENIZER), (int(lengths.sum()),), generator=draw)
+    old = -2.5 + 0.3 * torch.randn(int(actions.sum()), generator=draw, dtype=torch.float64)
+    rows = Rows(
+        {
+            "source": torch.zeros(count, dtype=torch.int64), "group": torch.arange(count) // 2,
+            "sample": torch.arange(count) % 2, "length": lengths, "action_tokens": actions,
+            "advantage": torch.randn(count, generator=draw, dtype=torch.float64),
+            "tokens": Ragged.from_lengths(tokens, lengths), "action_mask": Ragged.from_lengths(mask, lengths),
+            "sequence_lengths": Ragged.from_lengths(lengths, torch.ones_like(lengths)),
+            "old_log_probs": Ragged.from_lengths(old, actions),
+        }
+    )  # fmt: skip
+    return rows.with_columns({"group_tokens": group_tokens(rows)})
+
+
+def config_of(model: str, layout: dict[str, Any] | None = None, dtype: str = "float64") -> Config:
+    # Recomputed activations go through the same collectives a second time.
+    trainer = {
+        "max_tokens_per_device": 64, "max_grad_norm": 0.5, "layout": layout or {},
+        "activation_checkpointing": bool(layout),
+    }  # fmt: skip
+    return parse_config(settings(Path("."), Path(model), Path("none.jsonl"), dtype=dtype, trainer=trainer))
+
+
+def own_rows(rows: Rows, world: World) -> torch.Tensor:
+    """Positions of a rank's rows: the last of several has none."""
+    owner = torch.arange(len(rows)) % max(1, world.size - 1)
+    return (owner == world.rank).nonzero().flatten()
+
+
+def one_step(worker: DecoderWorker, mine: torch.Tensor, iteration: int = 1) -> Found:
+    """Log-probs of own rows; then what one optimizer step on all rows leaves: norm, gradients as Adam keeps them, weights."""
+    rows, objective = make_rows(), Objective.of("actor", OBJECTIVE)
+    own = rows.take(mine)
+    found = {"log_probs": worker.log_probs(own).values}
+    half = len(own) // 2
+    for part in (own.take(list(range(half))), own.take(list(range(half, len(own))))):
+        worker.accumulate(objective, part, Sums())
+    norm = worker.step({"tokens": denominators(rows)["tokens"]}, iteration)
+    assert norm is not None and worker.optimizer is not None
+    found["norm"] = torch.tensor(norm, dtype=torch.float64)
+    found |= {f"state {name}": whole(t) for name, t in divided_state(worker.optimizer).items()}
+    return found | {f"weight {name}": whole(p) for name, p in worker.model.named_parameters()}
+
+
+@cache
+def alone(model: str, dtype: str = "float64", steps: int = 1) -> Found:
+    """The last of several steps of one process on all rows."""
+    worker = DecoderWorker("actor", config_of(model, dtype=dtype), train=True)
+    for iteration in range(1, steps + 1):
+        found = one_step(worker, torch.arange(len(make_rows())), iteration)
+    return found
+
+
+def differences(found: Found, wanted: Found, mine: torch.Tensor, dtype: str = "float64") -> list[str]:
+    """What is not the same to 1e-7; in float32 the norm, log-probs and gradients to 1e-4: Adam's first step is a sign."""
+    wanted = dict(wanted)
+    wanted["log_probs"] = Ragged.from_lengths(wanted["log_probs"], make_rows()["action_tokens"]).take(mine).values
+    limit, left_out = (1e-7, ()) if dtype == "float64" else (1e-4, ("weight",))
+    assert found.keys() == wanted.keys()
+    return [
+        f"{name} by {float((found[name].double() - tensor.double()).abs().max()):.1e}"
+        for name, tensor in wanted.items()
+        if not name.startswith(left_out or "-")
+        and not torch.allclose(found[name].double(), tensor.double(), rtol=limit, atol=limit)
+    ]
+
+
+def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
+    """By case, what differs from one process on any rank."""
+    torch.set_num_threads(1)
+    found = {}
+    for name, (model, layout, dtype) in task["cases"].items():
+        world.at(name)
+        mine = own_rows(make_rows(), world)
+        worker = DecoderWorker("actor", config_of(model, layout, dtype), True, world.data_parallel)
+        differing = differences(one_step(worker, mine), alone(model, dtype), mine, dtype)
+        parts = world.gather("differences", json.dumps(differing).encode())
+        found[name] = [f"rank {rank}: {d}" for rank, part in enumerate(parts) for d in json.loads(bytes(part))]
+    if "saved" in task:
+        found |= saved_and_loaded(world, *task["saved"])
+    return found
+
+
+def saved_and_loaded(world: World, model: str, layouts: list[dict[str, Any]], folder: str) -> dict[str, list[str]]:
+    """Saves after a step under the first layout, goes on under each, and leaves exports in float32 of each."""
+    found, mine = {}, own_rows(make_rows(), world)
+    first = DecoderWorker("actor", config_of(model, layouts[0]), True, world.data_parallel)
+    one_step(first, mine)
+    save_worker(first, Path(folder, "saved"), world.first)
+    for number, layout in enumerate(layouts):
+        world.gather("saved", b"")
+        worker = DecoderWorker("actor", config_of(model, layout), True, world.data_parallel)
+        load_worker(worker, Path(folder, "saved"))
+        found[f"loaded under {layout}"] = differences(one_step(worker, mine, 2), alone(model, steps=2), mine)
+        single = DecoderWorker("actor", config_of(model, layout, "float32"), True, world.data_parallel)
+        save_worker(single, Path(folder, f"export-{number}"), world.first)
+    return found

@@ -1,0 +1,115 @@
+"""Invariant 4 on many devices: gradient norm, gradients, log-probs and weights do not depend on the layout."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from braidrl.cluster.processes import run_ranks
+from braidrl.errors import UserError
+from braidrl.models.checkpoint import load_worker
+from braidrl.models.worker import DecoderWorker
+from tests.models.laid_out import alone, config_of, differences, make_rows, one_step
+from tests.tiny import MODELS, TOKENIZER
+
+WAIT_S = 200.0
+# Each axis, each kind of shard and each model, and every two axes together.
+PAIRWISE: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    2: [
+        ("qwen2", {"shard": "full"}), ("qwen3", {"shard": "optimizer"}), ("qwen2", {"tensor": 2}),
+        ("llama", {"sequence": 2, "shard": "full"}),
+    ],
+    4: [
+        ("qwen3", {"tensor": 2, "shard": "full"}), ("qwen2", {"sequence": 2, "shard": "optimizer"}),
+        ("llama", {"tensor": 2, "sequence": 2}),
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The tiny models with eight heads and four of keys and values, so that four ranks can divide them."""
+    folder, paths = tmp_path_factory.mktemp("wide"), {}
+    for name, config in MODELS.items():
+        config = deepcopy(config)
+        config.num_attention_heads, config.num_key_value_heads, config.head_dim = 8, 4, 4
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        TOKENIZER.save_pretrained(folder / name)
+        paths[name] = str(folder / name)
+    return paths
+
+
+def in_ranks(size: int, cases: dict[str, Any], **more: Any) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = run_ranks("tests.models.laid_out:compare", {"cases": cases, **more}, size, WAIT_S)
+    return found
+
+
+def test_two_ranks_compute_what_one_process_does(models: dict[str, str]) -> None:
+    found = in_ranks(2, {f"{n} {layout}": (models[n], layout, "float64") for n, layout in PAIRWISE[2]})
+    assert found == {name: [] for name in found} and len(found) == len(PAIRWISE[2])
+
+
+def test_four_ranks_do_too_and_a_checkpoint_of_one_layout_goes_on_under_another(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    model = models["qwen2"]
+    layouts = [{"tensor": 2, "shard": "full"}, {"sequence": 2, "shard": "optimizer"}]
+    cases = {f"{n} {layout}": (models[n], layout, "float64") for n, layout in PAIRWISE[4]}
+    found = in_ranks(4, cases, saved=(model, layouts, str(tmp_path)))
+    assert found == {name: [] for name in found} and len(found) == len(cases) + len(layouts)
+
+    worker, everything = DecoderWorker("actor", config_of(model), train=True), torch.arange(len(make_rows()))
+    load_worker(worker, tmp_path / "saved")
+    assert differences(one_step(worker, everything, 2), alone(model, steps=2), everything) == []
+    source = load_file(Path(model, "model.safetensors"))
+    for number in range(len(layouts)):
+        export = load_file(tmp_path / f"export-{number}" / "model.safetensors")
+        assert export.keys() == source.keys()
+        assert all(torch.equal(tensor, source[name]) for name, tensor in export.items())
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / f"export-{number}").dtype == torch.float32
+
+    refused_as_another_model(models["llama"], tmp_path / "saved")
+    refused_as_damaged(worker, tmp_path / "saved")
+
+
+def refused_as_another_model(model: str, saved: Path) -> None:
+    other = DecoderWorker("actor", config_of(model), train=True)
+    before = [p.detach().clone() for p in other.model.parameters()]
+    with pytest.raises(UserError, match="holds another model") as caught:
+        load_worker(other, saved)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(p, q) for p, q in zip(other.model.parameters(), before, strict=True))
+
+
+def refused_as_damaged(worker: DecoderWorker, saved: Path) -> None:
+    shard = max((saved / "optimizer").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    with pytest.raises(UserError, match="is damaged or incomplete") as caught:
+        load_worker(worker, saved)
+    assert "\n" not in str(caught.value)
+    shutil.rmtree(saved / "optimizer")
+    with pytest.raises(UserError, match="is damaged or incomplete"):
+        load_worker(worker, saved)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_every_product_of_axes_and_shards_computes_what_one_process_does(size: int, models: dict[str, str]) -> None:
+    cases = {}
+    for tensor, sequence in itertools.product((1, 2, 4), repeat=2):
+        if size % (tensor * sequence) or tensor * sequence > 4:
+            continue
+        for shard, name, dtype in itertools.product(("full", "optimizer", "none"), MODELS, ("float64", "float32")):
+            layout = {"tensor": tensor, "sequence": sequence, "shard": shard}
+            cases[f"{name} {layout} {dtype}"] = (models[name], layout, dtype)
+    found = in_ranks(size, cases)
+    assert found == {name: [] for name in found}

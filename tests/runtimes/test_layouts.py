@@ -1,0 +1,67 @@
+"""`trainer.layout` under the distributed runtime: the run of one process, whatever is divided; and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from braidrl.config import parse_config
+from braidrl.errors import UserError
+from braidrl.runtimes.folders import run_config, write_whole
+from braidrl.runtimes.run import TrainingRun, train
+from tests.invariants.traces import EVERY_STEP, assert_same, merged, trace
+from tests.runtimes.ranks import run_in_ranks
+from tests.tiny import Workshop
+
+DIAMOND = Path(__file__).parent / "diamond.yaml"
+STEPS = 2
+# One group of two rows in each update: some of the ranks have no row to infer or to train on.
+FEW: dict[str, Any] = merged(
+    EVERY_STEP, {"trainer": {"steps": STEPS, "prompts_per_step": 2, "rows_per_update": 2}, "rollout": {"samples_per_prompt": 2}}
+)  # fmt: skip
+PPO: dict[str, Any] = merged(FEW, {"flow": "ppo", "algorithm": {"reward": "verify", "kl_target": 0.5}})
+FLOW: dict[str, Any] = merged(FEW, {"flow": str(DIAMOND)})
+REPLICA = {"actor": {"layout": {"tensor": 2, "shard": "optimizer"}}, "reference": {"layout": {"shard": "full"}}}
+
+
+def test_a_run_with_layouts_is_that_of_one_process_which_goes_on_from_its_checkpoint(workshop: Workshop) -> None:
+    ranks = {"runtime": "distributed", "workers": 2}
+    full = workshop.tree("full", **merged(PPO, {"trainer": {"layout": {"shard": "full"}}}), **ranks)
+    mixed = workshop.tree("mixed", **FLOW, roles=REPLICA, **ranks)
+    run_in_ranks([full, mixed], 2)
+    alone = trace(workshop.run("alone", **PPO))
+    assert_same(trace(workshop.folder / "full"), alone)
+    assert_same(trace(workshop.folder / "mixed"), trace(workshop.run("alone-mixed", **FLOW)))
+    assert list((workshop.folder / "full/checkpoints/step-1/critic/optimizer").glob("*.distcp"))
+
+    resumed = workshop.folder / "resumed"
+    shutil.copytree(workshop.folder / "full", resumed)
+    (resumed / "config.yaml").write_text(yaml.safe_dump(workshop.tree("resumed", **PPO)))
+    write_whole(resumed / "checkpoints" / "latest", "step-1\n")
+    with TrainingRun(run_config(resumed), resume=resumed) as run:
+        run.train()
+    assert_same(trace(resumed), alone)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"trainer": {"layout": {"tensor": 3}}}, r"trainer.layout: .* make 3 devices and there are 2"),
+        ({"roles": {"actor": {"layout": {"data": 4}}}}, r"roles.actor.layout: .* make 4 devices and there are 2"),
+        ({"workers": 4, "trainer": {"layout": {"tensor": 4}}}, "2 key/value heads, which tensor=4"),
+        ({"runtime": "eager", "trainer": {"layout": {"shard": "full"}}}, "trainer.layout is for runtime=distributed"),
+        (
+            {"trainer": {"layout": {"shard": "full"}}, "roles": {"actor": {"generate_workers": 1}}},
+            "roles.actor.generate_workers=1: ranks that divide a model",
+        ),
+        ({"trainer": {"layout": {"shard": "zero"}}}, "trainer.layout.shard"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_one_line(workshop: Workshop, sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        train(parse_config(workshop.tree("refused", **{"runtime": "distributed", "workers": 2, **sections})))
+    assert "\n" not in str(caught.value)
