@@ -1,4 +1,4 @@
-"""Writes configuration.md from the docstrings of braidrl/config.py and of the recipes: python docs/write_configuration.py"""
+"""Writes configuration.md from the docstrings of braidrl/config and of the recipes: python docs/write_configuration.py"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from braidrl.config import Config, Section
+from braidrl.config import Config
 from braidrl.flow.recipes import RECIPES
 from braidrl.flow.recipes.load import parameter_model
 from braidrl.flow.recipes.parameters import PolicyParameters
@@ -70,7 +70,7 @@ def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, ty
 
 
 def found_sections(annotation: Any, path: str) -> Iterator[tuple[type[BaseModel], str]]:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, path
         return
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)

@@ -87,6 +87,17 @@ class World:
             seconds = time.monotonic() - start
             raise LostPeers(f"waited {seconds:.0f} s in {where} for {self._missing()}: {first_line(error)}") from error
 
+    @contextmanager
+    def supervised(self, purpose: str) -> Iterator[None]:
+        """Around work in which libraries call collectives: raises LostPeers where one of those fails; other errors pass."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
+                raise
+            with self.meeting(purpose):
+                raise
+
     def _missing(self) -> str:
         """The ranks that are not at this meeting and where they were seen last."""
         assert self._store is not None

@@ -10,7 +10,9 @@ Either form of the optimizer's state is read under any layout.
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,7 +25,9 @@ from transformers import AutoTokenizer
 from braidrl.errors import UserError
 from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.parts import as_part, local_part, part_of, whole
-from braidrl.models.role_worker import RoleWorker
+
+if TYPE_CHECKING:
+    from braidrl.models.role_worker import RoleWorker
 
 OPTIMIZER = "optimizer.safetensors"
 PARTS = "optimizer"
@@ -65,10 +69,12 @@ def load_worker(worker: RoleWorker, folder: Path) -> None:
     shapes = {name: tuple(p.shape) for name, p in ours.items()}
     if shapes != {name: tuple(p.shape) for name, p in theirs.items()}:
         raise another_model(worker, folder)
+    # Read before anything is overwritten: it may be damaged.
+    state = optimizer_state(worker, folder) if worker.optimizer is not None else {}
     for name, parameter in ours.items():
         local_part(parameter).copy_(part_of(theirs[name], parameter))
     if worker.optimizer is not None:
-        worker.optimizer.load_state(optimizer_state(worker, folder))
+        worker.optimizer.load_state(state)
 
 
 def optimizer_state(worker: RoleWorker, folder: Path) -> dict[str, Tensor]:
@@ -81,7 +87,10 @@ def optimizer_state(worker: RoleWorker, folder: Path) -> dict[str, Tensor]:
     try:
         known = dcp.FileSystemReader(folder / PARTS).read_metadata().state_dict_metadata
         wanted = {key: empty_part(optimizer, key, about) for key, about in known.items()}
-        dcp.load(wanted, checkpoint_id=folder / PARTS, no_dist=worker.ranks.group is None)
+        with warnings.catch_warnings():
+            # That each rank reads for itself what it needs is meant, and nothing to warn of.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(wanted, checkpoint_id=folder / PARTS, no_dist=True)
     except LookupError as error:
         raise another_model(worker, folder) from error
     except (CheckpointException, OSError, EOFError, RuntimeError) as error:

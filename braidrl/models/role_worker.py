@@ -6,7 +6,7 @@ rows ──plan──▶ micro-batches ──pack──▶ hidden states ──p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,21 @@ from braidrl.config import Config
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
+from braidrl.models.backend import Advance, TrainingBackend
+from braidrl.models.checkpoint import load_worker, save_worker
 from braidrl.models.data_parallel import DataParallel
+from braidrl.models.layers import compile_layers
 from braidrl.models.layout import ParallelLayout
 from braidrl.models.likelihood import Likelihood
 from braidrl.models.objective import Objective
 from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.packed import Packed, nothing, pack
+from braidrl.models.parts import local_part, part_of, whole
 from braidrl.models.sharded import laid_out
+from braidrl.models.shared_prompts import pack_shared, pays, plan_shared
 from braidrl.observe.metrics import Sums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-Advance = Callable[[int, int], None]
-"""Told after each micro-batch how many rows and tokens it held."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -62,8 +65,8 @@ def layout_key(role: str, config: Config) -> str:
     return f"roles.{role}.layout" if own and own.layout else "trainer.layout"
 
 
-class RoleWorker(ABC):
-    """A model by its role. With `train` it holds an optimizer, without it is frozen."""
+class RoleWorker(TrainingBackend, ABC):
+    """A model by its role, the training backend on torch alone. With `train` it holds an optimizer, without it is frozen."""
 
     def __init__(self, role: str, config: Config, train: bool, ranks: DataParallel | None = None) -> None:
         own = config.roles.get(role)
@@ -73,8 +76,11 @@ class RoleWorker(ABC):
         self.dtype = DTYPES[(own and own.dtype) or config.dtype]
         self.ranks = laid_out(layout_of(role, config), ranks or DataParallel(), self.device)
         self.model = self.load_model(self.path)
+        if config.trainer.compile:
+            compile_layers(self.model)
         self.compute = self.ranks.place(self.model, self.predict)
-        self.model.requires_grad_(train).eval()
+        # Only now: a model that ranks divide may be too large for one device.
+        self.model.to(self.device).requires_grad_(train).eval()
         self.max_tokens = config.trainer.max_tokens_per_device
         self.optimizer: MasterOptimizer | None = None
         if train:
@@ -85,7 +91,7 @@ class RoleWorker(ABC):
 
     @abstractmethod
     def load_model(self, folder: Path) -> Any:
-        """The kind of model that this role needs, from a Hugging Face directory."""
+        """The kind of model that this role needs, whole and on the CPU, from a Hugging Face directory."""
 
     @abstractmethod
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
@@ -103,7 +109,10 @@ class RoleWorker(ABC):
 
     def micro_batches(self, rows: Rows, whole_groups: bool = False) -> Iterator[tuple[list[int], Rows]]:
         """Row numbers and rows of each micro-batch, of at most `max_tokens_per_device` tokens."""
-        if len(rows):
+        if self.shares(rows) and not whole_groups:
+            for numbers in plan_shared(rows, self.max_tokens):
+                yield numbers, rows.take(numbers)
+        elif len(rows):
             groups = rows["group"].tolist() if whole_groups else None
             (plan,) = plan_micro_batches(
                 rows["tokens"].lengths.tolist(), 1, self.max_tokens, uids=rows.uids(), groups=groups
@@ -112,6 +121,14 @@ class RoleWorker(ABC):
                 if numbers:
                     yield numbers, rows.take(numbers)
 
+    def shares(self, rows: Rows) -> bool:
+        """True where prompts of these rows go through the model once for all rows that have them."""
+        return self.config.trainer.share_prompts and pays(rows)
+
+    def pack(self, rows: Rows) -> Packed:
+        """The rows of a micro-batch for one forward pass."""
+        return pack_shared(rows, self.device) if self.shares(rows) else pack(rows, self.device)
+
     @torch.no_grad()
     def infer(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
         """What the model predicts under `name` for each row's actions (`scores`: one number for the row), in the order of `rows`."""
@@ -119,7 +136,7 @@ class RoleWorker(ABC):
         order: list[int] = []
         parts: list[Ragged] = []
         for numbers, part in self.rounds(self.micro_batches(rows)):
-            packed = pack(part, self.device) if numbers else nothing(self.device)
+            packed = self.pack(part) if numbers else nothing(self.device)
             predicted = self.compute(packed)[name]
             if not numbers:
                 continue
@@ -155,7 +172,7 @@ class RoleWorker(ABC):
                 if not numbers:
                     self.optimizer.backward({term.denominator: none_of(self.compute(nothing(self.device), term))})
                     continue
-                packed = pack(part, self.device)
+                packed = self.pack(part)
                 losses, metrics = term.sums(part, packed.offsets, self.compute(packed, term))
                 self.optimizer.backward(losses)
                 if not self.ranks.speaks:
@@ -176,6 +193,12 @@ class RoleWorker(ABC):
             else:
                 sums.add(f"{self.role}/{name}", values.sum(), len(values))
 
+    def load(self, folder: Path) -> None:
+        load_worker(self, folder)
+
+    def export(self, folder: Path, write: bool = True) -> None:
+        save_worker(self, folder, write)
+
     @torch.no_grad()
     def follow(self, source: RoleWorker, decay: float) -> None:
         """Weights become `decay` times their own and the rest another role's.
@@ -184,11 +207,15 @@ class RoleWorker(ABC):
         """
         if self.optimizer is not None:
             raise UserError(f"{self.role} is trained by a loss: it cannot take weights from {source.role} too")
+        for worker in (self, source):
+            worker.ranks.settle(worker.model)
         ours, theirs = self.model.state_dict(), source.model.state_dict()
         if {n: t.shape for n, t in ours.items()} != {n: t.shape for n, t in theirs.items()}:
             raise UserError(f"{self.role} cannot take weights from {source.role}: {self.path} is another model")
         for name, tensor in ours.items():
-            tensor.lerp_(theirs[name].to(tensor), 1.0 - decay)
+            # Two roles may be divided among the ranks in different ways.
+            own = local_part(tensor)
+            own.lerp_(part_of(whole(theirs[name]), tensor).to(own), 1.0 - decay)
 
     def step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
         """Divides the accumulated sums by their global counts and updates; the gradient norm, or None if there was nothing."""

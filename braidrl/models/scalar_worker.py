@@ -14,18 +14,19 @@ from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
+from braidrl.models.backend import Advance
 from braidrl.models.likelihood import Likelihood
 from braidrl.models.loading import load_scorer
 from braidrl.models.objective import Objective
 from braidrl.models.packed import Packed
-from braidrl.models.role_worker import Advance, RoleWorker
+from braidrl.models.role_worker import RoleWorker
 
 
 class ScalarWorker(RoleWorker):
     """Predicts `values` (A,), one per action token, and `scores` (B,), one per row."""
 
     def load_model(self, folder: Path) -> Any:
-        return load_scorer(folder, self.dtype, self.device, fresh_head=self.train)
+        return load_scorer(folder, self.dtype, fresh_head=self.train)
 
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
         hidden = self.hidden_states(packed)

@@ -9,19 +9,20 @@ from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
+from braidrl.models.backend import Advance
 from braidrl.models.likelihood import Likelihood
 from braidrl.models.loading import load_decoder
 from braidrl.models.log_probs import linear_log_probs
 from braidrl.models.objective import Objective
 from braidrl.models.packed import Packed
-from braidrl.models.role_worker import Advance, RoleWorker
+from braidrl.models.role_worker import RoleWorker
 
 
 class DecoderWorker(RoleWorker):
     """Predicts `log_probs` and `entropy`, (A,) each, of the action tokens under the current weights."""
 
     def load_model(self, folder: Path) -> Any:
-        return load_decoder(folder, self.dtype, self.device)
+        return load_decoder(folder, self.dtype)
 
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
         hidden = self.hidden_states(packed)[packed.predictors]

@@ -46,7 +46,7 @@ class EngineSpec:
     threads: int = 1
     """CPU threads of the process."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of vLLM."""
+    """Of this kind of engine."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,7 +65,7 @@ def make_engine(spec: EngineSpec) -> SteppingEngine:
             ) from error
         return VllmEngine(folder, tokenizer, spec.slots, spec.max_sequence_tokens, spec.seed, spec.dtype, spec.options)
     model = load_decoder(folder, getattr(torch, spec.dtype), spec.device).requires_grad_(False).eval()
-    return EmbeddedEngine(model, tokenizer, spec.slots, spec.max_sequence_tokens, spec.seed)
+    return EmbeddedEngine(model, tokenizer, spec.slots, spec.max_sequence_tokens, spec.seed, **spec.options)
 
 
 class Host:

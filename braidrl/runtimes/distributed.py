@@ -286,7 +286,10 @@ class DistributedCrew:
         """Around the work on rows: it is traced, and a failure can name them."""
         self.world.rows = named_rows(rows)
         tokens = int(rows["length"].sum()) if "length" in rows else 0
-        with self._span(stage.role or "compute", stage.name, len(rows), tokens):
+        with (
+            self._span(stage.role or "compute", stage.name, len(rows), tokens),
+            self.world.supervised("what ranks compute together"),
+        ):
             yield
         self.world.rows = ""
 

@@ -27,12 +27,14 @@ def start_engine(
         if worker.ranks.divided:
             # Decoding needs all weights on each rank: a frozen copy, brought up to date at each publication.
             model = load_decoder(worker.path, dtype or worker.dtype, worker.device).requires_grad_(False).eval()
-        return EmbeddedEngine(model, tokenizer, rollout.slots, longest, seed=config.seed, dtype=dtype)
+        return EmbeddedEngine(
+            model, tokenizer, rollout.slots, longest, seed=config.seed, dtype=dtype, compile=rollout.compile
+        )
     threads = config.threads or max(1, (os.cpu_count() or 1) // count)
     spec = EngineSpec(
         rollout.engine, str(worker.path.expanduser()), rollout.slots, longest, config.seed,
         str(dtype or worker.dtype).removeprefix("torch."),
-        worker.device.type, threads, rollout.vllm if rollout.engine == "vllm" else {},
+        worker.device.type, threads, rollout.vllm if rollout.engine == "vllm" else {"compile": rollout.compile},
     )  # fmt: skip
     limit_s = config.cluster.wait_limit_s
     engines = [EngineProcess(spec, f"{worker.role}'s engine {n}", rollout.python, limit_s) for n in range(count)]

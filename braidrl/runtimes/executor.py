@@ -20,7 +20,7 @@ from braidrl.config import Config
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
-from braidrl.models.checkpoint import load_worker, save_worker, whole_weights
+from braidrl.models.checkpoint import whole_weights
 from braidrl.models.data_parallel import DataParallel
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.role_worker import RoleWorker
@@ -232,12 +232,12 @@ class StageExecutor:
         """
         for role in self.flow.changed_roles:
             if role in self.workers and (write or self.workers[role].ranks.divided):
-                save_worker(self.workers[role], folder / role, write)
+                self.workers[role].export(folder / role, write)
 
     def load(self, folder: Path) -> None:
         for role in self.flow.changed_roles:
             if role in self.workers:
-                load_worker(self.workers[role], folder / role)
+                self.workers[role].load(folder / role)
 
     def close(self) -> None:
         for engine in self.engines.values():

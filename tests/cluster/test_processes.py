@@ -55,6 +55,11 @@ def test_ranks_gather_exchange_and_share() -> None:
             WorkerError,
             ["waited", "actor.update: index columns for rank 1, last seen in step 3, reward.verify"],
         ),
+        (
+            "sleep in a library's sum",
+            WorkerError,
+            ["waited", "actor.update: a sum for rank 1, last seen in step 3, reward.verify"],
+        ),
         ("astray", WorkerError, ["came to another meeting"]),
     ],
 )
@@ -63,7 +68,10 @@ def test_a_rank_that_fails_ends_all_and_its_own_words_are_what_is_seen(
 ) -> None:
     with pytest.raises(error) as caught:
         run_ranks(
-            "tests.cluster.ranks:failing", {"folder": str(tmp_path), "how": how}, 2, 10.0 if how == "sleep" else 200.0
+            "tests.cluster.ranks:failing",
+            {"folder": str(tmp_path), "how": how},
+            2,
+            10.0 if how.startswith("sleep") else 200.0,
         )
     assert all(part in str(caught.value) for part in words), str(caught.value)
     assert_gone(tmp_path)

@@ -14,8 +14,9 @@ from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.data.rows import Rows
 from braidrl.models.checkpoint import divided_state, load_worker, save_worker
+from braidrl.models.contract import CHECKS, Subject
 from braidrl.models.objective import Objective, denominators
-from braidrl.models.parts import whole
+from braidrl.models.parts import local_part, whole
 from braidrl.models.worker import DecoderWorker
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.iteration import group_tokens
@@ -100,6 +101,17 @@ def differences(found: Found, wanted: Found, mine: torch.Tensor, dtype: str = "f
     ]
 
 
+def not_divided(worker: DecoderWorker) -> list[str]:
+    """Says so where a rank holds more of the weights and of Adam's moments than its share, norms aside."""
+    layout, parameters = worker.ranks.layout, list(worker.model.parameters())  # type: ignore[attr-defined]
+    shards = layout.tensor * (layout.data * layout.sequence if layout.shard != "none" else 1)
+    limit = 1.1 * sum(p.numel() for p in parameters) / shards
+    held = sum(local_part(p).numel() for p in parameters)
+    assert worker.optimizer is not None
+    moments = sum(t.numel() for name, t in worker.optimizer.state().items() if name.endswith("exp_avg"))
+    return [f"holds {n} elements, its share is {limit:.0f}" for n in (held, moments) if n > limit]
+
+
 def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
     """By case, what differs from one process on any rank."""
     torch.set_num_threads(1)
@@ -108,12 +120,27 @@ def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
         world.at(name)
         mine = own_rows(make_rows(), world)
         worker = DecoderWorker("actor", config_of(model, layout, dtype), True, world.data_parallel)
-        differing = differences(one_step(worker, mine), alone(model, dtype), mine, dtype)
+        differing = differences(one_step(worker, mine), alone(model, dtype), mine, dtype) + not_divided(worker)
         parts = world.gather("differences", json.dumps(differing).encode())
         found[name] = [f"rank {rank}: {d}" for rank, part in enumerate(parts) for d in json.loads(bytes(part))]
+    for number, (model, layout) in enumerate(task.get("contract", [])):
+        keep_contract(world, config_of(model, layout), Path(task["folder"], f"contract-{number}"))
     if "saved" in task:
         found |= saved_and_loaded(world, *task["saved"])
     return found
+
+
+def keep_contract(world: World, config: Config, folder: Path) -> None:
+    """Every check of a training backend; what one does not keep ends the ranks."""
+    rows = make_rows()
+    subject = Subject(
+        lambda: DecoderWorker("actor", config, True, world.data_parallel), Objective.of("actor", OBJECTIVE),
+        rows.take(own_rows(rows, world)), {"tokens": denominators(rows)["tokens"]}, folder,
+        lambda: world.gather("exported", b""), world.first,
+    )  # fmt: skip
+    for check in CHECKS:
+        world.at(f"{check.__name__} under {config.trainer.layout}")
+        check(subject)
 
 
 def saved_and_loaded(world: World, model: str, layouts: list[dict[str, Any]], folder: str) -> dict[str, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from transformers import AutoModelForCausalLM
 from braidrl.cluster.processes import run_ranks
 from braidrl.errors import UserError
 from braidrl.models.checkpoint import load_worker
+from braidrl.models.contract import CHECKS, Subject
+from braidrl.models.objective import Objective, denominators
 from braidrl.models.worker import DecoderWorker
-from tests.models.laid_out import alone, config_of, differences, make_rows, one_step
+from tests.models.laid_out import OBJECTIVE, alone, config_of, differences, make_rows, one_step
 from tests.tiny import MODELS, TOKENIZER
 
 WAIT_S = 200.0
@@ -53,8 +56,10 @@ def in_ranks(size: int, cases: dict[str, Any], **more: Any) -> dict[str, list[st
     return found
 
 
-def test_two_ranks_compute_what_one_process_does(models: dict[str, str]) -> None:
-    found = in_ranks(2, {f"{n} {layout}": (models[n], layout, "float64") for n, layout in PAIRWISE[2]})
+def test_two_ranks_compute_what_one_process_does(models: dict[str, str], tmp_path: Path) -> None:
+    cases = {f"{n} {layout}": (models[n], layout, "float64") for n, layout in PAIRWISE[2]}
+    # The contract of training backends, too.
+    found = in_ranks(2, cases, contract=[(models["qwen3"], {"shard": "full"})], folder=str(tmp_path))
     assert found == {name: [] for name in found} and len(found) == len(PAIRWISE[2])
 
 
@@ -99,6 +104,19 @@ def refused_as_damaged(worker: DecoderWorker, saved: Path) -> None:
     shutil.rmtree(saved / "optimizer")
     with pytest.raises(UserError, match="is damaged or incomplete"):
         load_worker(worker, saved)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_one_process_keeps_the_contract_of_training_backends(
+    check: Callable[[Subject], None], models: dict[str, str], tmp_path: Path
+) -> None:
+    config, rows = config_of(models["llama"]), make_rows()
+    check(
+        Subject(
+            lambda: DecoderWorker("actor", config, train=True), Objective.of("actor", OBJECTIVE), rows,
+            {"tokens": denominators(rows)["tokens"]}, tmp_path / "exported", lambda: None, True,
+        )
+    )  # fmt: skip
 
 
 @pytest.mark.soak

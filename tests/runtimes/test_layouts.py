@@ -30,7 +30,8 @@ REPLICA = {"actor": {"layout": {"tensor": 2, "shard": "optimizer"}}, "reference"
 
 def test_a_run_with_layouts_is_that_of_one_process_which_goes_on_from_its_checkpoint(workshop: Workshop) -> None:
     ranks = {"runtime": "distributed", "workers": 2}
-    full = workshop.tree("full", **merged(PPO, {"trainer": {"layout": {"shard": "full"}}}), **ranks)
+    critic = {"trainer": {"layout": {"shard": "full"}}, "roles": {"critic": {"layout": {"tensor": 2}}}}
+    full = workshop.tree("full", **merged(PPO, critic), **ranks)
     mixed = workshop.tree("mixed", **FLOW, roles=REPLICA, **ranks)
     run_in_ranks([full, mixed], 2)
     alone = trace(workshop.run("alone", **PPO))
@@ -52,6 +53,7 @@ def test_a_run_with_layouts_is_that_of_one_process_which_goes_on_from_its_checkp
     [
         ({"trainer": {"layout": {"tensor": 3}}}, r"trainer.layout: .* make 3 devices and there are 2"),
         ({"roles": {"actor": {"layout": {"data": 4}}}}, r"roles.actor.layout: .* make 4 devices and there are 2"),
+        ({"trainer": {"layout": {"sequence": 2}, "share_prompts": True}}, "sequence=1, or trainer.share_prompts=false"),
         ({"workers": 4, "trainer": {"layout": {"tensor": 4}}}, "2 key/value heads, which tensor=4"),
         ({"runtime": "eager", "trainer": {"layout": {"shard": "full"}}}, "trainer.layout is for runtime=distributed"),
         (
@@ -59,6 +61,7 @@ def test_a_run_with_layouts_is_that_of_one_process_which_goes_on_from_its_checkp
             "roles.actor.generate_workers=1: ranks that divide a model",
         ),
         ({"trainer": {"layout": {"shard": "zero"}}}, "trainer.layout.shard"),
+        ({"trainer": {"layout": {"pipeline": 2}}}, "trainer.layout: no runtime divides layers yet; write pipeline=1"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_one_line(workshop: Workshop, sections: dict[str, Any], words: str) -> None:
