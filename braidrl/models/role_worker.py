@@ -209,7 +209,8 @@ class RoleWorker(TrainingBackend, ABC):
             raise UserError(f"{self.role} is trained by a loss: it cannot take weights from {source.role} too")
         for worker in (self, source):
             worker.ranks.settle(worker.model)
-        ours, theirs = self.model.state_dict(), source.model.state_dict()
+        # Parameters, and not the state's names: one that is tied has two of those, and would move twice.
+        ours, theirs = dict(self.model.named_parameters()), dict(source.model.named_parameters())
         if {n: t.shape for n, t in ours.items()} != {n: t.shape for n, t in theirs.items()}:
             raise UserError(f"{self.role} cannot take weights from {source.role}: {self.path} is another model")
         for name, tensor in ours.items():

@@ -33,12 +33,6 @@ from braidrl.rollout.host import main
 main(int(sys.argv[1]))
 """
 """The interpreter's own packages come first: it may be that of another environment."""
-VLLM = {
-    # the engine's core in the process that holds the rows, where weights can be handed to it as they are
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # the newer runner has no place for what draws the tokens
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-}
 QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 NOTHING_YET = -1
 """Version of an engine whose process was started anew."""
@@ -218,4 +212,4 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         return own
     # On the CPU vLLM computes eagerly, and would still compile small parts of its sampling with a C++ compiler.
     eager = {"TORCHDYNAMO_DISABLE": "1"} if spec.device == "cpu" else {}
-    return {**QUIET, **own, **VLLM, **eager}
+    return {**QUIET, **own, **eager}

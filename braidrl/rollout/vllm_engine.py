@@ -2,12 +2,13 @@
 
 add ──▶ waiting ──free slot──▶ vLLM ──step──▶ tokens, log-probs ──▶ Finished
 
-The only files that import vLLM are this one and `vllm_draws`; `process` sets the environment that they need.
+The only files that import vLLM are this one and `vllm_draws`.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,12 @@ from braidrl.rollout.stopping import end_of_sequence_ids
 from braidrl.rollout.vllm_draws import DrawByRow, draws_of
 from braidrl.rollout.weights import check_tensors
 
+SETTINGS = {
+    # the engine's core in the process that holds the rows, where weights can be handed to it as they are
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # the newer runner has no place for what draws the tokens
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+}
 CPU_BLOCK = 128
 """Tokens of a block of keys and values on the CPU."""
 
@@ -169,6 +176,7 @@ def start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, option
         "max_model_len": max_sequence_tokens, "logits_processors": [DrawByRow], "logprobs_mode": "processed_logits",
         "disable_log_stats": True, "async_scheduling": False, **({} if torch.cuda.is_available() else on_cpu),
     }  # fmt: skip
+    os.environ.update(SETTINGS)
     try:
         return LLMEngine.from_engine_args(EngineArgs(**{**arguments, **options}))
     except (ValueError, TypeError) as error:

@@ -16,8 +16,7 @@ from braidrl.cluster.ray_cluster import import_ray
 from braidrl.cluster.world import LostPeers, join
 from braidrl.config import Config, PlacementConfig
 from braidrl.errors import UserError, WorkerError
-from braidrl.flow import Flow, Kind, Stage
-from braidrl.flow.flow import is_optimized
+from braidrl.flow import Flow, Kind
 from braidrl.flow.waves import Sampling
 from braidrl.models.role_worker import choose_device, layout_key, layout_of
 from braidrl.runtimes.building import build_flow
@@ -110,9 +109,6 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
                 "all generate; remove it"
             )
     check_layouts(config, flow.roles, size)
-    for stage in flow.stages:
-        if stage.kind is Kind.TRAIN and not is_optimized(stage):
-            check_copy(stage, config)
     devices = torch.cuda.device_count()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if launcher_of(config) == "ray":
@@ -121,15 +117,6 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
         raise UserError(
             f"workers={here} need as many CUDA devices and there are {devices}; write workers={devices} or device=cpu"
         )
-
-
-def check_copy(stage: Stage, config: Config) -> None:
-    """Raises UserError where one of the two roles of a copy is divided among ranks."""
-    for role in (str(stage.role), stage.params["source"]):
-        if not layout_of(role, config).copies:
-            raise UserError(
-                f"{stage.name} copies weights between models that every rank has whole; remove {layout_key(role, config)}"
-            )
 
 
 def generating_ranks(config: Config, role: str, size: int) -> int:

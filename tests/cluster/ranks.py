@@ -8,9 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from braidrl.cluster.world import World
 from braidrl.errors import UserError
 
@@ -40,14 +37,11 @@ def failing(world: World, task: dict[str, Any]) -> None:
                 raise UserError("row (0, 7, 1) is too long; write a shorter one")
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "sleep" | "sleep in a library's sum":
+            case "sleep":
                 time.sleep(60)
             case "astray":
                 world.gather("another thing", b"")
     world.at("step 3, actor.update")
-    if task["how"] == "sleep in a library's sum":
-        with world.supervised("a sum"):
-            dist.all_reduce(torch.ones(1), group=world.group)
     world.gather("index columns", b"")
 
 

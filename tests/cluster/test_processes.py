@@ -12,8 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from braidrl.cluster.processes import run_ranks
+from braidrl.cluster.world import LostPeers, World
 from braidrl.errors import UserError, WorkerError
 from tests.leftovers import family, listening
 
@@ -55,11 +57,6 @@ def test_ranks_gather_exchange_and_share() -> None:
             WorkerError,
             ["waited", "actor.update: index columns for rank 1, last seen in step 3, reward.verify"],
         ),
-        (
-            "sleep in a library's sum",
-            WorkerError,
-            ["waited", "actor.update: a sum for rank 1, last seen in step 3, reward.verify"],
-        ),
         ("astray", WorkerError, ["came to another meeting"]),
     ],
 )
@@ -71,10 +68,28 @@ def test_a_rank_that_fails_ends_all_and_its_own_words_are_what_is_seen(
             "tests.cluster.ranks:failing",
             {"folder": str(tmp_path), "how": how},
             2,
-            10.0 if how.startswith("sleep") else 200.0,
+            10.0 if how == "sleep" else 200.0,
         )
     assert all(part in str(caught.value) for part in words), str(caught.value)
     assert_gone(tmp_path)
+
+
+def test_a_librarys_collective_that_fails_says_who_was_missing_and_other_errors_pass() -> None:
+    store = dist.HashStore()
+    World(1, 2, None, store).at("step 3, reward.verify")
+    world = World(0, 2, None, store)
+    world.at("step 3, actor.update")
+    with (
+        pytest.raises(
+            LostPeers, match=r"actor.update: a sum for rank 1, last seen in step 3, reward.verify: .* Timed out"
+        ),
+        world.supervised("a sum"),
+    ):
+        raise RuntimeError(
+            "[/gloo/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 10000ms for send operation"
+        )
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), world.supervised("a sum"):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
 
 def test_a_function_that_is_not_there_is_named() -> None:

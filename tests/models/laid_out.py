@@ -123,11 +123,27 @@ def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
         differing = differences(one_step(worker, mine), alone(model, dtype), mine, dtype) + not_divided(worker)
         parts = world.gather("differences", json.dumps(differing).encode())
         found[name] = [f"rank {rank}: {d}" for rank, part in enumerate(parts) for d in json.loads(bytes(part))]
+    if "copied" in task:
+        found |= copied_weights(world, *task["copied"])
     for number, (model, layout) in enumerate(task.get("contract", [])):
         keep_contract(world, config_of(model, layout), Path(task["folder"], f"contract-{number}"))
     if "saved" in task:
         found |= saved_and_loaded(world, *task["saved"])
     return found
+
+
+def copied_weights(world: World, model: str, other: str, layouts: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """A role's weights move towards those of another that is divided in another way; what is not as far as it should be."""
+    first, second = (
+        DecoderWorker("reference", config_of(path, layout), False, world.data_parallel)
+        for path, layout in zip((model, other), layouts, strict=True)
+    )
+    wanted = {n: whole(p) * 0.25 + whole(q) * 0.75 for (n, p), q in zip(
+        first.model.named_parameters(), second.model.parameters(), strict=True
+    )}  # fmt: skip
+    first.follow(second, 0.25)
+    found = {n: whole(p) for n, p in first.model.named_parameters()}
+    return {"copied": [n for n, t in found.items() if not torch.allclose(t, wanted[n], rtol=0, atol=1e-12)]}
 
 
 def keep_contract(world: World, config: Config, folder: Path) -> None:

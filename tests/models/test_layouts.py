@@ -41,10 +41,10 @@ PAIRWISE: dict[int, list[tuple[str, dict[str, Any]]]] = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The tiny models with eight heads and four of keys and values, so that four ranks can divide them."""
     folder, paths = tmp_path_factory.mktemp("wide"), {}
-    for name, config in MODELS.items():
-        config = deepcopy(config)
+    for seed, name in enumerate([*MODELS, "other qwen2"]):
+        config = deepcopy(MODELS[name.removeprefix("other ")])
         config.num_attention_heads, config.num_key_value_heads, config.head_dim = 8, 4, 4
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
         TOKENIZER.save_pretrained(folder / name)
         paths[name] = str(folder / name)
@@ -59,8 +59,11 @@ def in_ranks(size: int, cases: dict[str, Any], **more: Any) -> dict[str, list[st
 def test_two_ranks_compute_what_one_process_does(models: dict[str, str], tmp_path: Path) -> None:
     cases = {f"{n} {layout}": (models[n], layout, "float64") for n, layout in PAIRWISE[2]}
     # The contract of training backends, too.
-    found = in_ranks(2, cases, contract=[(models["qwen3"], {"shard": "full"})], folder=str(tmp_path))
-    assert found == {name: [] for name in found} and len(found) == len(PAIRWISE[2])
+    contract = [(models["qwen3"], {"shard": "full"})]
+    # Weights that are tied, of a role that is divided in another way.
+    copied = (models["qwen2"], models["other qwen2"], [{"tensor": 2}, {"shard": "full"}])
+    found = in_ranks(2, cases, contract=contract, folder=str(tmp_path), copied=copied)
+    assert found == {name: [] for name in found} and len(found) == len(PAIRWISE[2]) + 1
 
 
 def test_four_ranks_do_too_and_a_checkpoint_of_one_layout_goes_on_under_another(

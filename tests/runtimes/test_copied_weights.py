@@ -45,10 +45,6 @@ def test_a_role_moves_towards_another_by_its_decay_and_goes_on_from_there(worksh
     ("sections", "message"),
     [
         ({"runtime": "hybrid", "placement": "standalone"}, "put reference and actor into one pool"),
-        (
-            {"runtime": "distributed", "workers": 2, "roles": {"actor": {"layout": {"shard": "full"}}}},
-            "every rank has whole; remove roles.actor.layout",
-        ),
         ({"runtime": "streaming"}, "each role lives in processes of its own; write runtime=eager"),
     ],
 )
