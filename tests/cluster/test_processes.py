@@ -79,13 +79,15 @@ def test_a_librarys_collective_that_fails_says_who_was_missing_and_other_errors_
     World(1, 2, None, store).at("step 3, reward.verify")
     world = World(0, 2, None, store)
     world.at("step 3, actor.update")
-    with pytest.raises(
-        LostPeers, match=r"actor.update: a sum for rank 1, last seen in step 3, reward.verify: .* Timed out"
+    with (
+        pytest.raises(
+            LostPeers, match=r"actor.update: a sum for rank 1, last seen in step 3, reward.verify: .* Timed out"
+        ),
+        world.supervised("a sum"),
     ):
-        with world.supervised("a sum"):
-            raise RuntimeError(
-                "[/gloo/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 10000ms for send operation"
-            )
+        raise RuntimeError(
+            "[/gloo/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 10000ms for send operation"
+        )
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), world.supervised("a sum"):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
