@@ -43,14 +43,14 @@ build/vllm-venv/installed: vllm-requirements.txt | .venv/installed
 soak: .venv/installed
 	$(BIN)/pytest -m soak --timeout 7200
 
-# The peers of `make bench ONLY=transport`, in an environment of their own.
-build/transport-venv/installed: benchmarks/transport_requirements.txt
-	test -x build/transport-venv/bin/python || $(PYTHON) -m venv build/transport-venv
-	build/transport-venv/bin/pip install --quiet --disable-pip-version-check -r benchmarks/transport_requirements.txt
-	build/transport-venv/bin/pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
+# Peers in an environment of their own. `make bench ONLY=decode` runs one benchmark; ARGS=--profile says where the time goes.
+build/bench-venv/installed: benchmarks/requirements.txt benchmarks/install_peers.py
+	test -x build/bench-venv/bin/python || $(PYTHON) -m venv build/bench-venv
+	build/bench-venv/bin/pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt
+	build/bench-venv/bin/python benchmarks/install_peers.py
 	touch $@
 
-bench: .venv/installed build/transport-venv/installed
+bench: .venv/installed build/bench-venv/installed
 	env -u OMP_NUM_THREADS PYTHONPATH=. $(BIN)/python -m benchmarks $(ONLY) $(ARGS)
 
 clean:

@@ -1,22 +1,83 @@
-"""`make bench`: runs the named benchmarks, or all of them."""
+"""`make bench`: runs the named benchmarks, or all, prints a table each, and writes benchmarks/results/NAME.json."""
 
 from __future__ import annotations
 
-import sys
+import argparse
+import datetime
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from benchmarks import transport
+from benchmarks import packing, speed, transport
+from benchmarks.case import Case
+from benchmarks.duel import OURS, duel
 
-BENCHMARKS = {"transport": transport.main}
+RESULTS = Path("benchmarks/results")
+BENCHMARKS: dict[str, Callable[[], list[Case]]] = {
+    "decode": speed.decode, "grpo": speed.grpo, "shared_prompt": speed.shared_prompt, "memory": speed.memory,
+    "packing": packing.packing, "transport": transport.transport,
+}  # fmt: skip
 
 
 def main() -> None:
-    first_flag = next((i for i, word in enumerate(sys.argv) if word.startswith("-")), len(sys.argv))
-    names, flags = sys.argv[1:first_flag] or list(BENCHMARKS), sys.argv[first_flag:]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; all by default")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, help="turns of each side; by default the case's")
+    parser.add_argument("--profile", action="store_true", help="say where Braid's time goes instead of comparing")
+    arguments = parser.parse_args()
+    names = arguments.names or list(BENCHMARKS)
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
-        sys.exit(f"no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
+        parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
     for name in names:
-        BENCHMARKS[name](flags)
+        if arguments.profile:
+            profile(name, arguments.threads)
+        else:
+            run(name, arguments.threads, arguments.rounds)
+
+
+def run(name: str, threads: int, rounds: int | None) -> None:
+    """One benchmark. Results are written after each case, so that a long one may be broken off."""
+    head = {"benchmark": name, "date": datetime.date.today().isoformat(), **measured_machine(threads)}
+    cases: list[dict[str, Any]] = []
+    for case in BENCHMARKS[name]():
+        load, turns, count = os.getloadavg()[0], rounds or case.rounds, case.threads or threads
+        if case.at_once:
+            found = duel(case.sides, turns, count)
+        else:
+            found = {side.name: duel([side], turns, count)[side.name] for side in case.sides}
+        summary = case.summary(found, head["rates"])
+        print(f"\n{case.name}\n{case.table(summary)}", flush=True)
+        cases.append({"case": case.name, "threads": count, "rounds": turns, "load_before": round(load, 1), **summary})
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{name}.json").write_text(json.dumps({**head, "cases": cases}, indent=1) + "\n")
+
+
+def measured_machine(threads: int) -> dict[str, Any]:
+    """What the machine is and can do, found by a process that has the threads that the sides have."""
+    done = ours("benchmarks.machine", str(threads), threads=threads, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def profile(name: str, threads: int) -> None:
+    """Operators and functions by their own time, of Braid's sides."""
+    for case in BENCHMARKS[name]():
+        for side in case.sides:
+            if side.python == OURS:
+                print(f"\n{case.name}: {side.name}", flush=True)
+                count = case.threads or threads
+                ours("benchmarks.profiling", side.module, json.dumps({**side.case, "threads": count}), threads=count)
+
+
+def ours(module: str, *arguments: str, threads: int, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a module in Braid's own environment."""
+    environment = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": str(threads)}
+    return subprocess.run([str(OURS), "-m", module, *arguments], check=True, env=environment, **settings)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class Opponent:
         environment = {
             **os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count,
             "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
+            "TQ_NUM_THREADS": count, "RAY_USAGE_STATS_ENABLED": "0",
         }  # fmt: skip
         self._errors: IO[bytes] = TemporaryFile()  # noqa: SIM115 (closed by close)
         self._process = subprocess.Popen(

@@ -5,72 +5,51 @@ Two runs of turns, A B A B: of dispatch, with 2 and 8 workers, and of the queues
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.duel import OURS, Side, duel
-from benchmarks.machine import describe
+from benchmarks.case import Case, Found, Rates
+from benchmarks.duel import Side
 from benchmarks.tables import DISPATCHED, QUEUED, TOKENS, WORKERS
 
-PEERS = Path("build/transport-venv/bin/python")
-RESULT = Path("benchmarks/results/transport.json")
 THREADS = 1
 ROUNDS = 5
 
 
+def transport() -> list[Case]:
+    """Dispatch with 2 and 8 workers, and the queues."""
+    return [
+        transport_case(
+            "dispatch and collect", ["dispatch_braid", "dispatch_verl", "copy_braid"], {"workers": list(WORKERS)}, dispatch_rows
+        ),
+        transport_case("queues", ["queue_braid", "queue_transferqueue", "copy_braid"], {}, queue_rows),
+    ]  # fmt: skip
+
+
 @dataclass(frozen=True)
-class TransportSide(Side):
-    """Peers of transport have an environment of their own."""
+class TransportCase(Case):
+    """`rows` reads the sides' numbers, one row for each size and way."""
 
-    @property
-    def python(self) -> Path:
-        return OURS if self.module.endswith("_braid") else PEERS
+    rows: Callable[[Found], list[dict[str, Any]]] = field(kw_only=True)
 
+    def summary(self, found: Found, rates: Rates) -> dict[str, Any]:
+        return {"rows": self.rows(found)}
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints the tables, and writes them to benchmarks/results/transport.json."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks transport")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns of each side")
-    parser.add_argument("--workers", type=int, nargs="*", default=list(WORKERS))
-    parser.add_argument("--only", choices=("dispatch", "queue"), help="one of the two")
-    chosen = parser.parse_args(arguments)
-    # TransferQueue sets its own number of threads.
-    os.environ.update(TQ_NUM_THREADS=str(THREADS), RAY_USAGE_STATS_ENABLED="0")
-    rows: list[dict[str, Any]] = []
-    if chosen.only != "queue":
-        case = {"workers": chosen.workers}
-        rows += dispatch_rows(
-            measured(["dispatch_braid", "dispatch_verl", "copy_braid"], case, chosen.rounds), chosen.workers
-        )
-    if chosen.only != "dispatch":
-        rows += queue_rows(measured(["queue_braid", "queue_transferqueue", "copy_braid"], {}, chosen.rounds))
-    print(table(rows))
-    found = {
-        "benchmark": "transport",
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(THREADS),
-        "load": os.getloadavg()[0],
-        "rounds": chosen.rounds,
-        "rows": rows,
-    }
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(found, indent=1) + "\n")
+    def table(self, summary: Mapping[str, Any]) -> str:
+        return table(summary["rows"])
 
 
-def measured(modules: list[str], case: Mapping[str, Any], rounds: int) -> dict[str, dict[str, Any]]:
-    return duel([TransportSide(module, module, case) for module in modules], rounds, THREADS)
+def transport_case(
+    name: str, modules: list[str], case: Mapping[str, Any], rows: Callable[[Found], list[dict[str, Any]]]
+) -> TransportCase:
+    return TransportCase(name, [Side(module, module, case) for module in modules], ROUNDS, THREADS, rows=rows)
 
 
-def dispatch_rows(found: Mapping[str, Mapping[str, Any]], workers: list[int]) -> list[dict[str, Any]]:
+def dispatch_rows(found: Found) -> list[dict[str, Any]]:
     """One row for each size and way."""
     rows = []
-    for size in workers:
+    for size in WORKERS:
         for tokens in TOKENS:
             name = f"{size} workers, {tokens} tokens"
             for way in ("held", "handles"):
@@ -87,7 +66,7 @@ def dispatch_rows(found: Mapping[str, Mapping[str, Any]], workers: list[int]) ->
     return rows
 
 
-def queue_rows(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def queue_rows(found: Found) -> list[dict[str, Any]]:
     return [
         row(
             f"queue {way}, {rows} rows x {tokens}",
@@ -105,7 +84,7 @@ def queue_rows(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 def row(
     name: str,
     size: int,
-    found: Mapping[str, Mapping[str, Any]],
+    found: Found,
     ours: tuple[str, str],
     theirs: tuple[str, str],
     copy: str,
@@ -134,7 +113,3 @@ def table(rows: list[dict[str, Any]]) -> str:
         mark = "" if r["times"] > 1 else "   BEHIND"
         lines.append(f"{r['row']:58}{cells}{r['times']:8.2f}{1000 * r['copy_seconds']:10.2f}{mark}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Writes configuration.md from the docstrings of braidrl/config.py and of the recipes: python docs/write_configuration.py"""
+"""Writes configuration.md from the docstrings of braidrl/config and of the recipes: python docs/write_configuration.py"""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ CONFIGURATION = {
     "reward.verify=gsm8": r"no verifier is called 'gsm8'. Did you mean 'gsm8k'?",
     "reward.verify=judge.py:score": r"no file .*judge.py",
     "runtime=hybird": r"runtime: Input should be 'eager', 'hybrid', 'distributed' or 'streaming', got 'hybird'",
-    "rollout.engine=vlm": r"rollout.engine: no engine is called 'vlm'. Known: embedded",
+    "rollout.engine=vlm": r"rollout.engine: no engine is called 'vlm'. Did you mean 'vllm'[?]",
     "placement=everywhere": r"no placement is called 'everywhere'. Known: colocate",
     "roles.critc.learning_rate=1e-5": r"roles.critc: flow grpo has no model of this role. Known: actor, reference",
     "trainer.surplus=keep": r"trainer.surplus=keep .* write trainer.max_staleness=1 or trainer.surplus=drop",

@@ -25,6 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 ATTENTION = "braid"
+SHORT = 256
+"""Tokens of a sequence up to which training on a CPU keeps all its scores."""
 
 
 class AttentionContext(Protocol):
@@ -68,17 +70,20 @@ AttentionInterface.register(ATTENTION, braid_attention)
 class PackedSequences:
     """Causal attention within each of the sequences of `lengths`, which lie one after the other in one packed row.
 
-    `offsets` (S + 1,) int32 says where each begins and the last one ends, on the model's device.
+    `offsets` (S + 1,) int32 says where each begins and the last one ends, on the model's device. `keep_scores` is for training, see
+    `attend_equal`.
     """
 
     lengths: tuple[int, ...]
     offsets: Tensor
+    keep_scores: bool = False
 
     @staticmethod
-    def of(lengths: Iterable[int], device: torch.device | str = "cpu") -> PackedSequences:
+    def of(lengths: Iterable[int], device: torch.device | str = "cpu", keep_scores: bool = False) -> PackedSequences:
         """Sequences of these lengths; empty ones take no part."""
         kept = tuple(int(length) for length in lengths if length)
-        return PackedSequences(kept, torch.tensor([0, *accumulate(kept)], dtype=torch.int32, device=device))
+        offsets = torch.tensor([0, *accumulate(kept)], dtype=torch.int32, device=device)
+        return PackedSequences(kept, offsets, keep_scores)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
@@ -116,12 +121,13 @@ class PackedSequences:
         # split, not slices: the backward of a split is one concatenation, that of a slice is N zeros each
         queries, keys, values = (self._gathered(flat).split(sizes) for flat in (query, key, value))
         outputs = [
-            _attend_equal(
+            attend_equal(
                 queries[b].unflatten(0, (count, length)),
                 keys[b].unflatten(0, (count, length)),
                 values[b].unflatten(0, (count, length)),
                 scaling,
                 window,
+                self.keep_scores,
             )
             for b, (length, count) in enumerate(buckets)
         ]
@@ -191,14 +197,22 @@ def _packed(states: Tensor) -> Tensor:
     return states[0].transpose(0, 1)
 
 
-def _attend_equal(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-    """S sequences of L tokens, (S, L, heads, D) each, to (S * L, H, D)."""
+def attend_equal(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, keep_scores: bool = False
+) -> Tensor:
+    """S sequences of L tokens, (S, L, heads, D) each, to (S * L, H, D).
+
+    `keep_scores` lets a CPU hold the scores of short sequences for the backward, which is faster, but not the same to the bit for
+    every S.
+    """
     length = query.shape[1]
     mask = None
     if window is not None and window < length:
         positions = torch.arange(length, device=query.device)
         back = positions[:, None] - positions[None, :]
         mask = (back >= 0) & (back < window)
+    if keep_scores and query.device.type == "cpu" and length <= SHORT:
+        return _attend_plainly(query, key, value, scaling, mask)
     output = scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -209,3 +223,17 @@ def _attend_equal(query: Tensor, key: Tensor, value: Tensor, scaling: float, win
         enable_gqa=query.shape[2] != key.shape[2],
     )
     return output.transpose(1, 2).flatten(0, 1)
+
+
+def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
+    """As `attend_equal`, by two matrix products in at least float32: the blocked kernel's backward is slow on short sequences."""
+    sequences, length, heads, _ = query.shape
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    # query heads that share a key head are more queries to it
+    queries = query.unflatten(2, (key.shape[2], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3).to(dtype)
+    keys, values = (states.transpose(1, 2).to(dtype) for states in (key, value))
+    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask
+    hidden = torch.zeros(length, length, dtype=dtype, device=query.device).masked_fill_(~seen, float("-inf"))
+    scores = torch.matmul(queries * scaling, keys.transpose(-1, -2)) + hidden.repeat(heads // key.shape[2], 1)
+    output = torch.matmul(scores.softmax(-1), values).unflatten(2, (-1, length))
+    return output.permute(0, 3, 1, 2, 4).reshape(sequences * length, heads, -1).to(query.dtype)

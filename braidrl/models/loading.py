@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from braidrl.errors import UserError
 from braidrl.models.attention import ATTENTION
+from braidrl.models.linear import use_fast_products
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 HEAD = "score.weight"
@@ -106,6 +107,7 @@ def _load(auto: Any, folder: Path, config: Any, dtype: torch.dtype) -> tuple[Pre
         raise UserError(f"model: {folder} cannot be loaded: {_first_line(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
+    use_fast_products(model)
     return model, sorted(loaded["missing_keys"])
 
 

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from braidrl.models.linear import add_weight_gradient, product
+
 CHUNK_ELEMENTS = 1 << 24
 """Logits held at once: 64 MiB in float32, whatever the vocabulary."""
 
@@ -85,12 +87,9 @@ class _LinearLogProbs(torch.autograd.Function):
                 logits, places, here, grads[0][part], grads[1][part] if ctx.with_entropy_grad else None, entropy[part]
             )
             grad = grad.div_(ctx.temperature).to(weight.dtype)
-            grad_hidden[part] = grad @ weight
+            grad_hidden[part] = product(grad, weight.T)
             if grad_weight is not None:
-                if grad_weight.dtype == grad.dtype:
-                    grad_weight.addmm_(grad.T, hidden[part])
-                else:
-                    grad_weight += grad.T @ hidden[part]
+                add_weight_gradient(grad_weight, grad, hidden[part])
         grad_hidden = ctx.vocabulary.sum(grad_hidden)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 5
 
@@ -161,7 +160,7 @@ def logits_grad(
 
 def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
     """A new (C, V) tensor of logits over temperature in `dtype`."""
-    logits = (hidden @ weight.T).to(dtype)
+    logits = product(hidden, weight).to(dtype)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 

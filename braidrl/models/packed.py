@@ -34,7 +34,7 @@ class Packed:
 
     def attention(self) -> AttentionContext:
         """Which keys each token sees."""
-        return PackedSequences.of(self.sequence_lengths, self.input_ids.device)
+        return PackedSequences.of(self.sequence_lengths, self.input_ids.device, keep_scores=True)
 
 
 def pack(rows: Rows, device: torch.device) -> Packed:

@@ -21,6 +21,7 @@ from braidrl.errors import UserError
 from braidrl.models.backend import Advance, TrainingBackend
 from braidrl.models.checkpoint import load_worker, save_worker
 from braidrl.models.data_parallel import DataParallel
+from braidrl.models.layers import compile_layers
 from braidrl.models.layout import ParallelLayout
 from braidrl.models.likelihood import Likelihood
 from braidrl.models.objective import Objective
@@ -28,6 +29,7 @@ from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.packed import Packed, nothing, pack
 from braidrl.models.parts import local_part, part_of, whole
 from braidrl.models.sharded import laid_out
+from braidrl.models.shared_prompts import pack_shared, pays, plan_shared
 from braidrl.observe.metrics import Sums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -74,6 +76,8 @@ class RoleWorker(TrainingBackend, ABC):
         self.dtype = DTYPES[(own and own.dtype) or config.dtype]
         self.ranks = laid_out(layout_of(role, config), ranks or DataParallel(), self.device)
         self.model = self.load_model(self.path)
+        if config.trainer.compile:
+            compile_layers(self.model)
         self.compute = self.ranks.place(self.model, self.predict)
         # Only now: a model that ranks divide may be too large for one device.
         self.model.to(self.device).requires_grad_(train).eval()
@@ -105,7 +109,10 @@ class RoleWorker(TrainingBackend, ABC):
 
     def micro_batches(self, rows: Rows, whole_groups: bool = False) -> Iterator[tuple[list[int], Rows]]:
         """Row numbers and rows of each micro-batch, of at most `max_tokens_per_device` tokens."""
-        if len(rows):
+        if self.shares(rows) and not whole_groups:
+            for numbers in plan_shared(rows, self.max_tokens):
+                yield numbers, rows.take(numbers)
+        elif len(rows):
             groups = rows["group"].tolist() if whole_groups else None
             (plan,) = plan_micro_batches(
                 rows["tokens"].lengths.tolist(), 1, self.max_tokens, uids=rows.uids(), groups=groups
@@ -114,6 +121,14 @@ class RoleWorker(TrainingBackend, ABC):
                 if numbers:
                     yield numbers, rows.take(numbers)
 
+    def shares(self, rows: Rows) -> bool:
+        """True where prompts of these rows go through the model once for all rows that have them."""
+        return self.config.trainer.share_prompts and pays(rows)
+
+    def pack(self, rows: Rows) -> Packed:
+        """The rows of a micro-batch for one forward pass."""
+        return pack_shared(rows, self.device) if self.shares(rows) else pack(rows, self.device)
+
     @torch.no_grad()
     def infer(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
         """What the model predicts under `name` for each row's actions (`scores`: one number for the row), in the order of `rows`."""
@@ -121,7 +136,7 @@ class RoleWorker(TrainingBackend, ABC):
         order: list[int] = []
         parts: list[Ragged] = []
         for numbers, part in self.rounds(self.micro_batches(rows)):
-            packed = pack(part, self.device) if numbers else nothing(self.device)
+            packed = self.pack(part) if numbers else nothing(self.device)
             predicted = self.compute(packed)[name]
             if not numbers:
                 continue
@@ -157,7 +172,7 @@ class RoleWorker(TrainingBackend, ABC):
                 if not numbers:
                     self.optimizer.backward({term.denominator: none_of(self.compute(nothing(self.device), term))})
                     continue
-                packed = pack(part, self.device)
+                packed = self.pack(part)
                 losses, metrics = term.sums(part, packed.offsets, self.compute(packed, term))
                 self.optimizer.backward(losses)
                 if not self.ranks.speaks:

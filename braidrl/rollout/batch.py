@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from braidrl.rollout.native.decoder import NativeDecoder
 from braidrl.rollout.prompts import ROW_MULTIPLE, Prompts, name_of
 from braidrl.rollout.requests import Finished
 from braidrl.rollout.row import Row
@@ -28,8 +29,12 @@ from braidrl.rollout.states import SlotStates
 class SlotBatch:
     """Rows in `slots` slots (a multiple of 16) of one model; with `shrink` a step holds no more rows than it must."""
 
-    def __init__(self, model: PreTrainedModel, slots: int, seed: int, shrink: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, slots: int, seed: int, shrink: bool, native: NativeDecoder | None = None
+    ) -> None:
+        """`native` computes the steps in place of the model's own forward."""
         self._model, self._slots, self._seed, self._shrink = model, slots, seed, shrink
+        self._native = native
         self._cache = SlotCache(model.config, slots, model.dtype, model.device)
         self.prompts = Prompts(self._cache)
         self.rows: dict[int, Row] = {}
@@ -68,6 +73,8 @@ class SlotBatch:
     def begin(self, new: Mapping[int, Row], version: int) -> None:
         """Puts expected rows into free slots, computing the prompts that have not been."""
         self._cache.reserve(self._positions)
+        if self._native is not None:
+            self._native.refresh()
         self._states = self._states.with_room(self._response_tokens, self._stop_tokens)
         self.prompts.compute(self._model, (row.request.prompt for row in new.values()))
         self._place(new)
@@ -138,6 +145,18 @@ class SlotBatch:
     def _decode(self) -> tuple[Tensor, Tensor]:
         """One token for each slot of the step, (B,), and whether its row came to a stop token or its limit, (B,)."""
         states = self._active
+        native, uniforms = self._native, states.uniforms()
+        logits = native.logits(states.current, states.position, self._cache) if native else self._logits()
+        if native and self._choice.whole:
+            tokens, log_probs = native.kernels.draw(logits, states.temperature, states.greedy, uniforms)
+        else:
+            tokens, log_probs = sample(logits, self._choice, uniforms)
+        self._steps += 1
+        return tokens, states.advance(tokens, log_probs)
+
+    def _logits(self) -> Tensor:
+        """The model's own forward, (B, V)."""
+        states = self._active
         context = SlotStep(self._cache, states.position, self._longest + self._steps)
         hidden = self._model.base_model(
             input_ids=states.current[:, None],
@@ -145,10 +164,8 @@ class SlotBatch:
             use_cache=False,
             sequences=context,
         ).last_hidden_state
-        logits = self._model.get_output_embeddings()(hidden[:, 0])
-        tokens, log_probs = sample(logits, self._choice, states.uniforms())
-        self._steps += 1
-        return tokens, states.advance(tokens, log_probs)
+        logits: Tensor = self._model.get_output_embeddings()(hidden[:, 0])
+        return logits
 
     def _changed(self) -> None:
         """Derives anew what depends on which rows are in which slots."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from braidrl.rollout.batch import SlotBatch
 from braidrl.rollout.engine import WeightSource
+from braidrl.rollout.native.decoder import native_decoder
 from braidrl.rollout.prompts import ROW_MULTIPLE
 from braidrl.rollout.requests import Finished, Uid
 from braidrl.rollout.row import Row
@@ -31,7 +32,7 @@ class EmbeddedEngine(SteppingEngine):
 
     `slots` rows are decoded at once, rounded up to a multiple of 16. `max_sequence_tokens` limits prompt and response together.
     With another `dtype` than the model's the engine has a copy of the weights, refreshed by `publish`. `shrink` lets steps get
-    smaller when few rows are left; by default on the CPU, where it does not change a bit.
+    smaller when few rows are left; by default on the CPU, where it does not change a bit. `compile` is `rollout.compile`.
     """
 
     def __init__(
@@ -43,11 +44,13 @@ class EmbeddedEngine(SteppingEngine):
         seed: int = 0,
         dtype: torch.dtype | None = None,
         shrink: bool | None = None,
+        compile: bool = True,
     ) -> None:
         super().__init__(tokenizer, end_of_sequence_ids(model.generation_config, tokenizer), max_sequence_tokens, seed)
         self._weights = EngineWeights(model, dtype)
         shrink = model.device.type == "cpu" if shrink is None else shrink
-        self._batch = SlotBatch(self._weights.model, round_up(slots, ROW_MULTIPLE), seed, shrink)
+        native = native_decoder(self._weights.model) if compile else None
+        self._batch = SlotBatch(self._weights.model, round_up(slots, ROW_MULTIPLE), seed, shrink, native)
         self._waiting: deque[Row] = deque()
 
     @property

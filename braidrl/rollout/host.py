@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ class EngineSpec:
     threads: int = 1
     """CPU threads of the process."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of vLLM."""
+    """Of this kind of engine."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,11 +57,15 @@ def make_engine(spec: EngineSpec) -> SteppingEngine:
     tokenizer, folder = load_tokenizer(spec.model), Path(spec.model)
     if spec.kind == "vllm":
         # Imported here: vLLM need not be installed.
-        from braidrl.rollout.vllm_engine import VllmEngine
-
+        try:
+            from braidrl.rollout.vllm_engine import VllmEngine
+        except ImportError as error:
+            raise UserError(
+                f"rollout.engine=vllm: {sys.executable} cannot import it ({error}); see docs/rollout.md"
+            ) from error
         return VllmEngine(folder, tokenizer, spec.slots, spec.max_sequence_tokens, spec.seed, spec.dtype, spec.options)
     model = load_decoder(folder, getattr(torch, spec.dtype), spec.device).requires_grad_(False).eval()
-    return EmbeddedEngine(model, tokenizer, spec.slots, spec.max_sequence_tokens, spec.seed)
+    return EmbeddedEngine(model, tokenizer, spec.slots, spec.max_sequence_tokens, spec.seed, **spec.options)
 
 
 class Host:

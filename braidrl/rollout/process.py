@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ from braidrl.rollout.host import main
 main(int(sys.argv[1]))
 """
 """The interpreter's own packages come first: it may be that of another environment."""
+QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 NOTHING_YET = -1
 """Version of an engine whose process was started anew."""
 
@@ -63,12 +65,13 @@ class EngineProcess:
 
     async def start(self) -> None:
         """Returns when the model is loaded. Raises UserError for one that cannot be used, EngineError as `submit`."""
+        if shutil.which(self._python) is None:
+            raise UserError(f"rollout.python: {self._python} is no interpreter that can be run")
         ours, theirs = socket.socketpair()
-        threads = str(self.spec.threads)
         self._process = subprocess.Popen(
             [self._python, "-c", BOOT, str(theirs.fileno()), json.dumps(sys.path)],
             stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": threads, **compiling(self.spec)},
+            env=environment(self.spec),
         )  # fmt: skip
         theirs.close()
         reader, self._writer = await asyncio.open_connection(sock=ours)
@@ -202,6 +205,11 @@ class EngineProcess:
                 answer.set_exception(EngineError(f"{self.name} {self._end}"))
 
 
-def compiling(spec: EngineSpec) -> dict[str, str]:
-    """On the CPU vLLM computes eagerly, and would still compile small parts of its sampling with a C++ compiler."""
-    return {"TORCHDYNAMO_DISABLE": "1"} if spec.kind == "vllm" and spec.device == "cpu" else {}
+def environment(spec: EngineSpec) -> dict[str, str]:
+    """Of an engine's process."""
+    own = {**os.environ, "OMP_NUM_THREADS": str(spec.threads)}
+    if spec.kind != "vllm":
+        return own
+    # On the CPU vLLM computes eagerly, and would still compile small parts of its sampling with a C++ compiler.
+    eager = {"TORCHDYNAMO_DISABLE": "1"} if spec.device == "cpu" else {}
+    return {**QUIET, **own, **eager}

@@ -29,6 +29,11 @@ class Choice:
     top_k: Tensor | None = None
     top_p: Tensor | None = None
 
+    @property
+    def whole(self) -> bool:
+        """True where every row may draw any token."""
+        return self.top_k is None and self.top_p is None
+
 
 def chosen_for(asked: Sequence[Sampling], temperature: Tensor, greedy: Tensor, top_k: Tensor, top_p: Tensor) -> Choice:
     """These settings of B rows, (B,) each, without those that none of the rows `asked` for."""

@@ -10,9 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from torch import nn
-
-from braidrl.rollout.engine import Engine, ModelWeights, WeightSource
+from braidrl.rollout.engine import Engine, WeightSource
 from braidrl.rollout.process import EngineProcess
 from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Finished, Request
@@ -26,14 +24,12 @@ T = TypeVar("T")
 class EngineService:
     """Holds the event loop of its engines, which goes on only while one of its methods runs. `close` ends every process."""
 
-    def __init__(
-        self, engines: Sequence[EngineProcess], trained: nn.Module, limit_s: float = 600.0, check: bool = False
-    ) -> None:
-        """Starts the engines. `publish` gives them the weights of `trained`, with `check` and a checksum.
+    def __init__(self, engines: Sequence[EngineProcess], limit_s: float = 600.0, check: bool = False) -> None:
+        """Starts the engines. With `check` they compare a checksum of the weights that `publish` gives them.
 
         Raises UserError for a model that they cannot use, and EngineError after `limit_s` seconds without a living engine.
         """
-        self.engines, self._trained, self._limit_s, self._check = list(engines), trained, limit_s, check
+        self.engines, self._limit_s, self._check = list(engines), limit_s, check
         self._runner = asyncio.Runner()
         self._router: Router | None = None
         self._weights: SharedWeights | None = None
@@ -88,9 +84,9 @@ class EngineService:
         """What `work` returns, which has the engines for as long as it runs."""
         return self._runner.run(work(self.router))
 
-    def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """The engines generate with the trained weights from now on, or with those of a `source`."""
-        weights = SharedWeights((source or ModelWeights(self._trained)).tensors(), self._check)
+    def publish(self, version: int, source: WeightSource) -> None:
+        """The engines generate with these weights from now on. Raises ValueError where the source lacks a tensor."""
+        weights = SharedWeights(source.tensors(), self._check)
         # an engine that comes back later is given those of now
         before, self._weights = self._weights, weights
         try:

@@ -2,7 +2,7 @@
 
 add ──▶ waiting ──free slot──▶ vLLM ──step──▶ tokens, log-probs ──▶ Finished
 
-The only files that import vLLM are this one and `vllm_draws`. Install it beside Braid as docs/rollout.md says.
+The only files that import vLLM are this one and `vllm_draws`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+from vllm import EngineArgs, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from braidrl.errors import UserError
 from braidrl.rollout.engine import WeightSource
@@ -23,15 +26,14 @@ from braidrl.rollout.requests import Finished, Uid
 from braidrl.rollout.row import Row
 from braidrl.rollout.stepping import SteppingEngine
 from braidrl.rollout.stopping import end_of_sequence_ids
+from braidrl.rollout.vllm_draws import DrawByRow, draws_of
 from braidrl.rollout.weights import check_tensors
 
-ENVIRONMENT = {
-    # the engine's core in this process, where weights can be handed to it as they are
+SETTINGS = {
+    # the engine's core in the process that holds the rows, where weights can be handed to it as they are
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # the newer runner has no place for what draws the tokens
     "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
 }
 CPU_BLOCK = 128
 """Tokens of a block of keys and values on the CPU."""
@@ -67,12 +69,12 @@ class VllmEngine(SteppingEngine):
         dtype: str = "float32",
         options: dict[str, Any] | None = None,
     ) -> None:
-        """Raises UserError where vLLM is not installed or does not take the model."""
+        """Raises UserError where vLLM does not take the model."""
         settings = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
         super().__init__(tokenizer, end_of_sequence_ids(settings, tokenizer), max_sequence_tokens, seed)
         self._slots = slots
         self._expected = shapes_of(folder)
-        self._engine, self._params = _start(folder, slots, max_sequence_tokens, dtype, options or {})
+        self._engine = start(folder, slots, max_sequence_tokens, dtype, options or {})
         self._waiting: deque[Row] = deque()
         self._flights: dict[str, Flight] = {}
         self._names = itertools.count()
@@ -140,7 +142,7 @@ class VllmEngine(SteppingEngine):
         row.versions = [(0, self.version)]
         # prompts computed under other weights are not found under this salt
         prompt = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": str(self.version)}
-        self._engine.add_request(name, prompt, self._params(row, self.seed))
+        self._engine.add_request(name, prompt, params_of(row, self.seed))
         self._flights[name] = Flight(row, name)
 
     def _leave(self, flight: Flight) -> None:
@@ -163,17 +165,8 @@ class VllmEngine(SteppingEngine):
         return bool(output.finished)
 
 
-def _start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, options: dict[str, Any]) -> tuple[Any, Any]:
-    """vLLM's engine, and what makes its parameters of a row."""
-    os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
-    try:
-        from vllm import EngineArgs, SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.llm_engine import LLMEngine
-    except ImportError as error:
-        raise UserError(f"rollout.engine=vllm: vLLM cannot be imported ({error}); docs/rollout.md says how") from error
-    from braidrl.rollout.vllm_draws import DrawByRow, draws_of
-
+def start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, options: dict[str, Any]) -> LLMEngine:
+    """vLLM with the model in this process. Raises UserError for what it does not take."""
     on_cpu = {
         "kv_cache_memory_bytes": cpu_cache_bytes(folder, slots, max_sequence_tokens, dtype),
         "enforce_eager": True,
@@ -183,18 +176,19 @@ def _start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, optio
         "max_model_len": max_sequence_tokens, "logits_processors": [DrawByRow], "logprobs_mode": "processed_logits",
         "disable_log_stats": True, "async_scheduling": False, **({} if torch.cuda.is_available() else on_cpu),
     }  # fmt: skip
+    os.environ.update(SETTINGS)
     try:
-        engine = LLMEngine.from_engine_args(EngineArgs(**{**arguments, **options}))
+        return LLMEngine.from_engine_args(EngineArgs(**{**arguments, **options}))
     except (ValueError, TypeError) as error:
         raise UserError(f"rollout.engine=vllm: {' '.join(str(error).split())}") from error
 
-    def params(row: Row, seed: int) -> Any:
-        return SamplingParams(
-            max_tokens=row.limit, stop_token_ids=list(row.stop_token_ids), ignore_eos=True, detokenize=False,
-            logprobs=0, output_kind=RequestOutputKind.DELTA, extra_args=draws_of(row.request, seed),
-        )  # fmt: skip
 
-    return engine, params
+def params_of(row: Row, seed: int) -> SamplingParams:
+    """What vLLM is asked for; which token it is, `DrawByRow` decides."""
+    return SamplingParams(
+        max_tokens=row.limit, stop_token_ids=list(row.stop_token_ids), ignore_eos=True, detokenize=False,
+        logprobs=0, output_kind=RequestOutputKind.DELTA, extra_args=draws_of(row.request, seed),
+    )  # fmt: skip
 
 
 def cpu_cache_bytes(folder: Path, slots: int, max_sequence_tokens: int, dtype: str) -> int:

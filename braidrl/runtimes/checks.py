@@ -68,6 +68,8 @@ def check_layouts(config: Config, roles: Iterable[str], devices: int | None = No
             raise UserError(
                 f"{key}: no runtime divides layers yet; write pipeline=1, and tensor={layout.pipeline} or shard=full"
             )
+        if layout.sequence > 1 and config.trainer.share_prompts:
+            raise UserError(f"{key}: sequence divides rows apart; write sequence=1, or trainer.share_prompts=false")
         if devices is not None:
             layout.over(devices, key)
         settings = model_settings(model_path(role, config))

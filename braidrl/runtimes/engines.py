@@ -19,25 +19,26 @@ def start_engine(
     worker: RoleWorker, config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> EmbeddedEngine | EngineService:
     """What generates with the weights of `worker`. Raises UserError for a model that the engine cannot use."""
-    rollout = config.rollout
-    longest = config.max_sequence_tokens
+    rollout, longest = config.rollout, config.max_sequence_tokens
     longest = min(longest, getattr(worker.model.config, "max_position_embeddings", None) or longest)
+    model, dtype = worker.model, DTYPES[rollout.dtype] if rollout.dtype else None
     count = engine_processes(config)
     if not count:
-        model, dtype = worker.model, DTYPES[rollout.dtype] if rollout.dtype else None
         if worker.ranks.divided:
             # Decoding needs all weights on each rank: a frozen copy, brought up to date at each publication.
             model = load_decoder(worker.path, dtype or worker.dtype, worker.device).requires_grad_(False).eval()
-        return EmbeddedEngine(model, tokenizer, rollout.slots, longest, seed=config.seed, dtype=dtype)
-    dtype_name = str(DTYPES[rollout.dtype] if rollout.dtype else worker.dtype).removeprefix("torch.")
+        return EmbeddedEngine(
+            model, tokenizer, rollout.slots, longest, seed=config.seed, dtype=dtype, compile=rollout.compile
+        )
     threads = config.threads or max(1, (os.cpu_count() or 1) // count)
     spec = EngineSpec(
-        rollout.engine, str(worker.path.expanduser()), rollout.slots, longest, config.seed, dtype_name,
-        worker.device.type, threads, rollout.vllm if rollout.engine == "vllm" else {},
+        rollout.engine, str(worker.path.expanduser()), rollout.slots, longest, config.seed,
+        str(dtype or worker.dtype).removeprefix("torch."),
+        worker.device.type, threads, rollout.vllm if rollout.engine == "vllm" else {"compile": rollout.compile},
     )  # fmt: skip
     limit_s = config.cluster.wait_limit_s
     engines = [EngineProcess(spec, f"{worker.role}'s engine {n}", rollout.python, limit_s) for n in range(count)]
-    return EngineService(engines, worker.model, limit_s, rollout.check_weights)
+    return EngineService(engines, limit_s, rollout.check_weights)
 
 
 def engine_processes(config: Config) -> int:

@@ -220,7 +220,10 @@ class StageExecutor:
         """The engines generate with the trained weights from now on."""
         for role, engine in self.engines.items():
             worker = self.workers[role]
-            engine.publish(version, Weights(whole_weights(worker)) if worker.ranks.divided else None)
+            if isinstance(engine, EmbeddedEngine) and not worker.ranks.divided:
+                engine.publish(version)
+            else:
+                engine.publish(version, Weights(whole_weights(worker)))
 
     def save(self, folder: Path, write: bool = True) -> None:
         """Every role that changes as a Hugging Face directory, with its optimizer if it has one.

@@ -51,7 +51,10 @@ def algorithms(study: Study) -> Numbers:
         + table(header, rows)
         + "\n"
         + study.curves("algorithms", "Held-out avg@4, mean of the seeds", curves)
-        + "\nRun it: `python examples/arithmetic/studies.py algorithms`\n"
+        + "\nA step is one update, so that GSPO's ratios are 1 and its gradient is GRPO's; clipping tells them apart only where a batch is "
+        "used several times. DAPO samples until every group teaches something, which costs it the tokens. Seconds are those of one "
+        "thread, and grow with what else the machine does.\n"
+        "\nRun it: `python examples/arithmetic/studies.py algorithms`\n"
     )
     study.page("algorithms", text)
     return {"start": start, **{name: points[-1][1] for name, points in curves.items()}}

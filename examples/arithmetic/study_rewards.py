@@ -72,7 +72,7 @@ def reward_model(study: Study) -> Numbers:
         "flow": "ppo", "algorithm": algorithm, "model": model, "roles": roles, "reward": {"verify": "gsm8k"},
         "data": {"train": str(folder / "sums.jsonl"), "eval": {"sums": str(folder / "sums.jsonl")}},
         "rollout": {"samples_per_prompt": 8, "max_response_tokens": 16, "slots": 256},
-        "trainer": {"steps": 75, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 4e-4, "checkpoint_every": 25},
+        "trainer": {"steps": 250, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 4e-4, "checkpoint_every": 50},
         "evaluation": {"every": 10, "samples": 4, "top_p": 1.0},
     })  # fmt: skip
     pairs, steps = read_metrics(learned), read_metrics(ppo)

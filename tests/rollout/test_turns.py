@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import UserError
-from braidrl.models.attention import ATTENTION, PackedSequences
+from braidrl.models.attention import ATTENTION
 from braidrl.models.log_probs import linear_log_probs
 from braidrl.models.packed import pack
 from braidrl.rollout.embedded import EmbeddedEngine
@@ -62,7 +62,7 @@ def packed_log_probs(model: Any, rows: Rows) -> torch.Tensor:
             input_ids=packed.input_ids[None],
             position_ids=packed.position_ids[None],
             use_cache=False,
-            sequences=PackedSequences.of(packed.sequence_lengths),
+            sequences=packed.attention(),
         ).last_hidden_state[0]
         return linear_log_probs(hidden[packed.predictors], model.lm_head.weight, packed.targets, 1.0, False)[0]
 

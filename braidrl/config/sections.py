@@ -7,15 +7,12 @@ data: {train: data/train.parquet, eval: {test: data/test.parquet}}
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from braidrl.algorithms.metrics import REFLECTION_PHRASES
-from braidrl.errors import UserError, suggest
 from braidrl.models.layout import ParallelLayout
 
 DType = Literal["float32", "bfloat16", "float64"]
@@ -169,6 +166,9 @@ class RolloutConfig(Section):
     """Rows that the embedded engine decodes at once."""
     dtype: DType | None = None
     """Of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
+    compile: bool = True
+    """Decode on a CPU by kernels compiled for it, in about a second once; by torch where there is no C compiler or the model is another
+    than a Qwen2, Qwen3 or Llama."""
     max_sequence_tokens: int | None = Field(None, ge=2)
     """Where generation ends a sequence, prompt included; by default `data.max_prompt_tokens` and `max_response_tokens` together.
     With an environment `max_response_tokens` is the limit of one turn, and this one that of all turns."""
@@ -211,6 +211,11 @@ class TrainerConfig(Section):
     """Of AdamW, added to the root of the second moment."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """A longer gradient is scaled down to this norm; none does not clip."""
+    share_prompts: bool = False
+    """Rows of a group put their prompt through the model once, in inference and training, where that makes a quarter of the tokens go
+    away. Log-probs and gradients are the same up to rounding."""
+    compile: bool = True
+    """Norms and gated activations on a CPU by kernels compiled for it, in about a second once; by torch where there is no C compiler."""
     layout: ParallelLayout = ParallelLayout()
     """How each role lies on the devices of `runtime: distributed`; by default each has a copy of the model."""
     activation_checkpointing: bool = False
@@ -396,91 +401,3 @@ def short_placement(value: Any) -> Any:
     if isinstance(value, list):
         return {"pools": [{"roles": item} if isinstance(item, list) else item for item in value]}
     return value
-
-
-def load_config(path: Path | str | None, overrides: Sequence[str] = (), **defaults: Any) -> Config:
-    """Reads YAML, applies dotted `key=value` overrides, checks every key; `defaults` fill keys that nobody set.
-
-    Raises UserError with one line.
-    """
-    tree: Any = {}
-    if path is not None:
-        path = Path(path)
-        if not path.is_file():
-            raise UserError(f"no configuration file {path}")
-        try:
-            tree = yaml.safe_load(path.read_text()) or {}
-        except yaml.YAMLError as error:
-            raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-        if not isinstance(tree, dict):
-            raise UserError(f"{path} must hold keys and values, as in `flow: dapo`")
-    for override in overrides:
-        apply_override(tree, override)
-    return parse_config({**defaults, **tree})
-
-
-def parse_config(tree: dict[str, Any]) -> Config:
-    """Checks a nested dict. Raises UserError naming the first key at fault."""
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise UserError(explain(error)) from None
-
-
-def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Sets `a.b=value` in a nested dict; the value is read as YAML. Raises UserError when it is not key=value."""
-    key, equals, value = override.partition("=")
-    if not equals or not key:
-        raise UserError(f"{override!r} is not key=value, as in trainer.steps=10")
-    *parents, last = key.split(".")
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-        if not isinstance(tree, dict):
-            raise UserError(f"{override!r}: {parent!r} holds a value, not a section")
-    try:
-        tree[last] = as_number(yaml.safe_load(value))
-    except yaml.YAMLError:
-        raise UserError(f"{override!r}: the value is not YAML") from None
-
-
-def as_number(value: Any) -> Any:
-    """YAML reads `1e-6` as text; people mean the number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-def explain(error: ValidationError) -> str:
-    """One line for the first thing that is wrong."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return f"unknown key {place!r}. {suggest(str(first['loc'][-1]), section_keys(first['loc'][:-1]))}"
-    if first["type"] == "missing":
-        return f"{place!r} is not set; give it in the file or as {place}=..."
-    return f"{place}: {first['msg']}, got {first['input']!r}"
-
-
-def section_keys(place: tuple[int | str, ...]) -> list[str]:
-    """The keys of the section at `place`."""
-    section: type[BaseModel] = Config
-    for part in place:
-        if isinstance(part, int) or part not in section.model_fields:
-            continue
-        found = section_type(section.model_fields[part].annotation)
-        section = found or section
-    return list(section.model_fields)
-
-
-def section_type(annotation: Any) -> type[BaseModel] | None:
-    """The section inside an annotation such as `dict[str, RoleConfig]`, if any."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for part in getattr(annotation, "__args__", ()):
-        found = section_type(part)
-        if found:
-            return found
-    return None

@@ -1,0 +1,51 @@
+"""Sides compared by one number: how many times Braid is ahead, and what part of the floor each side reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.case import Case, Found, Rates
+
+COLUMNS = [
+    ("tokens_per_second", "tokens/s", ".0f"), ("tokens_per_cpu_second", "per CPU s", ".0f"), ("seconds", "seconds", ".2f"),
+    ("fraction_of_floor", "of floor", ".0%"), ("peak_mebibytes", "peak MiB", ".0f"),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Comparison(Case):
+    """`goals` say by how many times the first of a pair of sides is to be ahead of the second."""
+
+    goals: list[tuple[str, str, float]] = field(default_factory=list)
+    floor: Callable[[str, Rates], float] | None = None
+    """The least seconds for a dtype, from the machine's rates."""
+    measure: str = "tokens_per_second"
+    """What is compared; of `peak_mebibytes` less is better."""
+
+    def summary(self, found: Found, rates: Rates) -> dict[str, Any]:
+        sides = {name: dict(numbers) for name, numbers in found.items()}
+        if self.floor is not None:
+            for side in self.sides:
+                numbers = sides[side.name]
+                numbers["floor_seconds"] = self.floor(side.case["dtype"], rates)
+                numbers["fraction_of_floor"] = numbers["floor_seconds"] / numbers["seconds"]
+        return {"compared": self.measure, "sides": sides, "ratios": [self._ratio(found, *goal) for goal in self.goals]}
+
+    def _ratio(self, found: Found, ours: str, theirs: str, goal: float) -> dict[str, Any]:
+        times = found[ours][self.measure] / found[theirs][self.measure]
+        times = 1 / times if self.measure == "peak_mebibytes" else times
+        return {"ours": ours, "theirs": theirs, "times": round(times, 2), "goal": goal, "reached": times >= goal}
+
+    def table(self, summary: Mapping[str, Any]) -> str:
+        lines = [f"  {'':24}" + "".join(f"{title:>10}" for _, title, _ in COLUMNS)]
+        for name, side in summary["sides"].items():
+            cells = (f"{side[key]:{form}}" if key in side else "" for key, _, form in COLUMNS)
+            lines.append(f"  {name:24}" + "".join(f"{cell:>10}" for cell in cells))
+        for ratio in summary["ratios"]:
+            mark = "" if ratio["reached"] else "   SHORT"
+            lines.append(
+                f"  {ratio['ours']} over {ratio['theirs']}: {ratio['times']:.2f} times, goal {ratio['goal']}{mark}"
+            )
+        return "\n".join(lines)

@@ -1,0 +1,99 @@
+"""The models, prompts and lengths that all sides share, and the operations and bytes that they cannot do without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+MODELS = Path("build/bench-models")
+END = 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Qwen3 with tied embeddings."""
+
+    vocabulary: int
+    layers: int = 4
+    width: int = 256
+    intermediate: int = 768
+    heads: int = 4
+    key_heads: int = 2
+    head_width: int = 64
+
+    @property
+    def body(self) -> int:
+        """Parameters in the layers' matrix products."""
+        attention = self.width * self.head_width * (2 * self.heads + 2 * self.key_heads)
+        return self.layers * (attention + 3 * self.width * self.intermediate)
+
+    @property
+    def head(self) -> int:
+        """Parameters of the output layer."""
+        return self.width * self.vocabulary
+
+    def attention(self, keys: int) -> int:
+        """Operations of all layers for queries that see `keys` keys in all."""
+        return 4 * self.layers * self.heads * self.head_width * keys
+
+    def key_bytes(self, positions: int, size: int) -> int:
+        """Keys and values of so many positions."""
+        return 2 * self.layers * self.key_heads * self.head_width * positions * size
+
+
+def model_folder(shape: Shape) -> Path:
+    """A randomly initialised model with its tokenizer, made once."""
+    folder = MODELS / "-".join(str(size) for size in asdict(shape).values())
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    config = Qwen3Config(
+        vocab_size=shape.vocabulary, hidden_size=shape.width, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_heads,
+        head_dim=shape.head_width, max_position_embeddings=4096, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=END, pad_token_id=END,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({word(i): i for i in range(shape.vocabulary)}, unk_token=word(END)))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=word(END), pad_token=word(END), padding_side="left"
+    ).save_pretrained(folder)
+    return folder
+
+
+def word(token: int) -> str:
+    return f"w{token}"
+
+
+def prompts(groups: int, tokens: int, vocabulary: int) -> list[list[int]]:
+    """Random ids, the same in every process; never the end of sequence."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(1, vocabulary, (groups, tokens), generator=generator).tolist()
+
+
+def write_prompts(path: Path, ids: Sequence[Sequence[int]]) -> None:
+    """As text, one JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"prompt": " ".join(word(i) for i in row), "answer": word(1)}) for row in ids]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def equal_lengths(rows: int, tokens: int) -> list[int]:
+    return [tokens] * rows
+
+
+def long_tail(rows: int, median: int, times: int) -> list[int]:
+    """Log-normal lengths with this median, scaled in their logarithm so that the longest is `times` the median."""
+    quantiles = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
+    normal = torch.special.ndtri(quantiles)
+    spread = torch.log(torch.tensor(float(times))) / normal[-1]
+    lengths = (median * torch.exp(spread * normal)).round().clamp(min=1, max=median * times).to(torch.int64)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(2))
+    return lengths[order].tolist()

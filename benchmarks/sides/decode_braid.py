@@ -1,0 +1,41 @@
+"""Braid's embedded engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.turns import Turn
+from braidrl.models.loading import load_decoder, load_tokenizer
+from braidrl.rollout.embedded import EmbeddedEngine
+from braidrl.rollout.requests import Request, Sampling
+
+
+def prepare(case: Mapping[str, Any]) -> Turn:
+    torch.set_num_threads(case["threads"])
+    model = load_decoder(case["model"])
+    lengths, group = case["lengths"], case["group"]
+    longest = len(case["prompts"][0]) + max(lengths)
+    engine = EmbeddedEngine(
+        model, load_tokenizer(case["model"]), len(lengths), longest, dtype=getattr(torch, case["dtype"]),
+        **case.get("engine", {}),
+    )  # fmt: skip
+    requests = [
+        Request(
+            (0, i // group, i % group), torch.tensor(case["prompts"][i // group]), Sampling(max_tokens=n, ends=False)
+        )
+        for i, n in enumerate(lengths)
+    ]
+    short = [
+        replace(r, sampling=replace(r.sampling, max_tokens=min(n, 40))) for r, n in zip(requests, lengths, strict=True)
+    ]
+    engine.generate(requests if case.get("engine") else short)
+
+    def turn() -> dict[str, float]:
+        finished = engine.generate(requests)
+        return {"tokens": sum(len(row.tokens) for row in finished)}
+
+    return turn

@@ -1,0 +1,54 @@
+"""A training step of Braid on rows of random tokens at a long vocabulary; or, as `plain`, what one writes without thinking of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from benchmarks.sides.shared_prompt_braid import made_rows
+from benchmarks.turns import Turn, peak_mebibytes
+from braidrl.config import parse_config
+from braidrl.data.rows import Rows
+from braidrl.models.objective import Objective, denominators
+from braidrl.models.packed import pack
+from braidrl.models.worker import DecoderWorker
+from braidrl.observe.metrics import Sums
+
+PROMPT = 16
+
+
+def prepare(case: Mapping[str, Any]) -> Turn:
+    torch.set_num_threads(case["threads"])
+    tokens = case["rows"] * case["tokens"]
+    tree = {
+        "flow": "grpo", "model": case["model"], "device": "cpu", "dtype": case["dtype"],
+        "trainer": {"max_tokens_per_device": tokens},
+    }  # fmt: skip
+    worker = DecoderWorker("actor", parse_config(tree), train=True)
+    objective = Objective.of("actor", {"loss": "clip"})
+    rows = made_rows(case["rows"] // 8, 8, PROMPT, case["tokens"] - PROMPT, case["vocabulary"])
+
+    def turn() -> dict[str, float]:
+        before = peak_mebibytes()
+        if case["way"] == "plain":
+            plain(worker, objective, rows)
+        else:
+            worker.accumulate(objective, rows, Sums())
+        worker.step(denominators(rows), 1)
+        return {"tokens": tokens, "peak_mebibytes": peak_mebibytes(), "mebibytes_before": before}
+
+    return turn
+
+
+def plain(worker: DecoderWorker, objective: Objective, rows: Rows) -> None:
+    """All logits at once, then log_softmax and gather; not even an entropy."""
+    assert worker.optimizer is not None
+    packed = pack(rows, worker.device)
+    logits = worker.model.lm_head(worker.hidden_states(packed)[packed.predictors])
+    log_softmax = logits.log_softmax(-1)
+    del logits
+    log_probs = log_softmax.gather(-1, packed.targets[:, None])[:, 0]
+    losses, _ = objective.sums(rows, packed.offsets, {"log_probs": log_probs, "entropy": torch.zeros_like(log_probs)})
+    worker.optimizer.backward(losses)

@@ -1,0 +1,85 @@
+"""One optimizer step on rows of given lengths: packed, as Braid trains; or padded to the longest of every so many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
+
+from benchmarks.turns import Turn
+from braidrl.algorithms.ragged import Ragged
+from braidrl.config import parse_config
+from braidrl.data.rows import Rows
+from braidrl.models.objective import Objective, denominators
+from braidrl.models.packed import Packed
+from braidrl.models.worker import DecoderWorker
+from braidrl.observe.metrics import Sums
+
+MICRO_BATCH_TOKENS = 4096
+
+
+def prepare(case: Mapping[str, Any]) -> Turn:
+    torch.set_num_threads(case["threads"])
+    tree = {
+        "flow": "grpo", "model": case["model"], "device": "cpu", "dtype": case["dtype"],
+        "trainer": {"max_tokens_per_device": MICRO_BATCH_TOKENS},
+    }  # fmt: skip
+    kind = PaddedWorker if case["way"] == "padded" else DecoderWorker
+    worker, objective = kind("actor", parse_config(tree), train=True), Objective.of("actor", {"loss": "clip"})
+    if isinstance(worker, PaddedWorker):
+        worker.rows_at_once = case["padded_rows"]
+    rows = rows_of(case["lengths"], case["vocabulary"])
+
+    def turn() -> dict[str, float]:
+        worker.accumulate(objective, rows, Sums())
+        worker.step(denominators(rows), 1)
+        return {"tokens": sum(case["lengths"])}
+
+    turn()
+    return turn
+
+
+class PaddedWorker(DecoderWorker):
+    """The same worker but for its forward pass: transformers' own, on rows that are padded."""
+
+    rows_at_once = 16
+
+    def load_model(self, folder: Path) -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, attn_implementation="sdpa")
+
+    def micro_batches(self, rows: Rows, whole_groups: bool = False) -> Iterator[tuple[list[int], Rows]]:
+        """So many rows at once, in the order in which they come."""
+        for start in range(0, len(rows), self.rows_at_once):
+            numbers = list(range(start, min(start + self.rows_at_once, len(rows))))
+            yield numbers, rows.take(numbers)
+
+    def hidden_states(self, packed: Packed) -> Tensor:
+        """(N, D) of the tokens that are no padding."""
+        sequences = packed.input_ids.split(list(packed.sequence_lengths))
+        ids = pad_sequence(list(sequences), batch_first=True)
+        mask = pad_sequence([torch.ones_like(part) for part in sequences], batch_first=True)
+        hidden: Tensor = self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        return hidden[mask.bool()]
+
+
+def rows_of(lengths: list[int], vocabulary: int) -> Rows:
+    """Rows of random tokens, of which the first third are the prompt."""
+    generator, count = torch.Generator().manual_seed(1), len(lengths)
+    each = torch.tensor(lengths)
+    prompts = (each // 3).clamp(min=1)
+    mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths, prompts.tolist(), strict=True)])
+    return Rows(
+        {
+            "source": torch.zeros(count, dtype=torch.int64), "group": torch.arange(count),
+            "sample": torch.zeros(count, dtype=torch.int64), "length": each, "action_tokens": each - prompts,
+            "advantage": torch.randn(count, generator=generator),
+            "tokens": Ragged.from_lengths(torch.randint(1, vocabulary, (int(each.sum()),), generator=generator), each),
+            "action_mask": Ragged.from_lengths(mask, each),
+            "sequence_lengths": Ragged.from_lengths(each, torch.ones_like(each)),
+        }
+    )  # fmt: skip

@@ -1,0 +1,135 @@
+"""Generation, training and memory against TRL, transformers and vLLM, beside the least seconds that the machine's rates allow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.case import Case, Rates
+from benchmarks.comparison import Comparison
+from benchmarks.duel import Side
+from benchmarks.shapes import MODELS, Shape, equal_lengths, long_tail, model_folder, prompts, write_prompts
+
+GROUP = 8
+PROMPT = 16
+
+
+def decode() -> list[Case]:
+    """Generation: every row a prompt of 16 tokens, groups of 8."""
+    settings = [
+        (128, 64, False, 1.3),
+        (128, 256, False, 1.5),
+        (128, 64, True, 2.5),
+        (128, 256, True, 2.5),
+        (32768, 256, False, 1.5),
+    ]
+    return [decode_case(*setting) for setting in settings]
+
+
+def decode_case(vocabulary: int, rows: int, tail: bool, goal: float) -> Comparison:
+    shape = Shape(vocabulary)
+    lengths = long_tail(rows, 32, 10) if tail else equal_lengths(rows, 128)
+    case = {
+        "model": str(model_folder(shape)), "lengths": lengths, "group": GROUP,
+        "prompts": prompts(rows // GROUP, PROMPT, vocabulary),
+    }  # fmt: skip
+    sides, goals = [], []
+    for dtype in ("float32", "bfloat16"):
+        for name in ("braid", "transformers", "vllm"):
+            sides.append(Side(f"{name} {dtype}", f"decode_{name}", {**case, "dtype": dtype}))
+        goals += [(f"braid {dtype}", f"transformers {dtype}", goal), (f"braid {dtype}", f"vllm {dtype}", 1.0)]
+    if rows == 256:
+        goals.append(("braid bfloat16", "transformers float32", 2.5))
+
+    def floor(dtype: str, rates: Rates) -> float:
+        return decode_floor(shape, lengths, dtype, rates)
+
+    name = f"decode, {rows} rows, {'long tail' if tail else '128 tokens each'}, vocabulary {vocabulary}"
+    return Comparison(name, sides, goals=goals, floor=floor)
+
+
+def decode_floor(shape: Shape, lengths: list[int], dtype: str, rates: Rates) -> float:
+    """Operations of the products and of attention, and the bytes of keys and values read once per token."""
+    size = 4 if dtype == "float32" else 2
+    seen = sum(n * PROMPT + n * (n + 1) // 2 for n in lengths)
+    operations = 2 * (shape.body + shape.head) * sum(lengths)
+    return (
+        operations / rates[f"{dtype}_operations_per_second"]
+        + shape.attention(seen) / rates["float32_operations_per_second"]
+        + shape.key_bytes(seen, size) / rates["bytes_per_second"]
+    )
+
+
+def grpo() -> list[Case]:
+    """A whole step: 64 rows generated, scored and trained on in one optimizer step."""
+    return [grpo_case(128, True), grpo_case(128, False), grpo_case(32768, False)]
+
+
+def grpo_case(vocabulary: int, equal: bool) -> Comparison:
+    shape = Shape(vocabulary)
+    lengths = equal_lengths(64, 128) if equal else [min(128, n) for n in long_tail(64, 64, 4)]
+    data = MODELS / f"prompts-{vocabulary}.jsonl"
+    write_prompts(data, prompts(64, PROMPT, vocabulary))
+    case = {
+        "model": str(model_folder(shape)), "lengths": lengths, "group": GROUP, "data": str(data), "prompt_tokens": PROMPT,
+    }  # fmt: skip
+    sides = [
+        Side(f"{name} {dtype}", f"grpo_{name}", {**case, "dtype": dtype})
+        for dtype in ("float32", "bfloat16") for name in ("braid", "trl")
+    ]  # fmt: skip
+    goals = [
+        ("braid float32", "trl float32", 2.0),
+        ("braid bfloat16", "trl bfloat16", 3.0), ("braid bfloat16", "trl float32", 3.0),
+    ]  # fmt: skip
+
+    def floor(dtype: str, rates: Rates) -> float:
+        # forward and backward: three products per weight; the output layer's only where a token is predicted
+        tokens = sum(lengths) + PROMPT * len(lengths)
+        training = 6 * (shape.body * tokens + shape.head * sum(lengths))
+        return decode_floor(shape, lengths, dtype, rates) + training / rates[f"{dtype}_operations_per_second"]
+
+    name = f"GRPO step, 64 rows, {'128 tokens each' if equal else 'up to 128 tokens'}, vocabulary {vocabulary}"
+    return Comparison(name, sides, goals=goals, floor=floor)
+
+
+def shared_prompt() -> list[Case]:
+    """Training on 64 rows of groups of 16, prompts of 1,024 tokens and responses of 32: with and without the prompt shared."""
+    shape = Shape(128)
+    sides = [
+        Side(
+            f"{'shared' if shared else 'apart'} {dtype}", "shared_prompt_braid",
+            {"model": str(model_folder(shape)), "groups": 4, "samples": 16, "prompt": 1024, "response": 32,
+             "vocabulary": 128, "dtype": dtype, "shared": shared},
+        )
+        for dtype in ("float32", "bfloat16") for shared in (True, False)
+    ]  # fmt: skip
+    goals = [(f"shared {dtype}", f"apart {dtype}", 3.0) for dtype in ("float32", "bfloat16")]
+    return [Comparison("training, prompts of 1024 tokens, 16 responses of 32 each", sides, goals=goals)]
+
+
+def memory() -> list[Case]:
+    """Peak memory of a training step at a vocabulary of 151,936; fewer than 8,192 tokens where all logits do not fit three times."""
+    shape = Shape(151_936)
+    available = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
+    logits = 4 * shape.vocabulary
+    tokens = next((n for n in (8192, 4096, 2048) if 3.4 * n * logits < available), 1024)
+    return [memory_case(shape, tokens)]
+
+
+def memory_case(shape: Shape, tokens: int) -> Comparison:
+    case: dict[str, Any] = {
+        "model": str(model_folder(shape)), "rows": tokens // 128, "tokens": 128, "vocabulary": shape.vocabulary,
+        "dtype": "float32",
+    }  # fmt: skip
+    sides = [
+        Side("braid", "memory_braid", {**case, "way": "braid"}),
+        Side("plain", "memory_braid", {**case, "way": "plain"}),
+        Side("trl", "memory_trl", case),
+    ]
+    goals = [("braid", "trl", 1.0), ("braid", "plain", 1.0)]
+    name = f"peak memory of a training step, vocabulary {shape.vocabulary}, {tokens} tokens"
+    return Comparison(name, sides, rounds=1, at_once=False, goals=goals, measure="peak_mebibytes")

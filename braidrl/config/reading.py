@@ -1,0 +1,104 @@
+"""Reads a configuration: YAML, then overrides of single keys, then every key checked; a mistake is one line.
+
+file ──YAML──▶ tree ◀── key=value        tree ──checked──▶ Config
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from braidrl.config.sections import Config
+from braidrl.errors import UserError, suggest
+
+
+def load_config(path: Path | str | None, overrides: Sequence[str] = (), **defaults: Any) -> Config:
+    """Reads YAML, applies dotted `key=value` overrides, checks every key; `defaults` fill keys that nobody set.
+
+    Raises UserError with one line.
+    """
+    tree: Any = {}
+    if path is not None:
+        path = Path(path)
+        if not path.is_file():
+            raise UserError(f"no configuration file {path}")
+        try:
+            tree = yaml.safe_load(path.read_text()) or {}
+        except yaml.YAMLError as error:
+            raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(tree, dict):
+            raise UserError(f"{path} must hold keys and values, as in `flow: dapo`")
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_config({**defaults, **tree})
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    """Checks a nested dict. Raises UserError naming the first key at fault."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(explain(error)) from None
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Sets `a.b=value` in a nested dict; the value is read as YAML. Raises UserError when it is not key=value."""
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"{override!r} is not key=value, as in trainer.steps=10")
+    *parents, last = key.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise UserError(f"{override!r}: {parent!r} holds a value, not a section")
+    try:
+        tree[last] = as_number(yaml.safe_load(value))
+    except yaml.YAMLError:
+        raise UserError(f"{override!r}: the value is not YAML") from None
+
+
+def as_number(value: Any) -> Any:
+    """YAML reads `1e-6` as text; people mean the number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def explain(error: ValidationError) -> str:
+    """One line for the first thing that is wrong."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {place!r}. {suggest(str(first['loc'][-1]), section_keys(first['loc'][:-1]))}"
+    if first["type"] == "missing":
+        return f"{place!r} is not set; give it in the file or as {place}=..."
+    return f"{place}: {first['msg']}, got {first['input']!r}"
+
+
+def section_keys(place: tuple[int | str, ...]) -> list[str]:
+    """The keys of the section at `place`."""
+    section: type[BaseModel] = Config
+    for part in place:
+        if isinstance(part, int) or part not in section.model_fields:
+            continue
+        found = section_type(section.model_fields[part].annotation)
+        section = found or section
+    return list(section.model_fields)
+
+
+def section_type(annotation: Any) -> type[BaseModel] | None:
+    """The section inside an annotation such as `dict[str, RoleConfig]`, if any."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for part in getattr(annotation, "__args__", ()):
+        found = section_type(part)
+        if found:
+            return found
+    return None

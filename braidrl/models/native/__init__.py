@@ -1,0 +1,1 @@
+"""Kernels in C for the CPU, and their compilation for this processor."""
