@@ -30,8 +30,8 @@ PARTS = 16
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Lets the norms and gated activations of a model on the CPU compute with kernels, where these can be had."""
-    if model.device.type != "cpu" or model.dtype not in DTYPES or _functions(model.dtype) is None:
+    """Lets the norms and gated activations of a model for the CPU compute with kernels, where these can be had."""
+    if model.dtype not in DTYPES or _functions(model.dtype) is None:
         return
     for module in model.modules():
         kind: Any = type(module)

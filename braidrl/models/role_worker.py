@@ -76,7 +76,7 @@ class RoleWorker(TrainingBackend, ABC):
         self.dtype = DTYPES[(own and own.dtype) or config.dtype]
         self.ranks = laid_out(layout_of(role, config), ranks or DataParallel(), self.device)
         self.model = self.load_model(self.path)
-        if config.trainer.compile:
+        if config.trainer.compile and self.device.type == "cpu":
             compile_layers(self.model)
         self.compute = self.ranks.place(self.model, self.predict)
         # Only now: a model that ranks divide may be too large for one device.

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from braidrl.data.rows import FinishReason, Rows
+from braidrl.data.rows import FinishReason
 from braidrl.rollout.endpoint import Endpoint
-from braidrl.rollout.episodes import EnvironmentFailed, Episode, Limits, answer_of, at_once, example_of, fail
+from braidrl.rollout.episodes import EnvironmentFailed, Episode, Limits, Player, answer_of, example_of, fail
 from braidrl.rollout.observations import Observation
 from braidrl.rollout.requests import Uid
 
 
 @dataclass
-class Agents:
+class Agents(Player):
     """Runs one agent per row against an open endpoint. `timeout_s` is the limit of a whole trajectory here."""
 
     endpoint: Endpoint
@@ -26,17 +25,6 @@ class Agents:
     limits: Limits
     seed: int = 0
     on_finished: Callable[[Episode], None] = field(default=lambda episode: None)
-
-    async def play(self, rows: Rows) -> list[Episode]:
-        """One episode for each row, in the order of the rows, at most `at_once` at a time."""
-        prompts, metadata = rows["prompt"], rows["metadata"]
-
-        async def one(number: int, uid: Uid) -> Episode:
-            episode = await self.one(uid, prompts[number].tolist(), metadata[number])
-            self.on_finished(episode)
-            return episode
-
-        return await at_once(self.limits.at_once, [partial(one, number, uid) for number, uid in enumerate(rows.uids())])
 
     async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
         """Runs a row's agent; what it returns, a number or an Observation, is the score."""

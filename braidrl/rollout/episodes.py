@@ -9,6 +9,7 @@ context ──▶ engine ──▶ sampled tokens ──append──▶ Trajecto
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,19 +64,11 @@ class EnvironmentFailed(Exception):
         self.reason, self.detail = reason, detail
 
 
-@dataclass
-class Episodes:
-    """Plays with one engine, one kind of environment and one way of sampling."""
+class Player(ABC):
+    """Plays rows, each by itself."""
 
-    engine: Engine
-    make: MakeEnvironment
-    template: TurnTemplate
-    sampling: Sampling
     limits: Limits
-    seed: int = 0
-    purpose: str = "train"
-    stage: str = "generate"
-    on_finished: Callable[[Episode], None] = field(default=lambda episode: None)
+    on_finished: Callable[[Episode], None]
 
     async def play(self, rows: Rows) -> list[Episode]:
         """One episode for each row, in the order of the rows, at most `at_once` at a time."""
@@ -87,6 +80,25 @@ class Episodes:
             return episode
 
         return await at_once(self.limits.at_once, [partial(one, number, uid) for number, uid in enumerate(rows.uids())])
+
+    @abstractmethod
+    async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
+        """Plays a row's trajectory to its end, whatever happens in it."""
+
+
+@dataclass
+class Episodes(Player):
+    """Plays with one engine, one kind of environment and one way of sampling."""
+
+    engine: Engine
+    make: MakeEnvironment
+    template: TurnTemplate
+    sampling: Sampling
+    limits: Limits
+    seed: int = 0
+    purpose: str = "train"
+    stage: str = "generate"
+    on_finished: Callable[[Episode], None] = field(default=lambda episode: None)
 
     async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
         """Plays a row's trajectory to its end, whatever its environment does."""

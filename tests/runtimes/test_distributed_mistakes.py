@@ -84,4 +84,6 @@ def test_ranks_evaluate_as_one_process_does(workshop: Workshop) -> None:
 
 def processes_of_ranks() -> list[psutil.Process]:
     """Those that this process has started and that are still there."""
-    return [child for child in psutil.Process().children(recursive=True) if "cluster.rank" in " ".join(child.cmdline())]
+    children = psutil.Process().children(recursive=True)
+    running = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in running if "cluster.rank" in " ".join(child.cmdline())]
