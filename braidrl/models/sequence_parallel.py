@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from braidrl.models.attention import PackedSequences
+from braidrl.models.attention import AttentionContext
 from braidrl.models.data_parallel import Predict
 from braidrl.models.packed import Packed
 
@@ -26,7 +26,7 @@ from braidrl.models.packed import Packed
 class DividedSequences:
     """The attention of sequences whose tokens lie on the ranks of `group`, equally many on each. S ranks, n tokens on each."""
 
-    sequences: PackedSequences
+    sequences: AttentionContext
     group: dist.ProcessGroup
 
     def attend(
@@ -51,7 +51,7 @@ class PackedShare(Packed):
     group: dist.ProcessGroup
 
     def attention(self) -> DividedSequences:
-        return DividedSequences(PackedSequences.of(self.sequence_lengths, self.input_ids.device), self.group)
+        return DividedSequences(super().attention(), self.group)
 
 
 def divided(predict: Predict, group: dist.ProcessGroup) -> Predict:

@@ -101,9 +101,10 @@ def differences(found: Found, wanted: Found, mine: torch.Tensor, dtype: str = "f
     ]
 
 
-def not_divided(worker: DecoderWorker) -> list[str]:
+def not_divided(worker: DecoderWorker, ranks: int) -> list[str]:
     """Says so where a rank holds more of the weights and of Adam's moments than its share, norms aside."""
-    layout, parameters = worker.ranks.layout, list(worker.model.parameters())  # type: ignore[attr-defined]
+    layout, parameters = worker.config.trainer.layout.over(ranks), list(worker.model.parameters())
+    assert layout.data is not None
     shards = layout.tensor * (layout.data * layout.sequence if layout.shard != "none" else 1)
     limit = 1.1 * sum(p.numel() for p in parameters) / shards
     held = sum(local_part(p).numel() for p in parameters)
@@ -120,7 +121,9 @@ def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
         world.at(name)
         mine = own_rows(make_rows(), world)
         worker = DecoderWorker("actor", config_of(model, layout, dtype), True, world.data_parallel)
-        differing = differences(one_step(worker, mine), alone(model, dtype), mine, dtype) + not_divided(worker)
+        differing = differences(one_step(worker, mine), alone(model, dtype), mine, dtype) + not_divided(
+            worker, world.size
+        )
         parts = world.gather("differences", json.dumps(differing).encode())
         found[name] = [f"rank {rank}: {d}" for rank, part in enumerate(parts) for d in json.loads(bytes(part))]
     if "copied" in task:
