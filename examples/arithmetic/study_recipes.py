@@ -122,6 +122,7 @@ def what_reproduces(found: Mapping[str, Lines]) -> str:
     shown = [name for name, gain in gains.items() if gain > SEED_SPREAD]
     others = [name for name in gains if name not in shown]
     return (
-        f"A seed changes the accuracy by about {SEED_SPREAD:g} here. More than that comes from: {', '.join(shown) or 'none of them'}. What does "
-        f"not reproduce at this size, with one seed, 0.6 million weights and answers of twenty tokens: {', '.join(others) or 'nothing'}."
+        f"A seed changes the accuracy by about {SEED_SPREAD:g} here. More than that comes from: {', '.join(shown) or 'none of them'}. "
+        "What does not reproduce at this size, with one seed, 0.6 million weights and answers of twenty tokens: "
+        f"{', '.join(others) or 'nothing'}."
     )
