@@ -96,7 +96,7 @@ def verify_params(stage: Stage, config: Config) -> dict[str, Any]:
 
 
 def update_params(stage: Stage, config: Config) -> dict[str, Any]:
-    """`old` by the rule of one update, one epoch and no staleness; a correction where the engine computes otherwise."""
+    """`old` by the rule of one update, one epoch and no staleness; a correction where others drew the tokens than what is trained."""
     filled: dict[str, Any] = {}
     if "old" not in stage.params:
         filled["old"] = "self" if single_update(config) else "recompute"
@@ -104,7 +104,9 @@ def update_params(stage: Stage, config: Config) -> dict[str, Any]:
         raise UserError(
             f"{stage.name}: old=self needs one update and one epoch per batch and max_staleness 0; write old=recompute"
         )
-    if "correction" not in stage.params and not engine_is_trainer(config):
+    # With old=rollout the ratio itself is that to whoever drew the tokens.
+    to_engine = {**stage.params, **filled}["old"] == "rollout"
+    if "correction" not in stage.params and not to_engine and not drawn_by_trained(config):
         filled["correction"] = TRUNCATED
     return filled
 
@@ -116,9 +118,10 @@ def single_update(config: Config) -> bool:
     return one_step and config.trainer.max_staleness == 0
 
 
-def engine_is_trainer(config: Config) -> bool:
-    """True when generation runs the trainer's own weights and arithmetic."""
-    return config.rollout.engine == "embedded" and config.rollout.dtype in (None, config.dtype)
+def drawn_by_trained(config: Config) -> bool:
+    """True when tokens are drawn by the weights that a batch is trained on, and by the trainer's arithmetic."""
+    same = config.rollout.engine == "embedded" and config.rollout.dtype in (None, config.dtype)
+    return same and config.trainer.max_staleness == 0
 
 
 def with_params(stage: Stage, params: dict[str, Any]) -> Stage:
