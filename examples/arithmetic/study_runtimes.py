@@ -34,8 +34,8 @@ def runtimes(study: Study) -> Numbers:
         + "\n"
         + study.curves("runtimes", "Held-out avg@4, mean of the seeds", curves)
         + "\nHybrid and distributed have two workers, streaming one process for each of generation, checks and training; "
-        "all on two cores. "
-        "Seconds grow with what else the machine does, and do not compare the runtimes.\n\nRun it: `python examples/arithmetic/studies.py runtimes`\n"
+        "all on two cores. Seconds grow with what else the machine does, and do not compare the runtimes.\n\n"
+        "Run it: `python examples/arithmetic/studies.py runtimes`\n"
     )
     study.page("runtimes", text)
     return {"start": start, **{name: points[-1][1] for name, points in curves.items()}}
