@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from braidrl.errors import UserError
 from braidrl.models.optimizer import MasterOptimizer
-from braidrl.models.parts import as_part, local_part, part_of, whole
+from braidrl.models.parts import as_part, local_part, part_of, shapes_of
 
 if TYPE_CHECKING:
     from braidrl.models.role_worker import RoleWorker
@@ -55,9 +55,8 @@ def save_worker(worker: RoleWorker, folder: Path, write: bool = True) -> None:
 def whole_weights(worker: RoleWorker) -> dict[str, Tensor]:
     """Every tensor of the model by its name, tied ones the same; all ranks that have divided it call this at the same time."""
     worker.ranks.settle(worker.model)
-    found: dict[int, Tensor] = {}
     named = worker.model.state_dict(keep_vars=True)
-    return {name: found.setdefault(id(tensor), whole(tensor)) for name, tensor in named.items()}
+    return {name: tensor for names, tensor in worker.ranks.whole_tensors(named) for name in names}
 
 
 @torch.no_grad()
@@ -65,13 +64,12 @@ def load_worker(worker: RoleWorker, folder: Path) -> None:
     """Puts a saved worker's weights and optimizer into this one, in place. Raises UserError for another model's, or damaged ones."""
     worker.ranks.settle(worker.model)
     saved = worker.load_model(folder)
-    ours, theirs = dict(worker.model.named_parameters()), dict(saved.named_parameters())
-    shapes = {name: tuple(p.shape) for name, p in ours.items()}
-    if shapes != {name: tuple(p.shape) for name, p in theirs.items()}:
+    theirs = dict(saved.named_parameters())
+    if worker.shapes != shapes_of(saved):
         raise another_model(worker, folder)
     # Read before anything is overwritten: it may be damaged.
     state = optimizer_state(worker, folder) if worker.optimizer is not None else {}
-    for name, parameter in ours.items():
+    for name, parameter in worker.model.named_parameters():
         local_part(parameter).copy_(part_of(theirs[name], parameter))
     if worker.optimizer is not None:
         worker.optimizer.load_state(state)
@@ -82,11 +80,11 @@ def optimizer_state(worker: RoleWorker, folder: Path) -> dict[str, Tensor]:
     optimizer = worker.optimizer
     assert optimizer is not None
     if (folder / OPTIMIZER).is_file():
-        tensors = load_file(folder / OPTIMIZER)
+        tensors = {key: tensor for key, tensor in load_file(folder / OPTIMIZER).items() if ours(worker, key)}
         return {key: part_of(tensor, owner(optimizer, key, tensor)) for key, tensor in tensors.items()}
     try:
         known = dcp.FileSystemReader(folder / PARTS).read_metadata().state_dict_metadata
-        wanted = {key: empty_part(optimizer, key, about) for key, about in known.items()}
+        wanted = {key: empty_part(optimizer, key, about) for key, about in known.items() if ours(worker, key)}
         with warnings.catch_warnings():
             # That each rank reads for itself what it needs is meant, and nothing to warn of.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -105,9 +103,20 @@ def divided_state(optimizer: MasterOptimizer) -> dict[str, Tensor]:
     return {key: as_part(tensor, owner(optimizer, key, tensor)) for key, tensor in optimizer.state().items()}
 
 
+def ours(worker: RoleWorker, key: str) -> bool:
+    """False for what only other ranks have of this model. Raises LookupError for another model's."""
+    assert worker.optimizer is not None
+    number = key.split(".")[0]
+    if not number.isdecimal() or int(number) in worker.optimizer.by_number:
+        return True
+    if int(number) >= len(worker.shapes):
+        raise LookupError(f"{key} is of another model: this one has {len(worker.shapes)} parameters")
+    return False
+
+
 def owner(optimizer: MasterOptimizer, key: str, tensor: Tensor) -> Tensor:
-    """What a tensor of the state is divided like: its parameter, or for a count itself. Raises IndexError for another model's."""
-    return optimizer.parameters[int(key.split(".")[0])] if tensor.dim() else tensor
+    """What a tensor of the state is divided like: its parameter, or for a count itself."""
+    return optimizer.by_number[int(key.split(".")[0])] if tensor.dim() else tensor
 
 
 def empty_part(optimizer: MasterOptimizer, key: str, about: object) -> Tensor:
@@ -115,7 +124,7 @@ def empty_part(optimizer: MasterOptimizer, key: str, about: object) -> Tensor:
     assert isinstance(about, TensorStorageMetadata)
     if not about.size:
         return torch.empty((), dtype=about.properties.dtype)
-    parameter = optimizer.parameters[int(key.split(".")[0])]
+    parameter = optimizer.by_number[int(key.split(".")[0])]
     if parameter.shape != about.size:
         raise LookupError(f"{key} is {tuple(about.size)} and the parameter {tuple(parameter.shape)}")
     return as_part(torch.empty_like(local_part(parameter), dtype=about.properties.dtype), parameter)

@@ -64,10 +64,6 @@ def check_layouts(config: Config, roles: Iterable[str], devices: int | None = No
             raise UserError(
                 f"{key} is for runtime=distributed; remove it, or write runtime=distributed and workers=..."
             )
-        if layout.pipeline > 1:
-            raise UserError(
-                f"{key}: no runtime divides layers yet; write pipeline=1, and tensor={layout.pipeline} or shard=full"
-            )
         if layout.sequence > 1 and config.trainer.share_prompts:
             raise UserError(f"{key}: sequence divides rows apart; write sequence=1, or trainer.share_prompts=false")
         if devices is not None:
