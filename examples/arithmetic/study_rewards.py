@@ -113,7 +113,7 @@ def policy_run(study: Study) -> Path:
         "roles": {"reward": {"model": str(study.folder / SCORER)}, "critic": {"learning_rate": 1e-3}},
         "data": {"train": sums, "eval": {"sums": sums}},
         "rollout": {"samples_per_prompt": 8, "max_response_tokens": 16, "slots": 256},
-        "trainer": {"steps": 250, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 4e-4, "checkpoint_every": 50},
+        "trainer": {"steps": 250, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 2e-4, "checkpoint_every": 50},
         "evaluation": {"every": 10, "samples": 4, "top_p": 1.0},
     })  # fmt: skip
 
