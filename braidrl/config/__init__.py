@@ -4,13 +4,14 @@ from braidrl.config.config import Config
 from braidrl.config.data import DataConfig, RewardConfig, SourceConfig, VerifierConfig
 from braidrl.config.processes import ClusterConfig, PlacementConfig, PoolConfig, StreamingConfig
 from braidrl.config.reading import apply_override, load_config, parse_config
-from braidrl.config.training import EvaluationConfig, TrainerConfig
+from braidrl.config.training import EvaluationConfig, LoraConfig, TrainerConfig
 
 __all__ = [
     "ClusterConfig",
     "Config",
     "DataConfig",
     "EvaluationConfig",
+    "LoraConfig",
     "PlacementConfig",
     "PoolConfig",
     "RewardConfig",

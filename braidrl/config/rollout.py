@@ -63,7 +63,8 @@ class RolloutConfig(Section):
     """Of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
     compile: bool = True
     """Decode on a CPU by kernels compiled for it, in about a second once; by torch where there is no C compiler or the model is another
-    than a Qwen2, Qwen3 or Llama."""
+    than a Qwen2, Qwen3 or Llama. On CUDA steps are recorded as graphs, each the first time, and the memory of keys and values stays
+    reserved between generations."""
     max_sequence_tokens: int | None = Field(None, ge=2)
     """Where generation ends a sequence, prompt included; by default `data.max_prompt_tokens` and `max_response_tokens` together.
     With an environment `max_response_tokens` is the limit of one turn, and this one that of all turns."""

@@ -11,6 +11,17 @@ from braidrl.config.section import DType, Section
 from braidrl.models.layout import ParallelLayout
 
 
+class LoraConfig(Section):
+    """Low-rank adapters, trained in place of the weights themselves."""
+
+    rank: int = Field(16, ge=1)
+    """Width of an adapter."""
+    alpha: float = Field(32.0, gt=0)
+    """What an adapter adds to a layer is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Linear layers that get one, by the last part of their name; by default all within the decoder's layers."""
+
+
 class TrainerConfig(Section):
     """How long, how much at once, and the optimizer."""
 
@@ -45,6 +56,9 @@ class TrainerConfig(Section):
     """Norms and gated activations on a CPU by kernels compiled for it, in about a second once; by torch where there is no C compiler."""
     layout: ParallelLayout = ParallelLayout()
     """How each role lies on the devices of `runtime: distributed`; by default each has a copy of the model."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters of each trained role in place of its weights; `{}` takes the defaults. They want about ten times the
+    learning rate."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, about a third more time."""
     checkpoint_every: int = Field(50, ge=0)
@@ -90,6 +104,8 @@ class RoleConfig(Section):
     dtype: DType | None = None
     """By default the run's."""
     layout: ParallelLayout | None = None
+    """By default the trainer's."""
+    lora: LoraConfig | None = None
     """By default the trainer's."""
     generate_workers: int | None = Field(None, ge=1)
     """Ranks that generate for this role under `runtime: distributed`, from the first on; by default all."""

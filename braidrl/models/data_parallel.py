@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from braidrl.data.rows import Rows
-from braidrl.models.parts import whole
 
 if TYPE_CHECKING:
     from braidrl.models.packed import Packed
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 64 << 20
 """Gradients that are summed in one message."""
 
+Part = TypeVar("Part")
+"""What a rank has of a tensor."""
 Predict = Callable[..., dict[str, Tensor]]
 Then = Callable[[int, dict[str, Tensor]], Tensor | None]
 """Gets a micro-batch's number and what is predicted of it; the loss to go backward from, or None."""
@@ -93,8 +94,13 @@ class DataParallel:
         """What a rank that predicts has found, on those that do not too: these bring a tensor of its shape and type."""
         return values
 
-    def whole_tensors(self, named: Mapping[str, Tensor]) -> Iterator[tuple[list[str], Tensor]]:
-        """Each tensor of the model from all its parts, with its names; all ranks that have divided it call this at the same time."""
+    def whole_tensors(
+        self, named: Mapping[str, Part], whole: Callable[[Part], Tensor]
+    ) -> Iterator[tuple[list[str], Tensor]]:
+        """Each tensor of the model, made by `whole` from what the ranks have of it, with its names.
+
+        All ranks that have divided the model call this at the same time.
+        """
         for names, tensor in by_tensor(named):
             yield names, whole(tensor)
 
@@ -109,9 +115,9 @@ class DataParallel:
         return torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
 
 
-def by_tensor(named: Mapping[str, Tensor]) -> list[tuple[list[str], Tensor]]:
+def by_tensor(named: Mapping[str, Part]) -> list[tuple[list[str], Part]]:
     """Tensors with all of their names, of which tied ones have several."""
-    found: dict[int, tuple[list[str], Tensor]] = {}
+    found: dict[int, tuple[list[str], Part]] = {}
     for name, tensor in named.items():
         found.setdefault(id(tensor), ([], tensor))[0].append(name)
     return list(found.values())

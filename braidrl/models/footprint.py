@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from braidrl.config import LoraConfig
 from braidrl.models.attention import ATTENTION
 from braidrl.models.layout import ParallelLayout
 from braidrl.models.loading import read_model_config
 from braidrl.models.log_probs import CHUNK_ELEMENTS
+from braidrl.models.lora import add_adapters
 from braidrl.models.pipeline import RUN
 
 MASTER_BYTES = 4
@@ -41,18 +43,27 @@ class Shape:
     layer_parameters: int
     """Of one of its layers."""
     dtype: torch.dtype
+    trained: int
+    """Of the parameters, those that training changes: all, or the adapters."""
 
     @property
     def element_bytes(self) -> int:
         return self.dtype.itemsize
 
 
-def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False) -> Shape:
-    """The model that a folder's config.json describes. Raises UserError where there is none, or one that cannot be trained here."""
+def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lora: LoraConfig | None = None) -> Shape:
+    """The model that a folder's config.json describes, with its adapters.
+
+    Raises UserError where there is none, or one that cannot be trained here.
+    """
     config = read_model_config(folder)
     model: Any = on_meta(config, dtype, scalar_head)
+    if lora:
+        with torch.device("meta"):
+            add_adapters(model, lora)
     layer = model.base_model.layers[0]
-    return Shape(type(model).__name__, config, elements(model), elements(layer), dtype)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return Shape(type(model).__name__, config, elements(model), elements(layer), dtype, trained)
 
 
 def elements(module: nn.Module) -> int:
@@ -74,9 +85,12 @@ def resident_bytes(shape: Shape, trained: bool, layout: ParallelLayout = ALONE) 
     """What stays on the device from step to step, by part."""
     sharding = 1 if layout.shard == "none" else (layout.data or 1) * layout.sequence
     layers = shape.config.num_hidden_layers // layout.pipeline
-    own = (layers * shape.layer_parameters + beside_layers(shape, layout)) // (layout.tensor * sharding)
+    whole = layers * shape.layer_parameters + beside_layers(shape, layout)
+    own = whole // (layout.tensor * sharding)
     parts = {"weights": own * shape.element_bytes}
     if trained:
+        if shape.trained < shape.parameters:
+            own = shape.trained // (layout.tensor * layout.pipeline * sharding)
         master = max(MASTER_BYTES, shape.element_bytes)
         parts["gradients"] = own * master
         if master > shape.element_bytes:

@@ -23,7 +23,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from braidrl.models.data_parallel import Predict, Then, by_tensor
 from braidrl.models.messages import gathered
 from braidrl.models.packed import Packed
-from braidrl.models.parts import whole
 
 RUN = 8
 """Micro-batches of one run of the schedule, for each stage: memory for its messages against time in which stages wait."""
@@ -87,7 +86,9 @@ class Pipeline:
         schedule = Schedule1F1B(stage, len(numbers), loss, scale_grads=False)
         schedule.step(number=numbers, target=numbers if train else None, return_outputs=False)
 
-    def whole_tensors(self, named: Mapping[str, Tensor]) -> Iterator[tuple[list[str], Tensor]]:
+    def whole_tensors(
+        self, named: Mapping[str, Any], whole: Callable[[Any], Tensor]
+    ) -> Iterator[tuple[list[str], Tensor]]:
         """As `DataParallel.whole_tensors`: what each stage has, sent to the others. A name may come twice, with the same numbers."""
         own = by_tensor(named)
         about = [(names, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for names, tensor in own]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.config import Config
+from braidrl.config import Config, LoraConfig
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
@@ -25,6 +25,7 @@ from braidrl.models.data_parallel import DataParallel, Then
 from braidrl.models.layers import compile_layers
 from braidrl.models.layout import ParallelLayout
 from braidrl.models.likelihood import Likelihood
+from braidrl.models.lora import add_adapters, merged, plain_names, train_adapters_only
 from braidrl.models.objective import Objective
 from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.packed import Packed, nothing, pack
@@ -54,6 +55,12 @@ def layout_of(role: str, config: Config) -> ParallelLayout:
     """How a role lies on its devices: as it says itself, or as the run's roles do."""
     own = config.roles.get(role)
     return (own and own.layout) or config.trainer.layout
+
+
+def lora_of(role: str, config: Config) -> LoraConfig | None:
+    """The adapters that a role is trained with, if it is: as it says itself, or as the run's roles do."""
+    own = config.roles.get(role)
+    return (own and own.lora) or config.trainer.lora
 
 
 def none_of(predicted: Mapping[str, Tensor]) -> Tensor:
@@ -86,13 +93,19 @@ class RoleWorker(TrainingBackend, ABC):
         self.path = model_path(role, config)
         self.dtype = DTYPES[(own and own.dtype) or config.dtype]
         self.ranks = laid_out(layout_of(role, config), ranks or DataParallel(), self.device)
+        self.lora = lora_of(role, config) if train else None
         self.model = self.load_model(self.path)
+        self.base_shapes = shapes_of(self.model)
+        if self.lora:
+            add_adapters(self.model, self.lora, config.seed)
         self.shapes = shapes_of(self.model)
         if config.trainer.compile and self.device.type == "cpu":
             compile_layers(self.model)
         self.compute = self.ranks.place(self.model, self.predict if self.ranks.predicts else self.pass_on)
         # Only now: a model that ranks divide may be too large for one device.
         self.model.to(self.device).requires_grad_(train).eval()
+        if self.lora:
+            train_adapters_only(self.model)
         self.max_tokens = config.trainer.max_tokens_per_device
         self.optimizer: MasterOptimizer | None = None
         if train:
@@ -102,6 +115,11 @@ class RoleWorker(TrainingBackend, ABC):
             self.optimizer = MasterOptimizer(parameters, config.trainer, peak, self.ranks, places)
             if config.trainer.activation_checkpointing:
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    @property
+    def holds_its_weights(self) -> bool:
+        """True where the module's own parameters are the role's weights, whole: what an engine in this process may share."""
+        return self.lora is None and not self.ranks.divided
 
     @abstractmethod
     def load_model(self, folder: Path) -> Any:
@@ -254,13 +272,14 @@ class RoleWorker(TrainingBackend, ABC):
         """
         if self.optimizer is not None:
             raise UserError(f"{self.role} is trained by a loss: it cannot take weights from {source.role} too")
-        if self.shapes != source.shapes:
+        if self.base_shapes != source.base_shapes:
             raise UserError(f"{self.role} cannot take weights from {source.role}: {self.path} is another model")
         for worker in (self, source):
             worker.ranks.settle(worker.model)
         ours = dict(self.model.named_parameters())
+        theirs = plain_names(source.model, source.model.state_dict(keep_vars=True))
         # Two roles may be divided among the ranks in different ways.
-        for names, tensor in source.ranks.whole_tensors(source.model.state_dict(keep_vars=True)):
+        for names, tensor in source.ranks.whole_tensors(theirs, merged):
             # Each once: one that is tied has two names, and may lie on two stages.
             for parameter in [ours.pop(name) for name in names if name in ours]:
                 own = local_part(parameter)

@@ -13,7 +13,7 @@ A pool is what the ranks of one copy of the model compute together: each brings 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +33,7 @@ from braidrl.data.codec import decode, encode
 from braidrl.data.frames import join, split
 from braidrl.data.rows import Rows
 from braidrl.models import tensor_parallel
-from braidrl.models.data_parallel import DataParallel, Predict, Then, sum_in_buckets
+from braidrl.models.data_parallel import DataParallel, Part, Predict, Then, sum_in_buckets
 from braidrl.models.layout import AXES, ParallelLayout
 from braidrl.models.messages import gathered
 from braidrl.models.packed import Packed
@@ -148,11 +148,13 @@ class Sharded(DataParallel):
     def shared(self, values: Tensor) -> Tensor:
         return values if self.pipeline is None else self.pipeline.shared(values)
 
-    def whole_tensors(self, named: Mapping[str, Tensor]) -> Iterator[tuple[list[str], Tensor]]:
+    def whole_tensors(
+        self, named: Mapping[str, Part], whole: Callable[[Part], Tensor]
+    ) -> Iterator[tuple[list[str], Tensor]]:
         if self.pipeline is None:
-            yield from super().whole_tensors(named)
+            yield from super().whole_tensors(named, whole)
         else:
-            yield from self.pipeline.whole_tensors(named)
+            yield from self.pipeline.whole_tensors(named, whole)
 
     def sum_(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
         with self.meeting("the sum of gradients"):

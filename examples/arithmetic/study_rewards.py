@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
 from study import HERE, Lines, Numbers, Study, Tree, curve, last_quarter, table
-from task import demonstrations, problems, questions, work_out, write_jsonl, write_model
+from task import SYMBOLS, demonstrations, problems, questions, work_out, write_jsonl, write_model
 
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.export import export_model
 
 HELD_OUT_PAIRS = 250
+GARBLED = 24
+"""Per sum. A reward model that never saw such texts likes some of them, and PPO finds those."""
 SCORER = "reward-model-exported"
 LIMIT = 6.0
-MARGIN = 0.1
+MARGIN = 0.5
 """The multiplier settles where the mean cost equals its limit; so much below the one to be kept, noise does not break it."""
 MULTIPLIER = "advantage.safe_rlhf/multiplier"
 CONSTRAINTS = {"Safe-RLHF": ("safe-rlhf-with", 0.5, 0.005), "no constraint": ("safe-rlhf-without", 0.0, 0.0)}
@@ -24,8 +27,8 @@ CONSTRAINTS = {"Safe-RLHF": ("safe-rlhf-with", 0.5, 0.005), "no constraint": ("s
 
 
 def preferences(seed: int) -> list[dict[str, str]]:
-    """Every sum of two digits against wrong answers: near misses, other numbers, a digit too many, another sum's working."""
-    pairs = []
+    """Every sum of two digits against wrong answers: near misses, other numbers, another sum's working, and garbled texts."""
+    pairs, generator = [], random.Random(seed)
     for a, b in product(range(1, 10), repeat=2):
         right = a + b
         near = [n for n in (right - 2, right - 1, right + 1, right + 2) if n >= 0]
@@ -33,9 +36,20 @@ def preferences(seed: int) -> list[dict[str, str]]:
         wrong = [f"{a}+{b}={n} #### {n}" for n in [*4 * near, *far]]
         wrong += [f"{a}+{b}={right} #### {n}" for n in [*near, *(f"{right}{digit}" for digit in range(10))]]
         wrong += [f"{x}+{y}={x + y} #### {x + y}" for x, y in ((a, b - 1), (a, b + 1), (a - 1, b), (a + 1, b))]
+        wrong += [garbled(work_out(a, b), generator) for _ in range(GARBLED)]
         pairs += [{"prompt": f"{a}+{b}=", "chosen": work_out(a, b), "rejected": text} for text in wrong]
-    random.Random(seed).shuffle(pairs)
+    generator.shuffle(pairs)
     return pairs
+
+
+def garbled(text: str, generator: random.Random) -> str:
+    """Another text, with one to three symbols of this one dropped, doubled or replaced."""
+    symbols = re.findall("####|.", text)
+    for _ in range(generator.randint(1, 3)):
+        place = generator.randrange(len(symbols))
+        symbols[place] = generator.choice(["", 2 * symbols[place], generator.choice(SYMBOLS)])
+    found = "".join(symbols)
+    return found if found != text else garbled(text, generator)
 
 
 def held_apart(pairs: Sequence[dict[str, str]]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
@@ -99,7 +113,7 @@ def policy_run(study: Study) -> Path:
         "roles": {"reward": {"model": str(study.folder / SCORER)}, "critic": {"learning_rate": 1e-3}},
         "data": {"train": sums, "eval": {"sums": sums}},
         "rollout": {"samples_per_prompt": 8, "max_response_tokens": 16, "slots": 256},
-        "trainer": {"steps": 250, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 4e-4, "checkpoint_every": 50},
+        "trainer": {"steps": 250, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 2e-4, "checkpoint_every": 50},
         "evaluation": {"every": 10, "samples": 4, "top_p": 1.0},
     })  # fmt: skip
 
