@@ -106,10 +106,9 @@ def gathered_bytes(shape: Shape, layout: ParallelLayout) -> int:
     return held * shape.element_bytes // (layout.tensor * layout.pipeline)
 
 
-def cache_bytes(shape: Shape, slots: int, tokens: int) -> int:
+def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int:
     """Keys and values of `slots` rows of `tokens` tokens."""
-    config = shape.config
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_width(config) * shape.element_bytes
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_width(config) * element_bytes
     return per_token * slots * tokens
 
 

@@ -42,6 +42,8 @@ def without_effect(config: Config) -> list[str]:
         told.append(f"workers={config.workers} has no effect: runtime=eager is this one process")
     if config.workers != 1 and config.runtime == "streaming":
         told.append(f"workers={config.workers} has no effect: the processes of runtime=streaming are streaming.workers")
+    if config.trainer.resident_gib is not None and config.runtime == "streaming":
+        told.append("trainer.resident_gib has no effect: each role has processes of its own under runtime=streaming")
     if config.cluster.launcher is not None and config.runtime != "distributed":
         told.append(
             f"cluster.launcher={config.cluster.launcher} has no effect: only runtime=distributed has ranks to start"
