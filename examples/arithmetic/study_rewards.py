@@ -19,7 +19,7 @@ GARBLED = 24
 """Per sum. A reward model that never saw such texts likes some of them, and PPO finds those."""
 SCORER = "reward-model-exported"
 LIMIT = 6.0
-MARGIN = 0.1
+MARGIN = 0.5
 """The multiplier settles where the mean cost equals its limit; so much below the one to be kept, noise does not break it."""
 MULTIPLIER = "advantage.safe_rlhf/multiplier"
 CONSTRAINTS = {"Safe-RLHF": ("safe-rlhf-with", 0.5, 0.005), "no constraint": ("safe-rlhf-without", 0.0, 0.0)}
