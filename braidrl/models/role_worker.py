@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
@@ -101,6 +102,8 @@ class RoleWorker(TrainingBackend, ABC):
             self.optimizer = MasterOptimizer(list(self.model.parameters()), config.trainer, peak, self.ranks)
             if config.trainer.activation_checkpointing:
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.background: dist.ProcessGroup | None = None
+        """In which the ranks meet that write a checkpoint while they train."""
         self.movable = {"weights": Movable(self._weights)}
         """What can be put away while other roles need the device."""
         if self.optimizer is not None:

@@ -20,7 +20,7 @@ from braidrl.config import Config
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
-from braidrl.models.checkpoint import whole_weights
+from braidrl.models.checkpoint import Write, staged_worker, whole_weights
 from braidrl.models.data_parallel import DataParallel
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.role_worker import RoleWorker
@@ -244,6 +244,15 @@ class StageExecutor:
             if role in self.workers and (write or self.workers[role].ranks.divided):
                 with self.residency.all_of(role):
                     self.workers[role].export(folder / role, write)
+
+    def stage(self, folder: Path, write: bool = True) -> list[Write]:
+        """What `save` does, from copies in host memory: calls that a thread can make while the roles train on."""
+        parts: list[Write] = []
+        for role in self.flow.changed_roles:
+            if role in self.workers and (write or self.workers[role].ranks.divided):
+                with self.residency.all_of(role):
+                    parts += staged_worker(self.workers[role], folder / role, write, beside=True)
+        return parts
 
     def load(self, folder: Path) -> None:
         for role in self.flow.changed_roles:
