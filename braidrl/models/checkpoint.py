@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
 
 OPTIMIZER = "optimizer.safetensors"
 PARTS = "optimizer"
+Write = Callable[[], object]
+"""Writes a part of a checkpoint."""
 
 
 def save_worker(worker: RoleWorker, folder: Path, write: bool = True) -> None:
@@ -49,21 +55,54 @@ def save_worker(worker: RoleWorker, folder: Path, write: bool = True) -> None:
 
     Of the ranks that have divided the model all call this and one has to `write` what is whole; of others that one alone calls it.
     """
+    for part in staged_worker(worker, folder, write):
+        part()
+
+
+def staged_worker(worker: RoleWorker, folder: Path, write: bool = True, beside: bool = False) -> list[Write]:
+    """The parts of `save_worker` as calls, in their order. With `beside` they may be made in a thread while the worker trains on.
+
+    They have copies in host memory then; what ranks write together has begun, and its call waits for it.
+    """
+    staged = copied if beside else dict[str, Tensor]
     weights = whole_weights(worker)
     adapters = whole_adapters(worker) if worker.lora else {}
+    parts: list[Write] = []
     if write:
-        folder.mkdir(parents=True, exist_ok=True)
-        if worker.lora:
-            save_adapters(folder / ADAPTER, worker.lora, adapters, worker.path)
-        worker.model.save_pretrained(folder, state_dict=weights)
-        AutoTokenizer.from_pretrained(worker.path, local_files_only=True).save_pretrained(folder)
-    if worker.optimizer is None:
-        return
-    if worker.ranks.divided:
-        dcp.save(divided_state(worker.optimizer), checkpoint_id=folder / PARTS)
-    elif write:
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in worker.optimizer.state().items()}
-        save_file(tensors, folder / OPTIMIZER)
+        parts.append(partial(write_model, worker, folder, staged(weights), staged(adapters)))
+    if worker.optimizer is not None and worker.ranks.divided:
+        state, place = divided_state(worker.optimizer), folder / PARTS
+        if beside:
+            # Threads of several roles meet their ranks at once: each role in a group of its own.
+            worker.background = worker.background or dist.new_group(backend="gloo")
+            begun = dcp.async_save(state, checkpoint_id=place, process_group=worker.background)
+            assert isinstance(begun, Future)
+            parts.append(begun.result)
+        else:
+            parts.append(partial(dcp.save, state, checkpoint_id=place))
+    elif worker.optimizer is not None and write:
+        parts.append(partial(write_tensors, staged(worker.optimizer.state()), folder / OPTIMIZER))
+    return parts
+
+
+def write_model(worker: RoleWorker, folder: Path, weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
+    """What loads as a model, and the adapters beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if worker.lora:
+        save_adapters(folder / ADAPTER, worker.lora, adapters, worker.path)
+    worker.model.save_pretrained(folder, state_dict=weights)
+    AutoTokenizer.from_pretrained(worker.path, local_files_only=True).save_pretrained(folder)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """A safetensors file."""
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in host memory, tied tensors the same."""
+    found: dict[int, Tensor] = {}
+    return {name: found.setdefault(id(t), t.detach().to("cpu", copy=True).contiguous()) for name, t in tensors.items()}
 
 
 def whole_weights(worker: RoleWorker) -> dict[str, Tensor]:

@@ -131,10 +131,9 @@ def message_bytes(shape: Shape, tokens: int, trained: bool, layout: ParallelLayo
     return one * RUN * layout.pipeline * (2 if trained and layout.pipeline > 2 else 1)
 
 
-def cache_bytes(shape: Shape, slots: int, tokens: int) -> int:
+def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int:
     """Keys and values of `slots` rows of `tokens` tokens."""
-    config = shape.config
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_width(config) * shape.element_bytes
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_width(config) * element_bytes
     return per_token * slots * tokens
 
 

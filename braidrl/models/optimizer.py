@@ -127,6 +127,16 @@ class MasterOptimizer:
             if parameter.dtype != master.dtype:
                 local_part(parameter).copy_(master)
 
+    @property
+    def bytes_in_use(self) -> int:
+        """Of gradients, moments and masters that are copies, from the first step on."""
+        copies = [p.dtype != m.dtype for p, m in zip(self.parameters, self.masters, strict=True)]
+        return sum(m.nbytes * (3 + copied) for m, copied in zip(self.masters, copies, strict=True))
+
+    def tensors(self) -> list[Tensor]:
+        """What it holds beside the model's own weights."""
+        return [tensor for name, tensor in self.state().items() if name != "steps"]
+
     def state(self) -> dict[str, Tensor]:
         """Everything that a resumed run needs, as flat tensors by name: masters that are copies, moments, counts."""
         tensors = {"steps": torch.tensor(self.steps)}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
@@ -27,6 +28,7 @@ from braidrl.models.layout import ParallelLayout
 from braidrl.models.likelihood import Likelihood
 from braidrl.models.lora import add_adapters, merged, plain_names, train_adapters_only
 from braidrl.models.objective import Objective
+from braidrl.models.offload import Movable
 from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.packed import Packed, nothing, pack
 from braidrl.models.parts import local_part, part_of, shapes_of
@@ -115,6 +117,16 @@ class RoleWorker(TrainingBackend, ABC):
             self.optimizer = MasterOptimizer(parameters, config.trainer, peak, self.ranks, places)
             if config.trainer.activation_checkpointing:
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.background: dist.ProcessGroup | None = None
+        """In which the ranks meet that write a checkpoint while they train."""
+        self.movable = {"weights": Movable(self._weights)}
+        """What can be put away while other roles need the device."""
+        if self.optimizer is not None:
+            self.movable["optimizer"] = Movable(self.optimizer.tensors)
+
+    def _weights(self) -> list[Tensor]:
+        self.ranks.settle(self.model)
+        return list(self.model.parameters())
 
     @property
     def holds_its_weights(self) -> bool:

@@ -86,7 +86,7 @@ def test_the_cache_is_counted_as_it_is_reserved(tiny_models: dict[str, Path]) ->
     shape = model_shape(tiny_models["qwen3"], torch.float32)
     cache = SlotCache(shape.config, 16, torch.float32, torch.device("cpu"))
     cache.reserve(64)
-    assert cache_bytes(shape, 16, 64) == cache.store.untyped_storage().nbytes()
+    assert cache_bytes(shape.config, 4, 16, 64) == cache.store.untyped_storage().nbytes()
 
 
 def test_no_weights_are_needed_but_a_configuration_is(tiny_models: dict[str, Path], tmp_path: Path) -> None:
