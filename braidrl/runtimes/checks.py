@@ -41,9 +41,10 @@ def without_effect(config: Config) -> list[str]:
         told.append(f"workers={config.workers} has no effect: runtime=eager is this one process")
     if config.workers != 1 and config.runtime == "streaming":
         told.append(f"workers={config.workers} has no effect: the processes of runtime=streaming are streaming.workers")
-    if config.cluster.launcher is not None and config.runtime != "distributed":
+    if config.cluster.launcher is not None and config.runtime in ("eager", "hybrid"):
         told.append(
-            f"cluster.launcher={config.cluster.launcher} has no effect: only runtime=distributed has ranks to start"
+            f"cluster.launcher={config.cluster.launcher} has no effect: only runtime=distributed has ranks to start, "
+            "and runtime=streaming workers"
         )
     return told
 

@@ -74,6 +74,10 @@ def check_streaming(config: Config, flow: Flow) -> None:
         raise UserError(
             f"runtime=streaming streams rows from generation, and flow {flow.name} generates none; write runtime=eager"
         )
+    if config.cluster.launcher == "torchrun":
+        raise UserError(
+            "runtime=streaming starts its workers itself; write cluster.launcher=local or cluster.launcher=ray"
+        )
     if engine_processes(config):
         raise UserError(
             "runtime=streaming generates in workers of its own, as many as streaming.workers says; write rollout.engine=embedded "

@@ -22,7 +22,7 @@ from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow import Kind, Stage
 from braidrl.transfer.leases import Lease
-from braidrl.transfer.queue.data_plane import Block, DataPlane
+from braidrl.transfer.queue.data_plane import REQUESTS, Block, DataPlane
 from braidrl.transfer.queue.messages import Answer
 from braidrl.transfer.queue.stream import Finished, Stream
 from braidrl.transfer.queue.table import Part
@@ -33,6 +33,8 @@ class Holder:
     """A worker, or the leader of a group of them. `version` is what its engine has loaded; None where it has none."""
 
     name: str
+    address: str
+    """Of its node's server."""
     version: int | None = None
     loading: int | None = None
     """What it was told to load and has not yet."""
@@ -77,7 +79,7 @@ class ControlPlane:
 
     def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
         """Answers one request; None lets its sender wait. Raises KeyError for a request that there is none of."""
-        if request["request"] in ("frames", "free"):
+        if request["request"] in REQUESTS:
             return self.data.answer(request)
         handler = getattr(self, f"on_{request['request']}")
         with self.changed:
@@ -97,7 +99,8 @@ class ControlPlane:
 
     def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """A worker is there; an engine begins with the model's own weights."""
-        self.holders[request["holder"]] = Holder(request["holder"], 0 if request["generates"] else None)
+        name, version = request["holder"], 0 if request["generates"] else None
+        self.holders[name] = Holder(name, request["address"], version)
         return {}, ()
 
     def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
@@ -225,10 +228,12 @@ class ControlPlane:
     def fail(self, holder: str) -> None:
         """A worker is gone: what it held is free again, and what it wrote without telling is unlinked."""
         with self.changed:
-            self.holders.pop(holder, None)
+            gone = self.holders.pop(holder, None)
             for stream in self.streams:
                 stream.schedule.fail_holder(holder)
-            self.data.segments.unlink(set(self.data.segments.names(holder)) - self._known_segments())
+            # Who has not said hello has written nothing.
+            if gone is not None:
+                self.data.abandon(gone.address, holder, self._known_segments(gone.address))
 
     def silent(self, seconds: float) -> list[str]:
         """Workers that have said nothing for so long: they hang, for one that works or waits speaks up now and then."""
@@ -337,7 +342,7 @@ class ControlPlane:
             for version in [v for v in known if v < max(needed) and v not in needed]:
                 self.data.free(known.pop(version))
 
-    def _known_segments(self) -> set[str]:
+    def _known_segments(self, address: str) -> set[str]:
         blocks = [block for stream in self.streams for block in stream.table.blocks()]
         blocks += [block for known in self.weights.values() for many in known.values() for block in many]
-        return {block.name for block in blocks}
+        return {block.name for block in blocks if block.address == address}
