@@ -201,18 +201,25 @@ class RoleWorker(TrainingBackend, ABC):
 
     @torch.no_grad()
     def follow(self, source: RoleWorker, decay: float) -> None:
-        """Weights become `decay` times their own and the rest another role's.
+        """Weights become `decay` times their own and the rest another role's. Raises UserError as `move_towards` does."""
+        self.move_towards(source.parameters(), source.role, decay)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters as they are after all that was begun; not the state's names: one that is tied has two of those."""
+        self.ranks.settle(self.model)
+        return dict(self.model.named_parameters())
+
+    @torch.no_grad()
+    def move_towards(self, theirs: Mapping[str, Tensor], source: str, decay: float) -> None:
+        """Parameters become `decay` times their own and the rest those of the role `source`.
 
         Raises UserError for a model of other shapes, and for one with an optimizer, which has weights of its own.
         """
         if self.optimizer is not None:
-            raise UserError(f"{self.role} is trained by a loss: it cannot take weights from {source.role} too")
-        for worker in (self, source):
-            worker.ranks.settle(worker.model)
-        # Parameters, and not the state's names: one that is tied has two of those, and would move twice.
-        ours, theirs = dict(self.model.named_parameters()), dict(source.model.named_parameters())
+            raise UserError(f"{self.role} is trained by a loss: it cannot take weights from {source} too")
+        ours = self.parameters()
         if {n: t.shape for n, t in ours.items()} != {n: t.shape for n, t in theirs.items()}:
-            raise UserError(f"{self.role} cannot take weights from {source.role}: {self.path} is another model")
+            raise UserError(f"{self.role} cannot take weights from {source}: {self.path} is another model")
         for name, tensor in ours.items():
             # Two roles may be divided among the ranks in different ways.
             own = local_part(tensor)

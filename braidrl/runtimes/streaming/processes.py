@@ -106,7 +106,7 @@ class Processes:
             name = f"{member.group.name} {member.number}"
             if member.group.trained:
                 raise WorkerFailed(
-                    f"{name}, which holds gradients and optimizer state, is gone ({member.process.describe_end()}); "
+                    f"{name}, which holds weights that have changed, is gone ({member.process.describe_end()}); "
                     "go on from the last checkpoint"
                 )
             if member.starts == RESTARTS:

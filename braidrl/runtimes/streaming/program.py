@@ -58,7 +58,7 @@ class StreamingProgram:
         self.evaluating: Stream | None = None
         self.restored: tuple[dict[str, Any], Rows | None] = {}, None
         self.seen = self.counted_bytes = 0
-        self.exported = [role for role in prepared.generating if role in flow.trained_roles]
+        self.exported = [role for role in prepared.generating if role in flow.changed_roles]
         with ExitStack() as resources:
             launcher = worker_launcher(config)
             resources.callback(launcher.close)
@@ -158,11 +158,11 @@ class StreamingProgram:
         self.store.keep(path, table)
 
     def save(self, folder: Path) -> None:
-        """Has every trained role written by its leader."""
+        """Has every role that changes written by its leader."""
         self._order({"do": "save", "folder": str(folder.resolve())})
 
     def load(self, folder: Path, version: int) -> None:
-        """Has every trained role loaded; generation goes on with these weights, and the queue after iteration `version`."""
+        """Has every role that changes loaded; generation goes on with these weights, and the queue after iteration `version`."""
         self._order({"do": "load", "folder": str(folder.resolve()), "version": version})
         state, surplus = self.restored
         with self.control.changed:

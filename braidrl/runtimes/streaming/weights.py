@@ -1,6 +1,7 @@
 """A role's weights on their way from trainer to engines: named tensors in buckets, each a block of the queue's data plane.
 
 trainer ──export──▶ bucket, bucket, ... ──▶ control plane knows the version ──receive──▶ host memory ──load──▶ engine's model
+        └─export──▶ bucket, bucket, ... ──▶ an update that asked for them ──▶ a role that follows this one
 
 Every tensor travels under its own name, tied ones too, so that nothing depends on what is tied where. An engine changes its
 version between two decode steps, all tensors at once.
@@ -25,10 +26,10 @@ class WrongWeights(RuntimeError):
     """The tensors that came are not those of the model."""
 
 
-def export(model: nn.Module, data: DataPlane, bucket_bytes: int = BUCKET_BYTES) -> list[Block]:
-    """Writes all parameters and buffers as blocks of at most `bucket_bytes`, or one tensor where that is larger."""
+def export(tensors: Mapping[str, Tensor], data: DataPlane, bucket_bytes: int = BUCKET_BYTES) -> list[Block]:
+    """Writes named tensors as blocks of at most `bucket_bytes`, or one tensor where that is larger."""
     blocks, bucket, size = [], dict[str, Tensor](), 0
-    for name, tensor in model.state_dict().items():
+    for name, tensor in tensors.items():
         if bucket and size + tensor.nbytes > bucket_bytes:
             blocks.append(data.write(bucket_frames(bucket)))
             bucket, size = {}, 0
@@ -57,6 +58,14 @@ def bucket_tensors(frames: Sequence[Frame]) -> dict[str, Tensor]:
             raise WrongWeights(f"{name}: {memoryview(frame).nbytes} bytes where {target.nbytes} are due")
         target.data[:] = frame
         tensors[name] = tensor
+    return tensors
+
+
+def received(blocks: Sequence[Block], data: DataPlane) -> dict[str, Tensor]:
+    """All tensors of an export. Raises Evicted."""
+    tensors: dict[str, Tensor] = {}
+    for block in blocks:
+        tensors |= bucket_tensors(data.read(Block(*block)))
     return tensors
 
 

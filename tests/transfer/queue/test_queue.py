@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
-from braidrl.flow import Flow, Kind, Scope
+from braidrl.flow import Flow, Kind, Scope, Stage
+from braidrl.flow.stage import Signature
 from braidrl.transfer.queue.client import Client, assembled
 from braidrl.transfer.queue.control import ControlPlane
-from braidrl.transfer.queue.data_plane import DataPlane, Evicted
+from braidrl.transfer.queue.data_plane import Block, DataPlane, Evicted
 from braidrl.transfer.queue.messages import Connection, QueueError, QueueTimeout
 from braidrl.transfer.queue.node import Node
 from braidrl.transfer.queue.segments import Owner, Segments, owner_path, remove_abandoned, shared_folder
@@ -435,3 +436,33 @@ def test_columns_of_one_name_are_read_in_the_version_that_a_stage_asks_for() -> 
         assert torch.equal(worker.take(["normalise"], 8, 0.0).rows()["reward"], before + 100)
         assert isinstance(work.rows(), Rows)
         worker.close()
+
+
+def test_a_role_that_follows_another_is_sent_its_weights_also_when_the_first_that_was_asked_for_them_dies() -> None:
+    follow = Stage("follow", "update", "reference", Signature(Kind.TRAIN, ()), {"source": "actor"})
+    with queue(Flow("following", [GENERATE, CHECK, NORMALISE, UPDATE, follow]), iterations=1) as (
+        control,
+        server,
+        owner,
+    ):
+        first, second = client(server, owner, "first", generates=True), client(server, owner, "second")
+        follower = client(server, owner, "follower")
+        control.allowed = 1
+        control.training.schedule.groups_wanted(0)
+        control.admit(control.training, born([0, 1]))
+        assert [work_once(first) for _ in range(5)] == ["rows"] * 4 + ["step"]
+        assert follower.take(["follow"], 8, 0.0).kind == "wait"
+        asked = first.take(["update"], 8, 0.0)
+        assert (asked.kind, asked.stage) == ("give", "follow")
+        assert second.take(["update"], 8, 0.0).kind == "wait", "one of them is enough"
+        control.fail("first")
+        assert second.take(["update"], 8, 0.0).kind == "give"
+        block = second.data.write([b"weights"])
+        second.ask("given", stage="follow", blocks=[block])
+        step = follower.take(["follow"], 8, 0.0)
+        assert step.kind == "step" and [Block(*found) for found in step.message["weights"]] == [block]
+        follower.ask("stepped", stage="follow", report={})
+        assert owner_names(owner, "second") == [], "weights that were taken over are still kept"
+        assert control.finished[0].iteration == 1
+        for worker in (first, second, follower):
+            worker.close()
