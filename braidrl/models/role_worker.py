@@ -6,7 +6,7 @@ rows ──plan──▶ micro-batches ──pack──▶ hidden states ──p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -278,20 +278,32 @@ class RoleWorker(TrainingBackend, ABC):
 
     @torch.no_grad()
     def follow(self, source: RoleWorker, decay: float) -> None:
-        """Weights become `decay` times their own and the rest another role's.
+        """Weights become `decay` times their own and the rest another role's. Raises UserError as `move_towards` does."""
+        self._check_follows(source.role, source.base_shapes)
+        source.ranks.settle(source.model)
+        theirs = plain_names(source.model, source.model.state_dict(keep_vars=True))
+        self._move(source.ranks.whole_tensors(theirs, merged), decay)
+
+    @torch.no_grad()
+    def move_towards(self, theirs: Mapping[str, Tensor], source: str, decay: float) -> None:
+        """Weights become `decay` times their own and the rest `theirs`, whole and merged, of the role `source`.
 
         Raises UserError for a model of other shapes, and for one with an optimizer, which has weights of its own.
         """
+        self._check_follows(source, {name: theirs[name].shape for name in self.base_shapes if name in theirs})
+        self._move((([name], tensor) for name, tensor in theirs.items()), decay)
+
+    def _check_follows(self, source: str, shapes: Mapping[str, torch.Size]) -> None:
         if self.optimizer is not None:
-            raise UserError(f"{self.role} is trained by a loss: it cannot take weights from {source.role} too")
-        if self.base_shapes != source.base_shapes:
-            raise UserError(f"{self.role} cannot take weights from {source.role}: {self.path} is another model")
-        for worker in (self, source):
-            worker.ranks.settle(worker.model)
+            raise UserError(f"{self.role} is trained by a loss: it cannot take weights from {source} too")
+        if self.base_shapes != shapes:
+            raise UserError(f"{self.role} cannot take weights from {source}: {self.path} is another model")
+
+    def _move(self, theirs: Iterable[tuple[list[str], Tensor]], decay: float) -> None:
+        self.ranks.settle(self.model)
         ours = dict(self.model.named_parameters())
-        theirs = plain_names(source.model, source.model.state_dict(keep_vars=True))
         # Two roles may be divided among the ranks in different ways.
-        for names, tensor in source.ranks.whole_tensors(theirs, merged):
+        for names, tensor in theirs:
             # Each once: one that is tied has two names, and may lie on two stages.
             for parameter in [ours.pop(name) for name in names if name in ours]:
                 own = local_part(parameter)

@@ -50,9 +50,10 @@ def without_effect(config: Config) -> list[str]:
         told.append(
             f"trainer.checkpoint_async has no effect: under runtime={config.runtime} a checkpoint is written at once"
         )
-    if config.cluster.launcher is not None and config.runtime != "distributed":
+    if config.cluster.launcher is not None and config.runtime in ("eager", "hybrid"):
         told.append(
-            f"cluster.launcher={config.cluster.launcher} has no effect: only runtime=distributed has ranks to start"
+            f"cluster.launcher={config.cluster.launcher} has no effect: only runtime=distributed has ranks to start, "
+            "and runtime=streaming workers"
         )
     return told
 
