@@ -40,6 +40,7 @@ from braidrl.models.lora import (
 )
 from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.parts import as_part, local_part, part_of, whole
+from braidrl.models.weight_files import WeightFiles, shapes_in
 
 if TYPE_CHECKING:
     from braidrl.models.role_worker import RoleWorker
@@ -126,7 +127,7 @@ def load_worker(worker: RoleWorker, folder: Path) -> None:
     """Puts a saved worker's weights and optimizer into this one, in place. Raises UserError for another model's, or damaged ones."""
     worker.ranks.settle(worker.model)
     theirs = saved_parameters(worker, folder)
-    if kept_shapes(worker) != {name: parameter.shape for name, parameter in theirs.items()}:
+    if kept_shapes(worker) != shapes_in(theirs):
         raise another_model(worker, folder)
     # Read before anything is overwritten: it may be damaged.
     state = optimizer_state(worker, folder) if worker.optimizer is not None else {}
@@ -148,7 +149,7 @@ def kept_shapes(worker: RoleWorker) -> dict[str, torch.Size]:
     return {adapter_name(name): shape for name, shape in worker.shapes.items() if is_adapter(name)}
 
 
-def saved_parameters(worker: RoleWorker, folder: Path) -> dict[str, Tensor]:
+def saved_parameters(worker: RoleWorker, folder: Path) -> Mapping[str, Tensor]:
     """The same of a checkpoint. Raises UserError for one that was made with adapters where there are none now, or without."""
     if (folder / ADAPTER).is_dir() != bool(worker.lora):
         how, now = ("without", "remove it") if worker.lora else ("with", "set it as it was")
@@ -157,7 +158,7 @@ def saved_parameters(worker: RoleWorker, folder: Path) -> dict[str, Tensor]:
         )
     if worker.lora:
         return read_adapters(folder / ADAPTER)
-    return dict(worker.load_model(folder).named_parameters())
+    return WeightFiles(folder) if worker.ranks.divided else dict(worker.load_model(folder).named_parameters())
 
 
 def optimizer_state(worker: RoleWorker, folder: Path) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from braidrl.data.rows import Rows
 
@@ -23,6 +23,8 @@ BUCKET_BYTES = 64 << 20
 Part = TypeVar("Part")
 """What a rank has of a tensor."""
 Predict = Callable[..., dict[str, Tensor]]
+Fill = Callable[[nn.Module], None]
+"""Reads the weights of a module of the model."""
 Then = Callable[[int, dict[str, Tensor]], Tensor | None]
 """Gets a micro-batch's number and what is predicted of it; the loss to go backward from, or None."""
 
@@ -65,8 +67,9 @@ class DataParallel:
         """Around a collective; who supervises the ranks says here who was missing."""
         return nullcontext()
 
-    def place(self, model: Any, predict: Predict) -> Predict:
-        """Divides a model among the ranks, in place, and returns what to call for `predict` then."""
+    def place(self, model: Any, predict: Predict, fill: Fill) -> Predict:
+        """Divides a model among the ranks, in place, and returns what to call for `predict` then; `fill` reads what is yet unread."""
+        fill(model)
         return predict
 
     def settle(self, model: Any) -> None:

@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -19,9 +20,9 @@ from transformers.utils import logging
 from braidrl.errors import UserError
 from braidrl.models.attention import ATTENTION
 from braidrl.models.linear import use_fast_products
+from braidrl.models.weight_files import HEAD, WeightFiles
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-HEAD = "score.weight"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # What a model does beside softmax attention and a linear output layer, and the value that means "not at all".
 UNSUPPORTED = {
@@ -34,21 +35,29 @@ UNSUPPORTED = {
 
 
 def load_decoder(
-    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    unread: bool = False,
 ) -> PreTrainedModel:
     """The causal decoder in a Hugging Face directory, with Braid's attention.
 
-    Raises UserError for a folder that is missing, incomplete or holds a model that cannot be trained here.
+    With `unread` its parameters are on the meta device, for `Filling`, unless the files have them under other names. Raises UserError
+    for a folder that is missing, incomplete or holds a model that cannot be trained here.
     """
     folder = _whole_model_folder(path)
-    model, missing = _load(AutoModelForCausalLM, folder, _config(folder), dtype)
+    model, missing = _load(AutoModelForCausalLM, folder, _config(folder), dtype, unread)
     if missing:
         raise UserError(f"model: the weights in {folder} lack {_some(missing)}; copy the whole model")
-    return model.to(device)
+    return model if is_unread(model) else model.to(device)
 
 
 def load_scorer(
-    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", fresh_head: bool = True
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    fresh_head: bool = True,
+    unread: bool = False,
 ) -> PreTrainedModel:
     """A decoder with one number as output, from a sequence-classification directory or, with `fresh_head`, from a causal decoder's.
 
@@ -59,7 +68,7 @@ def load_scorer(
     check_scorer(folder, fresh_head)
     config = _config(folder)
     config.num_labels = 1
-    model, missing = _load(AutoModelForSequenceClassification, folder, config, dtype)
+    model, missing = _load(AutoModelForSequenceClassification, folder, config, dtype, unread)
     if lacking := set(missing) - {HEAD}:
         raise UserError(f"model: the weights in {folder} lack {_some(lacking)}; copy the whole model")
     if not hasattr(model, "score"):
@@ -68,7 +77,7 @@ def load_scorer(
         )
     if missing:
         torch.nn.init.zeros_(model.score.weight)
-    return model.to(device)
+    return model if is_unread(model) else model.to(device)
 
 
 def check_scorer(path: str | Path, fresh_head: bool) -> None:
@@ -93,8 +102,19 @@ def _whole_model_folder(path: str | Path) -> Path:
     return folder
 
 
-def _load(auto: Any, folder: Path, config: Any, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
+def is_unread(model: PreTrainedModel) -> bool:
+    """True for a model whose parameters are still in its directory alone."""
+    return next(model.parameters()).is_meta
+
+
+def _load(auto: Any, folder: Path, config: Any, dtype: torch.dtype, unread: bool) -> tuple[PreTrainedModel, list[str]]:
     """The model and the names of the weights that the folder does not have."""
+    if unread:
+        model = _skeleton(auto, folder, config, dtype)
+        missing = {name for name, _ in model.named_parameters()} - set(WeightFiles(folder))
+        if missing <= {HEAD}:
+            use_fast_products(model)
+            return model, sorted(missing)
     # Transformers prints a table of missing weights; the caller says in one line which of them matter.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -109,6 +129,17 @@ def _load(auto: Any, folder: Path, config: Any, dtype: torch.dtype) -> tuple[Pre
         logging.set_verbosity(verbosity)
     use_fast_products(model)
     return model, sorted(loaded["missing_keys"])
+
+
+def _skeleton(auto: Any, folder: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """A model whose parameters are on the meta device; what it computes from its configuration alone is there."""
+    with torch.device("meta"):
+        model: Any = auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+    body = model.base_model
+    body.rotary_emb = type(body.rotary_emb)(config=model.config)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

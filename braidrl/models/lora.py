@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from braidrl.config import LoraConfig
 from braidrl.errors import UserError, suggest
-from braidrl.models.loading import HEAD
 from braidrl.models.parts import whole
+from braidrl.models.weight_files import HEAD
 
 ADAPTER = "adapter"
 """Folder in a role's checkpoint with the adapters as peft writes them."""

@@ -35,6 +35,7 @@ from braidrl.models.parts import local_part, part_of, shapes_of
 from braidrl.models.pipeline import HIDDEN
 from braidrl.models.sharded import laid_out
 from braidrl.models.shared_prompts import pack_shared, pays, plan_shared
+from braidrl.models.weight_files import Filling
 from braidrl.observe.metrics import Sums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -96,14 +97,16 @@ class RoleWorker(TrainingBackend, ABC):
         self.dtype = DTYPES[(own and own.dtype) or config.dtype]
         self.ranks = laid_out(layout_of(role, config), ranks or DataParallel(), self.device)
         self.lora = lora_of(role, config) if train else None
-        self.model = self.load_model(self.path)
+        # Ranks that divide a model read it part by part. Adapters are drawn for a whole one.
+        self.model = self.load_model(self.path, self.ranks.divided and not self.lora)
         self.base_shapes = shapes_of(self.model)
         if self.lora:
             add_adapters(self.model, self.lora, config.seed)
         self.shapes = shapes_of(self.model)
         if config.trainer.compile and self.device.type == "cpu":
             compile_layers(self.model)
-        self.compute = self.ranks.place(self.model, self.predict if self.ranks.predicts else self.pass_on)
+        predict = self.predict if self.ranks.predicts else self.pass_on
+        self.compute = self.ranks.place(self.model, predict, Filling(self.path, self.model))
         # Only now: a model that ranks divide may be too large for one device.
         self.model.to(self.device).requires_grad_(train).eval()
         if self.lora:
@@ -134,8 +137,8 @@ class RoleWorker(TrainingBackend, ABC):
         return self.lora is None and not self.ranks.divided
 
     @abstractmethod
-    def load_model(self, folder: Path) -> Any:
-        """The kind of model that this role needs, whole and on the CPU, from a Hugging Face directory."""
+    def load_model(self, folder: Path, unread: bool = False) -> Any:
+        """The kind of model that this role needs from a Hugging Face directory: whole, on the CPU, or its weights still `unread`."""
 
     @abstractmethod
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ from braidrl.data.codec import decode, encode
 from braidrl.data.frames import join, split
 from braidrl.data.rows import Rows
 from braidrl.models import tensor_parallel
-from braidrl.models.data_parallel import DataParallel, Part, Predict, Then, sum_in_buckets
+from braidrl.models.data_parallel import DataParallel, Fill, Part, Predict, Then, sum_in_buckets
 from braidrl.models.layout import AXES, ParallelLayout
 from braidrl.models.messages import gathered
 from braidrl.models.packed import Packed
@@ -84,38 +84,46 @@ class Sharded(DataParallel):
         """True where ranks with different rows must meet in every micro-batch."""
         return self.layout.shard != "none"
 
-    def place(self, model: Any, predict: Predict) -> Predict:
+    def place(self, model: Any, predict: Predict, fill: Fill) -> Predict:
         assert self.mesh is not None and self.neighbours is not None
         tied = is_tied(model)
         if self.pipeline is not None:
             cut(model, self.pipeline.stage, self.pipeline.stages)
         if self.layout.sequence > 1:
             predict = divided(predict, self.neighbours, self.predicts)
-        if self.layout.tensor > 1:
-            tensor_parallel.divide(model, self.mesh["tensor"])
+        plan = tensor_parallel.plan_of(model) if self.layout.tensor > 1 else None
+        # One layer after the other, so that a rank never has more than one whole.
+        for layer in own_layers(model):
+            fill(layer)
+            if plan:
+                tensor_parallel.divide_layer(layer, plan, self.mesh["tensor"])
+            self._shard(layer)
+        fill(model)
+        if plan:
+            tensor_parallel.divide_rest(model, plan, self.mesh["tensor"])
+        self._shard(model)
         if self.divides_weights:
-            predict = self._shard(model, predict)
+            # The output layer's weight is used without the layer's forward: the whole prediction is one forward of the model.
+            model.predict = predict
+            register_fsdp_forward_method(model, "predict")
+            predict = model.predict
         if tied and self.pipeline is not None and self.pipeline.ends is not None:
             self.twice.append(model.get_input_embeddings().weight)
         return predict
 
-    def _shard(self, model: Any, predict: Predict) -> Predict:
+    def _shard(self, module: Any) -> None:
         assert self.mesh is not None
+        if not self.divides_weights:
+            return
         # Gradients are summed in float32 whatever the weights are; loss sums are divided once, at `step`.
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(model.dtype, torch.float32))
+        dtype = next(module.parameters()).dtype
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(dtype, torch.float32))
         keep = self.layout.shard == "optimizer"
         mesh = self.mesh["node", "shard"] if self.layout.nodes > 1 else self.mesh["shard"]
-        for module in (*own_layers(model), model):
-            fully_shard(module, mesh=mesh, reshard_after_forward=not keep, mp_policy=policy)
-        for module in sharded_modules(model):
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
-            module.set_reshard_after_backward(not keep, recurse=False)
-        # The output layer's weight is used without the layer's forward: the whole prediction is one forward of the model.
-        model.predict = predict
-        register_fsdp_forward_method(model, "predict")
-        call: Predict = model.predict
-        return call
+        fully_shard(module, mesh=mesh, reshard_after_forward=not keep, mp_policy=policy)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+        module.set_reshard_after_backward(not keep, recurse=False)
 
     def settle(self, model: Any) -> None:
         for module in sharded_modules(model):

@@ -6,7 +6,7 @@ vocabulary; the output layer is never called, `linear_log_probs` reads the rank'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from braidrl.errors import UserError
-from braidrl.models.pipeline import Elsewhere, is_tied, own_layers
+from braidrl.models.pipeline import Elsewhere, is_tied
 
 LAYERS = "layers.*."
 HEADS = 2
@@ -35,11 +35,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 
-def divide(model: Any, mesh: DeviceMesh) -> None:
-    """Divides a decoder or a scorer along a mesh of one dimension, in place.
-
-    Raises UserError for a model without a plan, or with a style in it that is not known here.
-    """
+def plan_of(model: Any) -> dict[str, str]:
+    """How each module of a decoder or a scorer is divided. Raises UserError where there is no plan, or a style that is not known here."""
     # Some versions of transformers have the embedding in the plan of a tied model, none in that of others.
     plan = {**(model.config.base_model_tp_plan or {}), "embed_tokens": "embedding_rowwise"}
     unknown = sorted(set(plan.values()) - set(STYLES))
@@ -48,16 +45,23 @@ def divide(model: Any, mesh: DeviceMesh) -> None:
         raise UserError(
             f"trainer.layout.tensor: the tensor-parallel plan of {type(model).__name__} {why}; write tensor=1 and shard=full"
         )
-    tokens, output = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = is_tied(model)
-    body = {name: STYLES[style]() for name, style in plan.items() if not name.startswith(LAYERS)}
-    if isinstance(tokens, Elsewhere):
-        del body["embed_tokens"]
-    parallelize_module(model.base_model, mesh, body)
-    for layer in own_layers(model):
-        of_layer = {n.removeprefix(LAYERS): STYLES[s]() for n, s in plan.items() if n.startswith(LAYERS)}
-        parallelize_module(layer, mesh, of_layer)
+    return plan
+
+
+def divide_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Divides a decoder layer along a mesh of one dimension, in place."""
+    own = {name.removeprefix(LAYERS): STYLES[style]() for name, style in plan.items() if name.startswith(LAYERS)}
+    parallelize_module(layer, mesh, own)
+
+
+def divide_rest(model: Any, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Divides what a model has beside its layers: the vocabulary."""
+    output, tied = model.get_output_embeddings(), is_tied(model)
+    rest = {name: STYLES[style]() for name, style in plan.items() if not name.startswith(LAYERS)}
+    if isinstance(model.get_input_embeddings(), Elsewhere):
+        del rest["embed_tokens"]
+    parallelize_module(model.base_model, mesh, rest)
     if tied:
-        output.weight = tokens.weight
+        output.weight = model.get_input_embeddings().weight
     elif isinstance(output, nn.Linear):
         parallelize_module(output, mesh, ColwiseParallel())

@@ -9,7 +9,7 @@ import pytest
 
 from braidrl.errors import UserError
 from braidrl.models.loading import load_decoder
-from braidrl.models.tensor_parallel import divide
+from braidrl.models.tensor_parallel import plan_of
 
 
 @pytest.mark.parametrize(
@@ -21,5 +21,5 @@ def test_a_model_without_a_plan_that_is_known_is_refused_in_one_line(
     model = load_decoder(tiny_models["qwen3"])
     model.config.base_model_tp_plan = plan
     with pytest.raises(UserError, match=f"the tensor-parallel plan of Qwen3ForCausalLM {words}") as caught:
-        divide(model, mesh=None)  # type: ignore[arg-type]
+        plan_of(model)
     assert "\n" not in str(caught.value)
