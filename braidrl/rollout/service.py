@@ -1,17 +1,18 @@
-"""Engines in processes of their own as one engine, for whoever generates a batch and has no event loop.
+"""Engines in processes of their own, or servers, as one engine, for whoever generates a batch and has no event loop.
 
-generate ──▶ router ──▶ process, process, ... ──▶ Finished
-publish ──▶ weights, written once ──▶ every process reads them
+generate ──▶ router ──▶ engine, engine, ... ──▶ Finished
+publish ──▶ weights, written once ──▶ every engine reads them
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
 
 from braidrl.rollout.engine import Engine, WeightSource
-from braidrl.rollout.process import EngineProcess
 from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Finished, Request
 from braidrl.rollout.router import Router
@@ -21,18 +22,44 @@ from braidrl.rollout.stepping import SteppingEngine
 T = TypeVar("T")
 
 
-class EngineService:
-    """Holds the event loop of its engines, which goes on only while one of its methods runs. `close` ends every process."""
+class ServedEngine(Engine, Protocol):
+    """An engine outside this process."""
 
-    def __init__(self, engines: Sequence[EngineProcess], limit_s: float = 600.0, check: bool = False) -> None:
-        """Starts the engines. With `check` they compare a checksum of the weights that `publish` gives them.
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Tokens of prompt and response together."""
+
+    async def start(self) -> None:
+        """Returns when it takes requests. Raises UserError where it cannot be used as it is, EngineError where it fails."""
+
+    async def close(self) -> None:
+        """Ends what `start` began; may be called without it."""
+
+
+class StoredWeights(WeightSource, Protocol):
+    """One version where all engines can read it."""
+
+    def close(self) -> None:
+        """Gives the room back."""
+
+
+class EngineService:
+    """Holds the event loop of its engines, which goes on only while one of its methods runs. `close` ends what it started."""
+
+    def __init__(
+        self,
+        engines: Sequence[ServedEngine],
+        limit_s: float = 600.0,
+        store: Callable[[Iterable[tuple[str, Tensor]]], StoredWeights] = SharedWeights,
+    ) -> None:
+        """Starts the engines; `store` puts weights where they read them.
 
         Raises UserError for a model that they cannot use, and EngineError after `limit_s` seconds without a living engine.
         """
-        self.engines, self._limit_s, self._check = list(engines), limit_s, check
+        self.engines, self._limit_s, self._store = list(engines), limit_s, store
         self._runner = asyncio.Runner()
         self._router: Router | None = None
-        self._weights: SharedWeights | None = None
+        self._weights: StoredWeights | None = None
         try:
             self._router = self._runner.run(self._start())
         except BaseException as error:
@@ -49,7 +76,7 @@ class EngineService:
     @property
     def max_sequence_tokens(self) -> int:
         """Tokens of prompt and response together."""
-        return self.engines[0].spec.max_sequence_tokens
+        return self.engines[0].max_sequence_tokens
 
     @property
     def in_flight(self) -> int:
@@ -86,7 +113,7 @@ class EngineService:
 
     def publish(self, version: int, source: WeightSource) -> None:
         """The engines generate with these weights from now on. Raises ValueError where the source lacks a tensor."""
-        weights = SharedWeights(source.tensors(), self._check)
+        weights = self._store(source.tensors())
         # an engine that comes back later is given those of now
         before, self._weights = self._weights, weights
         try:

@@ -11,11 +11,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 from transformers import PreTrainedTokenizerBase
 
-from braidrl.errors import UserError
 from braidrl.rollout.engine import WeightSource
 from braidrl.rollout.requests import Finished, Request, Uid
-from braidrl.rollout.row import Row
-from braidrl.rollout.stopping import StopTexts
+from braidrl.rollout.row import Row, row_of
 
 
 class SteppingEngine(ABC):
@@ -97,18 +95,9 @@ class SteppingEngine(ABC):
 
     def add(self, request: Request) -> None:
         """Lets a request wait for a slot. Raises UserError for a prompt that leaves no room for a response."""
-        sampling, length = request.sampling, len(request.prompt)
         if request.uid in self._under_way:
             raise ValueError(f"row {request.uid} is under way already")
-        room = self._max_sequence_tokens - length
-        if room < 1:
-            raise UserError(
-                f"row {request.uid}: a prompt of {length} tokens leaves no room for a response in a sequence of "
-                f"{self._max_sequence_tokens}; shorten it or raise the limit"
-            )
-        ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *(self._end_ids if sampling.ends else ()))))
-        texts = StopTexts(self._tokenizer, sampling.stop) if sampling.stop else None
-        self._accept(Row(request, min(sampling.max_tokens, room), ids, texts))
+        self._accept(row_of(request, self._tokenizer, self._end_ids, self._max_sequence_tokens))
         self._under_way.add(request.uid)
 
     @abstractmethod
