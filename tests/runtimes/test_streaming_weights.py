@@ -38,7 +38,7 @@ def test_an_engine_gets_every_tensor_whatever_the_size_of_buckets(
     data: DataPlane, name: str, bucket_bytes: int
 ) -> None:
     trainer, engine = model(name, 1), model(name, 2)
-    blocks = export(trainer, data, bucket_bytes)
+    blocks = export(trainer.state_dict(), data, bucket_bytes)
     names = list(trainer.state_dict())
     assert len(blocks) == (len(names) if bucket_bytes == 1 else 1 if bucket_bytes > 1 << 20 else len(blocks))
     assert not torch.equal(logits(engine), logits(trainer))
@@ -49,7 +49,7 @@ def test_an_engine_gets_every_tensor_whatever_the_size_of_buckets(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_every_dtype_travels(data: DataPlane, dtype: torch.dtype) -> None:
     trainer, engine = model("qwen2", 1, dtype), model("qwen2", 2, dtype)
-    WeightSource(data).load(engine, 1, export(trainer, data))
+    WeightSource(data).load(engine, 1, export(trainer.state_dict(), data))
     for name, tensor in trainer.state_dict().items():
         assert torch.equal(engine.state_dict()[name], tensor)
 
@@ -58,7 +58,7 @@ def test_what_was_received_before_is_not_needed_any_more_and_changes_nothing_unt
     data: DataPlane,
 ) -> None:
     trainer, engine = model("qwen2", 1), model("qwen2", 2)
-    blocks, source = export(trainer, data, 10_000), WeightSource(data)
+    blocks, source = export(trainer.state_dict(), data, 10_000), WeightSource(data)
     source.begin(1, blocks)
     before = logits(engine)
     while source.receive():
@@ -70,14 +70,14 @@ def test_what_was_received_before_is_not_needed_any_more_and_changes_nothing_unt
 
 def test_a_version_that_is_gone_amid_receiving_is_left_for_the_next(data: DataPlane) -> None:
     trainer, engine = model("qwen2", 1), model("qwen2", 2)
-    old, source = export(trainer, data, 10_000), WeightSource(data)
+    old, source = export(trainer.state_dict(), data, 10_000), WeightSource(data)
     source.begin(1, old)
     assert source.receive()
     data.free(old)
     with pytest.raises(Evicted):
         source.receive()
     source.forget()
-    source.load(engine, 2, export(trainer, data))
+    source.load(engine, 2, export(trainer.state_dict(), data))
     assert torch.equal(logits(engine), logits(trainer))
 
 
@@ -85,5 +85,5 @@ def test_another_models_weights_are_refused_and_nothing_is_changed(data: DataPla
     engine = model("qwen2", 2)
     before = logits(engine)
     with pytest.raises(WrongWeights, match="differ in"):
-        WeightSource(data).load(engine, 1, export(model("qwen3", 1), data))
+        WeightSource(data).load(engine, 1, export(model("qwen3", 1).state_dict(), data))
     assert torch.equal(logits(engine), before)

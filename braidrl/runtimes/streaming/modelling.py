@@ -23,6 +23,7 @@ from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.readiness import Uid
 from braidrl.flow.versions import trained_on
+from braidrl.models.checkpoint import whole_weights
 from braidrl.models.objective import denominators
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar
@@ -156,7 +157,7 @@ class Modelling:
 
     def _export(self, version: int) -> None:
         assert self.client is not None and self.place.group.role
-        blocks = export(self.place.executor.workers[self.place.group.role].model, self.place.data)
+        blocks = export(whole_weights(self.place.executor.workers[self.place.group.role]), self.place.data)
         self.client.ask("weights", role=self.place.group.role, version=version, blocks=blocks)
 
 

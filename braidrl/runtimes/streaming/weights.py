@@ -25,10 +25,10 @@ class WrongWeights(RuntimeError):
     """The tensors that came are not those of the model."""
 
 
-def export(model: nn.Module, data: DataPlane, bucket_bytes: int = BUCKET_BYTES) -> list[Block]:
-    """Writes all parameters and buffers as blocks of at most `bucket_bytes`, or one tensor where that is larger."""
+def export(tensors: Mapping[str, Tensor], data: DataPlane, bucket_bytes: int = BUCKET_BYTES) -> list[Block]:
+    """Writes tensors by name as blocks of at most `bucket_bytes`, or one tensor where that is larger."""
     blocks, bucket, size = [], dict[str, Tensor](), 0
-    for name, tensor in model.state_dict().items():
+    for name, tensor in tensors.items():
         if bucket and size + tensor.nbytes > bucket_bytes:
             blocks.append(data.write(bucket_frames(bucket)))
             bucket, size = {}, 0
