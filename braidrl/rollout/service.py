@@ -7,19 +7,23 @@ publish ──▶ weights, written once ──▶ every engine reads them
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from braidrl.rollout.engine import Engine, WeightSource
+from braidrl.data.rows import FinishReason
+from braidrl.rollout.engine import Engine, EngineError, WeightSource
 from braidrl.rollout.replica import EngineReplica
-from braidrl.rollout.requests import Finished, Request
+from braidrl.rollout.requests import Finished, Request, Uid
 from braidrl.rollout.router import Router
 from braidrl.rollout.shared_weights import SharedWeights
 from braidrl.rollout.stepping import SteppingEngine
 
 T = TypeVar("T")
+ASK_EVERY_S = 0.02
+"""How often rows that are to end are asked for."""
 
 
 class ServedEngine(Engine, Protocol):
@@ -84,22 +88,33 @@ class EngineService:
         return self.router.load().running
 
     def generate(
-        self, requests: Iterable[Request], on_finished: Callable[[Finished], None] | None = None
+        self,
+        requests: Iterable[Request],
+        on_finished: Callable[[Finished], None] | None = None,
+        to_end: Callable[[], Iterable[Uid]] | None = None,
     ) -> list[Finished]:
-        """All responses, in the order of `requests`; `on_finished` is told each as it ends.
+        """All responses, in the order of `requests`; `on_finished` is told each that ends by itself.
+
+        `to_end` is asked now and then for rows that are to end with what they have; it may name some that have ended.
 
         Raises UserError for a prompt that leaves no room for a response.
         """
 
         async def one(request: Request) -> Finished:
             finished = await self.router.submit(request)
-            if on_finished:
+            if on_finished and finished.finish_reason is not FinishReason.ABORT:
                 on_finished(finished)
             return finished
 
         async def everything() -> list[Finished]:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(request)) for request in requests]
+            ending = asyncio.ensure_future(self._end(to_end)) if to_end else None
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(request)) for request in requests]
+            finally:
+                if ending is not None:
+                    ending.cancel()
+                    await asyncio.gather(ending, return_exceptions=True)
             return [task.result() for task in tasks]
 
         try:
@@ -128,6 +143,15 @@ class EngineService:
         if self._weights is not None:
             self._weights.close()
             self._weights = None
+
+    async def _end(self, to_end: Callable[[], Iterable[Uid]]) -> None:
+        """Ends rows that are named, until it is cancelled."""
+        while True:
+            await asyncio.sleep(ASK_EVERY_S)
+            for uid in to_end():
+                # it may have ended by itself, or with the engine that it was on
+                with contextlib.suppress(KeyError, EngineError):
+                    await self.router.abort(uid)
 
     async def _start(self) -> Router:
         async with asyncio.TaskGroup() as group:

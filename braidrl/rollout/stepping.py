@@ -69,9 +69,14 @@ class SteppingEngine(ABC):
         """Drops every row and gives the memory of keys and values back; without `release` an engine may keep what it will need again."""
 
     def generate(
-        self, requests: Iterable[Request], on_finished: Callable[[Finished], None] | None = None
+        self,
+        requests: Iterable[Request],
+        on_finished: Callable[[Finished], None] | None = None,
+        to_end: Callable[[], Iterable[Uid]] | None = None,
     ) -> list[Finished]:
-        """All responses, in the order of `requests`; `on_finished` is told each as it ends.
+        """All responses, in the order of `requests`; `on_finished` is told each that ends by itself.
+
+        `to_end` is asked after each step for rows that are to end with what they have; it may name some that have ended.
 
         Raises UserError for a prompt that leaves no room for a response, and RuntimeError while rows are under way.
         """
@@ -89,6 +94,9 @@ class SteppingEngine(ABC):
                         finished[row.uid] = row
                         if on_finished:
                             on_finished(row)
+                    for uid in to_end() if to_end else ():
+                        if uid in self._under_way:
+                            finished[uid] = self.abort(uid)
         finally:
             self.clear(release=False)
         return [finished[uid] for uid in order]
