@@ -28,7 +28,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoTokenizer
 
 from braidrl.errors import UserError
-from braidrl.models.lora import ADAPTER, adapter_parameters, merged, plain_names, read_adapters, save_adapters
+from braidrl.models.lora import (
+    ADAPTER,
+    adapter_name,
+    adapter_parameters,
+    is_adapter,
+    merged,
+    plain_names,
+    read_adapters,
+    save_adapters,
+)
 from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.parts import as_part, local_part, part_of, whole
 
@@ -57,7 +66,7 @@ def staged_worker(worker: RoleWorker, folder: Path, write: bool = True, beside: 
     """
     staged = copied if beside else dict[str, Tensor]
     weights = whole_weights(worker)
-    adapters = {name: whole(p) for name, p in adapter_parameters(worker.model).items()} if worker.lora else {}
+    adapters = whole_adapters(worker) if worker.lora else {}
     parts: list[Write] = []
     if write:
         parts.append(partial(write_model, worker, folder, staged(weights), staged(adapters)))
@@ -102,30 +111,41 @@ def whole_weights(worker: RoleWorker) -> dict[str, Tensor]:
     All ranks that have divided it call this at the same time.
     """
     worker.ranks.settle(worker.model)
-    found: dict[int, Tensor] = {}
     named = plain_names(worker.model, worker.model.state_dict(keep_vars=True))
-    return {name: found.setdefault(id(tensor), merged(tensor)) for name, tensor in named.items()}
+    return {name: tensor for names, tensor in worker.ranks.whole_tensors(named, merged) for name in names}
+
+
+def whole_adapters(worker: RoleWorker) -> dict[str, Tensor]:
+    """What is trained by peft's names; all ranks that have divided it call this at the same time."""
+    named = adapter_parameters(worker.model)
+    return {name: tensor for names, tensor in worker.ranks.whole_tensors(named, whole) for name in names}
 
 
 @torch.no_grad()
 def load_worker(worker: RoleWorker, folder: Path) -> None:
     """Puts a saved worker's weights and optimizer into this one, in place. Raises UserError for another model's, or damaged ones."""
     worker.ranks.settle(worker.model)
-    ours, theirs = kept_parameters(worker), saved_parameters(worker, folder)
-    shapes = {name: tuple(p.shape) for name, p in ours.items()}
-    if shapes != {name: tuple(p.shape) for name, p in theirs.items()}:
+    theirs = saved_parameters(worker, folder)
+    if kept_shapes(worker) != {name: parameter.shape for name, parameter in theirs.items()}:
         raise another_model(worker, folder)
     # Read before anything is overwritten: it may be damaged.
     state = optimizer_state(worker, folder) if worker.optimizer is not None else {}
-    for name, parameter in ours.items():
+    for name, parameter in kept_parameters(worker).items():
         local_part(parameter).copy_(part_of(theirs[name], parameter))
     if worker.optimizer is not None:
         worker.optimizer.load_state(state)
 
 
 def kept_parameters(worker: RoleWorker) -> dict[str, Tensor]:
-    """What a worker goes on from: every parameter, or of one with adapters, whose base is the model it began with, these."""
+    """What this rank goes on from: every parameter, or of a worker with adapters, whose base is the model it began with, these."""
     return adapter_parameters(worker.model) if worker.lora else dict(worker.model.named_parameters())
+
+
+def kept_shapes(worker: RoleWorker) -> dict[str, torch.Size]:
+    """The shapes of the same, of all ranks."""
+    if not worker.lora:
+        return worker.shapes
+    return {adapter_name(name): shape for name, shape in worker.shapes.items() if is_adapter(name)}
 
 
 def saved_parameters(worker: RoleWorker, folder: Path) -> dict[str, Tensor]:
@@ -145,11 +165,11 @@ def optimizer_state(worker: RoleWorker, folder: Path) -> dict[str, Tensor]:
     optimizer = worker.optimizer
     assert optimizer is not None
     if (folder / OPTIMIZER).is_file():
-        tensors = load_file(folder / OPTIMIZER)
+        tensors = {key: tensor for key, tensor in load_file(folder / OPTIMIZER).items() if ours(worker, key)}
         return {key: part_of(tensor, owner(optimizer, key, tensor)) for key, tensor in tensors.items()}
     try:
         known = dcp.FileSystemReader(folder / PARTS).read_metadata().state_dict_metadata
-        wanted = {key: empty_part(optimizer, key, about) for key, about in known.items()}
+        wanted = {key: empty_part(optimizer, key, about) for key, about in known.items() if ours(worker, key)}
         with warnings.catch_warnings():
             # That each rank reads for itself what it needs is meant, and nothing to warn of.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -168,9 +188,20 @@ def divided_state(optimizer: MasterOptimizer) -> dict[str, Tensor]:
     return {key: as_part(tensor, owner(optimizer, key, tensor)) for key, tensor in optimizer.state().items()}
 
 
+def ours(worker: RoleWorker, key: str) -> bool:
+    """False for what only other ranks have of this model. Raises LookupError for another model's."""
+    assert worker.optimizer is not None
+    number = key.split(".")[0]
+    if not number.isdecimal() or int(number) in worker.optimizer.by_number:
+        return True
+    if int(number) >= len(worker.shapes):
+        raise LookupError(f"{key} is of another model: this one has {len(worker.shapes)} parameters")
+    return False
+
+
 def owner(optimizer: MasterOptimizer, key: str, tensor: Tensor) -> Tensor:
-    """What a tensor of the state is divided like: its parameter, or for a count itself. Raises IndexError for another model's."""
-    return optimizer.parameters[int(key.split(".")[0])] if tensor.dim() else tensor
+    """What a tensor of the state is divided like: its parameter, or for a count itself."""
+    return optimizer.by_number[int(key.split(".")[0])] if tensor.dim() else tensor
 
 
 def empty_part(optimizer: MasterOptimizer, key: str, about: object) -> Tensor:
@@ -178,7 +209,7 @@ def empty_part(optimizer: MasterOptimizer, key: str, about: object) -> Tensor:
     assert isinstance(about, TensorStorageMetadata)
     if not about.size:
         return torch.empty((), dtype=about.properties.dtype)
-    parameter = optimizer.parameters[int(key.split(".")[0])]
+    parameter = optimizer.by_number[int(key.split(".")[0])]
     if parameter.shape != about.size:
         raise LookupError(f"{key} is {tuple(about.size)} and the parameter {tuple(parameter.shape)}")
     return as_part(torch.empty_like(local_part(parameter), dtype=about.properties.dtype), parameter)

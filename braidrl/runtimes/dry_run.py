@@ -18,6 +18,7 @@ from braidrl.models.footprint import (
     cache_bytes,
     gathered_bytes,
     logits_bytes,
+    message_bytes,
     model_shape,
     resident_bytes,
 )
@@ -111,6 +112,8 @@ def footprint(seat: Seat, prepared: Prepared, devices: int) -> Footprint:
         tokens = trainer.max_tokens_per_device
         if gathered := gathered_bytes(shape, layout):
             working["weights gathered"] = gathered
+        if messages := message_bytes(shape, tokens, seat.trained, layout):
+            working["messages between stages"] = messages
         if seat.trained:
             working["activations"] = activation_bytes(shape, tokens, trainer.activation_checkpointing, layout)
         if role not in prepared.flow.scalar_roles:

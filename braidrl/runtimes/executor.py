@@ -198,11 +198,14 @@ class StageExecutor:
             known = self.objectives[stage.name] = (stage, Objective.of(str(stage.role), stage.params))
         return known[1]
 
-    def copy_weights(self, stage: Stage) -> None:
-        """An update without a loss: the role's weights move towards those of another role, which is here too."""
+    def copy_weights(self, stage: Stage, weights: Mapping[str, Tensor] | None = None) -> None:
+        """An update without a loss: the role's weights move towards those of another role, which is here too or gave `weights`."""
         self.residency.before(stage)
-        role, params = str(stage.role), stage.params
-        self.workers[role].follow(self.workers[params["source"]], params.get("decay", 0.0))
+        worker, source, decay = self.workers[str(stage.role)], stage.params["source"], stage.params.get("decay", 0.0)
+        if weights is None:
+            worker.follow(self.workers[source], decay)
+        else:
+            worker.move_towards(weights, source, decay)
 
     def accumulate(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
         """Adds the gradient sums of `rows`; returns loss sums by denominator."""

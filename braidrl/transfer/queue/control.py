@@ -21,8 +21,9 @@ from braidrl.data.frames import Frame
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow import Kind, Stage
+from braidrl.flow.flow import is_optimized
 from braidrl.transfer.leases import Lease
-from braidrl.transfer.queue.data_plane import Block, DataPlane
+from braidrl.transfer.queue.data_plane import REQUESTS, Block, DataPlane
 from braidrl.transfer.queue.messages import Answer
 from braidrl.transfer.queue.stream import Finished, Stream
 from braidrl.transfer.queue.table import Part
@@ -33,12 +34,22 @@ class Holder:
     """A worker, or the leader of a group of them. `version` is what its engine has loaded; None where it has none."""
 
     name: str
+    address: str
+    """Of its node's server."""
     version: int | None = None
     loading: int | None = None
     """What it was told to load and has not yet."""
     orders: deque[dict[str, Any]] = field(default_factory=deque)
     heard: float = field(default_factory=time.monotonic)
     """When it last asked for anything."""
+
+
+@dataclass
+class Copy:
+    """Weights that an update without a loss moves towards: who was asked for them, and where they lie once they are given."""
+
+    giver: str
+    blocks: list[Block] | None = None
 
 
 class ControlPlane:
@@ -66,6 +77,8 @@ class ControlPlane:
         self.refused: UserError | None = None
         """Why the run cannot go on, where that is the user's to change: selection kept nothing for a whole epoch."""
         self.stepping: set[str] = set()
+        self.copies: dict[str, Copy] = {}
+        """By the stage that is due."""
         self.finished: deque[Finished] = deque()
         self.results: dict[int, dict[str, Any]] = {}
         self.orders_given = 0
@@ -77,7 +90,7 @@ class ControlPlane:
 
     def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
         """Answers one request; None lets its sender wait. Raises KeyError for a request that there is none of."""
-        if request["request"] in ("frames", "free"):
+        if request["request"] in REQUESTS:
             return self.data.answer(request)
         handler = getattr(self, f"on_{request['request']}")
         with self.changed:
@@ -97,7 +110,8 @@ class ControlPlane:
 
     def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """A worker is there; an engine begins with the model's own weights."""
-        self.holders[request["holder"]] = Holder(request["holder"], 0 if request["generates"] else None)
+        name, version = request["holder"], 0 if request["generates"] else None
+        self.holders[name] = Holder(name, request["address"], version)
         return {}, ()
 
     def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
@@ -144,10 +158,16 @@ class ControlPlane:
         iteration = schedule.published + 1
         schedule.stepped(name)
         self.stepping.discard(name)
+        self._forget_copy(name)
         self.training.accounts[iteration].reports.append(request["report"])
         role = self.training.flow[name].role
         through = all(schedule.trained[s.name] >= iteration for s in self._updates_of(str(role), iteration))
         return {"export": iteration if through and role in self.exported else None}, ()
+
+    def on_given(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """The weights lie in these blocks that an update of another role moves towards."""
+        self.copies[request["stage"]].blocks = [Block(*block) for block in request["blocks"]]
+        return {}, ()
 
     def on_weights(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """A version of a role's weights lies in these blocks."""
@@ -225,10 +245,14 @@ class ControlPlane:
     def fail(self, holder: str) -> None:
         """A worker is gone: what it held is free again, and what it wrote without telling is unlinked."""
         with self.changed:
-            self.holders.pop(holder, None)
+            gone = self.holders.pop(holder, None)
+            for name in [name for name, copy in self.copies.items() if copy.giver == holder and copy.blocks is None]:
+                self._forget_copy(name)
             for stream in self.streams:
                 stream.schedule.fail_holder(holder)
-            self.data.segments.unlink(set(self.data.segments.names(holder)) - self._known_segments())
+            # Who has not said hello has written nothing.
+            if gone is not None:
+                self.data.abandon(gone.address, holder, self._known_segments(gone.address))
 
     def silent(self, seconds: float) -> list[str]:
         """Workers that have said nothing for so long: they hang, for one that works or waits speaks up now and then."""
@@ -260,6 +284,9 @@ class ControlPlane:
     # Inside
 
     def _work(self, stream: Stream, stage: Stage, request: dict[str, Any], version: int | None) -> Answer | None:
+        if (wanted := self._copy_from(stage)) is not None:
+            self.copies[wanted] = Copy(request["holder"])
+            return {"kind": "give", "stage": wanted}, ()
         if stage.kind is Kind.TRAIN and stage.name in stream.schedule.due_steps():
             return self._step(stream, stage)
         leases = self._leases(stream, stage, request, version if stream is self.training else None)
@@ -280,9 +307,28 @@ class ControlPlane:
         iteration = schedule.published + 1
         if iteration > self.allowed or stage.name in self.stepping:
             return None
+        answer = {"kind": "step", "stage": stage.name, "iteration": iteration}
+        if not is_optimized(stage):
+            copy = self.copies.get(stage.name)
+            if copy is None or copy.blocks is None:
+                return None
+            self.stepping.add(stage.name)
+            return {**answer, "weights": copy.blocks}, ()
         self.stepping.add(stage.name)
         index, _ = stream.read(stage.name, schedule.batches[iteration].updates[stage.name][0].rows)
-        return {"kind": "step", "stage": stage.name, "iteration": iteration}, encode(index)
+        return answer, encode(index)
+
+    def _copy_from(self, stage: Stage) -> str | None:
+        """The update that is due and waits for the weights that whoever does this stage has."""
+        schedule, flow = self.training.schedule, self.training.flow
+        if stage.kind not in (Kind.INFER, Kind.TRAIN) or schedule.published + 1 > self.allowed:
+            return None
+        due = [flow[name] for name in schedule.due_steps() if name not in self.copies]
+        return next((copy.name for copy in due if copy.params.get("source", "") == stage.role), None)
+
+    def _forget_copy(self, name: str) -> None:
+        copy = self.copies.pop(name, None)
+        self.data.free(copy.blocks or [] if copy else [])
 
     def _leases(self, stream: Stream, stage: Stage, request: dict[str, Any], version: int | None) -> list[Lease]:
         # What a trainer has accumulated cannot be taken back: it keeps its rows until it is known to be dead.
@@ -337,7 +383,8 @@ class ControlPlane:
             for version in [v for v in known if v < max(needed) and v not in needed]:
                 self.data.free(known.pop(version))
 
-    def _known_segments(self) -> set[str]:
+    def _known_segments(self, address: str) -> set[str]:
         blocks = [block for stream in self.streams for block in stream.table.blocks()]
         blocks += [block for known in self.weights.values() for many in known.values() for block in many]
-        return {block.name for block in blocks}
+        blocks += [block for copy in self.copies.values() for block in copy.blocks or []]
+        return {block.name for block in blocks if block.address == address}

@@ -10,7 +10,7 @@ from tests.runtimes.hybrid.warm import WarmCluster
 from tests.runtimes.test_layouts import FLOW, PPO, REPLICA
 from tests.tiny import Workshop
 
-LAYOUTS = {"trainer": {"layout": {"shard": "full"}}, "roles": {"critic": {"layout": {"tensor": 2}}}}
+LAYOUTS = {"trainer": {"layout": {"shard": "full"}}, "roles": {"critic": {"layout": {"pipeline": 2}}}}
 
 
 def hybrid(workshop: Workshop, name: str, sections: dict[str, Any], placement: str, **more: Any) -> Any:
