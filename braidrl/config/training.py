@@ -55,7 +55,8 @@ class TrainerConfig(Section):
     compile: bool = True
     """Norms and gated activations on a CPU by kernels compiled for it, in about a second once; by torch where there is no C compiler."""
     layout: ParallelLayout = ParallelLayout()
-    """How each role lies on the devices of `runtime: distributed`; by default each has a copy of the model."""
+    """How each role lies on the devices of `runtime: distributed`, or on those of its pool under `hybrid`; by default each has a copy
+    of the model."""
     lora: LoraConfig | None = None
     """Train low-rank adapters of each trained role in place of its weights; `{}` takes the defaults. They want about ten times the
     learning rate."""

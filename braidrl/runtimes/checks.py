@@ -24,6 +24,8 @@ from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rollout.dialects import DIALECTS
 
 ENGINES = ("embedded", "vllm", "http")
+LAID_OUT = ("distributed", "hybrid")
+"""Runtimes whose processes of a role can divide its model."""
 BESIDE = ("eager", "distributed")
 """Runtimes that can write a checkpoint while they go on."""
 
@@ -96,9 +98,9 @@ def check_layouts(config: Config, roles: Iterable[str], devices: int | None = No
     """Raises UserError for a layout that the runtime or the number of devices does not allow, or that does not divide a role's model."""
     for role in roles:
         layout, key = layout_of(role, config), layout_key(role, config)
-        if layout != ParallelLayout() and config.runtime != "distributed":
+        if layout != ParallelLayout() and config.runtime not in LAID_OUT:
             raise UserError(
-                f"{key} is for runtime=distributed; remove it, or write runtime=distributed and workers=..."
+                f"{key} is for runtime=distributed or hybrid; remove it, or write runtime=distributed and workers=..."
             )
         if layout.sequence > 1 and config.trainer.share_prompts:
             raise UserError(f"{key}: sequence divides rows apart; write sequence=1, or trainer.share_prompts=false")
