@@ -17,7 +17,8 @@ from benchmarks.duel import OURS, duel
 
 RESULTS = Path("benchmarks/results")
 BENCHMARKS: dict[str, Callable[[], list[Case]]] = {
-    "decode": speed.decode, "grpo": speed.grpo, "shared_prompt": speed.shared_prompt, "memory": speed.memory,
+    "decode": speed.decode, "decode_vocabulary": speed.decode_vocabulary, "grpo": speed.grpo,
+    "shared_prompt": speed.shared_prompt, "memory": speed.memory,
     "packing": packing.packing, "transport": transport.transport,
 }  # fmt: skip
 

@@ -16,14 +16,17 @@ PROMPT = 16
 
 def decode() -> list[Case]:
     """Generation: every row a prompt of 16 tokens, groups of 8."""
-    settings = [
-        (128, 64, False, 1.3),
-        (128, 256, False, 1.5),
-        (128, 64, True, 2.5),
-        (128, 256, True, 2.5),
-        (32768, 256, False, 1.5),
-    ]
-    return [decode_case(*setting) for setting in settings]
+    return decode_cases(128)
+
+
+def decode_vocabulary() -> list[Case]:
+    """The same with a long vocabulary, where drawing tokens costs as much as the layers."""
+    return decode_cases(32768)
+
+
+def decode_cases(vocabulary: int) -> list[Case]:
+    settings = [(64, False, 1.3), (256, False, 1.5), (64, True, 2.5), (256, True, 2.5)]
+    return [decode_case(vocabulary, *setting) for setting in settings]
 
 
 def decode_case(vocabulary: int, rows: int, tail: bool, goal: float) -> Comparison:

@@ -8,20 +8,15 @@ from typing import Any
 import torch
 
 from benchmarks.sides.packing_braid import rows_of
+from benchmarks.sides.workers import worker_of
 from benchmarks.turns import Turn, peak_mebibytes
-from braidrl.config import parse_config
 from braidrl.models.packed import pack
 from braidrl.models.worker import DecoderWorker
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:
-    torch.set_num_threads(case["threads"])
     tokens = case["rows"] * case["tokens"]
-    tree = {
-        "flow": "grpo", "model": case["model"], "device": "cpu", "dtype": case["dtype"],
-        "trainer": {"max_tokens_per_device": tokens},
-    }  # fmt: skip
-    worker = DecoderWorker("reference", parse_config(tree), train=False)
+    worker = worker_of(DecoderWorker, case, train=False, max_tokens_per_device=tokens)
     rows = rows_of([case["tokens"]] * case["rows"], case["vocabulary"])
 
     @torch.no_grad()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from benchmarks.sides.shared_prompt_braid import made_rows
+from benchmarks.sides.workers import worker_of
 from benchmarks.turns import Turn, peak_mebibytes
-from braidrl.config import parse_config
 from braidrl.data.rows import Rows
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.packed import pack
@@ -20,13 +20,8 @@ PROMPT = 16
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:
-    torch.set_num_threads(case["threads"])
     tokens = case["rows"] * case["tokens"]
-    tree = {
-        "flow": "grpo", "model": case["model"], "device": "cpu", "dtype": case["dtype"],
-        "trainer": {"max_tokens_per_device": tokens},
-    }  # fmt: skip
-    worker = DecoderWorker("actor", parse_config(tree), train=True)
+    worker = worker_of(DecoderWorker, case, max_tokens_per_device=tokens)
     objective = Objective.of("actor", {"loss": "clip"})
     rows = made_rows(case["rows"] // 8, 8, PROMPT, case["tokens"] - PROMPT, case["vocabulary"])
 

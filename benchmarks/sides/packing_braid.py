@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
+from benchmarks.sides.workers import worker_of
 from benchmarks.turns import Turn
 from braidrl.algorithms.ragged import Ragged
-from braidrl.config import parse_config
 from braidrl.data.rows import Rows
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.packed import Packed
@@ -24,13 +24,9 @@ MICRO_BATCH_TOKENS = 4096
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:
-    torch.set_num_threads(case["threads"])
-    tree = {
-        "flow": "grpo", "model": case["model"], "device": "cpu", "dtype": case["dtype"],
-        "trainer": {"max_tokens_per_device": MICRO_BATCH_TOKENS},
-    }  # fmt: skip
     kind = PaddedWorker if case["way"] == "padded" else DecoderWorker
-    worker, objective = kind("actor", parse_config(tree), train=True), Objective.of("actor", {"loss": "clip"})
+    worker = worker_of(kind, case, max_tokens_per_device=MICRO_BATCH_TOKENS)
+    objective = Objective.of("actor", {"loss": "clip"})
     if isinstance(worker, PaddedWorker):
         worker.rows_at_once = case["padded_rows"]
     rows = rows_of(case["lengths"], case["vocabulary"])

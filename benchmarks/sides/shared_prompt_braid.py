@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.sides.workers import worker_of
 from benchmarks.turns import Turn, peak_mebibytes
 from braidrl.algorithms.ragged import Ragged
-from braidrl.config import parse_config
 from braidrl.data.rows import Rows
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.worker import DecoderWorker
@@ -17,12 +17,7 @@ from braidrl.observe.metrics import Sums
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:
-    torch.set_num_threads(case["threads"])
-    tree = {
-        "flow": "grpo", "model": case["model"], "device": "cpu", "dtype": case["dtype"],
-        "trainer": {"share_prompts": case["shared"], "max_tokens_per_device": 8192},
-    }  # fmt: skip
-    worker = DecoderWorker("actor", parse_config(tree), train=True)
+    worker = worker_of(DecoderWorker, case, share_prompts=case["shared"], max_tokens_per_device=8192)
     objective = Objective.of("actor", {"loss": "clip"})
     rows = made_rows(case["groups"], case["samples"], case["prompt"], case["response"], case["vocabulary"])
     tokens = len(rows) * (case["prompt"] + case["response"])

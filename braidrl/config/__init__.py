@@ -1,25 +1,17 @@
 """The configuration of a run: its sections as typed models, and how it is read."""
 
+from braidrl.config.config import Config
+from braidrl.config.data import DataConfig, RewardConfig, SourceConfig, VerifierConfig
+from braidrl.config.processes import ClusterConfig, PlacementConfig, PoolConfig, StreamingConfig
 from braidrl.config.reading import apply_override, load_config, parse_config
-from braidrl.config.sections import (
-    ClusterConfig,
-    Config,
-    DataConfig,
-    EvaluationConfig,
-    PlacementConfig,
-    PoolConfig,
-    RewardConfig,
-    SourceConfig,
-    StreamingConfig,
-    TrainerConfig,
-    VerifierConfig,
-)
+from braidrl.config.training import EvaluationConfig, LoraConfig, TrainerConfig
 
 __all__ = [
     "ClusterConfig",
     "Config",
     "DataConfig",
     "EvaluationConfig",
+    "LoraConfig",
     "PlacementConfig",
     "PoolConfig",
     "RewardConfig",

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from braidrl.config.sections import Config
+from braidrl.config.config import Config
 from braidrl.errors import UserError, suggest
 
 

@@ -1,6 +1,7 @@
 """A worker on disk: a plain Hugging Face directory that anything can load, with the optimizer's tensors beside it.
 
-    actor/  config.json  model.safetensors  tokenizer.json        whole, whatever the layout
+    actor/  config.json  model.safetensors  tokenizer.json        whole, whatever the layout, adapters merged
+            adapter/                                              where adapters alone are trained: they, as peft has them
             optimizer.safetensors                                 where each rank has the whole model
             optimizer/  .metadata  __0_0.distcp  __1_0.distcp     else: each rank writes its own parts
 
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoTokenizer
 
 from braidrl.errors import UserError
+from braidrl.models.lora import ADAPTER, adapter_parameters, merged, plain_names, read_adapters, save_adapters
 from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.parts import as_part, local_part, part_of, whole
 
@@ -39,8 +41,11 @@ def save_worker(worker: RoleWorker, folder: Path, write: bool = True) -> None:
     Of the ranks that have divided the model all call this and one has to `write` what is whole; of others that one alone calls it.
     """
     weights = whole_weights(worker)
+    adapters = {name: whole(p) for name, p in adapter_parameters(worker.model).items()} if worker.lora else {}
     if write:
         folder.mkdir(parents=True, exist_ok=True)
+        if worker.lora:
+            save_adapters(folder / ADAPTER, worker.lora, adapters, worker.path)
         worker.model.save_pretrained(folder, state_dict=weights)
         AutoTokenizer.from_pretrained(worker.path, local_files_only=True).save_pretrained(folder)
     if worker.optimizer is None:
@@ -53,19 +58,21 @@ def save_worker(worker: RoleWorker, folder: Path, write: bool = True) -> None:
 
 
 def whole_weights(worker: RoleWorker) -> dict[str, Tensor]:
-    """Every tensor of the model by its name, tied ones the same; all ranks that have divided it call this at the same time."""
+    """Every tensor of the model by its name, adapters merged, tied ones the same.
+
+    All ranks that have divided it call this at the same time.
+    """
     worker.ranks.settle(worker.model)
     found: dict[int, Tensor] = {}
-    named = worker.model.state_dict(keep_vars=True)
-    return {name: found.setdefault(id(tensor), whole(tensor)) for name, tensor in named.items()}
+    named = plain_names(worker.model, worker.model.state_dict(keep_vars=True))
+    return {name: found.setdefault(id(tensor), merged(tensor)) for name, tensor in named.items()}
 
 
 @torch.no_grad()
 def load_worker(worker: RoleWorker, folder: Path) -> None:
     """Puts a saved worker's weights and optimizer into this one, in place. Raises UserError for another model's, or damaged ones."""
     worker.ranks.settle(worker.model)
-    saved = worker.load_model(folder)
-    ours, theirs = dict(worker.model.named_parameters()), dict(saved.named_parameters())
+    ours, theirs = kept_parameters(worker), saved_parameters(worker, folder)
     shapes = {name: tuple(p.shape) for name, p in ours.items()}
     if shapes != {name: tuple(p.shape) for name, p in theirs.items()}:
         raise another_model(worker, folder)
@@ -75,6 +82,23 @@ def load_worker(worker: RoleWorker, folder: Path) -> None:
         local_part(parameter).copy_(part_of(theirs[name], parameter))
     if worker.optimizer is not None:
         worker.optimizer.load_state(state)
+
+
+def kept_parameters(worker: RoleWorker) -> dict[str, Tensor]:
+    """What a worker goes on from: every parameter, or of one with adapters, whose base is the model it began with, these."""
+    return adapter_parameters(worker.model) if worker.lora else dict(worker.model.named_parameters())
+
+
+def saved_parameters(worker: RoleWorker, folder: Path) -> dict[str, Tensor]:
+    """The same of a checkpoint. Raises UserError for one that was made with adapters where there are none now, or without."""
+    if (folder / ADAPTER).is_dir() != bool(worker.lora):
+        how, now = ("without", "remove it") if worker.lora else ("with", "set it as it was")
+        raise UserError(
+            f"{folder} was trained {how} trainer.lora or roles.{worker.role}.lora; {now} to go on from there"
+        )
+    if worker.lora:
+        return read_adapters(folder / ADAPTER)
+    return dict(worker.load_model(folder).named_parameters())
 
 
 def optimizer_state(worker: RoleWorker, folder: Path) -> dict[str, Tensor]:

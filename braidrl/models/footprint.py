@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from braidrl.config import LoraConfig
 from braidrl.models.attention import ATTENTION
 from braidrl.models.layout import ParallelLayout
 from braidrl.models.loading import read_model_config
 from braidrl.models.log_probs import CHUNK_ELEMENTS
+from braidrl.models.lora import add_adapters
 
 MASTER_BYTES = 4
 MOMENTS = 2
@@ -39,18 +41,27 @@ class Shape:
     layer_parameters: int
     """Of one of its layers."""
     dtype: torch.dtype
+    trained: int
+    """Of the parameters, those that training changes: all, or the adapters."""
 
     @property
     def element_bytes(self) -> int:
         return self.dtype.itemsize
 
 
-def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False) -> Shape:
-    """The model that a folder's config.json describes. Raises UserError where there is none, or one that cannot be trained here."""
+def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lora: LoraConfig | None = None) -> Shape:
+    """The model that a folder's config.json describes, with its adapters.
+
+    Raises UserError where there is none, or one that cannot be trained here.
+    """
     config = read_model_config(folder)
     model: Any = on_meta(config, dtype, scalar_head)
+    if lora:
+        with torch.device("meta"):
+            add_adapters(model, lora)
     layer = model.base_model.layers[0]
-    return Shape(type(model).__name__, config, elements(model), elements(layer), dtype)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return Shape(type(model).__name__, config, elements(model), elements(layer), dtype, trained)
 
 
 def elements(module: nn.Module) -> int:
@@ -71,10 +82,10 @@ def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTr
 def resident_bytes(shape: Shape, trained: bool, layout: ParallelLayout = ALONE) -> dict[str, int]:
     """What stays on the device from step to step, by part."""
     sharding = 1 if layout.shard == "none" else (layout.data or 1) * layout.sequence
-    own = shape.parameters // (layout.tensor * layout.pipeline * sharding)
-    parts = {"weights": own * shape.element_bytes}
+    devices = layout.tensor * layout.pipeline * sharding
+    parts = {"weights": shape.parameters // devices * shape.element_bytes}
     if trained:
-        master = max(MASTER_BYTES, shape.element_bytes)
+        master, own = max(MASTER_BYTES, shape.element_bytes), shape.trained // devices
         parts["gradients"] = own * master
         if master > shape.element_bytes:
             parts["master weights"] = own * master

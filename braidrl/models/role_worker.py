@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.config import Config
+from braidrl.config import Config, LoraConfig
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
@@ -24,10 +24,11 @@ from braidrl.models.data_parallel import DataParallel
 from braidrl.models.layers import compile_layers
 from braidrl.models.layout import ParallelLayout
 from braidrl.models.likelihood import Likelihood
+from braidrl.models.lora import Adapted, add_adapters, merged, plain_names, train_adapters_only
 from braidrl.models.objective import Objective
 from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.packed import Packed, nothing, pack
-from braidrl.models.parts import local_part, part_of, whole
+from braidrl.models.parts import local_part, part_of
 from braidrl.models.sharded import laid_out
 from braidrl.models.shared_prompts import pack_shared, pays, plan_shared
 from braidrl.observe.metrics import Sums
@@ -54,6 +55,12 @@ def layout_of(role: str, config: Config) -> ParallelLayout:
     return (own and own.layout) or config.trainer.layout
 
 
+def lora_of(role: str, config: Config) -> LoraConfig | None:
+    """The adapters that a role is trained with, if it is: as it says itself, or as the run's roles do."""
+    own = config.roles.get(role)
+    return (own and own.lora) or config.trainer.lora
+
+
 def none_of(predicted: Mapping[str, Tensor]) -> Tensor:
     """A loss of zero that has passed through all that was predicted."""
     return sum((0 * values.sum() for values in predicted.values()), torch.zeros(()))
@@ -75,12 +82,17 @@ class RoleWorker(TrainingBackend, ABC):
         self.path = model_path(role, config)
         self.dtype = DTYPES[(own and own.dtype) or config.dtype]
         self.ranks = laid_out(layout_of(role, config), ranks or DataParallel(), self.device)
+        self.lora = lora_of(role, config) if train else None
         self.model = self.load_model(self.path)
+        if self.lora:
+            add_adapters(self.model, self.lora, config.seed)
         if config.trainer.compile and self.device.type == "cpu":
             compile_layers(self.model)
         self.compute = self.ranks.place(self.model, self.predict)
         # Only now: a model that ranks divide may be too large for one device.
         self.model.to(self.device).requires_grad_(train).eval()
+        if self.lora:
+            train_adapters_only(self.model)
         self.max_tokens = config.trainer.max_tokens_per_device
         self.optimizer: MasterOptimizer | None = None
         if train:
@@ -88,6 +100,11 @@ class RoleWorker(TrainingBackend, ABC):
             self.optimizer = MasterOptimizer(list(self.model.parameters()), config.trainer, peak, self.ranks)
             if config.trainer.activation_checkpointing:
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    @property
+    def holds_its_weights(self) -> bool:
+        """True where the module's own parameters are the role's weights, whole: what an engine in this process may share."""
+        return self.lora is None and not self.ranks.divided
 
     @abstractmethod
     def load_model(self, folder: Path) -> Any:
@@ -204,26 +221,27 @@ class RoleWorker(TrainingBackend, ABC):
         """Weights become `decay` times their own and the rest another role's. Raises UserError as `move_towards` does."""
         self.move_towards(source.parameters(), source.role, decay)
 
-    def parameters(self) -> dict[str, Tensor]:
-        """The parameters as they are after all that was begun; not the state's names: one that is tied has two of those."""
+    def parameters(self) -> dict[str, Tensor | Adapted]:
+        """The parameters by their plain names; not the state's names: one that is tied has two of those, and would move twice."""
         self.ranks.settle(self.model)
-        return dict(self.model.named_parameters())
+        return plain_names(self.model, dict(self.model.named_parameters()))
 
     @torch.no_grad()
-    def move_towards(self, theirs: Mapping[str, Tensor], source: str, decay: float) -> None:
+    def move_towards(self, theirs: Mapping[str, Tensor | Adapted], source: str, decay: float) -> None:
         """Parameters become `decay` times their own and the rest those of the role `source`.
 
         Raises UserError for a model of other shapes, and for one with an optimizer, which has weights of its own.
         """
         if self.optimizer is not None:
             raise UserError(f"{self.role} is trained by a loss: it cannot take weights from {source} too")
-        ours = self.parameters()
+        self.ranks.settle(self.model)
+        ours = dict(self.model.named_parameters())
         if {n: t.shape for n, t in ours.items()} != {n: t.shape for n, t in theirs.items()}:
             raise UserError(f"{self.role} cannot take weights from {source}: {self.path} is another model")
         for name, tensor in ours.items():
             # Two roles may be divided among the ranks in different ways.
             own = local_part(tensor)
-            own.lerp_(part_of(whole(theirs[name]), tensor).to(own), 1.0 - decay)
+            own.lerp_(part_of(merged(theirs[name]), tensor).to(own), 1.0 - decay)
 
     def step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
         """Divides the accumulated sums by their global counts and updates; the gradient norm, or None if there was nothing."""

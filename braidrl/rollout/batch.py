@@ -11,12 +11,13 @@ Shapes: B slots in the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from braidrl.rollout.graphs import StepGraphs
 from braidrl.rollout.native.decoder import NativeDecoder
 from braidrl.rollout.prompts import ROW_MULTIPLE, Prompts, name_of
 from braidrl.rollout.requests import Finished
@@ -30,13 +31,20 @@ class SlotBatch:
     """Rows in `slots` slots (a multiple of 16) of one model; with `shrink` a step holds no more rows than it must."""
 
     def __init__(
-        self, model: PreTrainedModel, slots: int, seed: int, shrink: bool, native: NativeDecoder | None = None
+        self,
+        model: PreTrainedModel,
+        slots: int,
+        seed: int,
+        shrink: bool,
+        native: NativeDecoder | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
-        """`native` computes the steps in place of the model's own forward."""
+        """`native` computes the steps in place of the model's own forward; `graphs` record and repeat that forward."""
         self._model, self._slots, self._seed, self._shrink = model, slots, seed, shrink
-        self._native = native
+        self._native, self._graphs = native, graphs
         self._cache = SlotCache(model.config, slots, model.dtype, model.device)
         self.prompts = Prompts(self._cache)
+        self._states = SlotStates.idle(slots, 1, 1, self.log_prob_dtype, model.device)
         self.rows: dict[int, Row] = {}
         self.clear()
 
@@ -50,12 +58,15 @@ class SlotBatch:
         """float32, or float64 for a model in float64."""
         return torch.promote_types(self._model.dtype, torch.float32)
 
-    def clear(self) -> None:
-        """Drops every row and gives the memory of keys and values back."""
+    def clear(self, release: bool = True) -> None:
+        """Drops every row. Memory of keys and values is given back, but for what recorded steps touch unless `release` says so."""
         self.rows.clear()
-        self._cache.release()
         self._positions, self._response_tokens, self._stop_tokens = 0, 1, 1
-        self._states = SlotStates.idle(self._slots, 1, 1, self.log_prob_dtype, self._model.device)
+        if release or self._graphs is None:
+            self._cache.release()
+            self._states = SlotStates.idle(self._slots, 1, 1, self.log_prob_dtype, self._model.device)
+        else:
+            self._states.end(self._index(range(self._slots)))
         self._steps = 0
         self._changed()
 
@@ -76,6 +87,8 @@ class SlotBatch:
         if self._native is not None:
             self._native.refresh()
         self._states = self._states.with_room(self._response_tokens, self._stop_tokens)
+        if self._graphs is not None:
+            self._graphs.settle(self._touched())
         self.prompts.compute(self._model, (row.request.prompt for row in new.values()))
         self._place(new)
         for row in new.values():
@@ -144,9 +157,14 @@ class SlotBatch:
 
     def _decode(self) -> tuple[Tensor, Tensor]:
         """One token for each slot of the step, (B,), and whether its row came to a stop token or its limit, (B,)."""
-        states = self._active
+        states, longest = self._active, self._longest + self._steps
         native, uniforms = self._native, states.uniforms()
-        logits = native.logits(states.current, states.position, self._cache) if native else self._logits()
+        if native:
+            logits = native.logits(states.current, states.position, self._cache)
+        elif self._graphs is not None:
+            logits = self._graphs.logits(len(states.current), longest, self._logits)
+        else:
+            logits = self._logits(longest)
         if native and self._choice.whole:
             tokens, log_probs = native.kernels.draw(logits, states.temperature, states.greedy, uniforms)
         else:
@@ -154,10 +172,10 @@ class SlotBatch:
         self._steps += 1
         return tokens, states.advance(tokens, log_probs)
 
-    def _logits(self) -> Tensor:
-        """The model's own forward, (B, V)."""
+    def _logits(self, longest: int) -> Tensor:
+        """The model's own forward, (B, V), where the longest row has so many tokens."""
         states = self._active
-        context = SlotStep(self._cache, states.position, self._longest + self._steps)
+        context = SlotStep(self._cache, states.position, longest)
         hidden = self._model.base_model(
             input_ids=states.current[:, None],
             position_ids=states.position[:, None],
@@ -174,6 +192,12 @@ class SlotBatch:
         self._choice = self._active.choice([row.request.sampling for row in self.rows.values()])
         self._longest = max((row.length(self._steps) for row in self.rows.values()), default=0) - self._steps
         self._watched = {slot: row for slot, row in self.rows.items() if row.stop_texts}
+
+    def _touched(self) -> Iterator[Tensor]:
+        """What a step of the model reads and writes."""
+        yield from (self._states.current, self._states.position, self._cache.store)
+        yield from self._model.parameters()
+        yield from self._model.buffers()
 
     def _index(self, slots: Iterable[int]) -> Tensor:
         return torch.tensor(list(slots), dtype=torch.int64, device=self._states.current.device)

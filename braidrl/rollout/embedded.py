@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from braidrl.rollout.batch import SlotBatch
 from braidrl.rollout.engine import WeightSource
+from braidrl.rollout.graphs import step_graphs
 from braidrl.rollout.native.decoder import native_decoder
 from braidrl.rollout.prompts import ROW_MULTIPLE
 from braidrl.rollout.requests import Finished, Uid
@@ -50,7 +51,8 @@ class EmbeddedEngine(SteppingEngine):
         self._weights = EngineWeights(model, dtype)
         shrink = model.device.type == "cpu" if shrink is None else shrink
         native = native_decoder(self._weights.model) if compile else None
-        self._batch = SlotBatch(self._weights.model, round_up(slots, ROW_MULTIPLE), seed, shrink, native)
+        graphs = step_graphs(model.device) if compile else None
+        self._batch = SlotBatch(self._weights.model, round_up(slots, ROW_MULTIPLE), seed, shrink, native, graphs)
         self._waiting: deque[Row] = deque()
 
     @property
@@ -104,12 +106,12 @@ class EmbeddedEngine(SteppingEngine):
                 return self._done([row.finished(nothing, log_probs, aborted=True)])[0]
         raise KeyError(f"row {uid} is not under way")
 
-    def clear(self) -> None:
+    def clear(self, release: bool = True) -> None:
         for row in self._waiting:
             self._batch.prompts.forget(row.request.prompt)
         self._waiting.clear()
         self._under_way.clear()
-        self._batch.clear()
+        self._batch.clear(release)
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:

@@ -67,8 +67,8 @@ class SteppingEngine(ABC):
         """Ends a row at once with what it has. Raises KeyError when it is not under way."""
 
     @abstractmethod
-    def clear(self) -> None:
-        """Drops every row and gives the memory of keys and values back."""
+    def clear(self, release: bool = True) -> None:
+        """Drops every row and gives the memory of keys and values back; without `release` an engine may keep what it will need again."""
 
     def generate(
         self, requests: Iterable[Request], on_finished: Callable[[Finished], None] | None = None
@@ -92,7 +92,7 @@ class SteppingEngine(ABC):
                         if on_finished:
                             on_finished(row)
         finally:
-            self.clear()
+            self.clear(release=False)
         return [finished[uid] for uid in order]
 
     def add(self, request: Request) -> None:

@@ -128,7 +128,7 @@ class VllmEngine(SteppingEngine):
                 return self._done([Flight(row, "").finished(aborted=True)])[0]
         raise KeyError(f"row {uid} is not under way")
 
-    def clear(self) -> None:
+    def clear(self, release: bool = True) -> None:
         for flight in list(self._flights.values()):
             self._leave(flight)
         self._waiting.clear()

@@ -21,6 +21,7 @@ from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
 from braidrl.flow.stages import make_stage
 from braidrl.flow.updates import check_update_size
+from braidrl.models.role_worker import lora_of
 from braidrl.rollout.environments import check_environment
 
 TRUNCATED = {"name": "truncated"}
@@ -106,7 +107,7 @@ def update_params(stage: Stage, config: Config) -> dict[str, Any]:
         )
     # With old=rollout the ratio itself is that to whoever drew the tokens.
     to_engine = {**stage.params, **filled}["old"] == "rollout"
-    if "correction" not in stage.params and not to_engine and not drawn_by_trained(config):
+    if "correction" not in stage.params and not to_engine and not drawn_by_trained(config, str(stage.role)):
         filled["correction"] = TRUNCATED
     return filled
 
@@ -118,10 +119,12 @@ def single_update(config: Config) -> bool:
     return one_step and config.trainer.max_staleness == 0
 
 
-def drawn_by_trained(config: Config) -> bool:
+def drawn_by_trained(config: Config, role: str) -> bool:
     """True when tokens are drawn by the weights that a batch is trained on, and by the trainer's arithmetic."""
     same = config.rollout.engine == "embedded" and config.rollout.dtype in (None, config.dtype)
-    return same and config.trainer.max_staleness == 0
+    # Merged into bfloat16 weights, adapters are rounded.
+    exact = lora_of(role, config) is None or config.dtype != "bfloat16"
+    return same and exact and config.trainer.max_staleness == 0
 
 
 def with_params(stage: Stage, params: dict[str, Any]) -> Stage:

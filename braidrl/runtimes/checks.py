@@ -15,8 +15,9 @@ from braidrl.data.prompts import LoadedSource
 from braidrl.data.sources import place
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
+from braidrl.models.footprint import model_shape
 from braidrl.models.layout import ParallelLayout
-from braidrl.models.role_worker import layout_key, layout_of, model_path
+from braidrl.models.role_worker import layout_key, layout_of, lora_of, model_path
 from braidrl.placement.pools import NAMES as PLACEMENTS
 from braidrl.rewards.verifier import Verifier, resolve
 
@@ -76,6 +77,22 @@ def check_layouts(config: Config, roles: Iterable[str], devices: int | None = No
         settings = model_settings(model_path(role, config))
         heads = settings.get("num_attention_heads", 1)
         layout.check_model(heads, settings.get("num_key_value_heads", heads), settings.get("num_hidden_layers", 1), key)
+
+
+def check_adapters(config: Config, flow: Flow) -> None:
+    """Raises UserError for adapters of a role that is not trained, or that its layout or model does not allow."""
+    for role, own in config.roles.items():
+        if own.lora and role not in flow.trained_roles:
+            raise UserError(f"roles.{role}.lora: flow {flow.name} does not train {role}; remove it")
+    for role in flow.trained_roles:
+        lora, layout = lora_of(role, config), layout_of(role, config)
+        if lora and layout.tensor * layout.pipeline > 1:
+            raise UserError(
+                f"{layout_key(role, config)}: adapters are not divided by matrix or by layer; write tensor=1, pipeline=1 and "
+                f"shard=full, or train {role} without lora"
+            )
+        if lora:
+            model_shape(model_path(role, config), torch.float32, role in flow.scalar_roles, lora)
 
 
 def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Sequence[SourceConfig]) -> None:

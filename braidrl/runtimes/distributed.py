@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +214,14 @@ class DistributedCrew:
     ) -> Mapping[str, Column]:
         if totals is not None:
             return self.executor.apply(stage, rows, totals)
-        beside = checked_beside(self.flow, stage) if stage.type == "generate" else ()
+        beside = self._checked_beside(stage) if stage.type == "generate" else ()
         return self.executor.execute(stage, rows, sums, beside)
+
+    def _checked_beside(self, stage: Stage) -> list[Stage]:
+        """Verify stages that find the rows where they were generated: from the next infer stage on these may be elsewhere."""
+        later = self.flow.stages[self.flow.stages.index(stage) + 1 :] if stage in self.flow.stages else ()
+        before_moves = list(takewhile(lambda other: other.kind is not Kind.INFER, later))
+        return [verify for verify in checked_beside(self.flow, stage) if verify in before_moves]
 
     def _placed(self, stage: Stage, table: Shard) -> Shard:
         """The rows on ranks that can do this stage: inference is balanced, generation stays on its own ranks."""

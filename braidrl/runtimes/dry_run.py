@@ -21,7 +21,7 @@ from braidrl.models.footprint import (
     model_shape,
     resident_bytes,
 )
-from braidrl.models.role_worker import DTYPES, layout_of, model_path
+from braidrl.models.role_worker import DTYPES, layout_of, lora_of, model_path
 from braidrl.placement.pools import place
 from braidrl.runtimes.crews import check_runtime
 from braidrl.runtimes.setup import Prepared, prepare
@@ -94,14 +94,15 @@ def footprint(seat: Seat, prepared: Prepared, devices: int) -> Footprint:
     config, role = prepared.config, seat.role
     trainer, rollout, own = config.trainer, config.rollout, config.roles.get(role)
     dtype = DTYPES[(own and own.dtype) or config.dtype]
-    shape = model_shape(model_path(role, config), dtype, role in prepared.flow.scalar_roles)
+    lora = lora_of(role, config) if seat.trained else None
+    shape = model_shape(model_path(role, config), dtype, role in prepared.flow.scalar_roles, lora)
     layout = layout_of(role, config).over(devices)
     sizes = shape.config
     layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
     resident, working = resident_bytes(shape, seat.trained, layout), {}
     if seat.generates:
         engine = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
-        if engine.dtype != dtype or not layout.copies:
+        if engine.dtype != dtype or lora or not layout.copies:
             resident["weights of the engine"] = engine.parameters * engine.element_bytes
         resident["keys and values"] = cache_bytes(engine, rollout.slots, config.max_sequence_tokens)
     if any(stage.role == role and stage.kind in (Kind.INFER, Kind.TRAIN) for stage in prepared.flow.stages):

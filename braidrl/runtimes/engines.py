@@ -24,8 +24,8 @@ def start_engine(
     model, dtype = worker.model, DTYPES[rollout.dtype] if rollout.dtype else None
     count = engine_processes(config)
     if not count:
-        if worker.ranks.divided:
-            # Decoding needs all weights on each rank: a frozen copy, brought up to date at each publication.
+        if not worker.holds_its_weights:
+            # Decoding needs all weights on each rank, adapters merged: a frozen copy, brought up to date at each publication.
             model = load_decoder(worker.path, dtype or worker.dtype, worker.device).requires_grad_(False).eval()
         return EmbeddedEngine(
             model, tokenizer, rollout.slots, longest, seed=config.seed, dtype=dtype, compile=rollout.compile

@@ -223,7 +223,7 @@ class StageExecutor:
         """The engines generate with the trained weights from now on."""
         for role, engine in self.engines.items():
             worker = self.workers[role]
-            if isinstance(engine, EmbeddedEngine) and not worker.ranks.divided:
+            if isinstance(engine, EmbeddedEngine) and worker.holds_its_weights:
                 engine.publish(version)
             else:
                 engine.publish(version, Weights(whole_weights(worker)))

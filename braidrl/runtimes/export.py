@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from braidrl.errors import UserError
-from braidrl.models.checkpoint import OPTIMIZER, describe_worker
+from braidrl.models.checkpoint import OPTIMIZER, PARTS, describe_worker
 from braidrl.runtimes.folders import latest_checkpoint, whole_folder
 
 
@@ -22,5 +22,5 @@ def export_model(run: Path, folder: Path, role: str = "actor") -> str:
     if folder.exists():
         raise UserError(f"{folder} exists; nothing was overwritten")
     with whole_folder(folder) as partial:
-        shutil.copytree(source, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(OPTIMIZER))
+        shutil.copytree(source, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(OPTIMIZER, PARTS))
     return f"{folder}: {describe_worker(folder)}, from {checkpoint}"

@@ -22,7 +22,14 @@ from braidrl.models.role_worker import model_path
 from braidrl.placement.pools import check_copies, place
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.building import build_flow
-from braidrl.runtimes.checks import check_answers, check_layouts, check_lengths, check_names, check_roles
+from braidrl.runtimes.checks import (
+    check_adapters,
+    check_answers,
+    check_layouts,
+    check_lengths,
+    check_names,
+    check_roles,
+)
 from braidrl.runtimes.evaluation import evaluation_flow
 from braidrl.runtimes.row_store import RowStore
 
@@ -44,6 +51,7 @@ class Prepared:
         config, held_out = self.config, list(self.eval_sources.values())
         check_names(config)
         check_layouts(config, self.flow.roles)
+        check_adapters(config, self.flow)
         check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
         if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
             check_answers(config, self.sources, config.data.train)

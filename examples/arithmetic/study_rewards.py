@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-from study import HERE, Lines, Numbers, Study, curve, last_quarter, table
-from task import demonstrations, problems, questions, work_out, write_jsonl, write_model
+from study import HERE, Lines, Numbers, Study, Tree, curve, last_quarter, table
+from task import SYMBOLS, demonstrations, problems, questions, work_out, write_jsonl, write_model
 
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.export import export_model
 
-HELD_OUT_PAIRS = 200
-MARGIN = 0.1
+HELD_OUT_PAIRS = 250
+GARBLED = 24
+"""Per sum. A reward model that never saw such texts likes some of them, and PPO finds those."""
+SCORER = "reward-model-exported"
+LIMIT = 6.0
+MARGIN = 0.5
 """The multiplier settles where the mean cost equals its limit; so much below the one to be kept, noise does not break it."""
+MULTIPLIER = "advantage.safe_rlhf/multiplier"
+CONSTRAINTS = {"Safe-RLHF": ("safe-rlhf-with", 0.5, 0.005), "no constraint": ("safe-rlhf-without", 0.0, 0.0)}
+"""Name of the run, first multiplier and its learning rate."""
 
 
 def preferences(seed: int) -> list[dict[str, str]]:
-    """Every sum of two digits against wrong answers: near misses, other numbers, a digit too many, another sum's working."""
-    pairs = []
+    """Every sum of two digits against wrong answers: near misses, other numbers, another sum's working, and garbled texts."""
+    pairs, generator = [], random.Random(seed)
     for a, b in product(range(1, 10), repeat=2):
         right = a + b
         near = [n for n in (right - 2, right - 1, right + 1, right + 2) if n >= 0]
@@ -27,19 +36,38 @@ def preferences(seed: int) -> list[dict[str, str]]:
         wrong = [f"{a}+{b}={n} #### {n}" for n in [*4 * near, *far]]
         wrong += [f"{a}+{b}={right} #### {n}" for n in [*near, *(f"{right}{digit}" for digit in range(10))]]
         wrong += [f"{x}+{y}={x + y} #### {x + y}" for x, y in ((a, b - 1), (a, b + 1), (a - 1, b), (a + 1, b))]
+        wrong += [garbled(work_out(a, b), generator) for _ in range(GARBLED)]
         pairs += [{"prompt": f"{a}+{b}=", "chosen": work_out(a, b), "rejected": text} for text in wrong]
-    random.Random(seed).shuffle(pairs)
+    generator.shuffle(pairs)
     return pairs
+
+
+def garbled(text: str, generator: random.Random) -> str:
+    """Another text, with one to three symbols of this one dropped, doubled or replaced."""
+    symbols = re.findall("####|.", text)
+    for _ in range(generator.randint(1, 3)):
+        place = generator.randrange(len(symbols))
+        symbols[place] = generator.choice(["", 2 * symbols[place], generator.choice(SYMBOLS)])
+    found = "".join(symbols)
+    return found if found != text else garbled(text, generator)
+
+
+def held_apart(pairs: Sequence[dict[str, str]]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Held-out pairs, each once, and those to train on: near misses repeat, and no copy of a held-out pair may be among them."""
+    held_out = {(pair["prompt"], pair["rejected"]): pair for pair in pairs[:HELD_OUT_PAIRS]}
+    trained = [pair for pair in pairs if (pair["prompt"], pair["rejected"]) not in held_out]
+    return list(held_out.values()), trained
 
 
 def digits_model(study: Study) -> Path:
     """Data files for sums of two digits, and a model that imitates a teacher who errs in half of them."""
     folder, model = study.folder / "digits", study.folder / "digits-model"
-    sums, pairs = list(product(range(1, 10), repeat=2)), preferences(seed=1)
+    sums = list(product(range(1, 10), repeat=2))
+    held_out, trained = held_apart(preferences(seed=1))
     write_jsonl(folder / "sums.jsonl", questions(sums))
     write_jsonl(folder / "demonstrations.jsonl", demonstrations(20 * sums, mistakes=0.5, seed=0))
-    write_jsonl(folder / "pairs_held_out.jsonl", pairs[:HELD_OUT_PAIRS])
-    write_jsonl(folder / "pairs.jsonl", pairs[HELD_OUT_PAIRS:])
+    write_jsonl(folder / "pairs_held_out.jsonl", held_out)
+    write_jsonl(folder / "pairs.jsonl", trained)
     if not model.is_dir():
         write_model(folder / "untrained", seed=0, layers=2, width=96)
         run = study.run("digits-warm-start", {
@@ -54,8 +82,16 @@ def digits_model(study: Study) -> Path:
 
 def reward_model(study: Study) -> Numbers:
     """A reward model from pairs, then PPO on what it says; the true score is never shown to the policy."""
+    pairs, steps = scorer_run(study), read_metrics(policy_run(study))
+    reward_model_page(study, pairs, steps)
+    accuracy, score = curve(pairs, "eval/pairs/pair_accuracy"), curve(steps, "eval/sums/avg@4")
+    return {"pair accuracy": accuracy[-1][1], "score before": score[0][1], "score after": score[-1][1]}
+
+
+def scorer_run(study: Study) -> Lines:
+    """Metrics of training the reward model, which is kept in the study's folder."""
     model, folder = str(digits_model(study)), study.folder / "digits"
-    learned = study.run("reward-model", {
+    run = study.run("reward-model", {
         "flow": "reward_model", "model": model,
         "data": {"train": str(folder / "pairs.jsonl"), "eval": {"pairs": str(folder / "pairs_held_out.jsonl")}},
         "rollout": {"samples_per_prompt": 2},
@@ -63,38 +99,43 @@ def reward_model(study: Study) -> Numbers:
                     "warmup_steps": 10, "checkpoint_every": 100},
         "evaluation": {"every": 40},
     })  # fmt: skip
-    scorer = study.folder / "reward-model-exported"
-    if not scorer.is_dir():
-        export_model(learned, scorer, "reward")
-    roles = {"reward": {"model": str(scorer)}, "critic": {"learning_rate": 1e-3}}
-    algorithm = {"kl_coef": 0.05, "lam": 1.0, "whiten": True, "value_clip": None}
-    ppo = study.run("reward-model-ppo", {
-        "flow": "ppo", "algorithm": algorithm, "model": model, "roles": roles, "reward": {"verify": "gsm8k"},
-        "data": {"train": str(folder / "sums.jsonl"), "eval": {"sums": str(folder / "sums.jsonl")}},
+    if not (study.folder / SCORER).is_dir():
+        export_model(run, study.folder / SCORER, "reward")
+    return read_metrics(run)
+
+
+def policy_run(study: Study) -> Path:
+    """The run of PPO that the reward model rewards."""
+    sums = str(study.folder / "digits" / "sums.jsonl")
+    return study.run("reward-model-ppo", {
+        "flow": "ppo", "model": str(digits_model(study)), "reward": {"verify": "gsm8k"},
+        "algorithm": {"kl_coef": 0.05, "lam": 1.0, "whiten": True, "value_clip": None},
+        "roles": {"reward": {"model": str(study.folder / SCORER)}, "critic": {"learning_rate": 1e-3}},
+        "data": {"train": sums, "eval": {"sums": sums}},
         "rollout": {"samples_per_prompt": 8, "max_response_tokens": 16, "slots": 256},
-        "trainer": {"steps": 250, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 4e-4, "checkpoint_every": 50},
+        "trainer": {"steps": 250, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 2e-4, "checkpoint_every": 50},
         "evaluation": {"every": 10, "samples": 4, "top_p": 1.0},
     })  # fmt: skip
-    pairs, steps = read_metrics(learned), read_metrics(ppo)
+
+
+def reward_model_page(study: Study, pairs: Lines, steps: Lines) -> None:
     accuracy, score = curve(pairs, "eval/pairs/pair_accuracy"), curve(steps, "eval/sums/avg@4")
+    learned = [line["reward/mean"] for line in steps if line.get("reward/mean") is not None]
+    held_out = len((study.folder / "digits" / "pairs_held_out.jsonl").read_text().splitlines())
     text = (
         "# A reward model, and PPO with it\n\nPairs of one right and one wrong answer to a sum of two digits train a reward model "
-        f"(Bradley-Terry, {pairs[-1]['step']} steps of 64 pairs, none of them among the {HELD_OUT_PAIRS} held-out ones). PPO then "
+        f"(Bradley-Terry, {pairs[-1]['step']} steps of 64 pairs, none of them the same as one of the {held_out} held-out ones). PPO then "
         "trains the policy, with a critic that begins as the policy with a fresh head; the reward model alone rewards it, and the share "
-        "of right answers is only watched.\n\n"
+        "of right answers, over all 81 sums, is only watched.\n\n"
         + table(
             ["", "before", "after"],
             [
                 ["held-out pairs told apart", f"{accuracy[0][1]:.2f}", f"{accuracy[-1][1]:.2f}"],
-                [
-                    "learned reward of the responses",
-                    f"{steps[1]['reward/mean']:.2f}",
-                    f"{steps[-1]['reward/mean']:.2f}",
-                ],
+                ["learned reward of the responses", f"{learned[0]:.2f}", f"{learned[-1]:.2f}"],
                 ["sums answered right (avg@4)", f"{score[0][1]:.2f}", f"{score[-1][1]:.2f}"],
             ],
         )
-        + "\n"
+        + "\nBefore, a fresh head gives every answer the same score and tells nothing apart.\n\n"
         + study.curves(
             "reward-model-accuracy", "Held-out pair accuracy by step of the reward model", {"accuracy": accuracy}
         )
@@ -102,59 +143,64 @@ def reward_model(study: Study) -> Numbers:
         + "\nRun it: `python examples/arithmetic/studies.py reward-model`\n"
     )
     study.page("reward-model", text)
-    return {"pair accuracy": accuracy[-1][1], "score before": score[0][1], "score after": score[-1][1]}
 
 
 def safe_rlhf(study: Study) -> Numbers:
     """Reward for more symbols, a limit for the mean length: with the multiplier, and without it."""
-    limit, functions = 6.0, HERE / "limits.py"
-    if not (study.folder / "small").is_dir():
-        write_model(study.folder / "small", seed=0, layers=2, width=64)
-        write_jsonl(study.folder / "sums.jsonl", questions(problems(60, 1, seed=0)))
-    common = {"reward": "verify", "kl_coef": 0.0, "lam": 1.0, "value_clip": None, "whiten": True, "entropy_coef": 0.05}
-    critics = {role: {"learning_rate": 3e-3} for role in ("critic", "cost_critic")}
-    lines: dict[str, Lines] = {}
-    for name, rate, first in (("Safe-RLHF", 0.005, 0.5), ("no constraint", 0.0, 0.0)):
-        algorithm = {
-            **common, "cost": f"{functions}:length_cost", "cost_limit": limit - MARGIN,
-            "multiplier": first, "multiplier_learning_rate": rate,
-        }  # fmt: skip
-        run = study.run(f"safe-rlhf-{'with' if rate else 'without'}", {
-            "flow": "safe_rlhf", "algorithm": algorithm, "model": str(study.folder / "small"),
-            "data": {"train": str(study.folder / "sums.jsonl")},
-            "reward": {"verify": f"{functions}:sevens"},
-            "rollout": {"samples_per_prompt": 4, "max_response_tokens": 16, "slots": 64},
-            "trainer": {"steps": 240, "prompts_per_step": 16, "learning_rate": 2e-3, "checkpoint_every": 40},
-            "roles": critics,
-        })  # fmt: skip
-        lines[name] = read_metrics(run)
-    multiplier = "advantage.safe_rlhf/multiplier"
-    text = (
-        "# Safe-RLHF\n\nThe reward is 4·√(sevens in the response), the cost is the response's length in tokens, and the limit is a "
-        f"mean cost of {limit:g}; responses may have 16 tokens. The best response for the reward alone has 16. The multiplier "
-        f"settles where the mean cost equals its limit, so it is given one {MARGIN:g} lower.\n\n"
-        + table(
-            ["", "reward, first step", "reward, last quarter", "cost, last quarter", "multiplier, last quarter"],
-            [
-                [name, f"{found[0]['reward/mean']:.2f}", f"{last_quarter(found, 'reward/mean'):.2f}",
-                 f"{last_quarter(found, 'cost/mean'):.2f}", f"{last_quarter(found, multiplier):.2f}"]
-                for name, found in lines.items()
-            ],
-        )
-        + "\n"
-        + study.curves("safe-rlhf-cost", "Mean cost (limit dashed)", {n: curve(f, "cost/mean") for n, f in lines.items()}, limit)
-        + study.curves("safe-rlhf-reward", "Mean reward", {n: curve(f, "reward/mean") for n, f in lines.items()})
-        + study.curves("safe-rlhf-multiplier", "Multiplier", {"λ": curve(lines["Safe-RLHF"], multiplier)})
-        + "\nRun it: `python examples/arithmetic/studies.py safe-rlhf`\n"
-    )  # fmt: skip
-    study.page("safe-rlhf", text)
+    lines = {name: read_metrics(limited_run(study, *constraint)) for name, constraint in CONSTRAINTS.items()}
+    safe_rlhf_page(study, lines)
     held, free = lines["Safe-RLHF"], lines["no constraint"]
-    recent = [line[multiplier] for line in held[-len(held) // 4 :]]
+    recent = [line[MULTIPLIER] for line in held[-len(held) // 4 :]]
     return {
-        "limit": limit,
+        "limit": LIMIT,
         "cost": last_quarter(held, "cost/mean"),
         "cost without a constraint": last_quarter(free, "cost/mean"),
         "reward before": held[0]["reward/mean"],
         "reward after": last_quarter(held, "reward/mean"),
         "spread of the multiplier": max(recent) - min(recent),
     }
+
+
+def limited_run(study: Study, name: str, multiplier: float, learning_rate: float) -> Path:
+    """A run that begins with the multiplier and learns it at the rate."""
+    functions, model, sums = HERE / "limits.py", study.folder / "small", study.folder / "sums.jsonl"
+    if not model.is_dir():
+        write_model(model, seed=0, layers=2, width=64)
+        write_jsonl(sums, questions(problems(60, 1, seed=0)))
+    algorithm: Tree = {
+        "reward": "verify", "kl_coef": 0.0, "lam": 1.0, "value_clip": None, "whiten": True, "entropy_coef": 0.05,
+        "cost": f"{functions}:length_cost", "cost_limit": LIMIT - MARGIN,
+        "multiplier": multiplier, "multiplier_learning_rate": learning_rate,
+    }  # fmt: skip
+    return study.run(name, {
+        "flow": "safe_rlhf", "algorithm": algorithm, "model": str(model), "data": {"train": str(sums)},
+        "reward": {"verify": f"{functions}:sevens"},
+        "rollout": {"samples_per_prompt": 4, "max_response_tokens": 16, "slots": 64},
+        "trainer": {"steps": 240, "prompts_per_step": 16, "learning_rate": 2e-3, "checkpoint_every": 40},
+        "roles": {role: {"learning_rate": 3e-3} for role in ("critic", "cost_critic")},
+    })  # fmt: skip
+
+
+def safe_rlhf_page(study: Study, lines: Mapping[str, Lines]) -> None:
+    costs, rewards = (
+        {name: curve(found, key) for name, found in lines.items()} for key in ("cost/mean", "reward/mean")
+    )
+    text = (
+        "# Safe-RLHF\n\nThe reward is 4·√(sevens in the response), the cost is the response's length in tokens, and the limit is a "
+        f"mean cost of {LIMIT:g}; responses may have 16 tokens. The best response for the reward alone has 16. The multiplier "
+        f"settles where the mean cost equals its limit, so it is given one {MARGIN:g} lower.\n\n"
+        + table(
+            ["", "reward, first step", "reward, last quarter", "cost, last quarter", "multiplier, last quarter"],
+            [
+                [name, f"{found[0]['reward/mean']:.2f}", f"{last_quarter(found, 'reward/mean'):.2f}",
+                 f"{last_quarter(found, 'cost/mean'):.2f}", f"{last_quarter(found, MULTIPLIER):.2f}"]
+                for name, found in lines.items()
+            ],
+        )
+        + "\n"
+        + study.curves("safe-rlhf-cost", "Mean cost (limit dashed)", costs, LIMIT)
+        + study.curves("safe-rlhf-reward", "Mean reward", rewards)
+        + study.curves("safe-rlhf-multiplier", "Multiplier", {"λ": curve(lines["Safe-RLHF"], MULTIPLIER)})
+        + "\nRun it: `python examples/arithmetic/studies.py safe-rlhf`\n"
+    )  # fmt: skip
+    study.page("safe-rlhf", text)

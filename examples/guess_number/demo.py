@@ -9,12 +9,11 @@ import shutil
 from pathlib import Path
 
 from braidrl.config import load_config
-from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import train
 from examples.small_model import make_tokenizer, write_jsonl, write_model
+from examples.two_stages import first_and_last
 
 HERE = Path(__file__).parent
-SCORE = "eval/games/score_mean"
 GUESSES = [f"\\boxed{{{number}}}" for number in range(1, 11)]
 WORDS = """
 Guess the number. You have to guess the number between 1 2 3 4 5 6 7 8 9 10 and (inclusive) within turns. At turn, you guessed,
@@ -33,10 +32,8 @@ def main() -> None:
     folder = Path("build/guess_number")
     prepare(folder, seed=0)
     run = train(load_config(HERE / "config.yaml"))
-    scores = [line[SCORE] for line in read_metrics(run) if line.get(SCORE) is not None]
-    print(
-        f"The mean score of a game rose from {scores[0]:.2f} to {scores[-1]:.2f}; sample games: {run / 'report.html'}"
-    )
+    before, after = first_and_last(run, "eval/games/score_mean")
+    print(f"The mean score of a game rose from {before:.2f} to {after:.2f}; sample games: {run / 'report.html'}")
 
 
 if __name__ == "__main__":

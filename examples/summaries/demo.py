@@ -8,15 +8,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from braidrl.config import load_config
-from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.export import export_model
-from braidrl.runtimes.run import train
 from examples.small_model import make_tokenizer, write_jsonl, write_model
 from examples.summaries.task import WORDS, demonstrations, texts
+from examples.two_stages import first_and_last, imitate_then_learn
 
 HERE = Path(__file__).parent
-SCORE = "eval/held_out/avg@4"
 
 
 def prepare(folder: Path, seed: int) -> None:
@@ -32,10 +28,9 @@ def prepare(folder: Path, seed: int) -> None:
 def main() -> None:
     folder = Path("build/summaries")
     prepare(folder, seed=0)
-    export_model(train(load_config(HERE / "warm_start.yaml")), folder / "model")
-    run = train(load_config(HERE / "config.yaml"))
-    scores = [line[SCORE] for line in read_metrics(run) if line.get(SCORE) is not None]
-    print(f"Right answers rose from {scores[0]:.2f} to {scores[-1]:.2f}; sample responses: {run / 'report.html'}")
+    run = imitate_then_learn(HERE, folder)
+    before, after = first_and_last(run, "eval/held_out/avg@4")
+    print(f"Right answers rose from {before:.2f} to {after:.2f}; sample responses: {run / 'report.html'}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.world import World
-from braidrl.config import Config, parse_config
+from braidrl.config import Config, LoraConfig, parse_config
 from braidrl.data.rows import Rows
 from braidrl.models.checkpoint import divided_state, load_worker, save_worker
 from braidrl.models.contract import CHECKS, Subject
@@ -175,4 +175,39 @@ def saved_and_loaded(world: World, model: str, layouts: list[dict[str, Any]], fo
         found[f"loaded under {layout}"] = differences(one_step(worker, mine, 2), alone(model, steps=2), mine)
         single = DecoderWorker("actor", config_of(model, layout, "float32"), True, world.data_parallel)
         save_worker(single, Path(folder, f"export-{number}"), world.first)
+    return found
+
+
+def with_adapters(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
+    """Of adapters that ranks train together under each layout, what differs from one process, at once and after a resume."""
+    torch.set_num_threads(1)
+    found = {}
+    for number, layout in enumerate(task["layouts"]):
+        world.at(str(layout))
+        config = adapted_config(task["model"], layout)
+        mine, folder = own_rows(make_rows(), world), Path(task["folder"], f"saved-{number}")
+        worker = DecoderWorker("actor", config, True, world.data_parallel)
+        differing = differences(one_step(worker, mine), alone_adapted(task["model"], 1), mine)
+        save_worker(worker, folder, world.first)
+        world.gather("saved", b"")
+        for saved in (folder, Path(task["folder"], "alone")):
+            again = DecoderWorker("actor", config, True, world.data_parallel)
+            load_worker(again, saved)
+            differing += differences(one_step(again, mine, 2), alone_adapted(task["model"], 2), mine)
+        parts = world.gather("differences", json.dumps(differing).encode())
+        found[str(layout)] = [f"rank {rank}: {d}" for rank, part in enumerate(parts) for d in json.loads(bytes(part))]
+    return found
+
+
+def adapted_config(model: str, layout: dict[str, Any] | None = None) -> Config:
+    config = config_of(model, layout)
+    trainer = config.trainer.model_copy(update={"lora": LoraConfig(rank=4, alpha=6.0), "learning_rate": 1e-2})
+    return config.model_copy(update={"trainer": trainer})
+
+
+@cache
+def alone_adapted(model: str, steps: int) -> Found:
+    worker = DecoderWorker("actor", adapted_config(model), train=True)
+    for iteration in range(1, steps + 1):
+        found = one_step(worker, torch.arange(len(make_rows())), iteration)
     return found

@@ -81,7 +81,9 @@ def test_who_waits_for_a_killed_process_is_told(served: Served) -> None:
         served.run(engine.submit(request))
 
 
-@pytest.mark.parametrize(("kind", "count"), [("embedded", 2), pytest.param("vllm", 4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [("embedded", 2), ("vllm", 2), pytest.param("vllm", 4, marks=pytest.mark.soak)]
+)
 def test_rows_of_a_killed_process_go_elsewhere_and_it_comes_back_with_the_weights_of_now(
     request: pytest.FixtureRequest, model: Path, kind: str, count: int
 ) -> None:

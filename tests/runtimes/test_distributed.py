@@ -60,3 +60,10 @@ def test_the_two_answers_of_a_preference_stay_on_one_rank(workshop: Workshop, tm
         assert ours["loss/actor"] == pytest.approx(theirs["loss/actor"], abs=TOLERANCE)
         assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], abs=TOLERANCE)
     assert_same_weights(weights(ranks / "checkpoints" / "step-2"), weights(alone / "checkpoints" / "step-2"))
+
+
+def test_answers_are_checked_where_their_rows_are_after_inference_has_moved_them(workshop: Workshop) -> None:
+    """Old log-probs come between generation and verification, and two updates have each to be balanced."""
+    flow = {"flow": "grpo", "algorithm": {"old": "recompute"}, "trainer": {"steps": 1, "rows_per_update": 8}}
+    run_in_ranks([workshop.tree("ranks", **merged(EVERY_STEP, flow), runtime="distributed", workers=2)], 2)
+    assert_same(trace(workshop.folder / "ranks"), trace(workshop.run("alone", **merged(EVERY_STEP, flow))))

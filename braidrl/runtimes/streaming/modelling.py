@@ -23,6 +23,8 @@ from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.readiness import Uid
 from braidrl.flow.versions import trained_on
+from braidrl.models.checkpoint import whole_weights
+from braidrl.models.lora import merged
 from braidrl.models.objective import denominators
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar
@@ -138,6 +140,8 @@ class Modelling:
                 self._optimize(stage, work, report.sums)
             else:
                 self.place.executor.copy_weights(stage, received(work.message["weights"], self.place.data))
+                # The weights are freed once the leader says that the step is made: by then every rank must have them.
+                self.world.gather("weights of another role", b"")
         if self.client is not None:
             version = self.client.ask("stepped", stage=stage.name, report=report.plain())[0]["export"]
             if version is not None:
@@ -153,7 +157,8 @@ class Modelling:
     def _give(self, work: Work) -> None:
         """Hands the role's weights to the update of another role that asked for them."""
         if self.client is not None:
-            blocks = export(self.place.executor.workers[str(self.place.group.role)].parameters(), self.place.data)
+            parameters = self.place.executor.workers[str(self.place.group.role)].parameters()
+            blocks = export({name: merged(tensor) for name, tensor in parameters.items()}, self.place.data)
             self.client.ask("given", stage=work.stage, blocks=blocks)
 
     def _obey(self, order: Mapping[str, Any]) -> None:
@@ -170,7 +175,7 @@ class Modelling:
 
     def _export(self, version: int) -> None:
         assert self.client is not None and self.place.group.role
-        blocks = export(self.place.executor.workers[self.place.group.role].model.state_dict(), self.place.data)
+        blocks = export(whole_weights(self.place.executor.workers[self.place.group.role]), self.place.data)
         self.client.ask("weights", role=self.place.group.role, version=version, blocks=blocks)
 
 

@@ -27,7 +27,7 @@ class WrongWeights(RuntimeError):
 
 
 def export(tensors: Mapping[str, Tensor], data: DataPlane, bucket_bytes: int = BUCKET_BYTES) -> list[Block]:
-    """Writes named tensors as blocks of at most `bucket_bytes`, or one tensor where that is larger."""
+    """Writes tensors by name as blocks of at most `bucket_bytes`, or one tensor where that is larger."""
     blocks, bucket, size = [], dict[str, Tensor](), 0
     for name, tensor in tensors.items():
         if bucket and size + tensor.nbytes > bucket_bytes:

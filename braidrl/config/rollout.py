@@ -1,0 +1,80 @@
+"""How responses are sampled, and what trajectories of several turns are played in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from braidrl.algorithms.metrics import REFLECTION_PHRASES
+from braidrl.config.section import DType, Section
+
+
+class EnvironmentConfig(Section):
+    """What trajectories of several turns are played in."""
+
+    name: str | None = None
+    """`module:Class`, `module:function`, `gem:name` or `agent:module:function`, for the generate stages that name none themselves.
+    What it gives is the score and the reward: the flow's `verify` is then left out."""
+    params: dict[str, Any] = {}
+    """Settings handed to it by keyword."""
+    at_once: int = Field(64, ge=1)
+    """Trajectories that are played at the same time."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Seconds for one answer of the environment, or for an agent's whole trajectory; after them it ends, and is counted."""
+    max_turns: int = Field(16, ge=1)
+    """Turns of the model in one trajectory."""
+
+
+class RolloutConfig(Section):
+    """How responses are sampled."""
+
+    engine: str = "embedded"
+    """Who generates: `embedded` decodes with the trainer's own weights, `vllm` in processes of its own."""
+    engines: int | None = Field(None, ge=0)
+    """Processes that generate, each with a copy of the weights; a router spreads rows over them, and replaces one that ends.
+    By default 1 for vLLM, and for the embedded engine 0: the process that trains generates too."""
+    python: Path | None = None
+    """The interpreter of those processes, where vLLM is installed in an environment of its own; by default Braid's."""
+    vllm: dict[str, Any] = {}
+    """Further arguments of vLLM's engine, as in `{gpu_memory_utilization: 0.5}`."""
+    check_weights: bool = False
+    """Have each of those processes compare a checksum of the weights that it is given."""
+    max_log_prob_gap: float = Field(0.2, gt=0)
+    """The run ends where log-probs of engine and trainer differ by more than this on average, in nats per token."""
+    samples_per_prompt: int = Field(8, ge=1)
+    """Rows in a group."""
+    max_response_tokens: int = Field(512, ge=1)
+    """Responses end here at the latest."""
+    temperature: float = Field(1.0, gt=0)
+    """Logits are divided by it, in sampling and in every log-probability."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Tokens are drawn from the likeliest that have this share together; 1 keeps all."""
+    top_k: int = Field(0, ge=0)
+    """0 keeps all tokens."""
+    stop: list[str] = []
+    """A response ends where one of these texts appears."""
+    stop_token_ids: list[int] = []
+    """In addition to the tokenizer's end of sequence."""
+    slots: int = Field(64, ge=1)
+    """Rows that the embedded engine decodes at once."""
+    dtype: DType | None = None
+    """Of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
+    compile: bool = True
+    """Decode on a CPU by kernels compiled for it, in about a second once; by torch where there is no C compiler or the model is another
+    than a Qwen2, Qwen3 or Llama. On CUDA steps are recorded as graphs, each the first time, and the memory of keys and values stays
+    reserved between generations."""
+    max_sequence_tokens: int | None = Field(None, ge=2)
+    """Where generation ends a sequence, prompt included; by default `data.max_prompt_tokens` and `max_response_tokens` together.
+    With an environment `max_response_tokens` is the limit of one turn, and this one that of all turns."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """A name is short for an environment with nothing else set."""
+
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    reflection_phrases: list[str] = list(REFLECTION_PHRASES)
+    """Phrases of a response that reconsiders itself, counted in `response/reflections`; none counts nothing."""

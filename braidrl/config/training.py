@@ -1,0 +1,111 @@
+"""How long, how much at once, with which optimizer and layout, and how held-out sets are measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from braidrl.config.section import DType, Section
+from braidrl.models.layout import ParallelLayout
+
+
+class LoraConfig(Section):
+    """Low-rank adapters, trained in place of the weights themselves."""
+
+    rank: int = Field(16, ge=1)
+    """Width of an adapter."""
+    alpha: float = Field(32.0, gt=0)
+    """What an adapter adds to a layer is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Linear layers that get one, by the last part of their name; by default all within the decoder's layers."""
+
+
+class TrainerConfig(Section):
+    """How long, how much at once, and the optimizer."""
+
+    steps: int = Field(100, ge=0)
+    """Iterations."""
+    prompts_per_step: int = Field(32, ge=1)
+    """Groups in a batch, after selection."""
+    rows_per_update: int | None = Field(None, ge=1)
+    """Rows of one optimizer step; by default the whole batch."""
+    epochs: int = Field(1, ge=1)
+    """Passes over a batch."""
+    max_tokens_per_device: int = Field(8192, ge=1)
+    """Tokens of a micro-batch; the only dial for memory, without effect on the result."""
+    learning_rate: float = Field(1e-6, ge=0)
+    """Of AdamW, after warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after its warm-up, over `steps`."""
+    warmup_steps: int = Field(0, ge=0)
+    """Iterations over which the learning rate rises from 0."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Of AdamW, applied to the weights and not to the gradient."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Of AdamW: how long the two moments remember."""
+    epsilon: float = Field(1e-8, gt=0)
+    """Of AdamW, added to the root of the second moment."""
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """A longer gradient is scaled down to this norm; none does not clip."""
+    share_prompts: bool = False
+    """Rows of a group put their prompt through the model once, in inference and training, where that makes a quarter of the tokens go
+    away. Log-probs and gradients are the same up to rounding."""
+    compile: bool = True
+    """Norms and gated activations on a CPU by kernels compiled for it, in about a second once; by torch where there is no C compiler."""
+    layout: ParallelLayout = ParallelLayout()
+    """How each role lies on the devices of `runtime: distributed`; by default each has a copy of the model."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters of each trained role in place of its weights; `{}` takes the defaults. They want about ten times the
+    learning rate."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, about a third more time."""
+    checkpoint_every: int = Field(50, ge=0)
+    """Iterations between checkpoints; 0 keeps only the one at the end."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """The last so many stay, older ones are removed."""
+    deterministic: bool = False
+    """Only deterministic kernels, so that a resumed run repeats the uninterrupted one to the bit."""
+    surplus: Literal["drop", "keep"] = "drop"
+    """What happens to selected groups that a batch has no room for."""
+    max_staleness: int = Field(0, ge=0)
+    """By how many versions a row may lag behind the weights it trains (streaming)."""
+
+
+class EvaluationConfig(Section):
+    """A second flow (generate, verify) with its own random numbers."""
+
+    every: int = Field(10, ge=0)
+    """Iterations between evaluations; 0 never."""
+    before_first_step: bool = True
+    """Evaluate the untrained model too."""
+    samples: int = Field(8, ge=1)
+    """Responses per prompt: the k of avg@k; pass@ is reported for every power of two up to it."""
+    temperature: float = Field(1.0, ge=0)
+    """0 takes the likeliest token."""
+    top_p: float = Field(0.7, gt=0, le=1)
+    """As `rollout.top_p`, for evaluation."""
+    top_k: int = Field(0, ge=0)
+    """As `rollout.top_k`, for evaluation."""
+    max_prompts: int | None = Field(None, ge=1)
+    """The first so many prompts of each set; all by default."""
+    stop_at: float | None = Field(None, gt=0, le=1)
+    """The run ends, before `trainer.steps`, when an evaluation finds avg@k (or pair accuracy) of every set at least this high."""
+
+
+class RoleConfig(Section):
+    """Settings of one role that differ from the run's."""
+
+    model: Path | None = None
+    """A model of its own; by default the run's."""
+    learning_rate: float | None = Field(None, ge=0)
+    """By default the trainer's."""
+    dtype: DType | None = None
+    """By default the run's."""
+    layout: ParallelLayout | None = None
+    """By default the trainer's."""
+    lora: LoraConfig | None = None
+    """By default the trainer's."""
+    generate_workers: int | None = Field(None, ge=1)
+    """Ranks that generate for this role under `runtime: distributed`, from the first on; by default all."""

@@ -1,0 +1,137 @@
+"""Low-rank adapters (LoRA) by peft: of a role that has them these alone are trained, and its weights are base and adapters merged.
+
+training     y = x Wᵀ + α/r · (x Aᵀ) Bᵀ          W frozen, A and B trained
+elsewhere    W + α/r · B A                        exports, engines, and roles that take this one's weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from braidrl.config import LoraConfig
+from braidrl.errors import UserError, suggest
+from braidrl.models.loading import HEAD
+from braidrl.models.parts import whole
+
+ADAPTER = "adapter"
+"""Folder in a role's checkpoint with the adapters as peft writes them."""
+NAME = "default"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What peft puts before the name of each tensor in a file."""
+
+
+def import_peft() -> Any:
+    """The library. Raises UserError where it is not installed."""
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError("lora needs peft; install it by `pip install 'braidrl[lora]'`") from error
+    return peft
+
+
+def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
+    """Puts adapters beside a decoder's linear layers, in place; they change nothing until they are trained.
+
+    The same seed draws the same ones in every process. Raises UserError for a target that the model does not have.
+    """
+    peft = import_peft()
+    linear = {name.rpartition(".")[2] for name, m in model.base_model.named_modules() if isinstance(m, nn.Linear)}
+    for target in lora.targets:
+        if target not in linear:
+            raise UserError(
+                f"lora.targets: {type(model).__name__} has no linear layer {target!r} in its layers. "
+                f"{suggest(target, linear)}"
+            )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(peft_config(lora), model, NAME)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.to(model.dtype)
+    train_adapters_only(model)
+
+
+def peft_config(lora: LoraConfig, model: Path | None = None, head: bool = False) -> Any:
+    """The settings in peft's words; a `head` is trained whole beside the adapters."""
+    return import_peft().LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets), bias="none",
+        base_model_name_or_path=str(model) if model else None, task_type="SEQ_CLS" if head else "CAUSAL_LM",
+        modules_to_save=["score"] if head else None,
+    )  # fmt: skip
+
+
+def train_adapters_only(model: nn.Module) -> None:
+    """Freezes all but the adapters, and the head of a scorer, which begins as zero."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name or name == HEAD)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A weight (out, in) with its adapter: `down` (rank, in) and `up` (out, rank)."""
+
+    base: Tensor
+    down: Tensor
+    up: Tensor
+    scaling: float
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.base.shape
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """base + scaling · up down, rounded once; all ranks that have divided it call this at the same time."""
+        base, down, up = whole(self.base), whole(self.down), whole(self.up)
+        dtype = torch.promote_types(base.dtype, torch.float32)
+        return torch.addmm(base.to(dtype), up.to(dtype), down.to(dtype), alpha=self.scaling).to(base.dtype)
+
+
+def plain_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor | Adapted]:
+    """A module's tensors by the names that they would have without adapters, each weight together with its own."""
+    found: dict[str, Tensor | Adapted] = {}
+    for name, tensor in named.items():
+        layer, _, own = name.partition(".base_layer.")
+        if own == "weight":
+            module: Any = model.get_submodule(layer)
+            down, up = module.lora_A[NAME].weight, module.lora_B[NAME].weight
+            found[f"{layer}.weight"] = Adapted(tensor, down, up, float(module.scaling[NAME]))
+        elif own:
+            found[f"{layer}.{own}"] = tensor
+        elif ".lora_" not in name:
+            found[name] = tensor
+    return found
+
+
+def merged(tensor: Tensor | Adapted) -> Tensor:
+    """The whole tensor, with its adapter if it has one; all ranks that have divided it call this at the same time."""
+    return tensor.merged() if isinstance(tensor, Adapted) else whole(tensor)
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """What is trained, by peft's names."""
+    return {
+        PREFIX + name.replace(f".{NAME}.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def save_adapters(folder: Path, lora: LoraConfig, tensors: Mapping[str, Tensor], base: Path) -> None:
+    """Writes adapters of the model in `base` so that peft, and `read_adapters`, load them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    peft_config(lora, base, PREFIX + HEAD in tensors).save_pretrained(folder)
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+
+
+def read_adapters(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder that `save_adapters` wrote."""
+    return load_file(folder / WEIGHTS)

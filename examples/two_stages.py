@@ -1,0 +1,22 @@
+"""What demos have in common that imitate a teacher first and learn by themselves then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from braidrl.config import load_config
+from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.export import export_model
+from braidrl.runtimes.run import train
+
+
+def imitate_then_learn(settings: Path, folder: Path) -> Path:
+    """The run of `config.yaml` in `settings`, begun with the model that `warm_start.yaml` there left in `folder`."""
+    export_model(train(load_config(settings / "warm_start.yaml")), folder / "model")
+    return train(load_config(settings / "config.yaml"))
+
+
+def first_and_last(run: Path, metric: str) -> tuple[float, float]:
+    """A metric's first and last value in a run that wrote it."""
+    values = [line[metric] for line in read_metrics(run) if line.get(metric) is not None]
+    return values[0], values[-1]

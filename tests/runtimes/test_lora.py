@@ -1,0 +1,88 @@
+"""Runs that train adapters: engines decode with what training has, a run resumes exactly, and ranks do as one process does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from braidrl.errors import UserError
+from braidrl.models.lora import ADAPTER, WEIGHTS
+from braidrl.runtimes.building import build_flow
+from braidrl.runtimes.run import TrainingRun
+from tests.runtimes.ranks import run_in_ranks
+from tests.tiny import Workshop, metrics_without_times, recorded, weights_of
+
+FLOW: dict[str, Any] = {"flow": "grpo", "algorithm": {"old": "recompute"}, "rollout": {"max_response_tokens": 3}}
+TRAINER: dict[str, Any] = {
+    "steps": 4, "prompts_per_step": 4, "rows_per_update": 8, "checkpoint_every": 2, "learning_rate": 1e-2,
+    "lora": {"rank": 4, "alpha": 16},
+}  # fmt: skip
+
+
+def test_rollouts_are_drawn_with_the_merged_weights_and_a_stopped_run_goes_on_exactly(workshop: Workshop) -> None:
+    whole = workshop.run("whole", **FLOW, trainer=TRAINER)
+    for step in range(1, TRAINER["steps"] + 1):
+        rows = recorded(whole, step)
+        gap = rows["rollout_log_probs"].values - rows["old_log_probs"].values
+        assert float(gap.abs().max()) < 1e-5, "invariant 3"
+    before = load_file(workshop.model / "model.safetensors")
+    after = weights_of(whole)
+    changed = {name for name, tensor in after.items() if not torch.allclose(tensor, before[name], atol=1e-3)}
+    assert changed and all(name.endswith("proj.weight") for name in changed)
+    checkpoint = whole / "checkpoints" / "step-4" / "actor"
+    assert len(load_file(checkpoint / ADAPTER / WEIGHTS)) == 2 * 14
+    stopped = workshop.run("stopped", **FLOW, trainer={**TRAINER, "steps": 2})
+    with TrainingRun(workshop.config("stopped", **FLOW, trainer=TRAINER), resume=stopped) as resumed:
+        resumed.train()
+    assert metrics_without_times(stopped)[-1]["actor/kl_old"] is not None
+    assert [line["step"] for line in metrics_without_times(stopped)] == [1, 2, 3, 4]
+    for name, tensor in weights_of(stopped).items():
+        assert torch.equal(tensor, after[name]), name
+    assert metrics_without_times(stopped) == metrics_without_times(whole)
+
+
+def test_ranks_that_divide_the_model_train_its_adapters_as_one_process_does(workshop: Workshop) -> None:
+    trainer = {**TRAINER, "steps": 2}
+    alone = workshop.run("alone", **FLOW, trainer=trainer)
+    tree = workshop.tree(
+        "ranks", **FLOW, trainer={**trainer, "layout": {"shard": "full"}}, runtime="distributed", workers=2
+    )
+    run_in_ranks([tree], 2)
+    ranks = workshop.folder / "ranks"
+    for ours, theirs in zip(metrics_without_times(ranks), metrics_without_times(alone), strict=True):
+        assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-3)
+        assert ours["train/rollout_log_prob_gap"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"trainer": {"lora": {}, "layout": {"tensor": 2}}, "runtime": "distributed", "workers": 2},
+            r"trainer\.layout: adapters are not divided by matrix or by layer; write tensor=1",
+        ),
+        ({"roles": {"reference": {"lora": {}}}, "algorithm": {"kl_coef": 0.1}}, r"does not train reference; remove it"),
+        ({"trainer": {"lora": {"targets": ["q_porj"]}}}, "no linear layer 'q_porj' in its layers. Did you mean 'q_proj'"),
+    ],
+)  # fmt: skip
+def test_what_adapters_cannot_do_is_refused_before_a_model_loads(
+    workshop: Workshop, sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        workshop.run(**{**FLOW, **sections})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_role_may_have_adapters_alone_and_bfloat16_ones_have_a_correction(workshop: Workshop) -> None:
+    """Merged into bfloat16 weights, adapters are rounded: the engine's numbers are not the trainer's."""
+
+    def corrected(**sections: Any) -> bool:
+        flow = build_flow(workshop.config(flow="grpo", **sections))
+        (update,) = [stage for stage in flow.stages if stage.type == "update"]
+        return update.params.get("correction") is not None
+
+    adapted = {"roles": {"actor": {"lora": {"rank": 2}}}}
+    assert not corrected(**adapted) and not corrected(dtype="bfloat16") and corrected(**adapted, dtype="bfloat16")
