@@ -21,7 +21,7 @@ class ParallelLayout(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     pipeline: int = Field(1, ge=1)
-    """Groups of layers, one after the other; 1, as no runtime divides layers yet."""
+    """Stages, each with as many of the layers, through which micro-batches pass one behind the other."""
     tensor: int = Field(1, ge=1)
     """Devices that divide each matrix and the vocabulary."""
     data: int | None = Field(None, ge=1)

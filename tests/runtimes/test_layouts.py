@@ -33,9 +33,11 @@ def test_a_run_with_layouts_is_that_of_one_process_which_goes_on_from_its_checkp
     critic = {"trainer": {"layout": {"shard": "full"}}, "roles": {"critic": {"layout": {"tensor": 2}}}}
     full = workshop.tree("full", **merged(PPO, critic), **ranks)
     mixed = workshop.tree("mixed", **FLOW, roles=REPLICA, **ranks)
-    run_in_ranks([full, mixed], 2)
+    staged = workshop.tree("staged", **merged(PPO, {"trainer": {"layout": {"pipeline": 2}}}), **ranks)
+    run_in_ranks([full, mixed, staged], 2)
     alone = trace(workshop.run("alone", **PPO))
     assert_same(trace(workshop.folder / "full"), alone)
+    assert_same(trace(workshop.folder / "staged"), alone)
     assert_same(trace(workshop.folder / "mixed"), trace(workshop.run("alone-mixed", **FLOW)))
     assert list((workshop.folder / "full/checkpoints/step-1/critic/optimizer").glob("*.distcp"))
 
@@ -61,7 +63,10 @@ def test_a_run_with_layouts_is_that_of_one_process_which_goes_on_from_its_checkp
             "roles.actor.generate_workers=1: ranks that divide a model",
         ),
         ({"trainer": {"layout": {"shard": "zero"}}}, "trainer.layout.shard"),
-        ({"trainer": {"layout": {"pipeline": 2}}}, "trainer.layout: no runtime divides layers yet; write pipeline=1"),
+        (
+            {"workers": 3, "trainer": {"layout": {"pipeline": 3}}},
+            "trainer.layout: the model has 2 layers, which pipeline=3",
+        ),
     ],
 )
 def test_a_layout_that_does_not_fit_is_one_line(workshop: Workshop, sections: dict[str, Any], words: str) -> None:

@@ -62,7 +62,7 @@ def test_ranks_that_divide_the_model_train_its_adapters_as_one_process_does(work
     [
         (
             {"trainer": {"lora": {}, "layout": {"tensor": 2}}, "runtime": "distributed", "workers": 2},
-            r"trainer\.layout: adapters are not divided by matrix or by layer; write tensor=1",
+            r"trainer\.layout: adapters are not divided by matrix; write tensor=1",
         ),
         ({"roles": {"reference": {"lora": {}}}, "algorithm": {"kl_coef": 0.1}}, r"does not train reference; remove it"),
         ({"trainer": {"lora": {"targets": ["q_porj"]}}}, "no linear layer 'q_porj' in its layers. Did you mean 'q_proj'"),

@@ -24,7 +24,6 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.readiness import Uid
 from braidrl.flow.versions import trained_on
 from braidrl.models.checkpoint import whole_weights
-from braidrl.models.lora import merged
 from braidrl.models.objective import denominators
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar
@@ -157,8 +156,7 @@ class Modelling:
     def _give(self, work: Work) -> None:
         """Hands the role's weights to the update of another role that asked for them."""
         if self.client is not None:
-            parameters = self.place.executor.workers[str(self.place.group.role)].parameters()
-            blocks = export({name: merged(tensor) for name, tensor in parameters.items()}, self.place.data)
+            blocks = export(whole_weights(self.place.executor.workers[str(self.place.group.role)]), self.place.data)
             self.client.ask("given", stage=work.stage, blocks=blocks)
 
     def _obey(self, order: Mapping[str, Any]) -> None:
