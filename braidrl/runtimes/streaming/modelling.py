@@ -139,6 +139,8 @@ class Modelling:
                 self._optimize(stage, work, report.sums)
             else:
                 self.place.executor.copy_weights(stage, received(work.message["weights"], self.place.data))
+                # The weights are freed once the leader says that the step is made: by then every rank must have them.
+                self.world.gather("weights of another role", b"")
         if self.client is not None:
             version = self.client.ask("stepped", stage=stage.name, report=report.plain())[0]["export"]
             if version is not None:

@@ -25,7 +25,7 @@ from braidrl.flow.updates import check_update_size
 from braidrl.flow.versions import admissible
 from braidrl.flow.waves import Sampling
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.iteration import IterationResult, Position
+from braidrl.runtimes.iteration import IterationResult, Position, needed
 from braidrl.runtimes.row_store import Admission, Origin, Recording, RowStore, Surplus, with_added
 from braidrl.runtimes.setup import Prepared
 from braidrl.runtimes.streaming.groups import check_streaming, worker_groups
@@ -222,8 +222,9 @@ class StreamingProgram:
         for stage, state in finished.states.items():
             for name, value in state.items():
                 sums.add(f"{stage}/{name}", value)
+        generated = Rows.cat([part.only(common) for part in parts])
         return IterationResult(
-            Rows.cat([part.only(common) for part in parts]), finished.final, table, final, sums,
+            needed(generated, finished.outcome, self.sampling.surplus), finished.final, table, final, sums,
             self._seconds(finished), finished.outcome.dropped,
         )  # fmt: skip
 
@@ -304,5 +305,5 @@ def sizes_of(config: Config, epoch_groups: int) -> Sizes:
     rows = check_update_size(trainer.prompts_per_step, samples, trainer.rows_per_update)
     return Sizes(
         trainer.steps, trainer.prompts_per_step, samples, rows, trainer.epochs, trainer.max_staleness, trainer.surplus,
-        epoch_groups, config.seed,
+        epoch_groups, config.seed, trainer.over_sampling,
     )  # fmt: skip

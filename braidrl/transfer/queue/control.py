@@ -1,4 +1,4 @@
-"""The control plane: answers workers' requests from the schedule, and keeps versions of weights and orders for them.
+"""The control plane: answers workers' requests from the schedule, and hands them weights and orders.
 
 take  ─▶ rows (leases, index columns, where the payload lies) │ step │ load │ order │ stop │ wait
 done, stepped, weights, loaded, ordered, renew ─▶ noted, then: close the batch? publish? let engines load?
@@ -27,6 +27,7 @@ from braidrl.transfer.queue.data_plane import REQUESTS, Block, DataPlane
 from braidrl.transfer.queue.messages import Answer
 from braidrl.transfer.queue.stream import Finished, Stream
 from braidrl.transfer.queue.table import Part
+from braidrl.transfer.queue.versions import Copies, Versions
 
 
 @dataclass
@@ -44,14 +45,6 @@ class Holder:
     """When it last asked for anything."""
 
 
-@dataclass
-class Copy:
-    """Weights that an update without a loss moves towards: who was asked for them, and where they lie once they are given."""
-
-    giver: str
-    blocks: list[Block] | None = None
-
-
 class ControlPlane:
     """All streams of a run: the training flow, and an evaluation's while there is one."""
 
@@ -66,7 +59,7 @@ class ControlPlane:
         self.exported = frozenset(exported)
         self.streams = [stream]
         self.holders: dict[str, Holder] = {}
-        self.weights: dict[str, dict[int, list[Block]]] = {role: {} for role in exported}
+        self.weights, self.copies = Versions(exported), Copies()
         self.engine_version = 0
         """What engines hold or are about to load; prompts are admitted for rows of this version."""
         self.allowed = 0
@@ -77,8 +70,6 @@ class ControlPlane:
         self.refused: UserError | None = None
         """Why the run cannot go on, where that is the user's to change: selection kept nothing for a whole epoch."""
         self.stepping: set[str] = set()
-        self.copies: dict[str, Copy] = {}
-        """By the stage that is due."""
         self.finished: deque[Finished] = deque()
         self.results: dict[int, dict[str, Any]] = {}
         self.orders_given = 0
@@ -158,7 +149,7 @@ class ControlPlane:
         iteration = schedule.published + 1
         schedule.stepped(name)
         self.stepping.discard(name)
-        self._forget_copy(name)
+        self.data.free(self.copies.taken(name))
         self.training.accounts[iteration].reports.append(request["report"])
         role = self.training.flow[name].role
         through = all(schedule.trained[s.name] >= iteration for s in self._updates_of(str(role), iteration))
@@ -166,12 +157,12 @@ class ControlPlane:
 
     def on_given(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """The weights lie in these blocks that an update of another role moves towards."""
-        self.copies[request["stage"]].blocks = [Block(*block) for block in request["blocks"]]
+        self.data.free(self.copies.give(request["stage"], request["holder"], request["blocks"]))
         return {}, ()
 
     def on_weights(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """A version of a role's weights lies in these blocks."""
-        self.weights[request["role"]][request["version"]] = [Block(*block) for block in request["blocks"]]
+        self.weights.add(request["role"], request["version"], request["blocks"])
         return {}, ()
 
     def on_loaded(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
@@ -179,13 +170,14 @@ class ControlPlane:
         if request["holder"] in self.holders:
             holder = self.holders[request["holder"]]
             holder.version, holder.loading = request["version"], None
-        self._free_old_weights()
+        # A restarted engine may need the version that engines should have; what is older, only those who are loading it.
+        wanted = {self.engine_version, *(h.loading for h in self.holders.values() if h.loading is not None)}
+        self.data.free(self.weights.outdated(wanted))
         return {}, ()
 
     def on_newest(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """The newest weights of the exported roles, loaded or not: to be received while generation goes on."""
-        newest = {role: max(known, default=0) for role, known in self.weights.items()}
-        return {"weights": [[r, v, self.weights[r][v]] for r, v in newest.items() if v]}, ()
+        return {"weights": self.weights.newest()}, ()
 
     def on_ordered(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """An order is carried out."""
@@ -246,8 +238,7 @@ class ControlPlane:
         """A worker is gone: what it held is free again, and what it wrote without telling is unlinked."""
         with self.changed:
             gone = self.holders.pop(holder, None)
-            for name in [name for name, copy in self.copies.items() if copy.giver == holder and copy.blocks is None]:
-                self._forget_copy(name)
+            self.copies.lost(holder)
             for stream in self.streams:
                 stream.schedule.fail_holder(holder)
             # Who has not said hello has written nothing.
@@ -285,7 +276,7 @@ class ControlPlane:
 
     def _work(self, stream: Stream, stage: Stage, request: dict[str, Any], version: int | None) -> Answer | None:
         if (wanted := self._copy_from(stage)) is not None:
-            self.copies[wanted] = Copy(request["holder"])
+            self.copies.ask(wanted, request["holder"])
             return {"kind": "give", "stage": wanted}, ()
         if stage.kind is Kind.TRAIN and stage.name in stream.schedule.due_steps():
             return self._step(stream, stage)
@@ -309,11 +300,10 @@ class ControlPlane:
             return None
         answer = {"kind": "step", "stage": stage.name, "iteration": iteration}
         if not is_optimized(stage):
-            copy = self.copies.get(stage.name)
-            if copy is None or copy.blocks is None:
+            if (weights := self.copies.given(stage.name)) is None:
                 return None
             self.stepping.add(stage.name)
-            return {**answer, "weights": copy.blocks}, ()
+            return {**answer, "weights": weights}, ()
         self.stepping.add(stage.name)
         index, _ = stream.read(stage.name, schedule.batches[iteration].updates[stage.name][0].rows)
         return answer, encode(index)
@@ -325,10 +315,6 @@ class ControlPlane:
             return None
         due = [flow[name] for name in schedule.due_steps() if name not in self.copies]
         return next((copy.name for copy in due if copy.params.get("source", "") == stage.role), None)
-
-    def _forget_copy(self, name: str) -> None:
-        copy = self.copies.pop(name, None)
-        self.data.free(copy.blocks or [] if copy else [])
 
     def _leases(self, stream: Stream, stage: Stage, request: dict[str, Any], version: int | None) -> list[Lease]:
         # What a trainer has accumulated cannot be taken back: it keeps its rows until it is known to be dead.
@@ -360,31 +346,17 @@ class ControlPlane:
 
     def _load(self, holder: Holder) -> dict[str, Any]:
         """The weights that take an engine from what it holds to the version that it should have."""
-        held, chosen = holder.version or 0, []
         holder.loading = self.engine_version
-        for role, known in self.weights.items():
-            version = max((v for v in known if v <= self.engine_version), default=0)
-            if version > held:
-                chosen.append([role, version, known[version]])
-        return {"version": self.engine_version, "weights": chosen}
+        return {"version": holder.loading, "weights": self.weights.between(holder.version or 0, holder.loading)}
 
     def _updates_of(self, role: str, iteration: int) -> list[Stage]:
         stages = self.training.flow.stages
         return [s for s in stages if s.kind is Kind.TRAIN and s.role == role and s.when.includes(iteration)]
 
     def _has_weights(self, version: int) -> bool:
-        return all(version in self.weights[role] or not self._updates_of(role, version) for role in self.exported)
-
-    def _free_old_weights(self) -> None:
-        """A restarted engine may need the version that engines should have; what is older, only those who are loading it."""
-        for known in self.weights.values():
-            wanted = {self.engine_version, *(h.loading for h in self.holders.values() if h.loading is not None)}
-            needed = {max((v for v in known if v <= version), default=0) for version in wanted}
-            for version in [v for v in known if v < max(needed) and v not in needed]:
-                self.data.free(known.pop(version))
+        return all(self.weights.has(role, version) or not self._updates_of(role, version) for role in self.exported)
 
     def _known_segments(self, address: str) -> set[str]:
         blocks = [block for stream in self.streams for block in stream.table.blocks()]
-        blocks += [block for known in self.weights.values() for many in known.values() for block in many]
-        blocks += [block for copy in self.copies.values() for block in copy.blocks or []]
+        blocks += [*self.weights.blocks(), *self.copies.blocks()]
         return {block.name for block in blocks if block.address == address}
