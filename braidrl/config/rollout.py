@@ -27,11 +27,30 @@ class EnvironmentConfig(Section):
     """Turns of the model in one trajectory."""
 
 
+class ServersConfig(Section):
+    """Servers of somebody else's that generate, with `rollout.engine: http`."""
+
+    urls: list[str] = []
+    """Their addresses, as in `http://127.0.0.1:8000`; a router spreads rows over them."""
+    dialect: str = "vllm"
+    """What they are: `vllm` or `sglang`."""
+    folder: Path | None = None
+    """Where weights are put for them to read: a folder that they and the run see under one name. By default this machine's place for
+    temporary files."""
+
+    @field_validator("urls", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
 class RolloutConfig(Section):
     """How responses are sampled."""
 
     engine: str = "embedded"
-    """Who generates: `embedded` decodes with the trainer's own weights, `vllm` in processes of its own."""
+    """Who generates: `embedded` decodes with the trainer's own weights, `vllm` in processes of its own, `http` asks servers."""
+    servers: ServersConfig = ServersConfig()
+    """An address, or a list of them, is short for servers with nothing else set."""
     engines: int | None = Field(None, ge=0)
     """Processes that generate, each with a copy of the weights; a router spreads rows over them, and replaces one that ends.
     By default 1 for vLLM, and for the embedded engine 0: the process that trains generates too."""
@@ -75,6 +94,11 @@ class RolloutConfig(Section):
     @classmethod
     def _short(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("servers", mode="before")
+    @classmethod
+    def _addresses(cls, value: Any) -> Any:
+        return {"urls": value} if isinstance(value, str | list) else value
 
     reflection_phrases: list[str] = list(REFLECTION_PHRASES)
     """Phrases of a response that reconsiders itself, counted in `response/reflections`; none counts nothing."""

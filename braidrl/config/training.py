@@ -55,7 +55,8 @@ class TrainerConfig(Section):
     compile: bool = True
     """Norms and gated activations on a CPU by kernels compiled for it, in about a second once; by torch where there is no C compiler."""
     layout: ParallelLayout = ParallelLayout()
-    """How each role lies on the devices of `runtime: distributed`; by default each has a copy of the model."""
+    """How each role lies on the devices of `runtime: distributed`, or on those of its pool under `hybrid`; by default each has a copy
+    of the model."""
     lora: LoraConfig | None = None
     """Train low-rank adapters of each trained role in place of its weights; `{}` takes the defaults. They want about ten times the
     learning rate."""
@@ -75,6 +76,9 @@ class TrainerConfig(Section):
     """Only deterministic kernels, so that a resumed run repeats the uninterrupted one to the bit."""
     surplus: Literal["drop", "keep"] = "drop"
     """What happens to selected groups that a batch has no room for."""
+    over_sampling: float = Field(1.0, ge=1)
+    """How many times the groups of a batch are begun at once, where the flow selects: it waits less for refills. What it turns out not
+    to need is given up, and never a group for one with a higher number."""
     max_staleness: int = Field(0, ge=0)
     """By how many versions a row may lag behind the weights it trains (streaming)."""
 

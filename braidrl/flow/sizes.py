@@ -31,10 +31,11 @@ class Sizes:
     surplus: Literal["drop", "keep"] = "drop"
     epoch_groups: int = 1_000_000
     seed: int = 0
+    over_sampling: float = 1.0
 
     def sampling(self) -> Sampling:
         """Selection at the run's beginning."""
-        return Sampling(self.prompts_per_step, self.epoch_groups, self.surplus, self.max_staleness)
+        return Sampling(self.prompts_per_step, self.epoch_groups, self.surplus, self.max_staleness, self.over_sampling)
 
     def updates(self, iteration: int, uids: Sequence[Uid]) -> list[Update]:
         """The optimizer steps of a batch, in order."""

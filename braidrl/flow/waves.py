@@ -11,8 +11,9 @@ group, so that its first wave is its batch.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -55,6 +56,8 @@ class Sampling:
     epoch_groups: int
     surplus: Literal["drop", "keep"] = "drop"
     max_staleness: int = 0
+    over_sampling: float = 1.0
+    """How many times what is missing the first wave of a batch has."""
     waiting: dict[int, int] = field(default_factory=dict)
     """Kept groups from earlier batches, with their versions."""
     pending: list[int] = field(default_factory=list)
@@ -90,16 +93,28 @@ class Sampling:
     def next_wave(self) -> int:
         """Groups to admit now: 0 while some are undecided and when enough are kept.
 
-        First as many as are missing; then as many as should be needed at the share kept so far, but never more than a batch.
+        First as many as are missing, or `over_sampling` times as many; then as many as should be needed at the share kept so far,
+        but never more than a batch.
         """
         kept = [v for v in self.verdicts.values() if v.reason is None]
         missing = self.target - len(self.waiting) - len(kept)
         if self.pending or missing <= 0:
             return 0
         if not self.verdicts:
-            return missing
+            # rounded first, so that 1.1 times 10 is 11
+            return math.ceil(round(missing * self.over_sampling, 6))
         needed = -(-missing * (len(self.verdicts) + 2) // (len(kept) + 1))
         return min(max(needed, missing), self.target)
+
+    def needless(self, decided: Mapping[int, bool]) -> list[int]:
+        """Groups of those awaited that cannot be in the batch any more, once these of them are known to be kept or not.
+
+        None where surplus is kept: then all of them are waited for.
+        """
+        if self.surplus == "keep":
+            return []
+        known = {group: verdict.reason is None for group, verdict in self.verdicts.items()}
+        return groups_to_abort(self.pending, {**dict.fromkeys(self.waiting, True), **known, **decided}, self.target)
 
     def admit(self, groups: Sequence[int]) -> None:
         """Notes the groups of a wave. Raises ValueError unless their numbers go on from those before."""
@@ -175,6 +190,26 @@ class Sampling:
             self.barren = {} if reason is None else {**self.barren, reason: self.barren.get(reason, 0) + 1}
             if sum(self.barren.values()) >= self.epoch_groups:
                 raise UserError(nothing_to_learn(self.barren))
+
+
+def groups_to_abort(under_way: Iterable[int], decided: Mapping[int, bool], wanted: int) -> list[int]:
+    """Groups that cannot be in the batch any more, of those under way, ascending.
+
+    groups   0 kept   1 dropped   2 kept   3 ...   4 ...      two are wanted: 0 and 2 are the batch whatever comes, so that 3 and
+                                                              4 may be aborted
+
+    `decided` says of each finished group whether it is kept. The batch is the first `wanted` kept groups by number, never by who
+    was first: a group may end early only when all those before it are decided and enough of them kept.
+    """
+    left = sorted(set(under_way) - decided.keys())
+    kept = 0
+    for group in sorted({*left, *decided}):
+        if group not in decided:
+            return []
+        kept += decided[group]
+        if kept == wanted:
+            return [later for later in left if later > group]
+    return []
 
 
 def nothing_to_learn(dropped: Mapping[str, int]) -> str:

@@ -83,14 +83,13 @@ def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTr
 
 def resident_bytes(shape: Shape, trained: bool, layout: ParallelLayout = ALONE) -> dict[str, int]:
     """What stays on the device from step to step, by part."""
-    sharding = 1 if layout.shard == "none" else (layout.data or 1) * layout.sequence
     layers = shape.config.num_hidden_layers // layout.pipeline
     whole = layers * shape.layer_parameters + beside_layers(shape, layout)
-    own = whole // (layout.tensor * sharding)
+    own = whole // (layout.tensor * layout.sharding)
     parts = {"weights": own * shape.element_bytes}
     if trained:
         if shape.trained < shape.parameters:
-            own = shape.trained // (layout.tensor * layout.pipeline * sharding)
+            own = shape.trained // (layout.tensor * layout.pipeline * layout.sharding)
         master = max(MASTER_BYTES, shape.element_bytes)
         parts["gradients"] = own * master
         if master > shape.element_bytes:

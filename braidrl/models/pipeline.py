@@ -58,10 +58,8 @@ class Pipeline:
 
         All ranks of the pipeline call this at the same time with the same micro-batches.
         """
-        runs = -(-len(micro_batches) // (RUN * self.stages))
-        numbers = torch.arange(len(micro_batches))
-        for run in numbers.tensor_split(runs) if runs else ():
-            self._run(model, compute, micro_batches, then, run)
+        for numbers in runs(len(micro_batches), self.stages):
+            self._run(model, compute, micro_batches, then, numbers)
 
     def _run(self, model: Any, compute: Predict, micro_batches: Sequence[Packed], then: Then, numbers: Tensor) -> None:
         train = torch.is_grad_enabled()
@@ -84,7 +82,11 @@ class Pipeline:
         # The last stage's output is its loss; sums are divided once, at `step`.
         loss = (lambda output, number: output) if train else None
         schedule = Schedule1F1B(stage, len(numbers), loss, scale_grads=False)
-        schedule.step(number=numbers, target=numbers if train else None, return_outputs=False)
+        try:
+            schedule.step(number=numbers, target=numbers if train else None, return_outputs=False)
+        except RuntimeError as error:
+            # The schedule puts what a stage raises into words of its own, in which nobody finds a lost peer or a user's mistake.
+            raise error.__cause__ or error from None
 
     def whole_tensors(
         self, named: Mapping[str, Any], whole: Callable[[Any], Tensor]
@@ -107,6 +109,11 @@ class Pipeline:
         """The last stage's values on every stage; the others bring a tensor of its shape and type."""
         dist.broadcast(values, group_src=self.stages - 1, group=self.group)
         return values
+
+
+def runs(micro_batches: int, stages: int) -> tuple[Tensor, ...]:
+    """Their numbers by run of the schedule: about as many in each, and at least one for each stage if there are so many."""
+    return torch.arange(micro_batches).tensor_split(-(-micro_batches // (RUN * stages))) if micro_batches else ()
 
 
 class Stage(nn.Module):

@@ -49,7 +49,7 @@ class Sharded(DataParallel):
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     everyone: DataParallel = field(default_factory=DataParallel)
     mesh: DeviceMesh | None = None
-    """(pipeline, shard, tensor), by these names; ranks along `shard` have different tokens."""
+    """(pipeline, node, shard, tensor), by these names; ranks along `node` and `shard` have different tokens."""
     pool: dist.ProcessGroup | None = None
     """The ranks that compute the same rows."""
     neighbours: dist.ProcessGroup | None = None
@@ -104,8 +104,9 @@ class Sharded(DataParallel):
         # Gradients are summed in float32 whatever the weights are; loss sums are divided once, at `step`.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(model.dtype, torch.float32))
         keep = self.layout.shard == "optimizer"
+        mesh = self.mesh["node", "shard"] if self.layout.nodes > 1 else self.mesh["shard"]
         for module in (*own_layers(model), model):
-            fully_shard(module, mesh=self.mesh["shard"], reshard_after_forward=not keep, mp_policy=policy)
+            fully_shard(module, mesh=mesh, reshard_after_forward=not keep, mp_policy=policy)
         for module in sharded_modules(model):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
@@ -193,8 +194,9 @@ def laid_out(layout: ParallelLayout, everyone: DataParallel, device: torch.devic
     grid = torch.arange(everyone.size).view(sizes)
     pools = grid.movedim(AXES.index("data"), 0).flatten(1)
     neighbours = grid.movedim(AXES.index("sequence"), -1).flatten(0, -2)
-    shape = (layout.pipeline, everyone.size // (layout.pipeline * layout.tensor), layout.tensor)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "shard", "tensor"))
+    different = everyone.size // (layout.pipeline * layout.nodes * layout.tensor)
+    shape = (layout.pipeline, layout.nodes, different, layout.tensor)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "node", "shard", "tensor"))
     pipeline = None
     if layout.pipeline > 1:
         ends = subgroup(grid[[0, -1]].flatten(1).T)

@@ -1,35 +1,13 @@
-"""What over-sampling and partial rollouts need: which rows may be ended early, and how an ended row goes on later.
-
-groups   0 kept   1 dropped   2 kept   3 kept   4 ...      two are wanted: 0 and 2 are the batch whatever comes,
-                                       └──────────┴─ so these may be aborted; what they have can be continued
-"""
+"""What partial rollouts need: how a row that was ended early goes on later, with the random numbers that come next."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
 
 from braidrl.data.rows import FinishReason
 from braidrl.rollout.requests import Finished, Request
-
-
-def groups_to_abort(under_way: Iterable[int], decided: Mapping[int, bool], wanted: int) -> list[int]:
-    """Groups that cannot be in the batch any more, of those under way, ascending.
-
-    `decided` says of each finished group whether it is kept. The batch is the first `wanted` kept groups by number, never by who
-    was first: a group may end early only when all those before it are decided and enough of them kept.
-    """
-    left = sorted(set(under_way) - decided.keys())
-    kept = 0
-    for group in sorted({*left, *decided}):
-        if group not in decided:
-            return []
-        kept += decided[group]
-        if kept == wanted:
-            return [later for later in left if later > group]
-    return []
 
 
 def continued(request: Request, ended: Finished) -> Request | None:

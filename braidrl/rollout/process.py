@@ -59,6 +59,10 @@ class EngineProcess:
         self._end = "has not been started"
 
     @property
+    def max_sequence_tokens(self) -> int:
+        return self.spec.max_sequence_tokens
+
+    @property
     def pid(self) -> int | None:
         """Of the process, while there is one."""
         return self._process.pid if self._process else None

@@ -1,4 +1,4 @@
-"""A request on its way through the engine, as the host knows it."""
+"""A request on its way through an engine, as the host knows it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from braidrl.data.rows import FinishReason
+from braidrl.errors import UserError
 from braidrl.rollout.requests import Finished, Request
 from braidrl.rollout.stopping import StopTexts
 
@@ -50,3 +52,33 @@ class Row:
         starts = [start for start, _ in self.versions] + [tokens]
         lengths = torch.tensor(starts).diff()
         return torch.tensor([version for _, version in self.versions], dtype=torch.int64).repeat_interleave(lengths)
+
+
+@dataclass
+class Flight:
+    """A row that somebody else computes, and what has come back for it so far."""
+
+    row: Row
+    name: str = ""
+    """Under which whoever computes it knows it."""
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    def finished(self, aborted: bool = False) -> Finished:
+        return self.row.finished(torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.log_probs), aborted)
+
+
+def row_of(
+    request: Request, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_sequence_tokens: int
+) -> Row:
+    """What a request asks of an engine with these ends and this room. Raises UserError for a prompt that leaves no room."""
+    sampling, length = request.sampling, len(request.prompt)
+    room = max_sequence_tokens - length
+    if room < 1:
+        raise UserError(
+            f"row {request.uid}: a prompt of {length} tokens leaves no room for a response in a sequence of "
+            f"{max_sequence_tokens}; shorten it or raise the limit"
+        )
+    ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *(end_ids if sampling.ends else ()))))
+    texts = StopTexts(tokenizer, sampling.stop) if sampling.stop else None
+    return Row(request, min(sampling.max_tokens, room), ids, texts)

@@ -1,38 +1,69 @@
-"""Engines in processes of their own as one engine, for whoever generates a batch and has no event loop.
+"""Engines in processes of their own, or servers, as one engine, for whoever generates a batch and has no event loop.
 
-generate ──▶ router ──▶ process, process, ... ──▶ Finished
-publish ──▶ weights, written once ──▶ every process reads them
+generate ──▶ router ──▶ engine, engine, ... ──▶ Finished
+publish ──▶ weights, written once ──▶ every engine reads them
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from braidrl.rollout.engine import Engine, WeightSource
-from braidrl.rollout.process import EngineProcess
+from torch import Tensor
+
+from braidrl.data.rows import FinishReason
+from braidrl.rollout.engine import Engine, EngineError, WeightSource
 from braidrl.rollout.replica import EngineReplica
-from braidrl.rollout.requests import Finished, Request
+from braidrl.rollout.requests import Finished, Request, Uid
 from braidrl.rollout.router import Router
 from braidrl.rollout.shared_weights import SharedWeights
 from braidrl.rollout.stepping import SteppingEngine
 
 T = TypeVar("T")
+ASK_EVERY_S = 0.02
+"""How often rows that are to end are asked for."""
+
+
+class ServedEngine(Engine, Protocol):
+    """An engine outside this process."""
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Tokens of prompt and response together."""
+
+    async def start(self) -> None:
+        """Returns when it takes requests. Raises UserError where it cannot be used as it is, EngineError where it fails."""
+
+    async def close(self) -> None:
+        """Ends what `start` began; may be called without it."""
+
+
+class StoredWeights(WeightSource, Protocol):
+    """One version where all engines can read it."""
+
+    def close(self) -> None:
+        """Gives the room back."""
 
 
 class EngineService:
-    """Holds the event loop of its engines, which goes on only while one of its methods runs. `close` ends every process."""
+    """Holds the event loop of its engines, which goes on only while one of its methods runs. `close` ends what it started."""
 
-    def __init__(self, engines: Sequence[EngineProcess], limit_s: float = 600.0, check: bool = False) -> None:
-        """Starts the engines. With `check` they compare a checksum of the weights that `publish` gives them.
+    def __init__(
+        self,
+        engines: Sequence[ServedEngine],
+        limit_s: float = 600.0,
+        store: Callable[[Iterable[tuple[str, Tensor]]], StoredWeights] = SharedWeights,
+    ) -> None:
+        """Starts the engines; `store` puts weights where they read them.
 
         Raises UserError for a model that they cannot use, and EngineError after `limit_s` seconds without a living engine.
         """
-        self.engines, self._limit_s, self._check = list(engines), limit_s, check
+        self.engines, self._limit_s, self._store = list(engines), limit_s, store
         self._runner = asyncio.Runner()
         self._router: Router | None = None
-        self._weights: SharedWeights | None = None
+        self._weights: StoredWeights | None = None
         try:
             self._router = self._runner.run(self._start())
         except BaseException as error:
@@ -49,7 +80,7 @@ class EngineService:
     @property
     def max_sequence_tokens(self) -> int:
         """Tokens of prompt and response together."""
-        return self.engines[0].spec.max_sequence_tokens
+        return self.engines[0].max_sequence_tokens
 
     @property
     def in_flight(self) -> int:
@@ -57,22 +88,33 @@ class EngineService:
         return self.router.load().running
 
     def generate(
-        self, requests: Iterable[Request], on_finished: Callable[[Finished], None] | None = None
+        self,
+        requests: Iterable[Request],
+        on_finished: Callable[[Finished], None] | None = None,
+        to_end: Callable[[], Iterable[Uid]] | None = None,
     ) -> list[Finished]:
-        """All responses, in the order of `requests`; `on_finished` is told each as it ends.
+        """All responses, in the order of `requests`; `on_finished` is told each that ends by itself.
+
+        `to_end` is asked now and then for rows that are to end with what they have; it may name some that have ended.
 
         Raises UserError for a prompt that leaves no room for a response.
         """
 
         async def one(request: Request) -> Finished:
             finished = await self.router.submit(request)
-            if on_finished:
+            if on_finished and finished.finish_reason is not FinishReason.ABORT:
                 on_finished(finished)
             return finished
 
         async def everything() -> list[Finished]:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(request)) for request in requests]
+            ending = asyncio.ensure_future(self._end(to_end)) if to_end else None
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(request)) for request in requests]
+            finally:
+                if ending is not None:
+                    ending.cancel()
+                    await asyncio.gather(ending, return_exceptions=True)
             return [task.result() for task in tasks]
 
         try:
@@ -86,7 +128,7 @@ class EngineService:
 
     def publish(self, version: int, source: WeightSource) -> None:
         """The engines generate with these weights from now on. Raises ValueError where the source lacks a tensor."""
-        weights = SharedWeights(source.tensors(), self._check)
+        weights = self._store(source.tensors())
         # an engine that comes back later is given those of now
         before, self._weights = self._weights, weights
         try:
@@ -101,6 +143,15 @@ class EngineService:
         if self._weights is not None:
             self._weights.close()
             self._weights = None
+
+    async def _end(self, to_end: Callable[[], Iterable[Uid]]) -> None:
+        """Ends rows that are named, until it is cancelled."""
+        while True:
+            await asyncio.sleep(ASK_EVERY_S)
+            for uid in to_end():
+                # it may have ended by itself, or with the engine that it was on
+                with contextlib.suppress(KeyError, EngineError):
+                    await self.router.abort(uid)
 
     async def _start(self) -> Router:
         async with asyncio.TaskGroup() as group:

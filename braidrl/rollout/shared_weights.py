@@ -61,6 +61,29 @@ class SharedWeights(WeightFile):
         os.close(self._handle)
 
 
+class WeightFolder:
+    """One version as any engine reads it from disk: a folder with a safetensors file, until this object is closed."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], within: Path | None = None) -> None:
+        """`within` is a folder that those who read it see too. Raises OSError where it is full or not there."""
+        kept, ties = without_ties(tensors)
+        # Who reads only one of a tied tensor's names would keep the old values under the other.
+        kept |= {name: kept[same].clone() for name, same in ties.items()}
+        self.shapes = {name: tensor.shape for name, tensor in kept.items()}
+        self._folder = tempfile.TemporaryDirectory(prefix="braid-weights-", dir=within)
+        self.path = Path(self._folder.name)
+        # Servers may belong to somebody else.
+        self.path.chmod(0o755)
+        save_file(kept, self.path / "model.safetensors")
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return WeightFile(self.path / "model.safetensors").tensors()
+
+    def close(self) -> None:
+        """Removes the folder."""
+        self._folder.cleanup()
+
+
 def without_ties(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Each tensor once, on the CPU, and for every further name of one the name that it is kept under."""
     kept: dict[str, Tensor] = {}

@@ -11,11 +11,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 from transformers import PreTrainedTokenizerBase
 
-from braidrl.errors import UserError
 from braidrl.rollout.engine import WeightSource
 from braidrl.rollout.requests import Finished, Request, Uid
-from braidrl.rollout.row import Row
-from braidrl.rollout.stopping import StopTexts
+from braidrl.rollout.row import Row, row_of
 
 
 class SteppingEngine(ABC):
@@ -71,9 +69,14 @@ class SteppingEngine(ABC):
         """Drops every row and gives the memory of keys and values back; without `release` an engine may keep what it will need again."""
 
     def generate(
-        self, requests: Iterable[Request], on_finished: Callable[[Finished], None] | None = None
+        self,
+        requests: Iterable[Request],
+        on_finished: Callable[[Finished], None] | None = None,
+        to_end: Callable[[], Iterable[Uid]] | None = None,
     ) -> list[Finished]:
-        """All responses, in the order of `requests`; `on_finished` is told each as it ends.
+        """All responses, in the order of `requests`; `on_finished` is told each that ends by itself.
+
+        `to_end` is asked after each step for rows that are to end with what they have; it may name some that have ended.
 
         Raises UserError for a prompt that leaves no room for a response, and RuntimeError while rows are under way.
         """
@@ -91,24 +94,18 @@ class SteppingEngine(ABC):
                         finished[row.uid] = row
                         if on_finished:
                             on_finished(row)
+                    for uid in to_end() if to_end else ():
+                        if uid in self._under_way:
+                            finished[uid] = self.abort(uid)
         finally:
             self.clear(release=False)
         return [finished[uid] for uid in order]
 
     def add(self, request: Request) -> None:
         """Lets a request wait for a slot. Raises UserError for a prompt that leaves no room for a response."""
-        sampling, length = request.sampling, len(request.prompt)
         if request.uid in self._under_way:
             raise ValueError(f"row {request.uid} is under way already")
-        room = self._max_sequence_tokens - length
-        if room < 1:
-            raise UserError(
-                f"row {request.uid}: a prompt of {length} tokens leaves no room for a response in a sequence of "
-                f"{self._max_sequence_tokens}; shorten it or raise the limit"
-            )
-        ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *(self._end_ids if sampling.ends else ()))))
-        texts = StopTexts(self._tokenizer, sampling.stop) if sampling.stop else None
-        self._accept(Row(request, min(sampling.max_tokens, room), ids, texts))
+        self._accept(row_of(request, self._tokenizer, self._end_ids, self._max_sequence_tokens))
         self._under_way.add(request.uid)
 
     @abstractmethod

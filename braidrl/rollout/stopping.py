@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 CONTEXT = 4
@@ -30,3 +32,9 @@ def end_of_sequence_ids(settings: GenerationConfig | None, tokenizer: PreTrained
     configured = getattr(settings, "eos_token_id", None)
     several = configured if isinstance(configured, list) else [configured]
     return tuple(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))
+
+
+def end_ids_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The same for the model in a Hugging Face directory."""
+    settings = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
+    return end_of_sequence_ids(settings, tokenizer)

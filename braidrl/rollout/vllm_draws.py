@@ -9,7 +9,7 @@ any top-k or top-p cut, which none of vLLM's own modes is. Only what vLLM offers
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,38 +17,28 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from braidrl.algorithms.random import uniform
-from braidrl.rollout.requests import Request, Sampling
+from braidrl.rollout.draws import Draws, draws_from
 from braidrl.rollout.sampling import chosen_for, sample
-
-ARGUMENT = "braid"
-"""Under which a request's draws are among vLLM's `extra_args`."""
-
-
-def draws_of(request: Request, seed: int) -> dict[str, Any]:
-    """What `DrawByRow` has to know of a request, as plain data."""
-    return {ARGUMENT: {"key": request.key(seed), "first": request.first_draw, "sampling": asdict(request.sampling)}}
 
 
 @dataclass(frozen=True)
-class Draws:
-    """One row's random key, and the list of its tokens, which vLLM appends to."""
+class Drawing:
+    """One row's draws, and the list of its tokens, which vLLM appends to."""
 
-    key: int
-    first: int
-    sampling: Sampling
+    draws: Draws
     tokens: list[int]
 
     @property
     def position(self) -> int:
         """The number of the next draw."""
-        return self.first + len(self.tokens)
+        return self.draws.first + len(self.tokens)
 
 
 @dataclass(frozen=True)
 class Batch:
     """The rows of a step in vLLM's order, what does not change from step to step as tensors (B,)."""
 
-    rows: Sequence[Draws]
+    rows: Sequence[Drawing]
     key: Tensor
     temperature: Tensor
     greedy: Tensor
@@ -56,15 +46,15 @@ class Batch:
     top_p: Tensor
 
     @staticmethod
-    def of(rows: Sequence[Draws], device: torch.device) -> Batch:
-        asked = [row.sampling for row in rows]
+    def of(rows: Sequence[Drawing], device: torch.device) -> Batch:
+        asked = [row.draws.sampling for row in rows]
 
         def facts(values: list[Any], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
         return Batch(
             rows,
-            facts([row.key for row in rows], torch.int64),
+            facts([row.draws.key for row in rows], torch.int64),
             facts([s.log_prob_temperature for s in asked], torch.float64),
             facts([s.takes_likeliest for s in asked], torch.bool),
             facts([s.top_k for s in asked], torch.int64),
@@ -74,7 +64,7 @@ class Batch:
     def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens (B,) and their log-probs (B,); overwrites `logits` (B, V)."""
         positions = torch.tensor([row.position for row in self.rows], device=self.key.device)
-        asked = [row.sampling for row in self.rows]
+        asked = [row.draws.sampling for row in self.rows]
         choice = chosen_for(asked, self.temperature, self.greedy, self.top_k, self.top_p)
         return sample(logits, choice, uniform(self.key, positions))
 
@@ -82,9 +72,14 @@ class Batch:
 class DrawByRow(LogitsProcessor):
     """vLLM makes one for each engine and tells it which rows are where in its batch."""
 
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Raises ValueError for a request that is not Braid's: a server answers it with an error, and goes on."""
+        draws_from(sampling_params.extra_args)
+
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
-        self._draws: dict[int, Draws] = {}
+        self._draws: dict[int, Drawing] = {}
         self._batch: Batch | None = None
 
     def is_argmax_invariant(self) -> bool:
@@ -92,7 +87,7 @@ class DrawByRow(LogitsProcessor):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is not None:
-            process_dict_updates(self._draws, batch_update, _draws)
+            process_dict_updates(self._draws, batch_update, _drawing)
             self._batch = None
 
     def apply(self, logits: Tensor) -> Tensor:
@@ -102,6 +97,5 @@ class DrawByRow(LogitsProcessor):
         return logits.fill_(-torch.inf).scatter_(1, tokens[:, None], log_probs[:, None].to(logits.dtype))
 
 
-def _draws(params: Any, prompt: list[int] | None, tokens: list[int]) -> Draws:
-    asked = params.extra_args[ARGUMENT]
-    return Draws(asked["key"], asked["first"], Sampling(**asked["sampling"]), tokens)
+def _drawing(params: Any, prompt: list[int] | None, tokens: list[int]) -> Drawing:
+    return Drawing(draws_from(params.extra_args), tokens)

@@ -10,24 +10,24 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from vllm import EngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from braidrl.errors import UserError
+from braidrl.rollout.draws import draws_of
 from braidrl.rollout.engine import WeightSource
 from braidrl.rollout.requests import Finished, Uid
-from braidrl.rollout.row import Row
+from braidrl.rollout.row import Flight, Row
 from braidrl.rollout.stepping import SteppingEngine
-from braidrl.rollout.stopping import end_of_sequence_ids
-from braidrl.rollout.vllm_draws import DrawByRow, draws_of
-from braidrl.rollout.weights import check_tensors
+from braidrl.rollout.stopping import end_ids_of
+from braidrl.rollout.vllm_draws import DrawByRow
+from braidrl.rollout.weights import check_tensors, shapes_of
 
 SETTINGS = {
     # the engine's core in the process that holds the rows, where weights can be handed to it as they are
@@ -37,20 +37,6 @@ SETTINGS = {
 }
 CPU_BLOCK = 128
 """Tokens of a block of keys and values on the CPU."""
-
-
-@dataclass
-class Flight:
-    """A row that vLLM has, and what it has drawn for it."""
-
-    row: Row
-    name: str
-    """Under which vLLM knows it."""
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-
-    def finished(self, aborted: bool = False) -> Finished:
-        return self.row.finished(torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.log_probs), aborted)
 
 
 class VllmEngine(SteppingEngine):
@@ -70,8 +56,7 @@ class VllmEngine(SteppingEngine):
         options: dict[str, Any] | None = None,
     ) -> None:
         """Raises UserError where vLLM does not take the model."""
-        settings = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
-        super().__init__(tokenizer, end_of_sequence_ids(settings, tokenizer), max_sequence_tokens, seed)
+        super().__init__(tokenizer, end_ids_of(folder, tokenizer), max_sequence_tokens, seed)
         self._slots = slots
         self._expected = shapes_of(folder)
         self._engine = start(folder, slots, max_sequence_tokens, dtype, options or {})
@@ -125,7 +110,7 @@ class VllmEngine(SteppingEngine):
         for row in self._waiting:
             if row.request.uid == uid:
                 self._waiting.remove(row)
-                return self._done([Flight(row, "").finished(aborted=True)])[0]
+                return self._done([Flight(row).finished(aborted=True)])[0]
         raise KeyError(f"row {uid} is not under way")
 
     def clear(self, release: bool = True) -> None:
@@ -187,7 +172,7 @@ def params_of(row: Row, seed: int) -> SamplingParams:
     """What vLLM is asked for; which token it is, `DrawByRow` decides."""
     return SamplingParams(
         max_tokens=row.limit, stop_token_ids=list(row.stop_token_ids), ignore_eos=True, detokenize=False,
-        logprobs=0, output_kind=RequestOutputKind.DELTA, extra_args=draws_of(row.request, seed),
+        logprobs=0, output_kind=RequestOutputKind.DELTA, extra_args=draws_of(row.request, seed).arguments(),
     )  # fmt: skip
 
 
@@ -199,10 +184,3 @@ def cpu_cache_bytes(folder: Path, slots: int, max_sequence_tokens: int, dtype: s
     blocks = slots * -(-max_sequence_tokens // CPU_BLOCK) + 1
     bytes_each = getattr(torch, dtype).itemsize
     return int(2 * config.num_hidden_layers * heads * width * bytes_each * blocks * CPU_BLOCK)
-
-
-def shapes_of(folder: Path) -> dict[str, torch.Size]:
-    """Every tensor of the model in a Hugging Face directory; a tied one under each of its names. Reads no weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
-    return {name: tensor.shape for name, tensor in model.state_dict().items()}

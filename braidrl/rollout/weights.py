@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from braidrl.rollout.engine import WeightSource
 
@@ -44,9 +45,21 @@ class EngineWeights:
 
 def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
     """Raises ValueError where names or shapes are not exactly those of the model."""
-    differing = sorted(expected.keys() ^ given.keys()) or [n for n, t in given.items() if t.shape != expected[n]]
+    check_shapes({name: tensor.shape for name, tensor in given.items()}, expected)
+
+
+def check_shapes(given: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
+    """The same, of tensors' shapes."""
+    differing = sorted(expected.keys() ^ given.keys()) or [n for n, shape in given.items() if shape != expected[n]]
     if differing:
         raise ValueError(f"the weights given are not those of this model: {', '.join(differing[:3])} differ")
+
+
+def shapes_of(folder: Path) -> dict[str, torch.Size]:
+    """Every tensor of the model in a Hugging Face directory; a tied one under each of its names. Reads no weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
 def _copy(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:

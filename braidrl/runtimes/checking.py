@@ -6,7 +6,7 @@ engine ──finished rows──▶ EarlyChecks ──some at a time──▶ Ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from braidrl.data.rows import IDENTITY, Rows
 from braidrl.flow import Flow, Stage
@@ -18,6 +18,7 @@ from braidrl.rollout.requests import Finished, Uid
 from braidrl.rollout.service import EngineService
 from braidrl.rollout.trajectories import to_rows
 
+Tell = Callable[[Rows, Mapping[str, Pending]], object]
 VERIFY_CHUNK = 8
 """Finished rows handed to the reward processes at once while others are still being generated."""
 
@@ -30,11 +31,12 @@ class Checks:
         self.pending: dict[str, list[tuple[Rows, Pending]]] = {}
         self.told: set[tuple[str, str]] = set()
 
-    def begin(self, stage: Stage, rows: Rows) -> None:
+    def begin(self, stage: Stage, rows: Rows) -> Pending:
         """Hands rows to the reward processes before the stage has its turn."""
         assert self.rewards is not None, "no answer is checked in this process"
         begun = self.rewards.submit(rows, stage.params.get("of"))
         self.pending.setdefault(stage.name, []).append((rows, begun))
+        return begun
 
     def results(self, stage: Stage, rows: Rows, sums: Sums) -> Rows:
         """What the checks of `rows` found, in their order; those that were not begun are begun now."""
@@ -80,10 +82,15 @@ class EarlyChecks:
         place: Mapping[Uid, int],
         beside: Sequence[Stage],
         bar: Bar,
+        tell: Tell | None = None,
     ) -> None:
-        """`place` says where in `rows` each is; `beside` are the verify stages that may begin."""
+        """`place` says where in `rows` each is; `beside` are the verify stages that may begin.
+
+        `tell` is given each finished row at once, with its checks by verify stage.
+        """
         self.checks, self.engine, self.rows, self.place, self.bar = checks, engine, rows, place, bar
         self.beside = beside if checks.rewards is not None else ()
+        self.tell, self.chunk = tell, VERIFY_CHUNK if tell is None else 1
         self.waiting: list[Finished] = []
 
     def add(self, finished: Finished) -> None:
@@ -91,7 +98,7 @@ class EarlyChecks:
         self.bar.update(1, len(finished.tokens), self.engine.in_flight)
         if self.beside:
             self.waiting.append(finished)
-            if len(self.waiting) >= VERIFY_CHUNK:
+            if len(self.waiting) >= self.chunk:
                 self.flush()
 
     def flush(self) -> None:
@@ -101,8 +108,9 @@ class EarlyChecks:
         part = self.rows.take([self.place[row.uid] for row in self.waiting])
         part = part.with_columns(to_rows(part, self.waiting))
         self.waiting = []
-        for stage in self.beside:
-            self.checks.begin(stage, part)
+        begun = {stage.name: self.checks.begin(stage, part) for stage in self.beside}
+        if self.tell is not None:
+            self.tell(part, begun)
 
 
 def checked_beside(flow: Flow, stage: Stage) -> list[Stage]:

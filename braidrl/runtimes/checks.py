@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,8 +21,11 @@ from braidrl.models.layout import ParallelLayout
 from braidrl.models.role_worker import layout_key, layout_of, lora_of, model_path
 from braidrl.placement.pools import NAMES as PLACEMENTS
 from braidrl.rewards.verifier import Verifier, resolve
+from braidrl.rollout.dialects import DIALECTS
 
-ENGINES = ("embedded", "vllm")
+ENGINES = ("embedded", "vllm", "http")
+LAID_OUT = ("distributed", "hybrid")
+"""Runtimes whose processes of a role can divide its model."""
 BESIDE = ("eager", "distributed")
 """Runtimes that can write a checkpoint while they go on."""
 
@@ -31,10 +35,34 @@ def check_names(config: Config) -> None:
     engine, placement = config.rollout.engine, config.placement.name
     if engine not in ENGINES:
         raise UserError(f"rollout.engine: no engine is called {engine!r}. {suggest(engine, ENGINES)}")
-    if engine != "embedded" and config.rollout.engines == 0:
+    check_servers(config)
+    if engine == "vllm" and config.rollout.engines == 0:
         raise UserError(f"rollout.engine={engine} generates in processes of its own; write rollout.engines=1")
     if placement not in PLACEMENTS:
         raise UserError(f"no placement is called {placement!r}. {suggest(placement, PLACEMENTS)}")
+
+
+def check_servers(config: Config) -> None:
+    """Raises UserError for servers that are named and not asked, or the other way round."""
+    engine, servers = config.rollout.engine, config.rollout.servers
+    if servers.dialect not in DIALECTS:
+        raise UserError(
+            f"rollout.servers.dialect: there is none called {servers.dialect!r}. {suggest(servers.dialect, DIALECTS)}"
+        )
+    if engine != "http":
+        if servers.urls:
+            raise UserError(f"rollout.servers are asked with rollout.engine=http, and rollout.engine is {engine}")
+        return
+    if not servers.urls:
+        raise UserError("rollout.engine=http asks servers; name them, as in rollout.servers=http://127.0.0.1:8000")
+    if config.rollout.engines is not None:
+        raise UserError(
+            "rollout.engines are processes that Braid starts, and rollout.engine=http asks servers; remove it"
+        )
+    if servers.folder is not None and not servers.folder.is_dir():
+        raise UserError(f"rollout.servers.folder: there is no folder {servers.folder}")
+    if importlib.util.find_spec("aiohttp") is None:
+        raise UserError("rollout.engine=http needs aiohttp; install it with `pip install 'braidrl[endpoint]'`")
 
 
 def without_effect(config: Config) -> list[str]:
@@ -70,9 +98,9 @@ def check_layouts(config: Config, roles: Iterable[str], devices: int | None = No
     """Raises UserError for a layout that the runtime or the number of devices does not allow, or that does not divide a role's model."""
     for role in roles:
         layout, key = layout_of(role, config), layout_key(role, config)
-        if layout != ParallelLayout() and config.runtime != "distributed":
+        if layout != ParallelLayout() and config.runtime not in LAID_OUT:
             raise UserError(
-                f"{key} is for runtime=distributed; remove it, or write runtime=distributed and workers=..."
+                f"{key} is for runtime=distributed or hybrid; remove it, or write runtime=distributed and workers=..."
             )
         if layout.sequence > 1 and config.trainer.share_prompts:
             raise UserError(f"{key}: sequence divides rows apart; write sequence=1, or trainer.share_prompts=false")

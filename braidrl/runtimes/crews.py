@@ -68,6 +68,11 @@ def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool) -> 
     """Raises UserError, before anything is made, for what the runtime cannot run; a replay does not generate."""
     trainer = config.trainer
     Sampling(trainer.prompts_per_step, 1, trainer.surplus, trainer.max_staleness)
+    if trainer.over_sampling > 1 and not flow.sampling_segment:
+        raise UserError(
+            f"trainer.over_sampling={trainer.over_sampling:g} begins groups in place of those that selection drops, and flow "
+            f"{flow.name} selects none; remove it"
+        )
     if config.runtime == "streaming":
         check_streaming(config, flow)
         if not (generates and trains):

@@ -103,7 +103,8 @@ def footprint(seat: Seat, prepared: Prepared, devices: int) -> Footprint:
     sizes = shape.config
     layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
     resident, working = resident_bytes(shape, seat.trained, layout), {}
-    if seat.generates:
+    # Servers have devices of their own.
+    if seat.generates and rollout.engine != "http":
         engine = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
         if engine.dtype != dtype or lora or not layout.copies:
             resident[ENGINE] = engine.parameters * engine.element_bytes

@@ -18,6 +18,7 @@ from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import Done, TraceWriter
 from braidrl.runtimes.checking import checked_beside
+from braidrl.runtimes.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.iteration import group_tokens
 from braidrl.runtimes.row_store import Admission, Origin, RowStore, with_added
@@ -46,6 +47,17 @@ class EagerCrew:
         with self._traced(stage, iteration, len(table)) as done:
             table = self._with_written(stage, table, sums)
             done.tokens = int(table["length"].sum()) if "length" in table else 0
+        return table
+
+    def generate_needed(self, segment: Segment, table: Rows, iteration: int, sums: Sums, needless: Needless) -> Rows:
+        """As `run`; rows of groups that are not needed end with what they have."""
+        stage, uids = segment.generate, table.uids()
+        stop = EarlyStop.of(segment, needless, self.executor.verified, uids)
+        with self._traced(stage, iteration, len(table)) as done:
+            table = table.with_columns(
+                self.executor.execute(stage, table, sums, checked_beside(self.flow, stage), stop)
+            )
+            done.tokens = int(table["length"].sum())
         return table
 
     def _with_written(self, stage: Stage, table: Rows, sums: Sums) -> Rows:

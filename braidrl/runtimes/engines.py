@@ -1,18 +1,24 @@
-"""From a configuration to what generates for a role: the trainer's own weights, or engines in processes of their own."""
+"""From a configuration to what generates for a role: the trainer's own weights, engines in processes of their own, or servers."""
 
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.config import Config
+from braidrl.errors import UserError
 from braidrl.models.loading import load_decoder
 from braidrl.models.role_worker import DTYPES, RoleWorker
+from braidrl.rollout.dialects import DIALECTS
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.host import EngineSpec
 from braidrl.rollout.process import EngineProcess
 from braidrl.rollout.service import EngineService
+from braidrl.rollout.shared_weights import SharedWeights, WeightFolder
+from braidrl.rollout.stopping import end_ids_of
+from braidrl.rollout.weights import shapes_of
 
 
 def start_engine(
@@ -22,6 +28,8 @@ def start_engine(
     rollout, longest = config.rollout, config.max_sequence_tokens
     longest = min(longest, getattr(worker.model.config, "max_position_embeddings", None) or longest)
     model, dtype = worker.model, DTYPES[rollout.dtype] if rollout.dtype else None
+    if rollout.engine == "http":
+        return reach_servers(worker, config, tokenizer, longest)
     count = engine_processes(config)
     if not count:
         if not worker.holds_its_weights:
@@ -38,10 +46,34 @@ def start_engine(
     )  # fmt: skip
     limit_s = config.cluster.wait_limit_s
     engines = [EngineProcess(spec, f"{worker.role}'s engine {n}", rollout.python, limit_s) for n in range(count)]
-    return EngineService(engines, limit_s, rollout.check_weights)
+    return EngineService(engines, limit_s, partial(SharedWeights, check=rollout.check_weights))
+
+
+def reach_servers(
+    worker: RoleWorker, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int
+) -> EngineService:
+    """The servers of this rank; of ranks that generate each has its own. Raises UserError for those that cannot be trained with."""
+    # Imported here: only servers need aiohttp, which need not be installed.
+    from braidrl.rollout.http_engine import HttpEngine, ServerSpec
+    from braidrl.rollout.servers import Server
+
+    rollout, ranks = config.rollout, worker.ranks
+    urls = rollout.servers.urls[ranks.rank :: ranks.size]
+    if not urls:
+        raise UserError(
+            f"rollout.servers: {len(rollout.servers.urls)} for {ranks.size} ranks that generate; name one for each, or more"
+        )
+    model = worker.path.expanduser()
+    spec = ServerSpec(
+        tokenizer, end_ids_of(model, tokenizer), shapes_of(model), rollout.slots, longest, config.seed,
+        rollout.servers.folder,
+    )  # fmt: skip
+    limit_s, dialect = config.cluster.wait_limit_s, DIALECTS[rollout.servers.dialect]
+    engines = [HttpEngine(Server(url, dialect, limit_s), spec) for url in urls]
+    return EngineService(engines, limit_s, partial(WeightFolder, within=rollout.servers.folder))
 
 
 def engine_processes(config: Config) -> int:
-    """Processes of their own that generate for whoever would generate itself; 0 where it does."""
-    asked = config.rollout.engines
+    """Processes of their own, or servers, that generate for whoever would generate itself; 0 where it does."""
+    asked = len(config.rollout.servers.urls) if config.rollout.engine == "http" else config.rollout.engines
     return int(config.rollout.engine != "embedded") if asked is None else asked

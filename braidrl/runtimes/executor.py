@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.algorithms.metrics import reflection_counts
 from braidrl.config import Config
-from braidrl.data.rows import Column, Rows
+from braidrl.data.rows import Column, FinishReason, Rows
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
 from braidrl.models.checkpoint import Write, staged_worker, whole_weights
@@ -36,6 +36,7 @@ from braidrl.rollout.requests import Finished
 from braidrl.rollout.service import EngineService
 from braidrl.rollout.trajectories import to_rows
 from braidrl.runtimes.checking import Checks, EarlyChecks
+from braidrl.runtimes.early_stop import EarlyStop
 from braidrl.runtimes.engines import start_engine
 from braidrl.runtimes.functions import computed, dropped, summed
 from braidrl.runtimes.generation import leaders, requests_of, sampling_of
@@ -75,16 +76,18 @@ class StageExecutor:
             self.residency.add(worker, self.engines.get(role))
         self.residency.begin()
 
-    def execute(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage] = ()) -> Mapping[str, Column]:
+    def execute(
+        self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage] = (), stop: EarlyStop | None = None
+    ) -> Mapping[str, Column]:
         """The columns that a generate, infer or compute stage writes, in the order of `rows`.
 
-        `beside` are verify stages that may start on finished rows while the rest is being generated.
+        `beside` are verify stages that may start on finished rows while the rest is being generated; `stop` ends rows early.
         """
         self.residency.before(stage)
         if stage.type == "generate" and "environment" in stage.params:
             return self._play(stage, rows, sums)
         if stage.type == "generate":
-            return self._generate(stage, rows, sums, beside)
+            return self._generate(stage, rows, sums, beside, stop)
         if stage.type == "verify":
             return self._verify(stage, rows, sums)
         if stage.kind is Kind.INFER:
@@ -108,7 +111,9 @@ class StageExecutor:
         assert isinstance(worker, DecoderWorker)
         return {stage.writes[0]: worker.log_probs(rows, bar.update)}
 
-    def _generate(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage]) -> Mapping[str, Column]:
+    def _generate(
+        self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage], stop: EarlyStop | None
+    ) -> Mapping[str, Column]:
         assert stage.role
         engine, requests = self.engines[stage.role], requests_of(stage, rows, self.config)
         place = {uid: i for i, uid in enumerate(rows.uids())}
@@ -117,8 +122,9 @@ class StageExecutor:
         first = leaders(list(place)) if greedy else {uid: uid for uid in place}
         requests = [request for request in requests if first[request.uid] == request.uid]
         with self.progress.stage(stage.name, len(rows)) as bar:
-            early = EarlyChecks(self.checks, engine, rows, place, beside, bar)
-            done = {finished.uid: finished for finished in engine.generate(requests, early.add)}
+            early = EarlyChecks(self.checks, engine, rows, place, beside, bar, stop.add if stop else None)
+            to_end = stop.rows_to_end if stop else None
+            done = {finished.uid: finished for finished in engine.generate(requests, early.add, to_end)}
             finished = [done[uid] if uid in done else replace(done[leader], uid=uid) for uid, leader in first.items()]
             for copy in finished:
                 if copy.uid not in done:
@@ -130,7 +136,7 @@ class StageExecutor:
         """The columns that a generate stage writes, in the order of `rows`."""
         into = stage.params.get("into")
         if into is None:
-            self._count_reflections(finished, sums)
+            self._count_reflections([row for row in finished if row.finish_reason is not FinishReason.ABORT], sums)
         return {f"{into}.{n}" if into else n: column for n, column in to_rows(rows, finished).items()}
 
     def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
@@ -154,9 +160,13 @@ class StageExecutor:
 
     def _verify(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Waits for the checks that were begun beside generation, or begins them now."""
-        checked = self.checks.results(stage, rows, sums)
+        return self.verified(stage, rows, dict(self.checks.results(stage, rows, sums).items()))
+
+    def verified(self, stage: Stage, rows: Rows, checked: Mapping[str, Column]) -> Mapping[str, Column]:
+        """The columns that a verify stage writes, from what its checks found."""
         found = checked[in_namespace(stage.params.get("of"), ("score",))[0]]
-        return {**dict(checked.items()), **self._added(stage, rows, found, stage.params.get("weight"))}
+        assert isinstance(found, Tensor)
+        return {**checked, **self._added(stage, rows, found, stage.params.get("weight"))}
 
     def _added(self, stage: Stage, rows: Rows, scores: Tensor, weight: float | None) -> Mapping[str, Column]:
         """`score` and `reward` with these scores (B,), times their weight, on top of what earlier sources gave."""

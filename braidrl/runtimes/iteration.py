@@ -7,23 +7,24 @@ admit ─▶ generate ─▶ verify ─▶ select ──▶ the rest of the stag
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
-from braidrl.data.rows import Rows
+from braidrl.data.rows import FinishReason, Rows
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.stage_state import State, initial_states, next_state, with_state
 from braidrl.flow.updates import update_plan
-from braidrl.flow.waves import Sampling, Verdict
+from braidrl.flow.waves import SURPLUS, Outcome, Sampling, Verdict
 from braidrl.models.objective import taking_part
 from braidrl.observe.metrics import Sums
+from braidrl.runtimes.early_stop import Needless, Segment, segment_of
 from braidrl.runtimes.row_store import Origin
 
 T = TypeVar("T")
@@ -87,9 +88,17 @@ class Crew(RunCrew[T], Protocol[T]):
         """Makes the trained weights those that the next rows are generated with. All training is done when it returns."""
 
 
+@runtime_checkable
+class EarlyCrew(Protocol[T]):
+    """A crew that can end generation early, because one process sees all of it."""
+
+    def generate_needed(self, segment: Segment, table: T, iteration: int, sums: Sums, needless: Needless) -> T:
+        """As `run`; rows of groups that are not needed end with what they have."""
+
+
 @dataclass
 class IterationResult(Generic[T]):
-    """What happened: index columns of all rows generated and of the batch, metric sums, seconds, groups dropped by reason.
+    """What happened: index columns of the rows that metrics speak of and of the batch, metric sums, seconds, groups dropped by reason.
 
     `table` is the batch at the point where it is recorded, `final` the same rows with every column.
     """
@@ -109,7 +118,9 @@ class Walk(Generic[T]):
     def __init__(self, config: Config, flow: Flow, crew: Crew[T], epoch_groups: int) -> None:
         trainer = config.trainer
         self.config, self.flow, self.crew = config, flow, crew
-        self.sampling = Sampling(trainer.prompts_per_step, epoch_groups, trainer.surplus, trainer.max_staleness)
+        self.sampling = Sampling(
+            trainer.prompts_per_step, epoch_groups, trainer.surplus, trainer.max_staleness, trainer.over_sampling
+        )
         self.surplus: list[T] = []
         self.states = initial_states(flow)
         self.seconds: dict[str, float] = {}
@@ -194,10 +205,9 @@ class Walk(Generic[T]):
         everything = self.crew.cat(tables)
         batch = self.of_groups(everything, outcome.groups)
         self.surplus = [self.of_groups(everything, outcome.surplus)] if outcome.surplus else []
-        return IterationResult(
-            Rows.cat(generated) if generated else self.crew.index(batch), self.crew.index(batch), batch, batch,
-            sums, dropped=outcome.dropped,
-        )  # fmt: skip
+        index = self.crew.index(batch)
+        counted = needed(Rows.cat(generated), outcome, self.config.trainer.surplus) if generated else index
+        return IterationResult(counted, index, batch, batch, sums, dropped=outcome.dropped)
 
     def wave(self, count: int, iteration: int, version: int, sums: Sums) -> tuple[T, dict[int, Verdict]]:
         """Admits `count` groups, runs the sampling segment on them and says which are kept."""
@@ -205,18 +215,33 @@ class Walk(Generic[T]):
         groups = sorted(set(self.crew.index(table)["group"].tolist()))
         self.sampling.admit(groups)
         verdicts = {group: Verdict(version=version) for group in groups}
+        early = isinstance(self.crew, EarlyCrew) and self.config.trainer.surplus == "drop"
+        segment = segment_of(self.flow, iteration) if early else None
         for stage in self.flow.stages[: self.recorded_stages]:
             if not stage.when.includes(iteration):
                 continue
             with self.timed(stage):
-                if stage.kind is Kind.SELECT:
+                if segment is not None and stage is segment.generate:
+                    table, gone = self.generate_needed(segment, table, iteration, sums)
+                    verdicts |= {group: Verdict(SURPLUS, version) for group in gone}
+                elif stage.kind is Kind.SELECT:
                     for group, reason in self.crew.select(stage, table).items():
                         verdicts[group] = Verdict(reason, version)
                 else:
                     table = self.crew.run(stage, table, iteration, sums)
         return table, verdicts
 
-    def of_groups(self, table: T, groups: Sequence[int]) -> T:
+    def generate_needed(self, segment: Segment, table: T, iteration: int, sums: Sums) -> tuple[T, set[int]]:
+        """What is generated of a wave without the groups that were given up, and these."""
+        assert isinstance(self.crew, EarlyCrew)
+        done: T = self.crew.generate_needed(segment, table, iteration, sums, self.sampling.needless)
+        index = self.crew.index(done)
+        ended = (index["finish_reason"] == FinishReason.ABORT).tolist()
+        numbers = index["group"].tolist()
+        gone = {group for group, was in zip(numbers, ended, strict=True) if was}
+        return (self.of_groups(done, set(numbers) - gone) if gone else done), gone
+
+    def of_groups(self, table: T, groups: Collection[int]) -> T:
         chosen = set(groups)
         numbers = self.crew.index(table)["group"].tolist()
         return self.crew.take(table, [i for i, group in enumerate(numbers) if group in chosen])
@@ -241,6 +266,13 @@ class Walk(Generic[T]):
         start = time.perf_counter()
         yield
         self.seconds[stage.name] += time.perf_counter() - start
+
+
+def needed(generated: Rows, outcome: Outcome, surplus: str) -> Rows:
+    """The rows that metrics speak of: of groups up to the batch's last. How far later ones came is a matter of time."""
+    if surplus == "keep":
+        return generated
+    return generated.take((generated["group"] <= outcome.groups[-1]).nonzero().flatten().tolist())
 
 
 def group_tokens(index: Rows) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """One iteration as the flat dictionary that `metrics.jsonl` holds.
 
-`score`, `response`, `groups` and `tokens/generated` speak of every row that was generated, before selection; `reward`, `loss`,
+`score`, `response`, `groups` and `tokens/generated` speak of the rows that selection saw, up to the batch's last group; `reward`, `loss`,
 `actor` and `tokens/trained` of the batch that was trained on.
 """
 

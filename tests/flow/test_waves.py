@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.errors import UserError
-from braidrl.flow.waves import Outcome, Sampling, Verdict
+from braidrl.flow.waves import Outcome, Sampling, Verdict, groups_to_abort
 
 rates = st.sampled_from([0.1, 0.3, 0.7, 1.0])
 policies = st.sampled_from(["drop", "keep"])
@@ -194,3 +194,44 @@ def test_mistakes_of_a_runtime_are_refused() -> None:
 def test_surplus_cannot_be_kept_on_policy() -> None:
     with pytest.raises(UserError, match=r"max_staleness=0 forbids; write trainer.max_staleness=1"):
         Sampling(2, 10, surplus="keep")
+
+
+@pytest.mark.parametrize(("over", "missing", "begun"), [(1.0, 10, 10), (1.1, 10, 11), (1.5, 3, 5), (2.0, 4, 8)])
+def test_a_first_wave_has_so_many_times_what_is_missing(over: float, missing: int, begun: int) -> None:
+    sampling = Sampling(missing, 100, over_sampling=over)
+    sampling.begin(0)
+    assert sampling.next_wave() == begun
+
+
+def test_groups_are_needless_when_the_batch_is_full_before_them_and_surplus_is_not_kept() -> None:
+    for policy, expected in (("drop", [3, 4]), ("keep", [])):
+        sampling = Sampling(2, 100, policy, 1, over_sampling=2.5)  # type: ignore[arg-type]
+        sampling.begin(0)
+        sampling.admit(range(sampling.next_wave()))
+        assert sampling.needless({1: True, 2: True}) == [], "group 0 may still be kept"
+        assert sampling.needless({0: False, 1: True, 2: True}) == expected
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 5), st.data())
+def test_the_batch_is_the_same_whoever_is_first_and_whatever_is_aborted(
+    kept: list[bool], wanted: int, data: st.DataObject
+) -> None:
+    order = data.draw(st.permutations(range(len(kept))))
+    decided: dict[int, bool] = {}
+    aborted: set[int] = set()
+    for group in order:
+        if group in aborted:
+            continue
+        decided[group] = kept[group]
+        ended = groups_to_abort(set(range(len(kept))) - aborted, decided, wanted)
+        assert not aborted & set(ended)
+        aborted |= set(ended)
+    batch = [group for group in sorted(decided) if decided[group]][:wanted]
+    assert batch == [group for group, keep in enumerate(kept) if keep][:wanted]
+    if len(batch) == wanted:
+        assert groups_to_abort(range(len(kept), len(kept) + 3), decided, wanted) == [len(kept) + n for n in range(3)]
+
+
+def test_a_fast_group_never_takes_the_place_of_a_slow_one_before_it() -> None:
+    assert groups_to_abort([0, 1, 2, 3], {1: True, 2: True}, 2) == [], "group 0 may still be kept"
+    assert groups_to_abort([0, 1, 2, 3], {0: False, 1: True, 2: True}, 2) == [3]

@@ -39,6 +39,10 @@ FLOWS: dict[str, dict[str, Any]] = {
         "flow": "dapo", "algorithm": {"overlong_cache": 2}, "rollout": {"samples_per_prompt": 2},
         "trainer": {"prompts_per_step": 4, "learning_rate": 3e-3},
     },
+    "dapo with more than it needs": {
+        "flow": "dapo", "algorithm": {"overlong_cache": 2}, "rollout": {"samples_per_prompt": 2},
+        "trainer": {"prompts_per_step": 4, "learning_rate": 3e-3, "over_sampling": 4.0},
+    },
     "dapo with surplus": {
         "flow": "dapo", "algorithm": {"overlong_cache": 2}, "rollout": {"samples_per_prompt": 2},
         "trainer": {"prompts_per_step": 4, "learning_rate": 3e-3, "surplus": "keep", "max_staleness": 1},
@@ -51,6 +55,7 @@ PAIRWISE = [
     ("grpo", "colocate", 2), ("grpo", "standalone", 2), ("ppo", "standalone", 1), ("ppo", "split", 2),
     ("diamond", "standalone", 2), ("episodes", "split", 2), ("following", "colocate", 2),
     ("dapo with refills", "colocate", 4), ("dapo with refills", "split", 2), ("dapo with surplus", "colocate", 2),
+    ("dapo with more than it needs", "colocate", 2),
 ]  # fmt: skip
 # A role that takes its weights from another one lives in the same pool.
 EVERYTHING = [
@@ -62,7 +67,7 @@ EVERYTHING = [
 # Ranks, how many of them generate, and the flows that they run one after the other.
 WORLDS: list[tuple[int, int | None, list[str]]] = [
     (2, None, ["grpo", "diamond", "dapo with surplus", "episodes", "following"]),
-    (4, 2, ["ppo", "dapo with refills"]),
+    (4, 2, ["ppo", "dapo with refills", "dapo with more than it needs"]),
 ]
 
 Reference = Callable[[str], list[Step]]

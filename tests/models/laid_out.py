@@ -107,7 +107,7 @@ def not_divided(worker: DecoderWorker, ranks: int) -> list[str]:
     """Says so where a rank holds more of the weights and of Adam's moments than its share, norms aside."""
     layout, parameters = worker.config.trainer.layout.over(ranks), list(worker.model.parameters())
     assert layout.data is not None and worker.optimizer is not None
-    shards = layout.tensor * (layout.data * layout.sequence if layout.shard != "none" else 1)
+    shards = layout.tensor * layout.sharding
     # The first and the last stage have the vocabulary, which is large beside these layers.
     layers = sum(shape.numel() for name, shape in worker.shapes.items() if "layers" in name)
     vocabulary = worker.model.config.vocab_size * worker.model.config.hidden_size

@@ -114,6 +114,8 @@ def test_a_layout_divides_what_its_axes_divide(tiny_models: dict[str, Path]) -> 
     deeper.config.num_hidden_layers += 6
     none, full, optimizer = (gathered_bytes(deeper, layout) for layout in layouts)
     assert none == 0 < full < optimizer
+    hybrid = resident_bytes(shape, True, ParallelLayout(data=4, nodes=2, shard="full"))
+    assert hybrid == {part: pytest.approx(size / 2, abs=8) for part, size in whole.items()}
     stages = ParallelLayout(data=1, pipeline=4)
     # Two of eight layers, and of embedding and head one.
     own = 2 * shape.layer_parameters + deeper.config.vocab_size * deeper.config.hidden_size + deeper.config.hidden_size

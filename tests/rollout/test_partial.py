@@ -1,4 +1,4 @@
-"""Rows that end early go on as if they had not, and only those end that the batch cannot need."""
+"""Rows that end early go on as if they had not."""
 
 from __future__ import annotations
 
@@ -6,40 +6,13 @@ import asyncio
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from braidrl.data.rows import FinishReason
 from braidrl.rollout.embedded import EmbeddedEngine
-from braidrl.rollout.partial import continued, groups_to_abort, joined
+from braidrl.rollout.partial import continued, joined
 from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Finished, Sampling
 from tests.rollout.tiny import make_model, make_requests, make_tokenizer, training_log_probs
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 5), st.data())
-def test_the_batch_is_the_same_whoever_is_first_and_whatever_is_aborted(
-    kept: list[bool], wanted: int, data: st.DataObject
-) -> None:
-    order = data.draw(st.permutations(range(len(kept))))
-    decided: dict[int, bool] = {}
-    aborted: set[int] = set()
-    for group in order:
-        if group in aborted:
-            continue
-        decided[group] = kept[group]
-        ended = groups_to_abort(set(range(len(kept))) - aborted, decided, wanted)
-        assert not aborted & set(ended)
-        aborted |= set(ended)
-    batch = [group for group in sorted(decided) if decided[group]][:wanted]
-    assert batch == [group for group, keep in enumerate(kept) if keep][:wanted]
-    if len(batch) == wanted:
-        assert groups_to_abort(range(len(kept), len(kept) + 3), decided, wanted) == [len(kept) + n for n in range(3)]
-
-
-def test_a_fast_group_never_takes_the_place_of_a_slow_one_before_it() -> None:
-    assert groups_to_abort([0, 1, 2, 3], {1: True, 2: True}, 2) == [], "group 0 may still be kept"
-    assert groups_to_abort([0, 1, 2, 3], {0: False, 1: True, 2: True}, 2) == [3]
 
 
 def test_rows_that_were_aborted_and_continued_are_those_of_an_undisturbed_run() -> None:

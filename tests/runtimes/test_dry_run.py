@@ -56,6 +56,14 @@ def test_a_trained_role_takes_more_than_a_frozen_one_and_roles_take_turns(worksh
     assert peak(footprints) == sum(sum(one.resident.values()) for one in footprints) + max(working) < 2**30
 
 
+def test_servers_hold_keys_and_values_on_devices_of_their_own(workshop: Workshop) -> None:
+    def resident(**rollout: str) -> set[str]:
+        ((_, (actor, *_)),) = dry_run(workshop.config(rollout=rollout), Console(file=StringIO()))
+        return set(actor.resident)
+
+    assert resident() - resident(engine="http", servers="http://127.0.0.1:9") == {"keys and values"}
+
+
 def test_it_reads_no_weights_and_writes_nothing(workshop: Workshop, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(workshop.model, bare, ignore=shutil.ignore_patterns("*.safetensors"))

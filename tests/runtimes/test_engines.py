@@ -18,6 +18,7 @@ from tests.rollout.served import vllm_python
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import SIZES, TOKENIZER, Workshop, recorded, weights_of
 
+SERVER = "http://127.0.0.1:9"
 TRAINER = {"steps": 3, "learning_rate": 3e-3}
 
 
@@ -87,6 +88,19 @@ def test_a_gap_ends_a_run_when_it_jumps_or_is_over_the_limit() -> None:
         ({"rollout": {"engine": "vllm", "engines": 0}}, "write rollout.engines=1"),
         ({"runtime": "streaming", "rollout": {"engine": "vllm"}}, "as many as streaming.workers says"),
         ({"rollout": {"engine": "vlm"}}, "vllm"),
+        ({"rollout": {"engine": "http"}}, "name them, as in rollout.servers=http://"),
+        ({"rollout": {"servers": SERVER}}, "rollout.servers are asked with rollout.engine=http"),
+        (
+            {"rollout": {"engine": "http", "servers": SERVER, "engines": 2}},
+            "rollout.engine=http asks servers; remove it",
+        ),
+        ({"rollout": {"engine": "http", "servers": {"urls": SERVER, "dialect": "sgl"}}}, "sglang"),
+        ({"rollout": {"engine": "http", "servers": {"urls": SERVER, "folder": "/no/folder"}}}, "there is no folder"),
+        (
+            {"runtime": "streaming", "rollout": {"engine": "http", "servers": SERVER}},
+            "as many as streaming.workers says",
+        ),
+        ({"rollout": {"engine": "http", "servers": SERVER}}, "127.0.0.1:9 does not answer: .* start it, or correct"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_model_loads(

@@ -57,10 +57,17 @@ def test_a_run_with_layouts_is_that_of_one_process_which_goes_on_from_its_checkp
         ({"roles": {"actor": {"layout": {"data": 4}}}}, r"roles.actor.layout: .* make 4 devices and there are 2"),
         ({"trainer": {"layout": {"sequence": 2}, "share_prompts": True}}, "sequence=1, or trainer.share_prompts=false"),
         ({"workers": 4, "trainer": {"layout": {"tensor": 4}}}, "2 key/value heads, which tensor=4"),
-        ({"runtime": "eager", "trainer": {"layout": {"shard": "full"}}}, "trainer.layout is for runtime=distributed"),
+        (
+            {"runtime": "eager", "trainer": {"layout": {"shard": "full"}}},
+            "trainer.layout is for runtime=distributed or hybrid; remove it",
+        ),
         (
             {"trainer": {"layout": {"shard": "full"}}, "roles": {"actor": {"generate_workers": 1}}},
             "roles.actor.generate_workers=1: ranks that divide a model",
+        ),
+        (
+            {"runtime": "hybrid", "placement": [["actor"], ["reference"]], "trainer": {"layout": {"data": 4}}},
+            r"trainer.layout: .* make 4 devices and there are 2",
         ),
         ({"trainer": {"layout": {"shard": "zero"}}}, "trainer.layout.shard"),
         (

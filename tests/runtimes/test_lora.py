@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -86,3 +87,9 @@ def test_a_role_may_have_adapters_alone_and_bfloat16_ones_have_a_correction(work
 
     adapted = {"roles": {"actor": {"lora": {"rank": 2}}}}
     assert not corrected(**adapted) and not corrected(dtype="bfloat16") and corrected(**adapted, dtype="bfloat16")
+
+
+def test_without_peft_a_run_says_how_to_install_it(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match=r"lora needs peft; install it by `pip install 'braidrl\[lora\]'`"):
+        workshop.run(**FLOW, trainer=TRAINER)

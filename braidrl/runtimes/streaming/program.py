@@ -214,7 +214,7 @@ class StreamingProgram:
         table = assembled(self.data, finished.index, finished.payload)
         final = assembled(self.data, finished.final, finished.final_payload)
         self.control.release(finished)
-        result = iteration_result(self.flow, self.groups, finished, table, final)
+        result = iteration_result(self.flow, self.groups, self.sampling.surplus, finished, table, final)
         if len(self.processes.places) > 1:
             result.sums.add("transfer/bytes_between_nodes", self._bytes_between_nodes())
         return result
@@ -288,5 +288,5 @@ def sizes_of(config: Config, epoch_groups: int) -> Sizes:
     rows = check_update_size(trainer.prompts_per_step, samples, trainer.rows_per_update)
     return Sizes(
         trainer.steps, trainer.prompts_per_step, samples, rows, trainer.epochs, trainer.max_staleness, trainer.surplus,
-        epoch_groups, config.seed,
+        epoch_groups, config.seed, trainer.over_sampling,
     )  # fmt: skip

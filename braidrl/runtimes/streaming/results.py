@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.iteration import IterationResult
+from braidrl.runtimes.iteration import IterationResult, needed
 from braidrl.runtimes.streaming.groups import Group
 from braidrl.transfer.queue.stream import Finished, Report
 
 
 def iteration_result(
-    flow: Flow, groups: Sequence[Group], finished: Finished, table: Rows, final: Rows
+    flow: Flow, groups: Sequence[Group], surplus: str, finished: Finished, table: Rows, final: Rows
 ) -> IterationResult[Rows]:
-    """`table` are the rows as they are recorded, `final` the same with every column."""
+    """`table` are the rows as they are recorded, `final` the same with every column; `surplus` is what becomes of groups that are over."""
     # As in serial order: scores as selection saw them, or where nothing is selected as they were in the end.
     parts = [*finished.generated, finished.index] if flow.sampling_segment else [finished.final]
     common = [name for name in parts[-1] if all(name in part for part in parts)]
@@ -23,8 +23,9 @@ def iteration_result(
     for stage, state in finished.states.items():
         for name, value in state.items():
             sums.add(f"{stage}/{name}", value)
+    generated = Rows.cat([part.only(common) for part in parts])
     return IterationResult(
-        Rows.cat([part.only(common) for part in parts]), finished.final, table, final, sums,
+        needed(generated, finished.outcome, surplus), finished.final, table, final, sums,
         stage_seconds(flow, groups, finished.reports), finished.outcome.dropped,
     )  # fmt: skip
 

@@ -1,0 +1,239 @@
+"""Servers over HTTP as engines: the contract before a real vLLM server and SGLang's words, weights, and servers that will not do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from braidrl.data.rows import FinishReason
+from braidrl.errors import UserError
+from braidrl.observe.metrics import read_metrics
+from braidrl.rollout.contract import CHECKS, Subject, all_of, requests
+from braidrl.rollout.dialects import SGLANG, VLLM, Dialect
+from braidrl.rollout.embedded import EmbeddedEngine
+from braidrl.rollout.engine import EngineError, ModelWeights
+from braidrl.rollout.http_engine import HttpEngine, ServerSpec
+from braidrl.rollout.replica import EngineReplica
+from braidrl.rollout.requests import Finished, Request
+from braidrl.rollout.servers import Server
+from braidrl.rollout.shared_weights import WeightFolder
+from braidrl.runtimes.gaps import GAP
+from tests.rollout.served import LIMIT, LONG, served_model, write_served_model
+from tests.rollout.servers import SglangSpeaker, VllmServer
+from tests.rollout.tiny import END, make_tokenizer, training_log_probs
+from tests.tiny import Workshop, recorded
+
+MODEL = served_model()
+TOKENIZER = make_tokenizer()
+SPEC = ServerSpec(TOKENIZER, (END,), {name: t.shape for name, t in MODEL.state_dict().items()}, 16, LIMIT)
+# A reward that a random model gets every other time.
+EVEN = """
+def even(response: str) -> bool:
+    return sum(response.encode()) % 2 == 0
+"""
+
+
+class Asked:
+    """An engine before a server, and the loop that it belongs to."""
+
+    def __init__(self, dialect: Dialect, url: str | None = None) -> None:
+        self.runner = asyncio.Runner()
+        self.speaker: SglangSpeaker | None = None
+        if url is None:
+            replica = EngineReplica(EmbeddedEngine(deepcopy(MODEL), TOKENIZER, 16, LIMIT))
+            self.speaker = SglangSpeaker(replica)
+            url = self.runner.run(self.speaker.start())
+        self.engine = HttpEngine(Server(url, dialect, 120.0), SPEC)
+        self.runner.run(self.engine.start())
+
+    def close(self) -> None:
+        self.runner.run(self.engine.close())
+        if self.speaker is not None:
+            self.runner.run(self.speaker.close())
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    server = VllmServer(write_served_model(tmp_path_factory.mktemp("served") / "model"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module", params=["sglang", "vllm"])
+def asked(request: pytest.FixtureRequest) -> Iterator[Asked]:
+    made = Asked(VLLM, request.getfixturevalue("vllm_server").url) if request.param == "vllm" else Asked(SGLANG)
+    yield made
+    made.close()
+
+
+def other_weights() -> ModelWeights:
+    changed = deepcopy(MODEL)
+    with torch.no_grad():
+        changed.model.embed_tokens.weight.mul_(-1)
+    return ModelWeights(changed)
+
+
+def in_training(wanted: Sequence[Request], finished: Sequence[Finished]) -> list[torch.Tensor]:
+    return training_log_probs(MODEL, list(wanted), list(finished))
+
+
+def subject(asked: Asked) -> Subject:
+    return Subject(lambda: asked.engine, END, LIMIT, in_training, other_weights, long=LONG)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_servers_keep_the_contract(asked: Asked, check: Callable[[Subject], Awaitable[None]]) -> None:
+    asked.runner.run(asked.engine.update_weights(0, ModelWeights(MODEL)))
+    asked.runner.run(check(subject(asked)))  # type: ignore[arg-type]
+
+
+def test_log_probs_after_each_update_are_those_of_the_trainer(asked: Asked) -> None:
+    trained, generator = deepcopy(MODEL), torch.Generator().manual_seed(3)
+    wanted = requests(subject(asked), 4)
+    drawn, largest = set(), 0.0
+    for version in range(1, 21):
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
+        asked.runner.run(asked.engine.update_weights(version, ModelWeights(trained)))
+        finished = asked.runner.run(all_of(asked.engine, wanted))
+        for response, expected in zip(finished, training_log_probs(trained, wanted, finished), strict=True):
+            largest = max(largest, float((response.log_probs - expected).abs().max()))
+            assert set(response.versions.tolist()) == {version}
+        drawn.add(tuple(finished[0].tokens.tolist()))
+    assert len(drawn) > 1, "weights that change draw other tokens"
+    assert largest < 1e-5
+
+
+def test_a_stop_text_ends_a_row_with_the_token_that_completes_it(asked: Asked) -> None:
+    asked.runner.run(asked.engine.update_weights(0, ModelWeights(MODEL)))
+    (request, *_) = requests(subject(asked), 1)
+    free = asked.runner.run(asked.engine.submit(request)).tokens
+    text = TOKENIZER.decode(free[3:5])
+    stopping = replace(request, sampling=replace(request.sampling, stop=(text,)))
+    stopped = asked.runner.run(asked.engine.submit(stopping))
+    first = next(count for count in range(1, 13) if text in TOKENIZER.decode(free[:count]))
+    assert stopped.tokens.tolist() == free[:first].tolist() and stopped.finish_reason is FinishReason.STOP
+
+
+def test_a_run_that_asks_a_server_trains_what_a_run_on_its_own_trains(
+    workshop: Workshop, vllm_server: VllmServer
+) -> None:
+    (workshop.folder / "parity.py").write_text(EVEN)
+    settings = {
+        "model": str(vllm_server.model), "trainer": {"steps": 2, "learning_rate": 3e-3},
+        "reward": {"verify": f"{workshop.folder}/parity.py:even"},
+    }  # fmt: skip
+    room = {"max_sequence_tokens": 100}
+    run = workshop.run("http", **settings, rollout={"engine": "http", "servers": vllm_server.url, **room})
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line[GAP] < 1e-5 and line["actor/grad_norm"] > 0 for line in lines)
+    assert recorded(run, 2)["version"].unique().tolist() == [1]
+    alone = workshop.run("alone", **settings, rollout=room)
+    assert recorded(run, 1)["tokens"].tolist() == recorded(alone, 1)["tokens"].tolist(), (
+        "the row decides, not the engine"
+    )
+
+
+def test_vllms_server_draws_the_tokens_of_the_embedded_engine(vllm_server: VllmServer) -> None:
+    asked = Asked(VLLM, vllm_server.url)
+    asked.runner.run(asked.engine.update_weights(0, ModelWeights(MODEL)))
+    wanted = requests(subject(asked), 20)
+    finished = asked.runner.run(all_of(asked.engine, wanted))
+    alone = EmbeddedEngine(MODEL, TOKENIZER, 16, LIMIT).generate(wanted)
+    asked.close()
+    assert [row.tokens.tolist() for row in finished] == [row.tokens.tolist() for row in alone]
+
+
+def test_rows_of_a_server_that_was_started_anew_are_not_taken_until_it_has_the_weights_of_now() -> None:
+    asked = Asked(SGLANG)
+    assert asked.speaker is not None
+    engine, (request, *_) = asked.engine, requests(subject(asked), 1)
+    asked.runner.run(engine.update_weights(2, other_weights()))
+    asked.speaker.weights = "default"
+    with pytest.raises(EngineError, match="was started anew, or given weights by somebody else: it has 'default'"):
+        asked.runner.run(engine.submit(request))
+    assert asked.runner.run(engine.recover()) == -1
+    asked.runner.run(engine.update_weights(2, other_weights()))
+    assert set(asked.runner.run(engine.submit(request)).versions.tolist()) == {2}
+    asked.close()
+
+
+@pytest.mark.parametrize(
+    ("dialect", "settings", "told"),
+    [
+        (SGLANG, {}, "start it with --enable-deterministic-inference"),
+        (
+            SGLANG,
+            {"enable_deterministic_inference": True, "context_length": 9},
+            f"start it with --context-length {LIMIT}",
+        ),
+        (VLLM, {}, "could not be given weights: start it with VLLM_SERVER_DEV_MODE=1"),
+    ],
+)
+def test_a_server_that_cannot_be_trained_with_is_named_with_what_it_lacks(
+    dialect: Dialect, settings: dict[str, Any], told: str
+) -> None:
+    async def reach() -> None:
+        speaker = SglangSpeaker(EngineReplica(EmbeddedEngine(deepcopy(MODEL), TOKENIZER, 16, LIMIT)))
+        speaker.settings = settings
+        engine = HttpEngine(Server(await speaker.start(), dialect), SPEC)
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+            await speaker.close()
+
+    with pytest.raises(UserError, match=told):
+        asyncio.run(reach())
+
+
+def test_a_server_that_does_not_answer_is_the_users_to_start() -> None:
+    async def reach() -> None:
+        engine = HttpEngine(Server("http://127.0.0.1:9", VLLM), SPEC)
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+
+    with pytest.raises(
+        UserError, match=r"http://127.0.0.1:9 does not answer: .*; start it, or correct rollout.servers"
+    ):
+        asyncio.run(reach())
+
+
+def vllm_settings(processors: list[str], mode: str, room: int, ahead: bool) -> dict[str, Any]:
+    model = {"logits_processors": processors, "logprobs_mode": mode, "max_model_len": room}
+    return {"vllm_config": {"model_config": model, "scheduler_config": {"async_scheduling": ahead}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing"),
+    [
+        (vllm_settings(["a:DrawByRow"], "processed_logits", 9, False), None),
+        (vllm_settings([], "processed_logits", 9, False), "--logits-processors braidrl.rollout.vllm_draws:DrawByRow"),
+        (vllm_settings(["a:DrawByRow"], "raw_logprobs", 9, False), "--logprobs-mode processed_logits"),
+        (vllm_settings(["a:DrawByRow"], "processed_logits", 9, True), "--no-async-scheduling"),
+        (vllm_settings(["a:DrawByRow"], "processed_logits", 8, False), "--max-model-len 9"),
+    ],
+)
+def test_a_vllm_server_is_told_which_argument_it_lacks(settings: dict[str, Any], missing: str | None) -> None:
+    assert VLLM.missing(settings, 9) == missing
+
+
+def test_weights_in_a_folder_hold_every_name_and_are_gone_when_closed(tmp_path: Path) -> None:
+    stored = WeightFolder(ModelWeights(MODEL).tensors(), tmp_path)
+    given = dict(stored.tensors())
+    assert given.keys() == stored.shapes.keys() == MODEL.state_dict().keys()
+    assert all(torch.equal(given[name], tensor) for name, tensor in MODEL.state_dict().items())
+    stored.close()
+    assert not list(tmp_path.iterdir())
