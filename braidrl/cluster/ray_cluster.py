@@ -15,6 +15,8 @@ from braidrl.errors import UserError
 from braidrl.placement.pools import Pool, check_devices
 
 CLOSE_LIMIT_S = 10.0
+INLINE_BYTES = 1 << 20
+"""Up to this size rows come with the message that brings them; by default Ray has more than 100 KiB fetched from its object store."""
 
 
 def import_ray(needed_by: str = "runtime=hybrid") -> Any:
@@ -45,7 +47,8 @@ class RayCluster:
 
     def _connect(self) -> None:
         address = self.config.address or os.environ.get("RAY_ADDRESS")
-        local = {} if address else {"num_cpus": self.config.cpus, "include_dashboard": False}
+        inline = {"max_direct_call_object_size": INLINE_BYTES}
+        local = {} if address else {"num_cpus": self.config.cpus, "include_dashboard": False, "_system_config": inline}
         try:
             self.ray.init(
                 address or "local", log_to_driver=True, logging_level=logging.ERROR, configure_logging=True, **local

@@ -159,6 +159,9 @@ class Handle:
 
 def merged_column(size: int, segments: Sequence[tuple[Tensor, Column]]) -> Column | None:
     """One column of `size` rows from segments (positions, values), of which later ones win; None where a row is in none."""
+    if len(segments) == 1 and torch.equal(segments[0][0], torch.arange(size)):
+        # All rows in their order, as where one worker has written what another one gets.
+        return segments[0][1] if size else None
     place = torch.full((size,), -1)
     start = 0
     for positions, column in segments:

@@ -25,11 +25,12 @@ from braidrl.flow.updates import check_update_size
 from braidrl.flow.versions import admissible
 from braidrl.flow.waves import Sampling
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.iteration import IterationResult, Position, needed
+from braidrl.runtimes.iteration import IterationResult, Position
 from braidrl.runtimes.row_store import Admission, Origin, Recording, RowStore, Surplus, with_added
 from braidrl.runtimes.setup import Prepared
 from braidrl.runtimes.streaming.groups import check_streaming, worker_groups
 from braidrl.runtimes.streaming.processes import Processes, worker_launcher
+from braidrl.runtimes.streaming.results import iteration_result
 from braidrl.transfer.queue.client import assembled
 from braidrl.transfer.queue.control import ControlPlane
 from braidrl.transfer.queue.data_plane import DataPlane, Place
@@ -213,34 +214,16 @@ class StreamingProgram:
         table = assembled(self.data, finished.index, finished.payload)
         final = assembled(self.data, finished.final, finished.final_payload)
         self.control.release(finished)
-        # As in serial order: scores as selection saw them, or where nothing is selected as they were in the end.
-        parts = [*finished.generated, finished.index] if self.flow.sampling_segment else [finished.final]
-        common = [name for name in parts[-1] if all(name in part for part in parts)]
-        sums = Sums.merged(Sums(report["sums"]) for report in finished.reports)
+        result = iteration_result(self.flow, self.groups, self.sampling.surplus, finished, table, final)
         if len(self.processes.places) > 1:
-            sums.add("transfer/bytes_between_nodes", self._bytes_between_nodes())
-        for stage, state in finished.states.items():
-            for name, value in state.items():
-                sums.add(f"{stage}/{name}", value)
-        generated = Rows.cat([part.only(common) for part in parts])
-        return IterationResult(
-            needed(generated, finished.outcome, self.sampling.surplus), finished.final, table, final, sums,
-            self._seconds(finished), finished.outcome.dropped,
-        )  # fmt: skip
+            result.sums.add("transfer/bytes_between_nodes", self._bytes_between_nodes())
+        return result
 
     def _bytes_between_nodes(self) -> int:
         """Payload and weights that nodes have given to one another since this was asked last."""
         before = self.counted_bytes
         self.counted_bytes = sum(self.data.served_by(place.address) for place in self.processes.places.values())
         return self.counted_bytes - before
-
-    def _seconds(self, finished: Finished) -> dict[str, float]:
-        """Of each stage the time that its workers were busy with it, on average."""
-        seconds = dict.fromkeys((stage.name for stage in self.flow.stages), 0.0)
-        workers = {name: group.processes // group.ranks for group in self.groups for name in group.stages}
-        for report in finished.reports:
-            seconds[report["stage"]] += report["seconds"] / workers[report["stage"]]
-        return seconds
 
     def _begin_evaluation(self, rows: Rows) -> None:
         """Waits until engines may load the newest version, keeps them at it, and puts the set's rows into the queue."""

@@ -1,0 +1,25 @@
+"""What workers say of their work, as the run's metrics have it."""
+
+from __future__ import annotations
+
+import pytest
+
+from braidrl.flow import Flow, actor, reward
+from braidrl.runtimes.streaming.groups import Group
+from braidrl.runtimes.streaming.results import stage_seconds
+
+
+def test_a_stages_seconds_are_those_of_one_worker_and_ranks_that_share_a_lease_are_one() -> None:
+    flow = Flow("timed", [actor.generate(), reward.verify(), actor.log_probs()])
+    groups = [
+        Group("actor.generate", "generate", "actor", ("actor.generate",), 2),
+        Group("compute", "compute", None, ("reward.verify",), 1),
+        Group("actor", "model", "actor", ("actor.log_probs",), 2, trained=True),
+    ]
+    reports = [
+        {"stage": stage, "seconds": seconds, "sums": {}}
+        for stage, seconds in (("actor.generate", 3.0), ("actor.generate", 1.0), ("actor.log_probs", 0.5))
+    ]
+    assert stage_seconds(flow, groups, reports) == pytest.approx(
+        {"actor.generate": 2.0, "reward.verify": 0.0, "actor.log_probs": 0.5}
+    )
