@@ -11,41 +11,26 @@ import os
 import signal
 import sys
 import threading
-import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import msgpack
 
-from braidrl.errors import UserError
-
-END_LIMIT_S = 10.0
-"""How long processes have to end by themselves before they are killed."""
-
-Main = Callable[[Mapping[str, Any]], None]
+from braidrl.cluster.rank_process import LOOPBACK
+from braidrl.cluster.workers import END_LIMIT_S, Arguments, Failure, Main, Worker, failure_of
+from braidrl.placement.pools import Pool
 
 
-class WorkerFailed(RuntimeError):
-    """A worker raised; the text holds its own traceback."""
+class LocalProcess(Worker):
+    """A worker that is a process of this machine."""
 
-
-class LocalProcess:
-    """One process that runs `main(arguments)`, both of which must be importable or plain data."""
-
-    def __init__(
-        self,
-        name: str,
-        main: Main,
-        arguments: Mapping[str, Any],
-        orphaned: Main | None = None,
-        preload: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, name: str, main: Main, arguments: Arguments, orphaned: Main | None = None) -> None:
         """`orphaned(arguments)` runs there when the process that started it is gone, just before the worker ends too."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(preload))
+        context.set_forkserver_preload([main.__module__])
         self.name = name
         self._told, theirs = context.Pipe(duplex=False)
         self._process = context.Process(
@@ -54,7 +39,7 @@ class LocalProcess:
         with main_module_hidden():
             self._process.start()
         theirs.close()
-        self._failure: dict[str, str] | None = None
+        self._failure: Failure | None = None
 
     @property
     def pid(self) -> int:
@@ -66,8 +51,7 @@ class LocalProcess:
         return self._process.is_alive()
 
     @property
-    def failure(self) -> dict[str, str] | None:
-        """What it raised, as `kind` (user or worker) and `text`; None for one that works, ended or was killed."""
+    def failure(self) -> Failure | None:
         if self._failure is None and not self._told.closed and self._told.poll():
             try:
                 self._failure = msgpack.unpackb(self._told.recv_bytes())
@@ -75,31 +59,42 @@ class LocalProcess:
                 self._told.close()
         return self._failure
 
-    def raise_failure(self) -> None:
-        """Raises what the process raised: UserError for a user's mistake, WorkerFailed with its traceback for all else."""
-        failure = self.failure
-        if failure is not None:
-            if failure["kind"] == "user":
-                raise UserError(failure["text"])
-            raise WorkerFailed(f"{self.name} failed:\n{failure['text']}")
-
     def describe_end(self) -> str:
-        """Why it is gone, in a few words."""
         code = self._process.exitcode
         return f"killed by signal {-code}" if code is not None and code < 0 else f"exit status {code}"
 
     def kill(self) -> None:
-        """Ends it at once and waits until it is gone."""
         self._process.kill()
         self._process.join()
 
     def close(self, limit_s: float = END_LIMIT_S) -> None:
-        """Waits until it has ended, and kills it when that takes too long."""
         self._process.join(limit_s)
         if self.alive:
             self.kill()
         self._told.close()
         self._process.close()
+
+
+class LocalLauncher:
+    """Workers on this machine."""
+
+    ip = LOOPBACK
+    node = "here"
+
+    def reserve(self, pools: Sequence[Pool]) -> int | None:
+        """All share the machine's cores."""
+        return max(1, (os.cpu_count() or 1) // sum(pool.workers for pool in pools))
+
+    def serve(self, service: type) -> list[Any]:
+        return []
+
+    def start(
+        self, pool: str, number: int, main: Main, arguments: Callable[[str], Arguments], orphaned: Main | None
+    ) -> Worker:
+        return LocalProcess(f"{pool}-{number}", main, arguments(self.node), orphaned)
+
+    def close(self) -> None:
+        """Each worker is closed by whoever has started it."""
 
 
 @contextmanager
@@ -113,21 +108,17 @@ def main_module_hidden() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _run(main: Main, arguments: Mapping[str, Any], orphaned: Main | None, told: Connection) -> None:
+def _run(main: Main, arguments: Arguments, orphaned: Main | None, told: Connection) -> None:
     # Ctrl-C reaches every process of a terminal; the one that started this one decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_watch_parent, args=(orphaned, arguments), daemon=True).start()
-    try:
-        main(arguments)
-    except UserError as error:
-        told.send_bytes(msgpack.packb({"kind": "user", "text": str(error)}))
-    except BaseException:
-        told.send_bytes(msgpack.packb({"kind": "worker", "text": traceback.format_exc()}))
-    finally:
-        told.close()
+    failure = failure_of(main, arguments)
+    if failure is not None:
+        told.send_bytes(msgpack.packb(failure))
+    told.close()
 
 
-def _watch_parent(orphaned: Main | None, arguments: Mapping[str, Any]) -> None:
+def _watch_parent(orphaned: Main | None, arguments: Arguments) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -57,10 +57,12 @@ class RayCluster:
 
     def seats(self, pools: Sequence[Pool]) -> list[list[Any]]:
         """For each pool where its workers go: reserved devices. Raises UserError where there are too few, or none become free."""
-        check_devices(pools, self.devices, f"{self.kind}s")
+        check_devices([p for p in pools if p.device or self.kind == "CPU"], self.devices, f"{self.kind}s")
+        # A seat with a device takes a CPU too.
+        check_devices(pools, int(self.ray.cluster_resources().get("CPU", 0)), "CPUs")
         util = self.ray.util
         for pool in pools:
-            bundle = {"CPU": 1, **({"GPU": 1} if self.kind == "GPU" else {})}
+            bundle = {"CPU": 1, **({"GPU": 1} if self.kind == "GPU" and pool.device else {})}
             self.groups.append(util.placement_group([bundle] * pool.workers, strategy="PACK"))
         for pool, group in zip(pools, self.groups, strict=True):
             if not group.wait(self.config.start_limit_s):
@@ -74,18 +76,32 @@ class RayCluster:
             for pool, group in zip(pools, self.groups, strict=True)
         ]
 
-    def start(self, worker: type, seat: Any, *arguments: Any) -> Any:
-        """An actor of class `worker` in a reserved seat; it answers `fetch` in threads of their own while another call runs."""
+    def node_of(self, seat: Any) -> str:
+        """The id of the node that a reserved seat is on."""
+        table = self.ray.util.placement_group_table(seat.placement_group)
+        return str(table["bundles_to_node_id"][seat.placement_group_bundle_index])
+
+    def start(self, worker: type, seat: Any, *arguments: Any, **needs: int) -> Any:
+        """An actor of class `worker` in a reserved seat; it answers `fetch` in threads of their own while another call runs.
+
+        `needs` (num_cpus, num_gpus) are by default those of a seat with a device.
+        """
         options = {
             "num_cpus": 1,
             "num_gpus": 1 if self.kind == "GPU" else 0,
             "scheduling_strategy": seat,
             "concurrency_groups": {"rows": 2, "aside": 1},
             "max_restarts": 0,
+            **needs,
         }
         actor = self.ray.remote(**options)(worker).remote(*arguments)
         self.actors.append(actor)
         return actor
+
+    def end(self, actor: Any) -> None:
+        """Ends one actor at once; its seat is free again."""
+        self.ray.kill(actor)
+        self.actors = [other for other in self.actors if other is not actor]
 
     def close(self) -> None:
         """Lets every worker clean up for a moment, ends it, and frees its device."""

@@ -51,11 +51,11 @@ class PlacementConfig(Section):
 
 
 class ClusterConfig(Section):
-    """The processes of a run, and the Ray cluster of `runtime: hybrid`."""
+    """The processes of a run, and the Ray cluster that they may be on."""
 
     launcher: Literal["local", "torchrun", "ray"] | None = None
-    """Who starts the ranks of `runtime: distributed`: this command, on this machine; `torchrun`, which has started this command as one
-    of them; or Ray, on its cluster. By default `torchrun` where there is one, else `local`."""
+    """Who starts the ranks of `runtime: distributed` and the workers of `runtime: streaming`: this command, on this machine; Ray, on its
+    cluster; or, for ranks, `torchrun`, which has started this command as one of them, and is the default there. Else it is `local`."""
     address: str | None = None
     """Of a running cluster; by default RAY_ADDRESS, or a cluster of this machine that ends with the run."""
     cpus: int | None = Field(None, ge=1)

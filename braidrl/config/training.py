@@ -55,14 +55,21 @@ class TrainerConfig(Section):
     compile: bool = True
     """Norms and gated activations on a CPU by kernels compiled for it, in about a second once; by torch where there is no C compiler."""
     layout: ParallelLayout = ParallelLayout()
-    """How each role lies on the devices of `runtime: distributed`; by default each has a copy of the model."""
+    """How each role lies on the devices of `runtime: distributed`, or on those of its pool under `hybrid`; by default each has a copy
+    of the model."""
     lora: LoraConfig | None = None
     """Train low-rank adapters of each trained role in place of its weights; `{}` takes the defaults. They want about ten times the
     learning rate."""
+    resident_gib: float | None = Field(None, gt=0)
+    """GiB of its device that weights, optimizers, gradients, keys and values of all roles of a process may take together. What a stage
+    does not need and has no room beside it waits in pinned host memory, on a CPU in a file in TMPDIR. By default everything stays."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, about a third more time."""
     checkpoint_every: int = Field(50, ge=0)
     """Iterations between checkpoints; 0 keeps only the one at the end."""
+    checkpoint_async: bool = False
+    """Write a checkpoint while the next steps are made, from a copy in host memory (eager, distributed); an error ends the run at the
+    next step, and Ctrl-C and the end of the run wait for it."""
     keep_checkpoints: int = Field(2, ge=1)
     """The last so many stay, older ones are removed."""
     deterministic: bool = False

@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,7 +28,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoTokenizer
 
 from braidrl.errors import UserError
-from braidrl.models.lora import ADAPTER, adapter_parameters, merged, plain_names, read_adapters, save_adapters
+from braidrl.models.lora import (
+    ADAPTER,
+    adapter_name,
+    adapter_parameters,
+    is_adapter,
+    merged,
+    plain_names,
+    read_adapters,
+    save_adapters,
+)
 from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.parts import as_part, local_part, part_of, whole
 
@@ -33,6 +46,8 @@ if TYPE_CHECKING:
 
 OPTIMIZER = "optimizer.safetensors"
 PARTS = "optimizer"
+Write = Callable[[], object]
+"""Writes a part of a checkpoint."""
 
 
 def save_worker(worker: RoleWorker, folder: Path, write: bool = True) -> None:
@@ -40,21 +55,54 @@ def save_worker(worker: RoleWorker, folder: Path, write: bool = True) -> None:
 
     Of the ranks that have divided the model all call this and one has to `write` what is whole; of others that one alone calls it.
     """
+    for part in staged_worker(worker, folder, write):
+        part()
+
+
+def staged_worker(worker: RoleWorker, folder: Path, write: bool = True, beside: bool = False) -> list[Write]:
+    """The parts of `save_worker` as calls, in their order. With `beside` they may be made in a thread while the worker trains on.
+
+    They have copies in host memory then; what ranks write together has begun, and its call waits for it.
+    """
+    staged = copied if beside else dict[str, Tensor]
     weights = whole_weights(worker)
-    adapters = {name: whole(p) for name, p in adapter_parameters(worker.model).items()} if worker.lora else {}
+    adapters = whole_adapters(worker) if worker.lora else {}
+    parts: list[Write] = []
     if write:
-        folder.mkdir(parents=True, exist_ok=True)
-        if worker.lora:
-            save_adapters(folder / ADAPTER, worker.lora, adapters, worker.path)
-        worker.model.save_pretrained(folder, state_dict=weights)
-        AutoTokenizer.from_pretrained(worker.path, local_files_only=True).save_pretrained(folder)
-    if worker.optimizer is None:
-        return
-    if worker.ranks.divided:
-        dcp.save(divided_state(worker.optimizer), checkpoint_id=folder / PARTS)
-    elif write:
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in worker.optimizer.state().items()}
-        save_file(tensors, folder / OPTIMIZER)
+        parts.append(partial(write_model, worker, folder, staged(weights), staged(adapters)))
+    if worker.optimizer is not None and worker.ranks.divided:
+        state, place = divided_state(worker.optimizer), folder / PARTS
+        if beside:
+            # Threads of several roles meet their ranks at once: each role in a group of its own.
+            worker.background = worker.background or dist.new_group(backend="gloo")
+            begun = dcp.async_save(state, checkpoint_id=place, process_group=worker.background)
+            assert isinstance(begun, Future)
+            parts.append(begun.result)
+        else:
+            parts.append(partial(dcp.save, state, checkpoint_id=place))
+    elif worker.optimizer is not None and write:
+        parts.append(partial(write_tensors, staged(worker.optimizer.state()), folder / OPTIMIZER))
+    return parts
+
+
+def write_model(worker: RoleWorker, folder: Path, weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
+    """What loads as a model, and the adapters beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if worker.lora:
+        save_adapters(folder / ADAPTER, worker.lora, adapters, worker.path)
+    worker.model.save_pretrained(folder, state_dict=weights)
+    AutoTokenizer.from_pretrained(worker.path, local_files_only=True).save_pretrained(folder)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """A safetensors file."""
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in host memory, tied tensors the same."""
+    found: dict[int, Tensor] = {}
+    return {name: found.setdefault(id(t), t.detach().to("cpu", copy=True).contiguous()) for name, t in tensors.items()}
 
 
 def whole_weights(worker: RoleWorker) -> dict[str, Tensor]:
@@ -63,30 +111,41 @@ def whole_weights(worker: RoleWorker) -> dict[str, Tensor]:
     All ranks that have divided it call this at the same time.
     """
     worker.ranks.settle(worker.model)
-    found: dict[int, Tensor] = {}
     named = plain_names(worker.model, worker.model.state_dict(keep_vars=True))
-    return {name: found.setdefault(id(tensor), merged(tensor)) for name, tensor in named.items()}
+    return {name: tensor for names, tensor in worker.ranks.whole_tensors(named, merged) for name in names}
+
+
+def whole_adapters(worker: RoleWorker) -> dict[str, Tensor]:
+    """What is trained by peft's names; all ranks that have divided it call this at the same time."""
+    named = adapter_parameters(worker.model)
+    return {name: tensor for names, tensor in worker.ranks.whole_tensors(named, whole) for name in names}
 
 
 @torch.no_grad()
 def load_worker(worker: RoleWorker, folder: Path) -> None:
     """Puts a saved worker's weights and optimizer into this one, in place. Raises UserError for another model's, or damaged ones."""
     worker.ranks.settle(worker.model)
-    ours, theirs = kept_parameters(worker), saved_parameters(worker, folder)
-    shapes = {name: tuple(p.shape) for name, p in ours.items()}
-    if shapes != {name: tuple(p.shape) for name, p in theirs.items()}:
+    theirs = saved_parameters(worker, folder)
+    if kept_shapes(worker) != {name: parameter.shape for name, parameter in theirs.items()}:
         raise another_model(worker, folder)
     # Read before anything is overwritten: it may be damaged.
     state = optimizer_state(worker, folder) if worker.optimizer is not None else {}
-    for name, parameter in ours.items():
+    for name, parameter in kept_parameters(worker).items():
         local_part(parameter).copy_(part_of(theirs[name], parameter))
     if worker.optimizer is not None:
         worker.optimizer.load_state(state)
 
 
 def kept_parameters(worker: RoleWorker) -> dict[str, Tensor]:
-    """What a worker goes on from: every parameter, or of one with adapters, whose base is the model it began with, these."""
+    """What this rank goes on from: every parameter, or of a worker with adapters, whose base is the model it began with, these."""
     return adapter_parameters(worker.model) if worker.lora else dict(worker.model.named_parameters())
+
+
+def kept_shapes(worker: RoleWorker) -> dict[str, torch.Size]:
+    """The shapes of the same, of all ranks."""
+    if not worker.lora:
+        return worker.shapes
+    return {adapter_name(name): shape for name, shape in worker.shapes.items() if is_adapter(name)}
 
 
 def saved_parameters(worker: RoleWorker, folder: Path) -> dict[str, Tensor]:
@@ -106,11 +165,11 @@ def optimizer_state(worker: RoleWorker, folder: Path) -> dict[str, Tensor]:
     optimizer = worker.optimizer
     assert optimizer is not None
     if (folder / OPTIMIZER).is_file():
-        tensors = load_file(folder / OPTIMIZER)
+        tensors = {key: tensor for key, tensor in load_file(folder / OPTIMIZER).items() if ours(worker, key)}
         return {key: part_of(tensor, owner(optimizer, key, tensor)) for key, tensor in tensors.items()}
     try:
         known = dcp.FileSystemReader(folder / PARTS).read_metadata().state_dict_metadata
-        wanted = {key: empty_part(optimizer, key, about) for key, about in known.items()}
+        wanted = {key: empty_part(optimizer, key, about) for key, about in known.items() if ours(worker, key)}
         with warnings.catch_warnings():
             # That each rank reads for itself what it needs is meant, and nothing to warn of.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -129,9 +188,20 @@ def divided_state(optimizer: MasterOptimizer) -> dict[str, Tensor]:
     return {key: as_part(tensor, owner(optimizer, key, tensor)) for key, tensor in optimizer.state().items()}
 
 
+def ours(worker: RoleWorker, key: str) -> bool:
+    """False for what only other ranks have of this model. Raises LookupError for another model's."""
+    assert worker.optimizer is not None
+    number = key.split(".")[0]
+    if not number.isdecimal() or int(number) in worker.optimizer.by_number:
+        return True
+    if int(number) >= len(worker.shapes):
+        raise LookupError(f"{key} is of another model: this one has {len(worker.shapes)} parameters")
+    return False
+
+
 def owner(optimizer: MasterOptimizer, key: str, tensor: Tensor) -> Tensor:
-    """What a tensor of the state is divided like: its parameter, or for a count itself. Raises IndexError for another model's."""
-    return optimizer.parameters[int(key.split(".")[0])] if tensor.dim() else tensor
+    """What a tensor of the state is divided like: its parameter, or for a count itself."""
+    return optimizer.by_number[int(key.split(".")[0])] if tensor.dim() else tensor
 
 
 def empty_part(optimizer: MasterOptimizer, key: str, about: object) -> Tensor:
@@ -139,7 +209,7 @@ def empty_part(optimizer: MasterOptimizer, key: str, about: object) -> Tensor:
     assert isinstance(about, TensorStorageMetadata)
     if not about.size:
         return torch.empty((), dtype=about.properties.dtype)
-    parameter = optimizer.parameters[int(key.split(".")[0])]
+    parameter = optimizer.by_number[int(key.split(".")[0])]
     if parameter.shape != about.size:
         raise LookupError(f"{key} is {tuple(about.size)} and the parameter {tuple(parameter.shape)}")
     return as_part(torch.empty_like(local_part(parameter), dtype=about.properties.dtype), parameter)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,17 @@ from torch import Tensor
 
 from braidrl.data.rows import Rows
 
+if TYPE_CHECKING:
+    from braidrl.models.packed import Packed
+
 BUCKET_BYTES = 64 << 20
 """Gradients that are summed in one message."""
 
+Part = TypeVar("Part")
+"""What a rank has of a tensor."""
 Predict = Callable[..., dict[str, Tensor]]
+Then = Callable[[int, dict[str, Tensor]], Tensor | None]
+"""Gets a micro-batch's number and what is predicted of it; the loss to go backward from, or None."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,11 @@ class DataParallel:
         return False
 
     @property
+    def predicts(self) -> bool:
+        """True where this rank has the model's last layer, and what is predicted."""
+        return True
+
+    @property
     def divided(self) -> bool:
         """True where no rank has the whole model."""
         return False
@@ -68,8 +80,32 @@ class DataParallel:
         """How many micro-batches this rank takes part in; what is over its own are empty ones."""
         return micro_batches
 
-    def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces each gradient by its sum over all rows. Every rank must pass tensors of the same shapes."""
+    def over(self, model: Any, compute: Predict, micro_batches: Sequence[Packed], then: Then) -> None:
+        """Computes each micro-batch and calls `then` with what is predicted; goes backward from the loss that it returns.
+
+        Where the ranks divide the layers, `then` is called on those that predict.
+        """
+        for number, packed in enumerate(micro_batches):
+            loss = then(number, compute(packed))
+            if loss is not None:
+                loss.backward()
+
+    def shared(self, values: Tensor) -> Tensor:
+        """What a rank that predicts has found, on those that do not too: these bring a tensor of its shape and type."""
+        return values
+
+    def whole_tensors(
+        self, named: Mapping[str, Part], whole: Callable[[Part], Tensor]
+    ) -> Iterator[tuple[list[str], Tensor]]:
+        """Each tensor of the model, made by `whole` from what the ranks have of it, with its names.
+
+        All ranks that have divided the model call this at the same time.
+        """
+        for names, tensor in by_tensor(named):
+            yield names, whole(tensor)
+
+    def sum_(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        """Replaces each parameter's gradient by its sum over all rows. Every rank must pass tensors of the same shapes."""
         if self.size > 1:
             with self.meeting("the sum of gradients"):
                 sum_in_buckets(tensors, self.group)
@@ -77,6 +113,14 @@ class DataParallel:
     def norm(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
         """Of the gradients of all parameters together, each None where there is none."""
         return torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
+
+
+def by_tensor(named: Mapping[str, Part]) -> list[tuple[list[str], Part]]:
+    """Tensors with all of their names, of which tied ones have several."""
+    found: dict[int, tuple[list[str], Part]] = {}
+    for name, tensor in named.items():
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(found.values())
 
 
 def sum_in_buckets(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -4,7 +4,8 @@ weights ─ gradient sums ─ master weights ─ AdamW's moments      from the p
 weights gathered while it computes                              from the layout
 activations of a micro-batch                                    from what autograd keeps of a forward pass on shapes alone
 
-A layout's axes are taken to divide everything evenly; norms, which no axis divides, are a ten-thousandth of a model.
+A layout's axes are taken to divide everything evenly; norms, which no axis divides, are a ten-thousandth of a model. Of a pipeline's
+stages the fullest is counted, which is the first or the last: they have the vocabulary.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from braidrl.models.layout import ParallelLayout
 from braidrl.models.loading import read_model_config
 from braidrl.models.log_probs import CHUNK_ELEMENTS
 from braidrl.models.lora import add_adapters
+from braidrl.models.pipeline import RUN
 
 MASTER_BYTES = 4
 MOMENTS = 2
@@ -81,11 +83,14 @@ def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTr
 
 def resident_bytes(shape: Shape, trained: bool, layout: ParallelLayout = ALONE) -> dict[str, int]:
     """What stays on the device from step to step, by part."""
-    sharding = 1 if layout.shard == "none" else (layout.data or 1) * layout.sequence
-    devices = layout.tensor * layout.pipeline * sharding
-    parts = {"weights": shape.parameters // devices * shape.element_bytes}
+    layers = shape.config.num_hidden_layers // layout.pipeline
+    whole = layers * shape.layer_parameters + beside_layers(shape, layout)
+    own = whole // (layout.tensor * layout.sharding)
+    parts = {"weights": own * shape.element_bytes}
     if trained:
-        master, own = max(MASTER_BYTES, shape.element_bytes), shape.trained // devices
+        if shape.trained < shape.parameters:
+            own = shape.trained // (layout.tensor * layout.pipeline * layout.sharding)
+        master = max(MASTER_BYTES, shape.element_bytes)
         parts["gradients"] = own * master
         if master > shape.element_bytes:
             parts["master weights"] = own * master
@@ -100,16 +105,34 @@ def gathered_bytes(shape: Shape, layout: ParallelLayout) -> int:
     """
     if layout.shard == "none":
         return 0
-    layers = shape.config.num_hidden_layers
-    beside = shape.parameters - layers * shape.layer_parameters
-    held = beside + (layers if layout.shard == "optimizer" else min(2, layers)) * shape.layer_parameters
-    return held * shape.element_bytes // (layout.tensor * layout.pipeline)
+    layers = shape.config.num_hidden_layers // layout.pipeline
+    held = beside_layers(shape, layout) + (
+        (layers if layout.shard == "optimizer" else min(2, layers)) * shape.layer_parameters
+    )
+    return held * shape.element_bytes // layout.tensor
 
 
-def cache_bytes(shape: Shape, slots: int, tokens: int) -> int:
+def beside_layers(shape: Shape, layout: ParallelLayout) -> int:
+    """Parameters of embedding, norm and head; in a pipeline those of its first or its last stage, whichever has more."""
+    both = shape.parameters - shape.config.num_hidden_layers * shape.layer_parameters
+    if layout.pipeline == 1:
+        return both
+    embedding = shape.config.vocab_size * shape.config.hidden_size
+    # With tied weights the last stage has the embedding too.
+    return both if both < 2 * embedding else both - embedding
+
+
+def message_bytes(shape: Shape, tokens: int, trained: bool, layout: ParallelLayout) -> int:
+    """What a stage of a pipeline has room for that others send: activations and, where it is trained, gradients of a whole run."""
+    if layout.pipeline == 1:
+        return 0
+    one = -(-tokens // layout.sequence) * shape.config.hidden_size * shape.element_bytes
+    return one * RUN * layout.pipeline * (2 if trained and layout.pipeline > 2 else 1)
+
+
+def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int:
     """Keys and values of `slots` rows of `tokens` tokens."""
-    config = shape.config
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_width(config) * shape.element_bytes
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_width(config) * element_bytes
     return per_token * slots * tokens
 
 

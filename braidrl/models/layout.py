@@ -21,7 +21,7 @@ class ParallelLayout(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     pipeline: int = Field(1, ge=1)
-    """Groups of layers, one after the other; 1, as no runtime divides layers yet."""
+    """Stages, each with as many of the layers, through which micro-batches pass one behind the other."""
     tensor: int = Field(1, ge=1)
     """Devices that divide each matrix and the vocabulary."""
     data: int | None = Field(None, ge=1)
@@ -31,6 +31,8 @@ class ParallelLayout(BaseModel):
     shard: Literal["full", "optimizer", "none"] = "none"
     """What the ranks along `data` and `sequence` divide: weights, gradients and optimizer state (`full`: FSDP, ZeRO-3), the last two
     (`optimizer`: ZeRO-2, the weights are whole while a batch is computed), or nothing."""
+    nodes: int = Field(1, ge=1)
+    """Groups of ranks along `data` that each have all shards: weights are gathered within a node, gradients alone cross between nodes."""
 
     @property
     def replica(self) -> int:
@@ -52,7 +54,17 @@ class ParallelLayout(BaseModel):
                 f"{key}: {product} make {data * self.replica} devices and there are {devices}; "
                 f"write numbers that multiply to {devices}, or workers={data * self.replica}"
             )
+        if self.nodes > 1 and (self.shard == "none" or data % self.nodes):
+            why = f"does not divide data {data}" if data % self.nodes else "has no shards"
+            raise UserError(
+                f"{key}: nodes={self.nodes} {why}; write shard=full and a number of nodes that divides data"
+            )
         return filled
+
+    @property
+    def sharding(self) -> int:
+        """Devices that divide what is sharded; of a layout with `data` filled in."""
+        return 1 if self.shard == "none" else (self.data or 1) * self.sequence // self.nodes
 
     def check_model(self, heads: int, key_value_heads: int, layers: int, key: str = "trainer.layout") -> None:
         """Raises UserError, naming `key`, where the axes do not divide a model's heads or layers."""

@@ -71,7 +71,17 @@ def peft_config(lora: LoraConfig, model: Path | None = None, head: bool = False)
 def train_adapters_only(model: nn.Module) -> None:
     """Freezes all but the adapters, and the head of a scorer, which begins as zero."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".lora_" in name or name == HEAD)
+        parameter.requires_grad_(is_adapter(name))
+
+
+def is_adapter(name: str) -> bool:
+    """True for a parameter that is trained where adapters are."""
+    return ".lora_" in name or name == HEAD
+
+
+def adapter_name(name: str) -> str:
+    """A parameter's name in peft's words."""
+    return PREFIX + name.replace(f".{NAME}.", ".")
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,10 @@ class Adapted:
     @property
     def shape(self) -> torch.Size:
         return self.base.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
 
     @torch.no_grad()
     def merged(self) -> Tensor:
@@ -118,11 +132,7 @@ def merged(tensor: Tensor | Adapted) -> Tensor:
 
 def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
     """What is trained, by peft's names."""
-    return {
-        PREFIX + name.replace(f".{NAME}.", "."): parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+    return {adapter_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def save_adapters(folder: Path, lora: LoraConfig, tensors: Mapping[str, Tensor], base: Path) -> None:

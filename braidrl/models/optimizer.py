@@ -41,9 +41,13 @@ class MasterOptimizer:
         config: TrainerConfig,
         peak: float,
         ranks: DataParallel | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> None:
+        """`numbers` are the parameters' places in the whole model, where ranks have some of them alone."""
         self.ranks = ranks or DataParallel()
-        self.parameters = [p for p in parameters if p.requires_grad]
+        placed = zip(numbers or range(len(parameters)), parameters, strict=True)
+        self.by_number = {number: p for number, p in placed if p.requires_grad}
+        self.parameters = list(self.by_number.values())
         self.config, self.peak = config, peak
         parts = [local_part(p) for p in self.parameters]
         self.masters = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in parts]
@@ -61,8 +65,12 @@ class MasterOptimizer:
         """Adds the gradients of loss sums, one scalar per denominator's name."""
         names = [name for name, loss in losses.items() if loss.requires_grad]
         for name in names:
-            self.collecting = self.sums.setdefault(name, [None] * len(self.parameters))
+            self.collect(name)
             losses[name].backward(retain_graph=name != names[-1])
+
+    def collect(self, name: str) -> None:
+        """Gradients of losses that go backward from now on are added to the sum of this denominator."""
+        self.collecting = self.sums.setdefault(name, [None] * len(self.parameters))
 
     def _collect(self, i: int, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
@@ -100,7 +108,7 @@ class MasterOptimizer:
         if self.ranks.size == 1:
             return sums
         filled = [torch.zeros_like(m) if part is None else part for part, m in zip(sums, self.masters, strict=True)]
-        self.ranks.sum_(filled)
+        self.ranks.sum_(filled, self.parameters)
         return list(filled)
 
     def _clip(self) -> float:
@@ -119,10 +127,20 @@ class MasterOptimizer:
             if parameter.dtype != master.dtype:
                 local_part(parameter).copy_(master)
 
+    @property
+    def bytes_in_use(self) -> int:
+        """Of gradients, moments and masters that are copies, from the first step on."""
+        copies = [p.dtype != m.dtype for p, m in zip(self.parameters, self.masters, strict=True)]
+        return sum(m.nbytes * (3 + copied) for m, copied in zip(self.masters, copies, strict=True))
+
+    def tensors(self) -> list[Tensor]:
+        """What it holds beside the model's own weights."""
+        return [tensor for name, tensor in self.state().items() if name != "steps"]
+
     def state(self) -> dict[str, Tensor]:
         """Everything that a resumed run needs, as flat tensors by name: masters that are copies, moments, counts."""
         tensors = {"steps": torch.tensor(self.steps)}
-        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+        for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
             if parameter.dtype != master.dtype:
                 tensors[f"{i}.master"] = master
             for name, value in self.optimizer.state.get(master, {}).items():
@@ -133,7 +151,7 @@ class MasterOptimizer:
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Restores `state()`. Raises KeyError or RuntimeError when it belongs to another model."""
         self.steps = int(tensors["steps"])
-        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+        for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
             if parameter.dtype != master.dtype:
                 master.copy_(tensors[f"{i}.master"])
             names = [name for name in ("step", "exp_avg", "exp_avg_sq") if f"{i}.{name}" in tensors]

@@ -6,7 +6,8 @@ actions           ^ ^       ^ ^ ^     ^          what was sampled; each is predi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,13 +16,17 @@ from braidrl.algorithms.ragged import offsets_of
 from braidrl.data.rows import Rows
 from braidrl.models.attention import AttentionContext, PackedSequences
 
+FILLER = 64
+"""Tokens of a sequence that fills up: attention over many short ones costs less than over a long one."""
+
 
 @dataclass(frozen=True)
 class Packed:
     """N tokens of B rows with A action tokens.
 
     input_ids, position_ids (N,); sequence_lengths of all sequences; predictors (A,): positions whose hidden state predicts an action;
-    targets (A,): the actions; offsets (B + 1,): each row's part of the A actions; row_ends (B,): position of each row's last token.
+    targets (A,): the actions; offsets (B + 1,): each row's part of the A actions; row_ends (B,): position of each row's last token;
+    hidden (1, N, D): what earlier layers made of the tokens, where another rank has these.
     """
 
     input_ids: Tensor
@@ -31,10 +36,29 @@ class Packed:
     targets: Tensor
     offsets: Tensor
     row_ends: Tensor
+    hidden: Tensor | None = field(default=None, kw_only=True)
 
     def attention(self) -> AttentionContext:
         """Which keys each token sees."""
         return PackedSequences.of(self.sequence_lengths, self.input_ids.device, keep_scores=True)
+
+    def padded(self, tokens: int) -> Self:
+        """With sequences that no row has at its end, so that they are so many tokens."""
+        missing = tokens - len(self.input_ids)
+        if not missing:
+            return self
+        positions = torch.arange(missing, device=self.input_ids.device) % FILLER
+        lengths = tuple(min(FILLER, missing - start) for start in range(0, missing, FILLER))
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, torch.zeros_like(positions)]),
+            position_ids=torch.cat([self.position_ids, positions]),
+            **self._followed_by(lengths),
+        )
+
+    def _followed_by(self, lengths: tuple[int, ...]) -> dict[str, Any]:
+        """What says who attends to whom, with sequences of these lengths added."""
+        return {"sequence_lengths": (*self.sequence_lengths, *lengths)}
 
 
 def pack(rows: Rows, device: torch.device) -> Packed:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
+    """Of each parameter, whole; tied ones once."""
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -6,11 +6,13 @@ rows ──plan──▶ micro-batches ──pack──▶ hidden states ──p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
@@ -20,15 +22,17 @@ from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.models.backend import Advance, TrainingBackend
 from braidrl.models.checkpoint import load_worker, save_worker
-from braidrl.models.data_parallel import DataParallel
+from braidrl.models.data_parallel import DataParallel, Then
 from braidrl.models.layers import compile_layers
 from braidrl.models.layout import ParallelLayout
 from braidrl.models.likelihood import Likelihood
 from braidrl.models.lora import add_adapters, merged, plain_names, train_adapters_only
 from braidrl.models.objective import Objective
+from braidrl.models.offload import Movable
 from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.packed import Packed, nothing, pack
-from braidrl.models.parts import local_part, part_of
+from braidrl.models.parts import local_part, part_of, shapes_of
+from braidrl.models.pipeline import HIDDEN
 from braidrl.models.sharded import laid_out
 from braidrl.models.shared_prompts import pack_shared, pays, plan_shared
 from braidrl.observe.metrics import Sums
@@ -66,6 +70,15 @@ def none_of(predicted: Mapping[str, Tensor]) -> Tensor:
     return sum((0 * values.sum() for values in predicted.values()), torch.zeros(()))
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that are computed together, their numbers among all, and how they are laid out; of an empty one there are none."""
+
+    numbers: list[int]
+    rows: Rows
+    packed: Packed
+
+
 def layout_key(role: str, config: Config) -> str:
     """Where in the configuration the role's layout stands."""
     own = config.roles.get(role)
@@ -84,11 +97,13 @@ class RoleWorker(TrainingBackend, ABC):
         self.ranks = laid_out(layout_of(role, config), ranks or DataParallel(), self.device)
         self.lora = lora_of(role, config) if train else None
         self.model = self.load_model(self.path)
+        self.base_shapes = shapes_of(self.model)
         if self.lora:
             add_adapters(self.model, self.lora, config.seed)
+        self.shapes = shapes_of(self.model)
         if config.trainer.compile and self.device.type == "cpu":
             compile_layers(self.model)
-        self.compute = self.ranks.place(self.model, self.predict)
+        self.compute = self.ranks.place(self.model, self.predict if self.ranks.predicts else self.pass_on)
         # Only now: a model that ranks divide may be too large for one device.
         self.model.to(self.device).requires_grad_(train).eval()
         if self.lora:
@@ -97,9 +112,21 @@ class RoleWorker(TrainingBackend, ABC):
         self.optimizer: MasterOptimizer | None = None
         if train:
             peak = own.learning_rate if own and own.learning_rate is not None else config.trainer.learning_rate
-            self.optimizer = MasterOptimizer(list(self.model.parameters()), config.trainer, peak, self.ranks)
+            names, parameters = zip(*self.model.named_parameters(), strict=True)
+            places = [list(self.shapes).index(name) for name in names]
+            self.optimizer = MasterOptimizer(parameters, config.trainer, peak, self.ranks, places)
             if config.trainer.activation_checkpointing:
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.background: dist.ProcessGroup | None = None
+        """In which the ranks meet that write a checkpoint while they train."""
+        self.movable = {"weights": Movable(self._weights)}
+        """What can be put away while other roles need the device."""
+        if self.optimizer is not None:
+            self.movable["optimizer"] = Movable(self.optimizer.tensors)
+
+    def _weights(self) -> list[Tensor]:
+        self.ranks.settle(self.model)
+        return list(self.model.parameters())
 
     @property
     def holds_its_weights(self) -> bool:
@@ -114,14 +141,23 @@ class RoleWorker(TrainingBackend, ABC):
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
         """What a forward pass computes for the objective's loss, by name; without one, what inference needs."""
 
+    def pass_on(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
+        """In place of `predict` where another rank has the last layers."""
+        return {HIDDEN: self._through_layers(packed)}
+
     def hidden_states(self, packed: Packed) -> Tensor:
         """The last layer's output at each packed token, (N, D)."""
+        return self._through_layers(packed)[0]
+
+    def _through_layers(self, packed: Packed) -> Tensor:
+        """What comes out of the last layer that this rank has, (1, N, D)."""
         hidden: Tensor = self.model.base_model(
-            input_ids=packed.input_ids[None],
+            input_ids=packed.input_ids[None] if packed.hidden is None else None,
+            inputs_embeds=packed.hidden,
             position_ids=packed.position_ids[None],
             use_cache=False,
             sequences=packed.attention(),
-        ).last_hidden_state[0]
+        ).last_hidden_state
         return hidden
 
     def micro_batches(self, rows: Rows, whole_groups: bool = False) -> Iterator[tuple[list[int], Rows]]:
@@ -146,30 +182,33 @@ class RoleWorker(TrainingBackend, ABC):
         """The rows of a micro-batch for one forward pass."""
         return pack_shared(rows, self.device) if self.shares(rows) else pack(rows, self.device)
 
+    def rounds(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
+        """The micro-batches, and empty ones where other ranks have more and would wait."""
+        found = [MicroBatch(n, part, self.pack(part)) for n, part in self.micro_batches(rows, whole_groups)]
+        empty = MicroBatch([], Rows({}), nothing(self.device))
+        return found + [empty] * (self.ranks.rounds(len(found)) - len(found))
+
     @torch.no_grad()
     def infer(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
         """What the model predicts under `name` for each row's actions (`scores`: one number for the row), in the order of `rows`."""
         rows, own = self.ranks.pooled(rows)
-        order: list[int] = []
-        parts: list[Ragged] = []
-        for numbers, part in self.rounds(self.micro_batches(rows)):
-            packed = self.pack(part) if numbers else nothing(self.device)
-            predicted = self.compute(packed)[name]
-            if not numbers:
-                continue
-            offsets = torch.arange(len(part) + 1) if name == "scores" else packed.offsets.to("cpu")
-            parts.append(Ragged(predicted.to("cpu"), offsets))
-            order += numbers
-            if advance and self.ranks.speaks:
-                advance(len(part), len(packed.input_ids))
-        if not parts:
-            return Ragged(torch.empty(0), torch.zeros(1, dtype=torch.int64))
-        return Ragged.cat(parts).take(torch.tensor(order).argsort()[own])
+        batches = self.rounds(rows)
+        offsets = [torch.arange(len(b.rows) + 1) if name == "scores" else b.packed.offsets.to("cpu") for b in batches]
+        sizes = [int(each[-1]) for each in offsets]
+        found = torch.empty(sum(sizes), dtype=torch.promote_types(self.dtype, torch.float32))
 
-    def rounds(self, micro_batches: Iterator[tuple[list[int], Rows]]) -> list[tuple[list[int], Rows]]:
-        """The micro-batches, and empty ones where other ranks have more and would wait."""
-        found = list(micro_batches)
-        return found + [([], Rows({}))] * (self.ranks.rounds(len(found)) - len(found))
+        def keep(number: int, predicted: dict[str, Tensor]) -> None:
+            batch = batches[number]
+            if batch.numbers:
+                found.split(sizes)[number].copy_(predicted[name])
+                self._tell(advance, batch)
+
+        self._over(batches, keep)
+        if not len(rows):
+            return Ragged(torch.empty(0), torch.zeros(1, dtype=torch.int64))
+        parts = self.ranks.shared(found).split(sizes)
+        order = torch.tensor([number for batch in batches for number in batch.numbers])
+        return Ragged.cat([Ragged(*part) for part in zip(parts, offsets, strict=True)]).take(order.argsort()[own])
 
     def accumulate(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
@@ -178,29 +217,50 @@ class RoleWorker(TrainingBackend, ABC):
 
         Returns the loss sums by denominator; metrics per token go to `sums` under the role's name.
         """
-        assert self.optimizer is not None, f"{self.role} is not trained"
         totals: dict[str, float] = {}
         rows, _ = self.ranks.pooled(rows)
         self.model.train()
         terms: tuple[Objective | Likelihood, ...] = (objective, *objective.beside)
         for term in terms:
-            selected = term.select(rows) if len(rows) else rows
-            for numbers, part in self.rounds(self.micro_batches(selected, term.whole_groups)):
-                if not numbers:
-                    self.optimizer.backward({term.denominator: none_of(self.compute(nothing(self.device), term))})
-                    continue
-                packed = self.pack(part)
-                losses, metrics = term.sums(part, packed.offsets, self.compute(packed, term))
-                self.optimizer.backward(losses)
-                if not self.ranks.speaks:
-                    continue
-                for name, loss in losses.items():
-                    totals[name] = totals.get(name, 0.0) + float(loss.detach())
-                self._count(metrics, sums)
-                if advance:
-                    advance(len(part) if term is objective else 0, len(packed.input_ids))
+            self._accumulate(term, rows, sums, totals, advance)
         self.model.eval()
         return totals
+
+    def _accumulate(
+        self,
+        term: Objective | Likelihood,
+        rows: Rows,
+        sums: Sums,
+        totals: dict[str, float],
+        advance: Advance | None,
+    ) -> None:
+        assert self.optimizer is not None, f"{self.role} is not trained"
+        batches = self.rounds(term.select(rows) if len(rows) else rows, term.whole_groups)
+
+        def loss_of(number: int, predicted: dict[str, Tensor]) -> Tensor:
+            batch = batches[number]
+            if not batch.numbers:
+                return none_of(predicted)
+            losses, metrics = term.sums(batch.rows, batch.packed.offsets, predicted)
+            loss = losses[term.denominator]
+            if self.ranks.speaks:
+                totals[term.denominator] = totals.get(term.denominator, 0.0) + float(loss.detach())
+                self._count(metrics, sums)
+            self._tell(advance, batch, isinstance(term, Objective))
+            return loss
+
+        self.optimizer.collect(term.denominator)
+        self._over(batches, loss_of, term)
+
+    def _over(self, batches: Sequence[MicroBatch], then: Then, *term: Objective | Likelihood) -> None:
+        """Computes the micro-batches, and goes backward where `then` returns a loss."""
+        self.ranks.over(
+            self.model, lambda packed: self.compute(packed, *term), [batch.packed for batch in batches], then
+        )
+
+    def _tell(self, advance: Advance | None, batch: MicroBatch, counts_rows: bool = True) -> None:
+        if advance and self.ranks.speaks:
+            advance(len(batch.rows) if counts_rows else 0, len(batch.packed.input_ids))
 
     def _count(self, metrics: Mapping[str, Tensor], sums: Sums) -> None:
         """Adds numbers per token to the sums, under the role's name."""
@@ -218,23 +278,36 @@ class RoleWorker(TrainingBackend, ABC):
 
     @torch.no_grad()
     def follow(self, source: RoleWorker, decay: float) -> None:
-        """Weights become `decay` times their own and the rest another role's.
+        """Weights become `decay` times their own and the rest another role's. Raises UserError as `move_towards` does."""
+        self._check_follows(source.role, source.base_shapes)
+        source.ranks.settle(source.model)
+        theirs = plain_names(source.model, source.model.state_dict(keep_vars=True))
+        self._move(source.ranks.whole_tensors(theirs, merged), decay)
+
+    @torch.no_grad()
+    def move_towards(self, theirs: Mapping[str, Tensor], source: str, decay: float) -> None:
+        """Weights become `decay` times their own and the rest `theirs`, whole and merged, of the role `source`.
 
         Raises UserError for a model of other shapes, and for one with an optimizer, which has weights of its own.
         """
+        self._check_follows(source, {name: theirs[name].shape for name in self.base_shapes if name in theirs})
+        self._move((([name], tensor) for name, tensor in theirs.items()), decay)
+
+    def _check_follows(self, source: str, shapes: Mapping[str, torch.Size]) -> None:
         if self.optimizer is not None:
-            raise UserError(f"{self.role} is trained by a loss: it cannot take weights from {source.role} too")
-        for worker in (self, source):
-            worker.ranks.settle(worker.model)
-        # Parameters, and not the state's names: one that is tied has two of those, and would move twice.
+            raise UserError(f"{self.role} is trained by a loss: it cannot take weights from {source} too")
+        if self.base_shapes != shapes:
+            raise UserError(f"{self.role} cannot take weights from {source}: {self.path} is another model")
+
+    def _move(self, theirs: Iterable[tuple[list[str], Tensor]], decay: float) -> None:
+        self.ranks.settle(self.model)
         ours = dict(self.model.named_parameters())
-        theirs = plain_names(source.model, dict(source.model.named_parameters()))
-        if {n: t.shape for n, t in ours.items()} != {n: t.shape for n, t in theirs.items()}:
-            raise UserError(f"{self.role} cannot take weights from {source.role}: {self.path} is another model")
-        for name, tensor in ours.items():
-            # Two roles may be divided among the ranks in different ways.
-            own = local_part(tensor)
-            own.lerp_(part_of(merged(theirs[name]), tensor).to(own), 1.0 - decay)
+        # Two roles may be divided among the ranks in different ways.
+        for names, tensor in theirs:
+            # Each once: one that is tied has two names, and may lie on two stages.
+            for parameter in [ours.pop(name) for name in names if name in ours]:
+                own = local_part(parameter)
+                own.lerp_(part_of(tensor, parameter).to(own), 1.0 - decay)
 
     def step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
         """Divides the accumulated sums by their global counts and updates; the gradient norm, or None if there was nothing."""

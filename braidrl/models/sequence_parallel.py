@@ -10,7 +10,7 @@ takes the gradients of its own tokens, and their sum over the ranks is the gradi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,42 +54,31 @@ class PackedShare(Packed):
         return DividedSequences(super().attention(), self.group)
 
 
-def divided(predict: Predict, group: dist.ProcessGroup) -> Predict:
-    """A prediction whose tokens the ranks of `group` divide; each of them calls it with the same rows and has the whole result."""
+def divided(predict: Predict, group: dist.ProcessGroup, join: bool = True) -> Predict:
+    """A prediction whose tokens the ranks of `group` divide; each of them calls it with the same rows and has the whole result.
+
+    Without `join` each has that of its own tokens.
+    """
 
     def together(packed: Packed, *objective: Any) -> dict[str, Tensor]:
         found = predict(share_of(packed, group), *objective)
-        return {name: joined(values, group) for name, values in found.items()}
+        return {name: joined(values, group) if join else values for name, values in found.items()}
 
     return together
 
 
 def share_of(packed: Packed, group: dist.ProcessGroup) -> PackedShare:
-    """This rank's tokens, after enough tokens of no row are added that every rank has as many."""
-    packed = padded(packed, group.size())
-    count = len(packed.input_ids) // group.size()
+    """This rank's tokens, after enough tokens of no row are added that every rank has as many; `hidden` is already its own."""
+    count = -(-len(packed.input_ids) // group.size())
+    packed = packed.padded(count * group.size())
     first = group.rank() * count
     here = (packed.predictors >= first) & (packed.predictors < first + count)
     ends = packed.row_ends[(packed.row_ends >= first) & (packed.row_ends < first + count)]
     own = slice(first, first + count)
     return PackedShare(
         packed.input_ids[own], packed.position_ids[own], packed.sequence_lengths, packed.predictors[here] - first,
-        packed.targets[here], packed.offsets, ends - first, group,
+        packed.targets[here], packed.offsets, ends - first, group, hidden=packed.hidden,
     )  # fmt: skip
-
-
-def padded(packed: Packed, multiple: int) -> Packed:
-    """With a last sequence that no row has, where the number of tokens is no multiple."""
-    missing = -len(packed.input_ids) % multiple
-    if not missing:
-        return packed
-    more = torch.arange(missing, device=packed.input_ids.device)
-    return replace(
-        packed,
-        input_ids=torch.cat([packed.input_ids, torch.zeros_like(more)]),
-        position_ids=torch.cat([packed.position_ids, more]),
-        sequence_lengths=(*packed.sequence_lengths, missing),
-    )
 
 
 def joined(values: Tensor, group: dist.ProcessGroup) -> Tensor:

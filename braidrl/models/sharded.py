@@ -2,6 +2,7 @@
 
                     data 0                      data 1
             tensor 0    tensor 1        tensor 0    tensor 1
+layers      all, or with pipeline > 1 those of a stage                `pipeline.cut`
 rows        a pool of rows, the same    another pool                  `pooled`
 matrices    left half   right half      left half   right half        `tensor_parallel.divide`
 tokens      all, or with sequence > 1 a share of the pool's           `sequence_parallel.divided`
@@ -12,7 +13,7 @@ A pool is what the ranks of one copy of the model compute together: each brings 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,9 +33,12 @@ from braidrl.data.codec import decode, encode
 from braidrl.data.frames import join, split
 from braidrl.data.rows import Rows
 from braidrl.models import tensor_parallel
-from braidrl.models.data_parallel import DataParallel, Predict, sum_in_buckets
+from braidrl.models.data_parallel import DataParallel, Part, Predict, Then, sum_in_buckets
 from braidrl.models.layout import AXES, ParallelLayout
+from braidrl.models.messages import gathered
+from braidrl.models.packed import Packed
 from braidrl.models.parts import parts_of
+from braidrl.models.pipeline import Pipeline, cut, is_tied, own_layers
 from braidrl.models.sequence_parallel import divided
 
 
@@ -45,16 +49,24 @@ class Sharded(DataParallel):
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     everyone: DataParallel = field(default_factory=DataParallel)
     mesh: DeviceMesh | None = None
-    """(shard, tensor), by these names; ranks along `shard` have different tokens."""
+    """(pipeline, node, shard, tensor), by these names; ranks along `node` and `shard` have different tokens."""
     pool: dist.ProcessGroup | None = None
     """The ranks that compute the same rows."""
     neighbours: dist.ProcessGroup | None = None
     """Those of them that divide their tokens."""
+    pipeline: Pipeline | None = None
+    """Those of them that have other layers; None where each has them all."""
+    twice: list[Tensor] = field(default_factory=list)
+    """The parameter that the first and the last stage both have, where there is one."""
 
     @property
     def speaks(self) -> bool:
         assert self.pool is not None
-        return self.pool.rank() == 0
+        return self.pool.rank() == self.layout.replica - self.layout.replica // self.layout.pipeline
+
+    @property
+    def predicts(self) -> bool:
+        return self.pipeline is None or self.pipeline.last
 
     @property
     def together(self) -> bool:
@@ -62,7 +74,7 @@ class Sharded(DataParallel):
 
     @property
     def divided(self) -> bool:
-        return self.layout.tensor > 1 or self.divides_weights
+        return self.layout.tensor > 1 or self.divides_weights or self.pipeline is not None
 
     def meeting(self, purpose: str) -> AbstractContextManager[object]:
         return self.everyone.meeting(purpose)
@@ -74,17 +86,27 @@ class Sharded(DataParallel):
 
     def place(self, model: Any, predict: Predict) -> Predict:
         assert self.mesh is not None and self.neighbours is not None
+        tied = is_tied(model)
+        if self.pipeline is not None:
+            cut(model, self.pipeline.stage, self.pipeline.stages)
         if self.layout.sequence > 1:
-            predict = divided(predict, self.neighbours)
+            predict = divided(predict, self.neighbours, self.predicts)
         if self.layout.tensor > 1:
             tensor_parallel.divide(model, self.mesh["tensor"])
-        if not self.divides_weights:
-            return predict
+        if self.divides_weights:
+            predict = self._shard(model, predict)
+        if tied and self.pipeline is not None and self.pipeline.ends is not None:
+            self.twice.append(model.get_input_embeddings().weight)
+        return predict
+
+    def _shard(self, model: Any, predict: Predict) -> Predict:
+        assert self.mesh is not None
         # Gradients are summed in float32 whatever the weights are; loss sums are divided once, at `step`.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(model.dtype, torch.float32))
         keep = self.layout.shard == "optimizer"
-        for module in (*model.base_model.layers, model):
-            fully_shard(module, mesh=self.mesh["shard"], reshard_after_forward=not keep, mp_policy=policy)
+        mesh = self.mesh["node", "shard"] if self.layout.nodes > 1 else self.mesh["shard"]
+        for module in (*own_layers(model), model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=not keep, mp_policy=policy)
         for module in sharded_modules(model):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
@@ -110,25 +132,51 @@ class Sharded(DataParallel):
         return Rows.cat(filled) if filled else rows, slice(before, before + len(rows))
 
     def rounds(self, micro_batches: int) -> int:
-        if not self.divides_weights:
-            return micro_batches
-        most = torch.tensor(micro_batches)
-        with self.meeting("the number of micro-batches"):
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        return int(most)
+        if self.divides_weights:
+            most = torch.tensor(micro_batches)
+            with self.meeting("the number of micro-batches"):
+                dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+            micro_batches = int(most)
+        # Torch's schedule has at least one for each stage.
+        return max(micro_batches, self.layout.pipeline) if micro_batches else 0
 
-    def sum_(self, tensors: Sequence[Tensor]) -> None:
-        if not self.divides_weights:
-            assert self.mesh is not None
-            with self.meeting("the sum of gradients"):
+    def over(self, model: Any, compute: Predict, micro_batches: Sequence[Packed], then: Then) -> None:
+        if self.pipeline is None:
+            super().over(model, compute, micro_batches, then)
+        else:
+            self.pipeline.over(model, compute, micro_batches, then)
+
+    def shared(self, values: Tensor) -> Tensor:
+        return values if self.pipeline is None else self.pipeline.shared(values)
+
+    def whole_tensors(
+        self, named: Mapping[str, Part], whole: Callable[[Part], Tensor]
+    ) -> Iterator[tuple[list[str], Tensor]]:
+        if self.pipeline is None:
+            yield from super().whole_tensors(named, whole)
+        else:
+            yield from self.pipeline.whole_tensors(named, whole)
+
+    def sum_(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        with self.meeting("the sum of gradients"):
+            if not self.divides_weights:
+                assert self.mesh is not None
                 sum_in_buckets(tensors, self.mesh["shard"].get_group())
+            if self.twice:
+                assert self.pipeline is not None
+                both = [t for t, parameter in zip(tensors, parameters, strict=True) if self._is_twice(parameter)]
+                sum_in_buckets(both, self.pipeline.ends)
+
+    def _is_twice(self, parameter: Tensor) -> bool:
+        return any(parameter is one for one in self.twice)
 
     def norm(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
         """From each rank's squares, so weighted that every element of a gradient counts once, wherever it is held."""
         squares = torch.zeros((), dtype=torch.float64)
         for gradient, parameter in zip(gradients, parameters, strict=True):
             if gradient is not None:
-                squares += gradient.double().square().sum().cpu() * parts_of(parameter) / self.size
+                held = self.size // self.layout.pipeline * (2 if self._is_twice(parameter) else 1)
+                squares += gradient.double().square().sum().cpu() * parts_of(parameter) / held
         with self.meeting("the norm of gradients"):
             dist.all_reduce(squares, group=self.group)
         return squares.sqrt()
@@ -144,27 +192,24 @@ def laid_out(layout: ParallelLayout, everyone: DataParallel, device: torch.devic
         return everyone
     sizes = [getattr(layout, axis) for axis in AXES]
     grid = torch.arange(everyone.size).view(sizes)
-    pools = grid.movedim(AXES.index("data"), 0).flatten(1).tolist()
-    neighbours = grid.movedim(AXES.index("sequence"), -1).flatten(0, -2).tolist()
-    mesh = init_device_mesh(
-        device.type, (everyone.size // layout.tensor, layout.tensor), mesh_dim_names=("shard", "tensor")
-    )
-    groups = [dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (pools, neighbours)]
-    return Sharded(everyone.group, layout, everyone, mesh, *groups)
+    pools = grid.movedim(AXES.index("data"), 0).flatten(1)
+    neighbours = grid.movedim(AXES.index("sequence"), -1).flatten(0, -2)
+    different = everyone.size // (layout.pipeline * layout.nodes * layout.tensor)
+    shape = (layout.pipeline, layout.nodes, different, layout.tensor)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "node", "shard", "tensor"))
+    pipeline = None
+    if layout.pipeline > 1:
+        ends = subgroup(grid[[0, -1]].flatten(1).T)
+        pipeline = Pipeline(mesh["pipeline"].get_group(), ends, layout.sequence, device)
+    return Sharded(everyone.group, layout, everyone, mesh, subgroup(pools), subgroup(neighbours), pipeline)
+
+
+def subgroup(ranks: Tensor) -> dist.ProcessGroup | None:
+    """Of groups of ranks, one in each row, the one that this rank is in; None where it is in none."""
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    return group
 
 
 def sharded_modules(model: Any) -> Iterator[FSDPModule]:
     """The modules whose weights are gathered together."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
-
-
-def gathered(message: bytearray, group: dist.ProcessGroup) -> list[memoryview]:
-    """Every rank's bytes, in the order of the group."""
-    size = torch.tensor([len(message)])
-    sizes = [torch.empty_like(size) for _ in range(group.size())]
-    dist.all_gather(sizes, size, group=group)
-    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
-    padded[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
-    found = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(found, padded, group=group)
-    return [part[: int(count)].numpy().data for part, count in zip(found, sizes, strict=True)]

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -179,6 +180,9 @@ class PackedFamilies(Packed):
 
     def attention(self) -> SharedPrompts:
         return SharedPrompts(self.families, self.input_ids.device)
+
+    def _followed_by(self, lengths: tuple[int, ...]) -> dict[str, Any]:
+        return {"families": (*self.families, *(Family(length, (), ()) for length in lengths))}
 
 
 def pack_shared(rows: Rows, device: torch.device) -> PackedFamilies:

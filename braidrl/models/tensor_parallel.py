@@ -21,7 +21,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from braidrl.errors import UserError
+from braidrl.models.pipeline import Elsewhere, is_tied, own_layers
 
+LAYERS = "layers.*."
 HEADS = 2
 """The dimension of heads where queries and keys are normalised: (1, tokens, heads, width)."""
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -47,8 +49,14 @@ def divide(model: Any, mesh: DeviceMesh) -> None:
             f"trainer.layout.tensor: the tensor-parallel plan of {type(model).__name__} {why}; write tensor=1 and shard=full"
         )
     tokens, output = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = output is not None and output.weight is tokens.weight
-    parallelize_module(model.base_model, mesh, {name: STYLES[style]() for name, style in plan.items()})
+    tied = is_tied(model)
+    body = {name: STYLES[style]() for name, style in plan.items() if not name.startswith(LAYERS)}
+    if isinstance(tokens, Elsewhere):
+        del body["embed_tokens"]
+    parallelize_module(model.base_model, mesh, body)
+    for layer in own_layers(model):
+        of_layer = {n.removeprefix(LAYERS): STYLES[s]() for n, s in plan.items() if n.startswith(LAYERS)}
+        parallelize_module(layer, mesh, of_layer)
     if tied:
         output.weight = tokens.weight
     elif isinstance(output, nn.Linear):

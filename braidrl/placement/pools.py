@@ -19,10 +19,12 @@ NAMES = ("colocate", "standalone", "split")
 
 @dataclass(frozen=True)
 class Pool:
-    """Roles in the same processes; `workers` processes, each with a device of its own."""
+    """Roles in the same processes; `workers` processes, each with a device of its own unless they need none."""
 
     roles: tuple[str, ...]
     workers: int
+    device: bool = True
+    """False for work that any CPU does."""
 
     @property
     def name(self) -> str:
@@ -93,5 +95,5 @@ def check_devices(pools: Sequence[Pool], devices: int, kind: str) -> None:
         sizes = ", ".join(f"{pool.name}: {pool.workers}" for pool in pools)
         raise UserError(
             f"the pools ask for {needed} {kind} ({sizes}) and the cluster has {devices}; "
-            "lower `workers`, or place more roles in one pool"
+            "lower `workers` or `streaming.workers`, or place more roles in one pool"
         )

@@ -72,20 +72,22 @@ def residency_plan(
 
 def needed_assets(flow: Flow, shared: frozenset[str] = frozenset()) -> dict[str, frozenset[Asset]]:
     """What each stage, and publication after the last one, needs on the device."""
-    needs = {stage.name: frozenset(_stage_needs(stage, shared)) for stage in flow.stages}
+    needs = {stage.name: stage_needs(stage, shared) for stage in flow.stages}
     generating = {stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
     published = [role for role in flow.trained_roles if role in generating and role not in shared]
     parts: tuple[Literal["weights", "engine"], ...] = ("weights", "engine")
     return {**needs, PUBLISH: frozenset(Asset(role, part) for role in published for part in parts)}
 
 
-def _stage_needs(stage: Stage, shared: frozenset[str]) -> list[Asset]:
+def stage_needs(stage: Stage, shared: frozenset[str] = frozenset()) -> frozenset[Asset]:
+    """What a stage needs on the device; nothing where it uses no model."""
     if stage.role is None or stage.kind in (Kind.COMPUTE, Kind.SELECT):
-        return []
+        return frozenset()
     if stage.kind is Kind.GENERATE:
-        return [Asset(stage.role, "engine"), *([Asset(stage.role, "weights")] if stage.role in shared else [])]
-    weights = [Asset(role, "weights") for role in sorted(touched_weights(stage))]
-    return [*weights, Asset(stage.role, "optimizer")] if is_optimized(stage) else weights
+        own = Asset(stage.role, "engine")
+        return frozenset({own, Asset(stage.role, "weights")} if stage.role in shared else {own})
+    weights = frozenset(Asset(role, "weights") for role in touched_weights(stage))
+    return weights | {Asset(stage.role, "optimizer")} if is_optimized(stage) else weights
 
 
 def _kept(needs: Mapping[str, frozenset[Asset]], sizes: Mapping[Asset, int], budget: int) -> frozenset[Asset]:

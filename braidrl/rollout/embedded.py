@@ -56,6 +56,11 @@ class EmbeddedEngine(SteppingEngine):
         self._waiting: deque[Row] = deque()
 
     @property
+    def model(self) -> PreTrainedModel:
+        """What it decodes with: the trainer's module, or a copy."""
+        return self._weights.model
+
+    @property
     def slots(self) -> int:
         return self._batch.slots
 

@@ -24,6 +24,10 @@ from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rollout.dialects import DIALECTS
 
 ENGINES = ("embedded", "vllm", "http")
+LAID_OUT = ("distributed", "hybrid")
+"""Runtimes whose processes of a role can divide its model."""
+BESIDE = ("eager", "distributed")
+"""Runtimes that can write a checkpoint while they go on."""
 
 
 def check_names(config: Config) -> None:
@@ -68,9 +72,16 @@ def without_effect(config: Config) -> list[str]:
         told.append(f"workers={config.workers} has no effect: runtime=eager is this one process")
     if config.workers != 1 and config.runtime == "streaming":
         told.append(f"workers={config.workers} has no effect: the processes of runtime=streaming are streaming.workers")
-    if config.cluster.launcher is not None and config.runtime != "distributed":
+    if config.trainer.resident_gib is not None and config.runtime == "streaming":
+        told.append("trainer.resident_gib has no effect: each role has processes of its own under runtime=streaming")
+    if config.trainer.checkpoint_async and config.runtime not in BESIDE:
         told.append(
-            f"cluster.launcher={config.cluster.launcher} has no effect: only runtime=distributed has ranks to start"
+            f"trainer.checkpoint_async has no effect: under runtime={config.runtime} a checkpoint is written at once"
+        )
+    if config.cluster.launcher is not None and config.runtime in ("eager", "hybrid"):
+        told.append(
+            f"cluster.launcher={config.cluster.launcher} has no effect: only runtime=distributed has ranks to start, "
+            "and runtime=streaming workers"
         )
     return told
 
@@ -87,13 +98,9 @@ def check_layouts(config: Config, roles: Iterable[str], devices: int | None = No
     """Raises UserError for a layout that the runtime or the number of devices does not allow, or that does not divide a role's model."""
     for role in roles:
         layout, key = layout_of(role, config), layout_key(role, config)
-        if layout != ParallelLayout() and config.runtime != "distributed":
+        if layout != ParallelLayout() and config.runtime not in LAID_OUT:
             raise UserError(
-                f"{key} is for runtime=distributed; remove it, or write runtime=distributed and workers=..."
-            )
-        if layout.pipeline > 1:
-            raise UserError(
-                f"{key}: no runtime divides layers yet; write pipeline=1, and tensor={layout.pipeline} or shard=full"
+                f"{key} is for runtime=distributed or hybrid; remove it, or write runtime=distributed and workers=..."
             )
         if layout.sequence > 1 and config.trainer.share_prompts:
             raise UserError(f"{key}: sequence divides rows apart; write sequence=1, or trainer.share_prompts=false")
@@ -111,10 +118,10 @@ def check_adapters(config: Config, flow: Flow) -> None:
             raise UserError(f"roles.{role}.lora: flow {flow.name} does not train {role}; remove it")
     for role in flow.trained_roles:
         lora, layout = lora_of(role, config), layout_of(role, config)
-        if lora and layout.tensor * layout.pipeline > 1:
+        if lora and layout.tensor > 1:
             raise UserError(
-                f"{layout_key(role, config)}: adapters are not divided by matrix or by layer; write tensor=1, pipeline=1 and "
-                f"shard=full, or train {role} without lora"
+                f"{layout_key(role, config)}: adapters are not divided by matrix; write tensor=1 and shard=full, or train "
+                f"{role} without lora"
             )
         if lora:
             model_shape(model_path(role, config), torch.float32, role in flow.scalar_roles, lora)

@@ -31,6 +31,7 @@ from braidrl.data.rows import Column, Rows
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.updates import update_plan
+from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path
 from braidrl.observe.trace import State, TraceWriter
@@ -182,6 +183,10 @@ class DistributedCrew:
 
     def save(self, folder: Path) -> None:
         self.executor.save(folder, self.world.first)
+
+    def stage(self, folder: Path) -> list[Write]:
+        self.world.at(f"staging {folder.name}")
+        return self.executor.stage(folder, self.world.first)
 
     def load(self, folder: Path, version: int) -> None:
         self.executor.load(folder)

@@ -18,16 +18,19 @@ from braidrl.models.footprint import (
     cache_bytes,
     gathered_bytes,
     logits_bytes,
+    message_bytes,
     model_shape,
     resident_bytes,
 )
 from braidrl.models.role_worker import DTYPES, layout_of, lora_of, model_path
 from braidrl.placement.pools import place
+from braidrl.placement.residency import Asset, needed_assets, residency_plan
 from braidrl.runtimes.crews import check_runtime
 from braidrl.runtimes.setup import Prepared, prepare
 from braidrl.runtimes.streaming.groups import worker_groups
 
 GIB, MIB = 1 << 30, 1 << 20
+ENGINE, CACHE = "weights of the engine", "keys and values"
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,14 @@ def footprint(seat: Seat, prepared: Prepared, devices: int) -> Footprint:
     if seat.generates and rollout.engine != "http":
         engine = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
         if engine.dtype != dtype or lora or not layout.copies:
-            resident["weights of the engine"] = engine.parameters * engine.element_bytes
-        resident["keys and values"] = cache_bytes(engine, rollout.slots, config.max_sequence_tokens)
+            resident[ENGINE] = engine.parameters * engine.element_bytes
+        resident[CACHE] = cache_bytes(sizes, engine.element_bytes, rollout.slots, config.max_sequence_tokens)
     if any(stage.role == role and stage.kind in (Kind.INFER, Kind.TRAIN) for stage in prepared.flow.stages):
         tokens = trainer.max_tokens_per_device
         if gathered := gathered_bytes(shape, layout):
             working["weights gathered"] = gathered
+        if messages := message_bytes(shape, tokens, seat.trained, layout):
+            working["messages between stages"] = messages
         if seat.trained:
             working["activations"] = activation_bytes(shape, tokens, trainer.activation_checkpointing, layout)
         if role not in prepared.flow.scalar_roles:
@@ -117,9 +122,38 @@ def footprint(seat: Seat, prepared: Prepared, devices: int) -> Footprint:
     return Footprint(seat, shape, resident, working)
 
 
-def peak(footprints: list[Footprint]) -> int:
-    """Bytes of one device: what stays there, and the most that any role needs while it works; roles take turns."""
-    return sum(sum(f.resident.values()) for f in footprints) + max(sum(f.working.values()) for f in footprints)
+def peak(footprints: list[Footprint], resident: int | None = None) -> int:
+    """Bytes of one device: what stays there, and the most that any role needs while it works; roles take turns.
+
+    `resident` says how much stays there where not everything does.
+    """
+    everything = sum(sum(f.resident.values()) for f in footprints)
+    return (everything if resident is None else resident) + max(sum(f.working.values()) for f in footprints)
+
+
+def moving(prepared: Prepared, footprints: list[Footprint]) -> tuple[int | None, list[Asset]]:
+    """Under `trainer.resident_gib` the most bytes that are on a device at a time, and what has to leave it for others.
+
+    Raises UserError for a stage that alone needs more.
+    """
+    gib = prepared.config.trainer.resident_gib
+    if gib is None:
+        return None, []
+    sizes = {asset: size for one in footprints for asset, size in assets(one).items()}
+    shared = frozenset(one.seat.role for one in footprints if one.seat.generates and ENGINE not in one.resident)
+    plan = residency_plan(prepared.flow, sizes, int(gib * GIB), shared)
+    steps = [plan.kept | (needed & sizes.keys()) for needed in needed_assets(prepared.flow, shared).values()]
+    return max(sum(sizes[asset] for asset in step) for step in steps), sorted(sizes.keys() - plan.kept)
+
+
+def assets(one: Footprint) -> dict[Asset, int]:
+    """A role's parts as they move, in bytes."""
+    parts = {"weights": "weights", ENGINE: "engine", CACHE: "engine"}
+    found: dict[Asset, int] = {}
+    for name, size in one.resident.items():
+        asset = Asset(one.seat.role, parts.get(name, "optimizer"))  # type: ignore[arg-type]
+        found[asset] = found.get(asset, 0) + size
+    return found
 
 
 def show(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], console: Console) -> None:
@@ -140,8 +174,12 @@ def show(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], c
             for part, size in {**one.resident, **one.working}.items():
                 table.add_row(name, part, in_units(size))
                 name = ""
-        table.add_row("together, at its peak", "", in_units(peak(footprints)), style="bold")
+        resident, moved = moving(prepared, footprints)
+        table.add_row("together, at its peak", "", in_units(peak(footprints, resident)), style="bold")
         console.print(table)
+        if moved:
+            names = ", ".join(f"{asset.role} {asset.part}" for asset in moved)
+            console.print(f"waits in host memory while other roles need the room: {names}", soft_wrap=True)
     for line in batch_lines(config):
         console.print(line, soft_wrap=True)
 

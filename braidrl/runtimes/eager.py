@@ -14,6 +14,7 @@ from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Scope, Stage
 from braidrl.flow.flow import is_optimized
+from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import Done, TraceWriter
 from braidrl.runtimes.checking import checked_beside
@@ -112,6 +113,9 @@ class EagerCrew:
 
     def save(self, folder: Path) -> None:
         self.executor.save(folder)
+
+    def stage(self, folder: Path) -> list[Write]:
+        return self.executor.stage(folder)
 
     def load(self, folder: Path, version: int) -> None:
         self.executor.load(folder)

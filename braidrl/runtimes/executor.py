@@ -20,7 +20,7 @@ from braidrl.config import Config
 from braidrl.data.rows import Column, FinishReason, Rows
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
-from braidrl.models.checkpoint import whole_weights
+from braidrl.models.checkpoint import Write, staged_worker, whole_weights
 from braidrl.models.data_parallel import DataParallel
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.role_worker import RoleWorker
@@ -41,6 +41,7 @@ from braidrl.runtimes.engines import start_engine
 from braidrl.runtimes.functions import computed, dropped, summed
 from braidrl.runtimes.generation import leaders, requests_of, sampling_of
 from braidrl.runtimes.playing import play
+from braidrl.runtimes.residency import Residency
 
 
 class StageExecutor:
@@ -64,12 +65,16 @@ class StageExecutor:
         """
         self.config, self.flow, self.tokenizer = config, flow, tokenizer
         self.progress, self.checks = progress, Checks(rewards, progress)
-        self.workers: dict[str, RoleWorker] = {role: make_worker(role, config, flow, ranks, training) for role in roles}
+        self.workers: dict[str, RoleWorker] = {}
         self.engines: dict[str, EmbeddedEngine | EngineService] = {}
+        self.residency = Residency(config, flow)
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
         for role in roles:
+            worker = self.workers[role] = make_worker(role, config, flow, ranks, training)
             if role in generating:
-                self.engines[role] = start_engine(self.workers[role], config, tokenizer)
+                self.engines[role] = start_engine(worker, config, tokenizer)
+            self.residency.add(worker, self.engines.get(role))
+        self.residency.begin()
 
     def execute(
         self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage] = (), stop: EarlyStop | None = None
@@ -78,6 +83,7 @@ class StageExecutor:
 
         `beside` are verify stages that may start on finished rows while the rest is being generated; `stop` ends rows early.
         """
+        self.residency.before(stage)
         if stage.type == "generate" and "environment" in stage.params:
             return self._play(stage, rows, sums)
         if stage.type == "generate":
@@ -188,6 +194,7 @@ class StageExecutor:
 
         Of the processes that share the update one alone has it `counted`; the sums of all together then say what happened.
         """
+        self.residency.before(stage)
         losses, counts = self.accumulate(stage, rows, sums, bar), denominators(index)
         record_update(stage, losses, counts, sums, counted)
         norm = self.step(stage, counts, iteration)
@@ -201,10 +208,14 @@ class StageExecutor:
             known = self.objectives[stage.name] = (stage, Objective.of(str(stage.role), stage.params))
         return known[1]
 
-    def copy_weights(self, stage: Stage) -> None:
-        """An update without a loss: the role's weights move towards those of another role, which is here too."""
-        role, params = str(stage.role), stage.params
-        self.workers[role].follow(self.workers[params["source"]], params.get("decay", 0.0))
+    def copy_weights(self, stage: Stage, weights: Mapping[str, Tensor] | None = None) -> None:
+        """An update without a loss: the role's weights move towards those of another role, which is here too or gave `weights`."""
+        self.residency.before(stage)
+        worker, source, decay = self.workers[str(stage.role)], stage.params["source"], stage.params.get("decay", 0.0)
+        if weights is None:
+            worker.follow(self.workers[source], decay)
+        else:
+            worker.move_towards(weights, source, decay)
 
     def accumulate(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
         """Adds the gradient sums of `rows`; returns loss sums by denominator."""
@@ -223,11 +234,13 @@ class StageExecutor:
 
     def accompany(self, stage: Stage) -> None:
         """The part in an infer stage of a rank that has no rows."""
+        self.residency.before(stage)
         names = {"score": "scores", "values": "values"}
         self.workers[str(stage.role)].infer(names.get(stage.type, "log_probs"), Rows({}))
 
     def publish(self, version: int) -> None:
         """The engines generate with the trained weights from now on."""
+        self.residency.before_publishing()
         for role, engine in self.engines.items():
             worker = self.workers[role]
             if isinstance(engine, EmbeddedEngine) and worker.holds_its_weights:
@@ -242,12 +255,23 @@ class StageExecutor:
         """
         for role in self.flow.changed_roles:
             if role in self.workers and (write or self.workers[role].ranks.divided):
-                self.workers[role].export(folder / role, write)
+                with self.residency.all_of(role):
+                    self.workers[role].export(folder / role, write)
+
+    def stage(self, folder: Path, write: bool = True) -> list[Write]:
+        """What `save` does, from copies in host memory: calls that a thread can make while the roles train on."""
+        parts: list[Write] = []
+        for role in self.flow.changed_roles:
+            if role in self.workers and (write or self.workers[role].ranks.divided):
+                with self.residency.all_of(role):
+                    parts += staged_worker(self.workers[role], folder / role, write, beside=True)
+        return parts
 
     def load(self, folder: Path) -> None:
         for role in self.flow.changed_roles:
             if role in self.workers:
-                self.workers[role].load(folder / role)
+                with self.residency.all_of(role):
+                    self.workers[role].load(folder / role)
 
     def close(self) -> None:
         for engine in self.engines.values():

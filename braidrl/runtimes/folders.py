@@ -93,17 +93,36 @@ def partial_path(path: Path) -> Path:
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """A folder to fill that appears at `path` only when the block ends without an error, and is then on disk."""
+    partial = begin_whole(path)
+    with discarded_on_error(partial):
+        yield partial
+        finish_whole(path)
+
+
+def begin_whole(path: Path) -> Path:
+    """The empty folder to fill, which `finish_whole` moves to `path`."""
     partial = partial_path(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    return partial
+
+
+def finish_whole(path: Path) -> None:
+    """Has what was filled appear at `path`, and on disk."""
+    partial = partial_path(path)
+    for file in sorted(partial.rglob("*")):
+        if file.is_file():
+            sync(file)
+    shutil.rmtree(path, ignore_errors=True)
+    partial.rename(path)
+    sync(path.parent)
+
+
+@contextmanager
+def discarded_on_error(partial: Path) -> Iterator[None]:
+    """Removes a folder that did not become whole."""
     try:
-        yield partial
-        for file in sorted(partial.rglob("*")):
-            if file.is_file():
-                sync(file)
-        shutil.rmtree(path, ignore_errors=True)
-        partial.rename(path)
-        sync(path.parent)
+        yield
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

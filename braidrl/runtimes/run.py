@@ -11,8 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from safetensors import SafetensorError
-
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.data.loader import PromptLoader
@@ -21,6 +19,7 @@ from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
+from braidrl.runtimes.checkpoints import Checkpoints
 from braidrl.runtimes.checks import without_effect
 from braidrl.runtimes.crews import check_runtime, start_crew, walk_with
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
@@ -31,7 +30,7 @@ from braidrl.runtimes.iteration import IterationResult, RunCrew
 from braidrl.runtimes.launch import in_ranks
 from braidrl.runtimes.row_store import Recording, Surplus
 from braidrl.runtimes.setup import prepare_together, set_up_torch
-from braidrl.runtimes.state import RunState, load_checkpoint, save_checkpoint
+from braidrl.runtimes.state import RunState, load_checkpoint
 from braidrl.runtimes.step_metrics import step_metrics, summary
 
 Metrics = dict[str, float | int | None]
@@ -73,6 +72,7 @@ class TrainingRun:
         self.gaps = GapWatch(config.rollout.max_log_prob_gap)
         self.step = self.version = 0
         self.saved_step: int | None = None
+        self.checkpoints = Checkpoints(self.folder, config, self.world.first)
         self.good_enough = False
         self.crew: RunCrew[Any] = start_crew(
             self.prepared, self.loader, self.progress, self.folder, self.world, self.interrupts
@@ -106,13 +106,16 @@ class TrainingRun:
                 self._begin()
                 while self.step < trainer.steps and not self.good_enough:
                     snapshot = self._snapshot()
+                    self.checkpoints.check()
                     self._one_step()
                     if trainer.checkpoint_every and self.step % trainer.checkpoint_every == 0:
                         self._save(self._snapshot())
                 self._save(self._snapshot())
+                self.checkpoints.wait()
             except KeyboardInterrupt:
                 if not self.interrupts.torn:
                     self._save(snapshot if snapshot.step == self.step else self._snapshot())
+                    self.checkpoints.wait()
                     self.progress.print(f"saved step {self.step}; go on with: braid train --resume {self.folder}")
                 raise
         if self.world.first:
@@ -187,16 +190,9 @@ class TrainingRun:
         return RunState(self.step, self.version, *self.walk.position(self.loader))
 
     def _save(self, state: RunState) -> None:
-        if self.saved_step == state.step:
-            return
-        try:
-            save_checkpoint(self.folder, state, self.crew, self.config.trainer.keep_checkpoints, self.world.first)
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"the checkpoint of step {state.step} could not be written ({error}); the one before it is whole: "
-                f"make room and go on with `braid train --resume {self.folder}`"
-            ) from error
-        self.saved_step = state.step
+        if self.saved_step != state.step:
+            self.checkpoints.save(state, self.crew)
+            self.saved_step = state.step
 
     def _restore(self, checkpoint: tuple[Path, RunState]) -> None:
         folder, state = checkpoint

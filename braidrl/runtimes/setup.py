@@ -137,6 +137,8 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
     if config.runtime == "hybrid":
         pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
         check_copies(flow, pools)
+        for pool in pools:
+            check_layouts(config, pool.roles, pool.workers)
     return prepared
 
 

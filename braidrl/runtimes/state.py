@@ -43,17 +43,26 @@ def save_checkpoint(run: Path, state: RunState, crew: Keeper, keep: int, write: 
     """
     if not write:
         crew.save(partial_path(checkpoint_folder(run, state.step)))
-        for number, table in enumerate(state.surplus):
-            crew.keep(surplus_path(checkpoint_folder(run, state.step), number), table)
+        keep_surplus(checkpoint_folder(run, state.step), state, crew)
         return
     with whole_folder(checkpoint_folder(run, state.step)) as folder:
         crew.save(folder)
-        for number, table in enumerate(state.surplus):
-            crew.keep(surplus_path(folder, number), table)
-        plain = {"format": FORMAT, "step": state.step, "version": state.version, "surplus": len(state.surplus)}
-        parts = {"loader": state.loader, "sampling": state.sampling, "stages": state.stages}
-        (folder / "state.json").write_text(json.dumps({**plain, **parts}))
+        keep_surplus(folder, state, crew)
+        write_state(folder, state)
     finish_checkpoint(run, state.step, keep)
+
+
+def keep_surplus(folder: Path, state: RunState, crew: Keeper) -> None:
+    """Puts the rows that no batch has had room for into a checkpoint."""
+    for number, table in enumerate(state.surplus):
+        crew.keep(surplus_path(folder, number), table)
+
+
+def write_state(folder: Path, state: RunState) -> None:
+    """Writes the rest of it."""
+    plain = {"format": FORMAT, "step": state.step, "version": state.version, "surplus": len(state.surplus)}
+    parts = {"loader": state.loader, "sampling": state.sampling, "stages": state.stages}
+    (folder / "state.json").write_text(json.dumps({**plain, **parts}))
 
 
 def load_checkpoint(folder: Path) -> tuple[Path, RunState]:

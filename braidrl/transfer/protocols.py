@@ -104,6 +104,11 @@ def by_rows(mesh: Mesh, rows: Divisible, *arguments: Any) -> Calls:
     return [(part, *arguments) if len(part) else None for part in rows.divide(mesh.data)]
 
 
+def by_rows_together(mesh: Mesh, rows: Divisible, *arguments: Any) -> Calls:
+    """As `by_rows`, and a rank without rows is called with an empty part: the others compute together with it."""
+    return [(part, *arguments) for part in rows.divide(mesh.data)]
+
+
 def all_results(mesh: Mesh, calls: Calls, results: list[Any]) -> list[Any]:
     return results
 
@@ -122,3 +127,4 @@ define("ONE_TO_ALL", to_everyone, all_results)
 define("RANK_ZERO", to_rank_zero, first_result)
 define("ALL_TO_ALL", one_each, all_results)
 define("DP", by_rows, parts_and_results)
+define("DP_TOGETHER", by_rows_together, parts_and_results)

@@ -245,9 +245,12 @@ class StreamSchedule:
 
     def _first_portion(self, stage: Stage, ready: list[Uid], most: int) -> list[Uid]:
         """Rows of the earliest batch that has any; whole groups where the scope asks for them, and at least one."""
-        # Inference with a trained role's weights belongs to the version that the batch is trained on.
-        if stage.kind is Kind.INFER and stage.role in self.flow.trained_roles:
+        # Inference with weights that change belongs to the version that the batch is trained on, and to its place in the list.
+        if stage.kind is Kind.INFER and stage.role in self.flow.changed_roles:
             ready = [uid for uid in ready if self.iteration_of[uid[1]] == self.published + 1]
+            batch, before = self.batches.get(self.published + 1), self.weights_wait[stage.name]
+            if before and (batch is None or not all(self._is_through(name, batch) for name in before)):
+                return []
         first = min((self.iteration_of[uid[1]] for uid in ready), default=0)
         rows = [uid for uid in ready if self.iteration_of[uid[1]] == first]
         if stage.scope is not Scope.GROUP or len(rows) <= most:

@@ -168,7 +168,7 @@ def limited_run(study: Study, name: str, multiplier: float, learning_rate: float
         write_model(model, seed=0, layers=2, width=64)
         write_jsonl(sums, questions(problems(60, 1, seed=0)))
     algorithm: Tree = {
-        "reward": "verify", "kl_coef": 0.0, "lam": 1.0, "value_clip": None, "whiten": True, "entropy_coef": 0.05,
+        "reward": "verify", "kl_coef": 0.0, "lam": 1.0, "value_clip": None, "whiten": True, "entropy_coef": 0.2,
         "cost": f"{functions}:length_cost", "cost_limit": LIMIT - MARGIN,
         "multiplier": multiplier, "multiplier_learning_rate": learning_rate,
     }  # fmt: skip
@@ -176,7 +176,7 @@ def limited_run(study: Study, name: str, multiplier: float, learning_rate: float
         "flow": "safe_rlhf", "algorithm": algorithm, "model": str(model), "data": {"train": str(sums)},
         "reward": {"verify": f"{functions}:sevens"},
         "rollout": {"samples_per_prompt": 4, "max_response_tokens": 16, "slots": 64},
-        "trainer": {"steps": 240, "prompts_per_step": 16, "learning_rate": 2e-3, "checkpoint_every": 40},
+        "trainer": {"steps": 240, "prompts_per_step": 16, "learning_rate": 1e-3, "checkpoint_every": 40},
         "roles": {role: {"learning_rate": 3e-3} for role in ("critic", "cost_critic")},
     })  # fmt: skip
 

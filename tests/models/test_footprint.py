@@ -13,7 +13,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from braidrl.config import TrainerConfig
 from braidrl.errors import UserError
 from braidrl.models.attention import PackedSequences
-from braidrl.models.footprint import activation_bytes, cache_bytes, gathered_bytes, model_shape, resident_bytes
+from braidrl.models.footprint import (
+    activation_bytes,
+    cache_bytes,
+    gathered_bytes,
+    message_bytes,
+    model_shape,
+    resident_bytes,
+)
 from braidrl.models.layout import ParallelLayout
 from braidrl.models.loading import load_decoder
 from braidrl.models.optimizer import MasterOptimizer
@@ -79,7 +86,7 @@ def test_the_cache_is_counted_as_it_is_reserved(tiny_models: dict[str, Path]) ->
     shape = model_shape(tiny_models["qwen3"], torch.float32)
     cache = SlotCache(shape.config, 16, torch.float32, torch.device("cpu"))
     cache.reserve(64)
-    assert cache_bytes(shape, 16, 64) == cache.store.untyped_storage().nbytes()
+    assert cache_bytes(shape.config, 4, 16, 64) == cache.store.untyped_storage().nbytes()
 
 
 def test_no_weights_are_needed_but_a_configuration_is(tiny_models: dict[str, Path], tmp_path: Path) -> None:
@@ -107,5 +114,15 @@ def test_a_layout_divides_what_its_axes_divide(tiny_models: dict[str, Path]) -> 
     deeper.config.num_hidden_layers += 6
     none, full, optimizer = (gathered_bytes(deeper, layout) for layout in layouts)
     assert none == 0 < full < optimizer
+    hybrid = resident_bytes(shape, True, ParallelLayout(data=4, nodes=2, shard="full"))
+    assert hybrid == {part: pytest.approx(size / 2, abs=8) for part, size in whole.items()}
+    stages = ParallelLayout(data=1, pipeline=4)
+    # Two of eight layers, and of embedding and head one.
+    own = 2 * shape.layer_parameters + deeper.config.vocab_size * deeper.config.hidden_size + deeper.config.hidden_size
+    assert resident_bytes(deeper, False, stages) == {"weights": 2 * own}
+    sharded = ParallelLayout(data=2, pipeline=4, shard="full")
+    assert resident_bytes(deeper, False, sharded) == {"weights": own} and gathered_bytes(deeper, sharded) == 2 * own
+    assert message_bytes(deeper, TOKENS, True, stages) == 2 * message_bytes(deeper, TOKENS, False, stages) > 0
+    assert message_bytes(deeper, TOKENS, True, ParallelLayout(data=4)) == 0
     alone, divided = (activation_bytes(shape, TOKENS, False, ParallelLayout(data=1, tensor=n)) for n in (1, 2))
     assert alone / 2 < divided < alone

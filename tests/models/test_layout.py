@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -28,6 +30,21 @@ def test_numbers_that_do_not_multiply_to_the_devices_are_one_line(given: dict[st
     with pytest.raises(UserError, match=r"roles.actor.layout: .* devices and there are 4; write numbers") as caught:
         ParallelLayout.model_validate(given).over(4, "roles.actor.layout")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"nodes": 2}, "nodes=2 has no shards; write shard=full"),
+        ({"nodes": 3, "shard": "full"}, "nodes=3 does not divide data 4; write shard=full and a number"),
+    ],
+)
+def test_nodes_that_have_no_shards_to_copy_are_one_line(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        ParallelLayout.model_validate(given).over(4)
+    assert "\n" not in str(caught.value)
+    layout = ParallelLayout(nodes=2, shard="full", sequence=2).over(8)
+    assert layout.data == 4 and layout.sharding == 4
 
 
 @pytest.mark.parametrize(

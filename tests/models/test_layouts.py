@@ -28,11 +28,13 @@ WAIT_S = 200.0
 PAIRWISE: dict[int, list[tuple[str, dict[str, Any]]]] = {
     2: [
         ("qwen2", {"shard": "full"}), ("qwen3", {"shard": "optimizer"}), ("qwen2", {"tensor": 2}),
-        ("llama", {"sequence": 2, "shard": "full"}),
+        ("llama", {"sequence": 2, "shard": "full"}), ("qwen3", {"pipeline": 2}),
     ],
     4: [
         ("qwen3", {"tensor": 2, "shard": "full"}), ("qwen2", {"sequence": 2, "shard": "optimizer"}),
-        ("llama", {"tensor": 2, "sequence": 2}),
+        ("llama", {"tensor": 2, "sequence": 2}), ("qwen2", {"pipeline": 2, "shard": "full"}),
+        ("qwen3", {"pipeline": 2, "tensor": 2}), ("llama", {"pipeline": 2, "sequence": 2, "shard": "optimizer"}),
+        ("qwen2", {"pipeline": 4}), ("qwen3", {"nodes": 2, "shard": "full"}),
     ],
 }  # fmt: skip
 
@@ -44,6 +46,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for seed, name in enumerate([*MODELS, "other qwen2"]):
         config = deepcopy(MODELS[name.removeprefix("other ")])
         config.num_attention_heads, config.num_key_value_heads, config.head_dim = 8, 4, 4
+        config.num_hidden_layers = 4
+        if name != "llama":
+            config.layer_types = ["full_attention"] * 4
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
         TOKENIZER.save_pretrained(folder / name)
@@ -59,34 +64,39 @@ def in_ranks(size: int, cases: dict[str, Any], **more: Any) -> dict[str, list[st
 def test_two_ranks_compute_what_one_process_does(models: dict[str, str], tmp_path: Path) -> None:
     cases = {f"{n} {layout}": (models[n], layout, "float64") for n, layout in PAIRWISE[2]}
     # The contract of training backends, too.
-    contract = [(models["qwen3"], {"shard": "full"})]
+    contract = [(models["qwen3"], {"shard": "full"}), (models["qwen2"], {"pipeline": 2})]
     # Weights that are tied, of a role that is divided in another way.
-    copied = (models["qwen2"], models["other qwen2"], [{"tensor": 2}, {"shard": "full"}])
+    layouts: list[dict[str, Any]] = [{"tensor": 2}, {"shard": "full"}, {"pipeline": 2}, {"tensor": 2}]
+    copied = [(models["qwen2"], models["other qwen2"], pair) for pair in itertools.pairwise(layouts)]
     found = in_ranks(2, cases, contract=contract, folder=str(tmp_path), copied=copied)
-    assert found == {name: [] for name in found} and len(found) == len(PAIRWISE[2]) + 1
+    assert found == {name: [] for name in found} and len(found) == len(PAIRWISE[2]) + len(copied)
 
 
 def test_four_ranks_do_too_and_a_checkpoint_of_one_layout_goes_on_under_another(
     models: dict[str, str], tmp_path: Path
 ) -> None:
-    model = models["qwen2"]
-    layouts = [{"tensor": 2, "shard": "full"}, {"sequence": 2, "shard": "optimizer"}]
+    model, everything = models["qwen2"], torch.arange(len(make_rows()))
+    # Of each the first saves: (pipeline, tensor, data) is (1, 2, 2), and (2, 1, 2).
+    layouts = {
+        "one": [{"tensor": 2, "shard": "full"}, {"sequence": 2, "shard": "optimizer"}, {"pipeline": 2}],
+        "two": [{"pipeline": 2, "shard": "full"}, {"tensor": 2}],
+    }  # fmt: skip
     cases = {f"{n} {layout}": (models[n], layout, "float64") for n, layout in PAIRWISE[4]}
-    found = in_ranks(4, cases, saved=(model, layouts, str(tmp_path)))
-    assert found == {name: [] for name in found} and len(found) == len(cases) + len(layouts)
+    found = in_ranks(4, cases, saved=[(model, tried, str(tmp_path / name)) for name, tried in layouts.items()])
+    assert found == {name: [] for name in found} and len(found) == len(cases) + sum(map(len, layouts.values()))
 
-    worker, everything = DecoderWorker("actor", config_of(model), train=True), torch.arange(len(make_rows()))
-    load_worker(worker, tmp_path / "saved")
-    assert differences(one_step(worker, everything, 2), alone(model, steps=2), everything) == []
     source = load_file(Path(model, "model.safetensors"))
-    for number in range(len(layouts)):
-        export = load_file(tmp_path / f"export-{number}" / "model.safetensors")
-        assert export.keys() == source.keys()
-        assert all(torch.equal(tensor, source[name]) for name, tensor in export.items())
-        assert AutoModelForCausalLM.from_pretrained(tmp_path / f"export-{number}").dtype == torch.float32
-
-    refused_as_another_model(models["llama"], tmp_path / "saved")
-    refused_as_damaged(worker, tmp_path / "saved")
+    for name, tried in layouts.items():
+        worker = DecoderWorker("actor", config_of(model), train=True)
+        load_worker(worker, tmp_path / name / "saved")
+        assert differences(one_step(worker, everything, 2), alone(model, steps=2), everything) == []
+        for number in range(len(tried)):
+            export = load_file(tmp_path / name / f"export-{number}" / "model.safetensors")
+            assert export.keys() == source.keys()
+            assert all(torch.equal(tensor, source[name]) for name, tensor in export.items())
+            assert AutoModelForCausalLM.from_pretrained(tmp_path / name / f"export-{number}").dtype == torch.float32
+        refused_as_another_model(models["llama"], tmp_path / name / "saved")
+        refused_as_damaged(worker, tmp_path / name / "saved")
 
 
 def refused_as_another_model(model: str, saved: Path) -> None:
@@ -126,11 +136,14 @@ def test_one_process_keeps_the_contract_of_training_backends(
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_every_product_of_axes_and_shards_computes_what_one_process_does(size: int, models: dict[str, str]) -> None:
     cases = {}
-    for tensor, sequence in itertools.product((1, 2, 4), repeat=2):
-        if size % (tensor * sequence) or tensor * sequence > 4:
+    for pipeline, tensor, sequence in itertools.product((1, 2, 4), repeat=3):
+        if size % (pipeline * tensor * sequence) or tensor * sequence > 4:
             continue
         for shard, name, dtype in itertools.product(("full", "optimizer", "none"), MODELS, ("float64", "float32")):
-            layout = {"tensor": tensor, "sequence": sequence, "shard": shard}
+            layout = {"pipeline": pipeline, "tensor": tensor, "sequence": sequence, "shard": shard}
             cases[f"{name} {layout} {dtype}"] = (models[name], layout, dtype)
+            if shard != "none" and dtype == "float64" and size > pipeline * tensor * sequence:
+                layout = {**layout, "nodes": 2}
+                cases[f"{name} {layout} {dtype}"] = (models[name], layout, dtype)
     found = in_ranks(size, cases)
     assert found == {name: [] for name in found}

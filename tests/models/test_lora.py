@@ -172,7 +172,7 @@ def test_a_copied_reference_takes_the_merged_weights(tiny_models: dict[str, Path
 def test_ranks_that_divide_the_model_train_the_same_adapters(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     model = tiny_models["qwen3"]
     save_worker(started(adapted(model)), tmp_path / "alone")
-    layouts: list[dict[str, Any]] = [{"shard": "full"}, {"sequence": 2, "shard": "optimizer"}]
+    layouts: list[dict[str, Any]] = [{"shard": "full"}, {"sequence": 2, "shard": "optimizer"}, {"pipeline": 2}]
     task = {"model": str(model), "layouts": layouts, "folder": str(tmp_path)}
     found = run_ranks("tests.models.laid_out:with_adapters", task, 2, 200.0)
     assert found == {str(layout): [] for layout in layouts}

@@ -41,16 +41,28 @@ def test_a_role_moves_towards_another_by_its_decay_and_goes_on_from_there(worksh
     assert_same(trace(first), steps)
 
 
+def test_in_a_stream_the_weights_travel_to_the_role_that_follows(workshop: Workshop) -> None:
+    streamed = workshop.run("streamed", runtime="streaming", streaming={"workers": {"reference": 2}}, **FOLLOWING)
+    assert_same(trace(streamed), trace(workshop.run("eager", **FOLLOWING)))
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
         ({"runtime": "hybrid", "placement": "standalone"}, "put reference and actor into one pool"),
-        ({"runtime": "streaming"}, "each role lives in processes of its own; write runtime=eager"),
+        ({"runtime": "streaming", "flow": "UNMODELLED"}, "no process but engines has the weights of rival"),
     ],
 )
-def test_where_the_weights_would_have_to_travel_it_is_refused_before_anything_starts(
+def test_where_the_weights_cannot_travel_it_is_refused_before_anything_starts(
     workshop: Workshop, sections: dict[str, Any], message: str
 ) -> None:
+    # A flow in which a role only generates, and another is to take its weights.
+    unmodelled = workshop.folder / "unmodelled.yaml"
+    text = Path(FOLLOWING["flow"]).read_text().replace("source: actor", "source: rival")
+    rival = "  - {type: generate, role: rival, params: {into: rivals}}"
+    unmodelled.write_text(text.replace("  - {type: verify", f"{rival}\n  - {{type: verify"))
+    if "flow" in sections:
+        sections = {**sections, "flow": str(unmodelled)}
     with pytest.raises(UserError, match=message):
-        train(parse_config(workshop.tree("refused", **FOLLOWING, **sections)))
+        train(parse_config(workshop.tree("refused", **{**FOLLOWING, **sections})))
     assert not (workshop.folder / "refused").exists()

@@ -33,9 +33,11 @@ def test_a_run_with_layouts_is_that_of_one_process_which_goes_on_from_its_checkp
     critic = {"trainer": {"layout": {"shard": "full"}}, "roles": {"critic": {"layout": {"tensor": 2}}}}
     full = workshop.tree("full", **merged(PPO, critic), **ranks)
     mixed = workshop.tree("mixed", **FLOW, roles=REPLICA, **ranks)
-    run_in_ranks([full, mixed], 2)
+    staged = workshop.tree("staged", **merged(PPO, {"trainer": {"layout": {"pipeline": 2}}}), **ranks)
+    run_in_ranks([full, mixed, staged], 2)
     alone = trace(workshop.run("alone", **PPO))
     assert_same(trace(workshop.folder / "full"), alone)
+    assert_same(trace(workshop.folder / "staged"), alone)
     assert_same(trace(workshop.folder / "mixed"), trace(workshop.run("alone-mixed", **FLOW)))
     assert list((workshop.folder / "full/checkpoints/step-1/critic/optimizer").glob("*.distcp"))
 
@@ -55,13 +57,23 @@ def test_a_run_with_layouts_is_that_of_one_process_which_goes_on_from_its_checkp
         ({"roles": {"actor": {"layout": {"data": 4}}}}, r"roles.actor.layout: .* make 4 devices and there are 2"),
         ({"trainer": {"layout": {"sequence": 2}, "share_prompts": True}}, "sequence=1, or trainer.share_prompts=false"),
         ({"workers": 4, "trainer": {"layout": {"tensor": 4}}}, "2 key/value heads, which tensor=4"),
-        ({"runtime": "eager", "trainer": {"layout": {"shard": "full"}}}, "trainer.layout is for runtime=distributed"),
+        (
+            {"runtime": "eager", "trainer": {"layout": {"shard": "full"}}},
+            "trainer.layout is for runtime=distributed or hybrid; remove it",
+        ),
         (
             {"trainer": {"layout": {"shard": "full"}}, "roles": {"actor": {"generate_workers": 1}}},
             "roles.actor.generate_workers=1: ranks that divide a model",
         ),
+        (
+            {"runtime": "hybrid", "placement": [["actor"], ["reference"]], "trainer": {"layout": {"data": 4}}},
+            r"trainer.layout: .* make 4 devices and there are 2",
+        ),
         ({"trainer": {"layout": {"shard": "zero"}}}, "trainer.layout.shard"),
-        ({"trainer": {"layout": {"pipeline": 2}}}, "trainer.layout: no runtime divides layers yet; write pipeline=1"),
+        (
+            {"workers": 3, "trainer": {"layout": {"pipeline": 3}}},
+            "trainer.layout: the model has 2 layers, which pipeline=3",
+        ),
     ],
 )
 def test_a_layout_that_does_not_fit_is_one_line(workshop: Workshop, sections: dict[str, Any], words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def test_ranks_that_divide_the_model_train_its_adapters_as_one_process_does(work
     [
         (
             {"trainer": {"lora": {}, "layout": {"tensor": 2}}, "runtime": "distributed", "workers": 2},
-            r"trainer\.layout: adapters are not divided by matrix or by layer; write tensor=1",
+            r"trainer\.layout: adapters are not divided by matrix; write tensor=1",
         ),
         ({"roles": {"reference": {"lora": {}}}, "algorithm": {"kl_coef": 0.1}}, r"does not train reference; remove it"),
         ({"trainer": {"lora": {"targets": ["q_porj"]}}}, "no linear layer 'q_porj' in its layers. Did you mean 'q_proj'"),
@@ -86,3 +87,9 @@ def test_a_role_may_have_adapters_alone_and_bfloat16_ones_have_a_correction(work
 
     adapted = {"roles": {"actor": {"lora": {"rank": 2}}}}
     assert not corrected(**adapted) and not corrected(dtype="bfloat16") and corrected(**adapted, dtype="bfloat16")
+
+
+def test_without_peft_a_run_says_how_to_install_it(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match=r"lora needs peft; install it by `pip install 'braidrl\[lora\]'`"):
+        workshop.run(**FLOW, trainer=TRAINER)

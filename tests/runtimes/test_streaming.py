@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from braidrl.algorithms.shaping import next_kl_coefficient
-from braidrl.cluster.local import WorkerFailed
+from braidrl.cluster.workers import WorkerFailed
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import read_trace
@@ -228,8 +228,9 @@ def kill_when_it_holds_rows(
             for member in program.processes.members:
                 held = program.stream.schedule.leases.held.values()
                 if member.group.name == group and any(lease.holder == member.holder for lease in held):
-                    os.kill(member.process.pid, sent)
-                    killed.append(member.process.pid)
+                    pid = member.process.pid
+                    os.kill(pid, sent)
+                    killed.append(pid)
                     break
         time.sleep(0.001)
 
@@ -273,7 +274,8 @@ def test_the_death_of_a_trainer_ends_the_run_and_says_so(workshop: Workshop) -> 
         killer.join()
 
 
-def test_an_exception_in_a_worker_ends_the_run_with_its_traceback(workshop: Workshop) -> None:
+def faulty(workshop: Workshop) -> dict[str, Any]:
+    """A flow with a stage that raises."""
     (workshop.folder / "faulty.py").write_text(
         "from braidrl.algorithms.registry import shapes\n\n\n"
         "@shapes.register(writes=['reward'])\n"
@@ -284,8 +286,11 @@ def test_an_exception_in_a_worker_ends_the_run_with_its_traceback(workshop: Work
         "- {type: 'faulty.py:faulty'}\n- {type: advantage.group_normalized}\n"
         "- {type: update, role: actor, params: {loss: {name: clip}}}\n"
     )
-    sections = {"flow": str(workshop.folder / "faulty-flow.yaml"), "dtype": "float64"}
-    with in_process(workshop, "faulty", **sections) as run, pytest.raises(WorkerFailed) as caught:
+    return {"flow": str(workshop.folder / "faulty-flow.yaml"), "dtype": "float64"}
+
+
+def test_an_exception_in_a_worker_ends_the_run_with_its_traceback(workshop: Workshop) -> None:
+    with in_process(workshop, "faulty", **faulty(workshop)) as run, pytest.raises(WorkerFailed) as caught:
         run.train()
     for part in ("compute-0", "the shape of water", "stage faulty", "rows (0, "):
         assert part in str(caught.value)
@@ -395,6 +400,7 @@ def test_every_worker_leaves_a_trace_of_what_it_did(workshop: Workshop) -> None:
         ({"flow": "sft", "rollout": {"samples_per_prompt": 1}}, "flow sft generates none"),
         ({"streaming": {"workers": {"actr": 2}}}, "no worker group 'actr'"),
         ({"trainer": {"surplus": "keep"}}, "trainer.max_staleness=0 forbids"),
+        ({"cluster": {"launcher": "torchrun"}}, "write cluster.launcher=local or cluster.launcher=ray"),
     ],
 )
 def test_what_cannot_stream_is_refused_before_anything_starts(

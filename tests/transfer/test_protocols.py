@@ -23,6 +23,10 @@ class Worker:
     def double(self, numbers: Numbers, factor: int) -> list[int]:
         return [factor * number for number in numbers]
 
+    @register(protocol="DP_TOGETHER")
+    def double_together(self, numbers: Numbers, factor: int) -> list[int]:
+        return [factor * number for number in numbers]
+
     @register(protocol="ONE_TO_ALL")
     def echo(self, word: str) -> str:
         return word
@@ -54,6 +58,11 @@ def own_protocol() -> Iterator[str]:
 
 def test_one_to_all_calls_every_rank_with_the_same() -> None:
     assert called("echo", 3, "hello") == ["hello"] * 3
+
+
+def test_a_rank_without_rows_is_called_only_where_all_compute_together() -> None:
+    assert called("double", 3, Numbers([1, 2]), 10) == [([1], [10]), ([2], [20])]
+    assert called("double_together", 3, Numbers([1, 2]), 10) == [([1], [10]), ([2], [20]), ([], [])]
 
 
 def test_rank_zero_alone_is_called_and_answers() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from braidrl.flow import Flow, Kind, Scope, Stage, actor
+from braidrl.flow import Flow, Kind, Scope, Stage, actor, reference
 from braidrl.flow.readiness import Uid
 from braidrl.flow.sizes import Sizes
 from braidrl.flow.stage import Signature
@@ -11,6 +11,7 @@ from braidrl.transfer.schedule import StreamSchedule
 
 SELECT = Stage("informative", "informative", None, Signature(Kind.SELECT, ("tokens",), scope=Scope.GROUP))
 UPDATE = Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("tokens", "old_log_probs")))
+UPDATE_AFTER = Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("tokens", "ref_log_probs")))
 PLAIN = Flow("plain", [actor.generate(), actor.log_probs(), UPDATE])
 SELECTING = Flow("selecting", [actor.generate(), SELECT, actor.log_probs(), UPDATE])
 
@@ -166,3 +167,15 @@ def test_group_stages_take_whole_groups_even_where_a_lease_holds_fewer_rows() ->
     work(schedule, "actor.generate")
     lease = schedule.take("informative", "worker", 0.0, 1.0, 1)
     assert lease is not None and list(lease.rows) == uids[:2]
+
+
+def test_inference_after_an_update_in_the_list_waits_for_it() -> None:
+    """Its weights are those after the update: here of a reference that takes the actor's before it is asked."""
+    follow = Stage("reference.update", "update", "reference", Signature(Kind.TRAIN, ()), {"source": "actor"})
+    schedule = begin(Flow("following", [actor.generate(), follow, reference.log_probs(), UPDATE_AFTER]))
+    admit(schedule, 0)
+    assert work(schedule, "actor.generate")
+    assert work(schedule, "reference.log_probs") == []
+    assert schedule.due_steps() == ["reference.update"]
+    schedule.stepped("reference.update")
+    assert len(work(schedule, "reference.log_probs")) == 4

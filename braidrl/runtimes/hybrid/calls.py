@@ -50,11 +50,12 @@ class Calls:
         stage, key = of.stage, next(self.keys)
         rows = Dealt(table, deal, columns_read(stage))
         called: list[tuple[Outgoing, Future]] = group.call(method, rows, stage, of.iteration, key, *more)
-        chunks = [self.chunk(key, len(part), future, stage.writes) for part, future in called]
+        filled = [(part, future) for part, future in called if len(part)]
+        chunks = [self.chunk(key, len(part), future, stage.writes) for part, future in filled]
         work = Work(stage, group, [future for _, future in called], chunks, of.sums)
         for chunk in chunks:
             chunk.work = work
-        positions = [torch.as_tensor(part.positions) for part, _ in called]
+        positions = [torch.as_tensor(part.positions) for part, _ in filled]
         return Layer.of(len(table), list(zip(positions, chunks, strict=True)))
 
     def chunk(self, key: int, size: int, future: Future, writes: tuple[str, ...]) -> Chunk:
@@ -77,7 +78,9 @@ class Calls:
     def _index_of(self, chunk: Chunk) -> Rows:
         """A chunk's index columns; waits for the stage that writes them."""
         if chunk.index is None:
-            for written, answer in zip(chunk.work.chunks, self.answers(chunk.work), strict=True):
+            answers = zip(chunk.work.futures, self.answers(chunk.work), strict=True)
+            wrote = [answer for future, answer in answers if future.size]
+            for written, answer in zip(chunk.work.chunks, wrote, strict=True):
                 written.columns, written.index = answer.columns, answer.rows()
             # In a ring with its work a chunk would be forgotten only when Python next looks for rings.
             chunk.work.chunks = []

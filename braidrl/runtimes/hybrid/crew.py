@@ -8,7 +8,7 @@ critic pool                        ├── values ──┤                   
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,8 +18,9 @@ from torch import Tensor
 from braidrl.data.codec import payload_forbidden
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Column, Rows
-from braidrl.flow import Scope, Stage
+from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.flow import is_optimized
+from braidrl.models.role_worker import layout_of
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.calls import Calls, Work
@@ -71,7 +72,8 @@ class HybridCrew:
         if stage.role is None:
             return table.deferring(*table.deferred, asked)
         self._compute_for(stage, table)
-        return table.with_layer(stage.name, self.calls.begin(asked, table, *self._place(stage, table), "execute"))
+        method = "infer" if stage.kind is Kind.INFER and self._divided([str(stage.role)]) else "execute"
+        return table.with_layer(stage.name, self.calls.begin(asked, table, *self._place(stage, table), method))
 
     def totals(self, stage: Stage, table: Handle) -> dict[str, float]:
         """What a stage adds up over all rows, each part where it lies."""
@@ -132,9 +134,12 @@ class HybridCrew:
         self.home.wait([self.home.call("keep", path.resolve(), outgoing(table), aside=True)])
 
     def save(self, folder: Path) -> None:
-        """Beside a call that may be running: an interrupt does not wait until all rows are generated."""
+        """Beside a call that may be running: an interrupt does not wait until all rows are generated.
+
+        Where ranks have divided a model they meet to save it, and that they do in turn.
+        """
         for group in self.distinct:
-            group.wait([group.call("save", folder.resolve(), aside=True)])
+            group.wait(group.call("save", folder.resolve(), aside=not self._divided(group.pool.roles)))
 
     def load(self, folder: Path, version: int) -> None:
         self.calls.everywhere("load", folder.resolve())
@@ -142,6 +147,10 @@ class HybridCrew:
 
     def close(self) -> None:
         self.resources.close()
+
+    def _divided(self, roles: Iterable[str]) -> bool:
+        """True where the ranks of one of the roles compute together, or have parts of its weights."""
+        return any(not layout_of(role, self.executor.config).over(self.groups[role].mesh.size).copies for role in roles)
 
     def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup, Deal]:
         """The group that runs a role's stage, and how rows are dealt to its ranks."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.data.loader import PromptLoader
+from braidrl.models.role_worker import layout_of
 from braidrl.observe.progress import Progress
 from braidrl.placement.pools import Pool, place
 from braidrl.runtimes.executor import StageExecutor
@@ -76,7 +77,8 @@ def load(groups: Sequence[WorkerGroup], home: WorkerGroup, prepared: Prepared) -
     begun: list[tuple[WorkerGroup, list[Future]]] = []
     without_data = replace(prepared, sources=[], texts=None)
     for group in groups:
-        if group.mesh.size > 1:
+        shards = any(layout_of(role, prepared.config).shard != "none" for role in group.pool.roles)
+        if group.mesh.size > 1 or shards:
             (answer,) = group.wait([group.call("rendezvous")])
             begun.append((group, group.call("meet", answer.result)))
     for group in groups:

@@ -155,6 +155,15 @@ class HybridWorker:
         beside = checked_beside(self.flow, stage) if stage.type == "generate" and stage in self.flow.stages else ()
         return self._write(part, stage, iteration, key, lambda r, sums: self.executor.execute(stage, r, sums, beside))
 
+    @register(protocol="DP_TOGETHER")
+    def infer(self, part: Part, stage: Stage, iteration: int, key: int) -> Answer:
+        """As `execute`, where ranks have divided the model: one without rows takes part."""
+        if len(part):
+            return self.execute(part, stage, iteration, key)
+        with self._span(stage, self._gather(part, stage, iteration), iteration):
+            self.executor.accompany(stage)
+        return Answer()
+
     @register(protocol="DP")
     def sums(self, part: Part, stage: Stage, iteration: int) -> Answer:
         """This part's share of what a stage of scope batch adds up."""
@@ -191,9 +200,10 @@ class HybridWorker:
         self.executor.publish(version)
         self.version = version
 
-    @register(protocol="RANK_ZERO")
+    @register(protocol="ONE_TO_ALL")
     def save(self, folder: Path) -> None:
-        self.executor.save(folder)
+        """Rank 0 writes what is whole, and every rank its part of what they have divided."""
+        self.executor.save(folder, self.seat.rank == 0)
 
     @register(protocol="ONE_TO_ALL")
     def load(self, folder: Path) -> None:

@@ -82,11 +82,7 @@ class Generation:
     def _act(self, work: Work) -> None:
         self._drop(work.lost)
         if work.kind == "rows":
-            given: list[tuple[int, Rows]] = []
-            for place, (lease, _) in enumerate(work.leases):
-                # A row that selection has dropped meanwhile is gone, and its lease with it.
-                with suppress(Evicted):
-                    given.append((lease, work.rows([place])))
+            given = leased_rows(work)
             if work.stage in self.played:
                 self._play(work, given)
             else:
@@ -194,3 +190,16 @@ class Generation:
         for role, version, blocks in self.client.ask("newest")[0]["weights"]:
             if role == self.role and version > max(self.engine.version, self.source.version):
                 self.source.begin(version, [Block(*block) for block in blocks])
+
+
+def leased_rows(work: Work) -> list[tuple[int, Rows]]:
+    """Each lease with its row. A row that selection has dropped meanwhile is gone, and its lease with it."""
+    numbers = [number for number, _ in work.leases]
+    with suppress(Evicted):
+        rows = work.rows()
+        return [(number, rows.take([place])) for place, number in enumerate(numbers)]
+    found: list[tuple[int, Rows]] = []
+    for place, number in enumerate(numbers):
+        with suppress(Evicted):
+            found.append((number, work.rows([place])))
+    return found

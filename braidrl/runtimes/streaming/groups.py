@@ -2,7 +2,7 @@
 
 actor.generate    engines with weights of their own, one group per generating role
 compute           verifiers, computations, selection
-actor, critic     a role's model: its inference, and where it is trained its updates, as data-parallel ranks
+actor, critic     the model of a role that changes: its inference and its updates, as data-parallel ranks
 reference         a frozen role's model: workers that know nothing of each other
 """
 
@@ -15,7 +15,6 @@ from typing import Literal
 from braidrl.config import Config
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.flow.flow import is_optimized
 from braidrl.runtimes.engines import engine_processes
 
 COMPUTE = "compute"
@@ -23,7 +22,7 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True)
 class Group:
-    """Processes that do the same stages. The ranks of a trained role are one worker; elsewhere each process is one."""
+    """Processes that do the same stages. The ranks of a role that changes are one worker; elsewhere each process is one."""
 
     name: str
     kind: Literal["generate", "compute", "model"]
@@ -65,7 +64,7 @@ def _group(name: str, stages: Sequence[Stage], flow: Flow, processes: int) -> Gr
         return Group(name, "generate", first.role, names, processes)
     if name == COMPUTE:
         return Group(name, "compute", None, names, processes)
-    return Group(name, "model", first.role, names, processes, first.role in flow.trained_roles)
+    return Group(name, "model", first.role, names, processes, first.role in flow.changed_roles)
 
 
 def check_streaming(config: Config, flow: Flow) -> None:
@@ -74,15 +73,21 @@ def check_streaming(config: Config, flow: Flow) -> None:
         raise UserError(
             f"runtime=streaming streams rows from generation, and flow {flow.name} generates none; write runtime=eager"
         )
+    if config.cluster.launcher == "torchrun":
+        raise UserError(
+            "runtime=streaming starts its workers itself; write cluster.launcher=local or cluster.launcher=ray"
+        )
     if engine_processes(config):
         raise UserError(
             "runtime=streaming generates in workers of its own, as many as streaming.workers says; write rollout.engine=embedded "
             "and no rollout.engines"
         )
+    modelled = {stage.role for stage in flow.stages if stage.kind in (Kind.INFER, Kind.TRAIN)}
     for stage in flow.stages:
-        if stage.kind is Kind.TRAIN and not is_optimized(stage):
+        source = stage.params.get("source") if stage.kind is Kind.TRAIN else None
+        if source is not None and source not in modelled:
             raise UserError(
-                f"runtime=streaming cannot run {stage.name}: it copies weights within a process, and each role lives in "
-                "processes of its own; write runtime=eager, hybrid or distributed"
+                f"runtime=streaming cannot run {stage.name}: no process but engines has the weights of {source}, which neither "
+                "infers nor trains; write runtime=eager, hybrid or distributed"
             )
     worker_groups(config, flow, None)

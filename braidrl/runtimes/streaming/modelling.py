@@ -29,7 +29,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar
 from braidrl.runtimes.executor import record_update
 from braidrl.runtimes.iteration import group_tokens
-from braidrl.runtimes.streaming.weights import export
+from braidrl.runtimes.streaming.weights import export, received
 from braidrl.runtimes.streaming.workplace import Workplace
 from braidrl.transfer.queue.client import Client, StreamLoader, Work, Written, write_columns
 from braidrl.transfer.queue.data_plane import Block, Evicted
@@ -75,6 +75,8 @@ class Modelling:
             (self._accumulate if stage.kind is Kind.TRAIN else self._infer)(stage, work)
         elif work.kind == "step":
             self._step(self.place.stage(work.stage), work)
+        elif work.kind == "give":
+            self._give(work)
         elif work.kind == "order":
             self._obey(work.message)
 
@@ -133,15 +135,29 @@ class Modelling:
 
     def _step(self, stage: Stage, work: Work) -> None:
         with self.place.busy(stage.name, work.iteration, version=self._version(work)) as report:
-            counts = denominators(work.index)
-            record_update(stage, self.losses.pop(stage.name, {}), counts, report.sums)
-            norm = self.place.executor.step(stage, counts, work.iteration)
-            if norm is not None:
-                report.sums.add(f"{stage.role}/grad_norm", norm)
+            if is_optimized(stage):
+                self._optimize(stage, work, report.sums)
+            else:
+                self.place.executor.copy_weights(stage, received(work.message["weights"], self.place.data))
+                # The weights are freed once the leader says that the step is made: by then every rank must have them.
+                self.world.gather("weights of another role", b"")
         if self.client is not None:
             version = self.client.ask("stepped", stage=stage.name, report=report.plain())[0]["export"]
             if version is not None:
                 self._export(version)
+
+    def _optimize(self, stage: Stage, work: Work, sums: Sums) -> None:
+        counts = denominators(work.index)
+        record_update(stage, self.losses.pop(stage.name, {}), counts, sums)
+        norm = self.place.executor.step(stage, counts, work.iteration)
+        if norm is not None:
+            sums.add(f"{stage.role}/grad_norm", norm)
+
+    def _give(self, work: Work) -> None:
+        """Hands the role's weights to the update of another role that asked for them."""
+        if self.client is not None:
+            blocks = export(whole_weights(self.place.executor.workers[str(self.place.group.role)]), self.place.data)
+            self.client.ask("given", stage=work.stage, blocks=blocks)
 
     def _obey(self, order: Mapping[str, Any]) -> None:
         """Saves or loads a checkpoint; the leader says when it is done."""

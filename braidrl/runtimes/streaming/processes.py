@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from braidrl.cluster.local import END_LIMIT_S, LocalProcess, WorkerFailed
+import torch.distributed as dist
+
+from braidrl.cluster.local import LocalLauncher
+from braidrl.cluster.ray_cluster import import_ray
+from braidrl.cluster.workers import END_LIMIT_S, Launcher, Worker, WorkerFailed
 from braidrl.cluster.world import LostPeers
 from braidrl.config import Config
+from braidrl.placement.pools import Pool
 from braidrl.runtimes.streaming.groups import Group
 from braidrl.runtimes.streaming.worker import orphaned, work
 from braidrl.transfer.queue.control import ControlPlane
-from braidrl.transfer.queue.segments import shared_folder
+from braidrl.transfer.queue.data_plane import Place
+from braidrl.transfer.queue.node import Node
 
 READY_LIMIT_S = 600.0
 """How long a worker may take until its models are loaded."""
@@ -31,7 +36,7 @@ class Member:
     group: Group
     number: int
     starts: int
-    process: LocalProcess
+    process: Worker
     started: float = field(default_factory=time.monotonic)
 
     def is_late(self, control: ControlPlane) -> bool:
@@ -44,19 +49,36 @@ class Member:
         return f"{self.group.name}.{self.number}.{self.starts}"
 
 
+def worker_launcher(config: Config) -> Launcher:
+    """Who starts the workers: this process, or Ray. Raises UserError where there is no Ray, or no cluster."""
+    if config.cluster.launcher != "ray":
+        return LocalLauncher()
+    import_ray("cluster.launcher=ray")
+    # Imported here: Ray is an extra, and importing it takes a second.
+    from braidrl.cluster.ray_workers import RayLauncher
+
+    return RayLauncher(config.cluster, config.device)
+
+
 class Processes:
     """All worker processes of a run."""
 
-    def __init__(self, config: Config, folder: Path, run: str, control: ControlPlane, address: str) -> None:
-        self.config, self.folder, self.run = config, folder, run
-        self.control, self.address = control, address
+    def __init__(self, config: Config, folder: Path, control: ControlPlane, launcher: Launcher, place: Place) -> None:
+        """`place` is the main program's, where the queue is."""
+        self.config, self.folder, self.control, self.launcher = config, folder, control, launcher
+        self.queue = place.address
+        self.places = {place.host: place}
+        """Of every node that has workers, and of this one."""
         self.members: list[Member] = []
+        self._store: dist.TCPStore | None = None
 
     def start(self, groups: Sequence[Group]) -> None:
-        """Starts every process of these groups; they share the machine's cores where the configuration does not say how many."""
-        processes = sum(group.processes for group in groups)
-        threads = self.config.threads or max(1, (os.cpu_count() or 1) // processes)
-        self.config = self.config.model_copy(update={"threads": threads})
+        """Starts every process of these groups. Raises UserError where there is no room for them."""
+        pools = [Pool((group.name,), group.processes, device=group.kind != "compute") for group in groups]
+        threads = self.launcher.reserve(pools)
+        self.config = self.config.model_copy(update={"threads": self.config.threads or threads})
+        self.places |= {place.host: place for place in self.launcher.serve(Node)}
+        self._store = dist.TCPStore(self.launcher.ip, 0, is_master=True, wait_for_workers=False)
         for group in groups:
             for number in range(group.processes):
                 self.members.append(Member(group, number, 0, self._start(group, number, 0)))
@@ -84,7 +106,7 @@ class Processes:
             name = f"{member.group.name} {member.number}"
             if member.group.trained:
                 raise WorkerFailed(
-                    f"{name}, which holds gradients and optimizer state, is gone ({member.process.describe_end()}); "
+                    f"{name}, which holds weights that have changed, is gone ({member.process.describe_end()}); "
                     "go on from the last checkpoint"
                 )
             if member.starts == RESTARTS:
@@ -115,14 +137,16 @@ class Processes:
         """Ends those that are left at once."""
         for member in self.members:
             member.process.close(0.0)
+        # A traceback would keep the store, and with it its port.
+        self._store = None
 
-    def _start(self, group: Group, number: int, starts: int) -> LocalProcess:
-        name = f"{group.name}-{number}"
+    def _start(self, group: Group, number: int, starts: int) -> Worker:
+        assert self._store is not None
         arguments = {
             "config": self.config.model_dump(mode="json"), "group": asdict(group), "rank": number if group.trained else 0,
-            "name": name, "holder": f"{group.name}.{number}.{starts}", "run": self.run, "address": self.address,
-            "folder": str(self.folder.resolve()),
-            # A segment's name, so that it leaves with the run's other segments.
-            "store": str(shared_folder() / f"braid-{self.run}-gloo.{group.name}-0"),
+            "name": f"{group.name}-{number}", "holder": f"{group.name}.{number}.{starts}", "queue": self.queue,
+            "folder": str(self.folder.resolve()), "meeting": [self.launcher.ip, self._store.port],
         }  # fmt: skip
-        return LocalProcess(name, work, arguments, orphaned, [work.__module__])
+        return self.launcher.start(
+            group.name, number, work, lambda node: {**arguments, "place": self.places[node]}, orphaned
+        )

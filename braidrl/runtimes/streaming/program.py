@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from braidrl.cluster.local import WorkerFailed
+from braidrl.cluster.workers import Launcher, WorkerFailed
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
@@ -28,10 +29,10 @@ from braidrl.runtimes.iteration import IterationResult, Position, needed
 from braidrl.runtimes.row_store import Admission, Origin, Recording, RowStore, Surplus, with_added
 from braidrl.runtimes.setup import Prepared
 from braidrl.runtimes.streaming.groups import check_streaming, worker_groups
-from braidrl.runtimes.streaming.processes import Processes
+from braidrl.runtimes.streaming.processes import Processes, worker_launcher
 from braidrl.transfer.queue.client import assembled
 from braidrl.transfer.queue.control import ControlPlane
-from braidrl.transfer.queue.data_plane import DataPlane
+from braidrl.transfer.queue.data_plane import DataPlane, Place
 from braidrl.transfer.queue.segments import Owner, Segments
 from braidrl.transfer.queue.server import Server
 from braidrl.transfer.queue.stream import Finished, Stream
@@ -56,20 +57,29 @@ class StreamingProgram:
         """For each iteration that was begun and not finished, where the run stood just before."""
         self.evaluating: Stream | None = None
         self.restored: tuple[dict[str, Any], Rows | None] = {}, None
-        self.seen = 0
-        self.owner = Owner()
-        self.data = DataPlane(Segments(self.owner.run, "main"), "")
-        exported = [role for role in prepared.generating if role in flow.trained_roles]
-        together = config.streaming.weights == "delayed"
-        self.control = ControlPlane(self.stream, self.data, config.streaming.lease_s, exported, together)
-        self.server = Server(self.control.handle, self.control.tick)
-        self.data.address = self.server.address
-        self.processes = Processes(config, folder, self.owner.run, self.control, self.server.address)
-        try:
+        self.seen = self.counted_bytes = 0
+        self.exported = [role for role in prepared.generating if role in flow.changed_roles]
+        with ExitStack() as resources:
+            launcher = worker_launcher(config)
+            resources.callback(launcher.close)
+            self._open_queue(launcher, resources)
+            place = Place(launcher.node, self.owner.run, self.server.address)
+            self.processes = Processes(config, folder, self.control, launcher, place)
+            resources.callback(self.processes.kill)
             self.processes.start(self.groups)
-        except BaseException:
-            self.close()
-            raise
+            self.resources = resources.pop_all()
+
+    def _open_queue(self, launcher: Launcher, resources: ExitStack) -> None:
+        streaming = self.config.streaming
+        self.owner = Owner()
+        resources.callback(self.owner.close)
+        self.data = DataPlane(Segments(self.owner.run, "main"), "", launcher.node)
+        resources.callback(self.data.close)
+        together = streaming.weights == "delayed"
+        self.control = ControlPlane(self.stream, self.data, streaming.lease_s, self.exported, together)
+        self.server = Server(self.control.handle, self.control.tick, f"tcp://{launcher.ip}:*")
+        resources.callback(self.server.close)
+        self.data.address = self.server.address
 
     # The walk
 
@@ -148,11 +158,11 @@ class StreamingProgram:
         self.store.keep(path, table)
 
     def save(self, folder: Path) -> None:
-        """Has every trained role written by its leader."""
+        """Has every role that changes written by its leader."""
         self._order({"do": "save", "folder": str(folder.resolve())})
 
     def load(self, folder: Path, version: int) -> None:
-        """Has every trained role loaded; generation goes on with these weights, and the queue after iteration `version`."""
+        """Has every role that changes loaded; generation goes on with these weights, and the queue after iteration `version`."""
         self._order({"do": "load", "folder": str(folder.resolve()), "version": version})
         state, surplus = self.restored
         with self.control.changed:
@@ -167,14 +177,9 @@ class StreamingProgram:
 
     def close(self) -> None:
         """Tells all workers that the run is over, and leaves no process, segment or port behind."""
-        try:
+        with self.resources:
             self._change(lambda: setattr(self.control, "stopping", True))
             self.processes.close()
-        finally:
-            self.processes.kill()
-            self.server.close()
-            self.data.close()
-            self.owner.close()
 
     # Inside
 
@@ -212,6 +217,8 @@ class StreamingProgram:
         parts = [*finished.generated, finished.index] if self.flow.sampling_segment else [finished.final]
         common = [name for name in parts[-1] if all(name in part for part in parts)]
         sums = Sums.merged(Sums(report["sums"]) for report in finished.reports)
+        if len(self.processes.places) > 1:
+            sums.add("transfer/bytes_between_nodes", self._bytes_between_nodes())
         for stage, state in finished.states.items():
             for name, value in state.items():
                 sums.add(f"{stage}/{name}", value)
@@ -220,6 +227,12 @@ class StreamingProgram:
             needed(generated, finished.outcome, self.sampling.surplus), finished.final, table, final, sums,
             self._seconds(finished), finished.outcome.dropped,
         )  # fmt: skip
+
+    def _bytes_between_nodes(self) -> int:
+        """Payload and weights that nodes have given to one another since this was asked last."""
+        before = self.counted_bytes
+        self.counted_bytes = sum(self.data.served_by(place.address) for place in self.processes.places.values())
+        return self.counted_bytes - before
 
     def _seconds(self, finished: Finished) -> dict[str, float]:
         """Of each stage the time that its workers were busy with it, on average."""

@@ -1,6 +1,7 @@
 """A role's weights on their way from trainer to engines: named tensors in buckets, each a block of the queue's data plane.
 
 trainer ──export──▶ bucket, bucket, ... ──▶ control plane knows the version ──receive──▶ host memory ──load──▶ engine's model
+        └─export──▶ bucket, bucket, ... ──▶ an update that asked for them ──▶ a role that follows this one
 
 Every tensor travels under its own name, tied ones too, so that nothing depends on what is tied where. An engine changes its
 version between two decode steps, all tensors at once.
@@ -57,6 +58,14 @@ def bucket_tensors(frames: Sequence[Frame]) -> dict[str, Tensor]:
             raise WrongWeights(f"{name}: {memoryview(frame).nbytes} bytes where {target.nbytes} are due")
         target.data[:] = frame
         tensors[name] = tensor
+    return tensors
+
+
+def received(blocks: Sequence[Block], data: DataPlane) -> dict[str, Tensor]:
+    """All tensors of an export. Raises Evicted."""
+    tensors: dict[str, Tensor] = {}
+    for block in blocks:
+        tensors |= bucket_tensors(data.read(Block(*block)))
     return tensors
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from braidrl.cluster.rank_process import LOOPBACK
 from braidrl.cluster.world import World
 from braidrl.config import parse_config
 from braidrl.models.loading import load_tokenizer
@@ -24,8 +25,8 @@ from braidrl.runtimes.streaming.groups import Group
 from braidrl.runtimes.streaming.modelling import Modelling
 from braidrl.runtimes.streaming.workplace import LeaseProgress, Workplace
 from braidrl.transfer.queue.client import Client
-from braidrl.transfer.queue.data_plane import DataPlane
-from braidrl.transfer.queue.segments import Segments, remove_run, shared_folder
+from braidrl.transfer.queue.data_plane import DataPlane, Place
+from braidrl.transfer.queue.segments import remove_run, shared_folder
 
 CONNECT_LIMIT_S = 60.0
 RANKS_LIMIT_S = 600.0
@@ -33,14 +34,14 @@ RANKS_LIMIT_S = 600.0
 
 
 def work(arguments: Mapping[str, Any]) -> None:
-    """Runs one process of a worker group; `arguments` are plain data, as `WorkerArguments` in `processes` makes them."""
+    """Runs one process of a worker group; `arguments` are plain data, as `Processes` makes them."""
     config, group = parse_config(arguments["config"]), Group(**arguments["group"])
     set_up_torch(config)
     flow = build_flow(config)
     evaluation = evaluation_flow(config, flow)
     tokenizer, progress = load_tokenizer(config.model), LeaseProgress()
-    world = join_ranks(arguments["rank"], group.ranks, arguments["store"])
-    data = DataPlane(Segments(arguments["run"], arguments["holder"]), arguments["address"])
+    world = join_ranks(group, arguments["rank"], arguments["meeting"])
+    data = DataPlane.at(Place(*arguments["place"]), arguments["holder"])
     executor = StageExecutor(
         config, flow, (group.role,) if group.role else (), tokenizer,
         rule_rewards(config, [*flow.stages, *evaluation.stages], tokenizer) if group.kind == "compute" else None,
@@ -56,14 +57,17 @@ def work(arguments: Mapping[str, Any]) -> None:
         executor.close()
 
 
-def join_ranks(rank: int, size: int, store: str) -> World:
-    """The processes of a trained role, which meet in a file; a world of its own for one that shares its role with nobody."""
-    if size == 1:
+def join_ranks(group: Group, rank: int, meeting: tuple[str, int]) -> World:
+    """The processes of a trained role, which meet at a store; a world of its own for one that shares its role with nobody."""
+    if group.ranks == 1:
         return World()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    meeting = dist.FileStore(store, size)
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=RANKS_LIMIT_S))
-    return World(rank, size, dist.group.WORLD, dist.PrefixStore("places", meeting))
+    host, port = meeting
+    if host == LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    limit = timedelta(seconds=RANKS_LIMIT_S)
+    store = dist.PrefixStore(group.name, dist.TCPStore(host, port, is_master=False, timeout=limit))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=group.ranks, timeout=limit)
+    return World(rank, group.ranks, dist.group.WORLD, dist.PrefixStore("places", store))
 
 
 def run_loop(place: Workplace, world: World, arguments: Mapping[str, Any]) -> None:
@@ -72,7 +76,7 @@ def run_loop(place: Workplace, world: World, arguments: Mapping[str, Any]) -> No
         Modelling(place, world, None).follow()
         return
     generates = place.group.kind == "generate"
-    client = Client(arguments["address"], arguments["holder"], place.data, CONNECT_LIMIT_S, generates)
+    client = Client(arguments["queue"], arguments["holder"], place.data, CONNECT_LIMIT_S, generates)
     try:
         if generates:
             Generation(place, client).run()
@@ -86,4 +90,4 @@ def run_loop(place: Workplace, world: World, arguments: Mapping[str, Any]) -> No
 
 def orphaned(arguments: Mapping[str, Any]) -> None:
     """The main program was killed: nobody else removes what the run has in shared memory."""
-    remove_run(shared_folder(), arguments["run"])
+    remove_run(shared_folder(), Place(*arguments["place"]).run)

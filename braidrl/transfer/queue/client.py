@@ -33,8 +33,6 @@ class Work:
     """Index columns of the leased rows; of all rows of the update in a `step`."""
     lost: tuple[int, ...] = ()
     """Leases that this worker held and has lost."""
-    blocks: dict[Any, Rows] = field(default_factory=dict)
-    """Blocks that were opened, for when rows are read in several portions."""
 
     @property
     def stage(self) -> str:
@@ -51,7 +49,7 @@ class Work:
 
     def rows(self, places: Sequence[int] | None = None) -> Rows:
         """The leased rows with all columns that the stage reads, or those at some places."""
-        return assembled(self.data, self.index, self.message["payload"], places, self.blocks)
+        return assembled(self.data, self.index, self.message["payload"], places)
 
 
 @dataclass
@@ -75,7 +73,7 @@ class Client:
         self.held: set[int] = set()
         self._connection = Connection(address, limit_s)
         self._renewed = time.monotonic()
-        self.ask("hello", generates=generates)
+        self.ask("hello", generates=generates, address=data.address)
 
     def ask(self, request: str, frames: Sequence[Frame] = (), wait_s: float = 0.0, **fields: Any) -> Answer:
         """One request of this worker, and its answer."""
@@ -194,13 +192,8 @@ def assembled(
     index: Rows,
     payload: Sequence[Mapping[str, Any]],
     places: Sequence[int] | None = None,
-    opened: dict[Any, Rows] | None = None,
 ) -> Rows:
-    """Index columns with payload from its blocks; all rows, or those at some places in the order given.
-
-    `opened` keeps what was read of blocks from one call to the next. Raises Evicted.
-    """
-    opened = {} if opened is None else opened
+    """Index columns with payload from its blocks; all rows, or those at some places in the order given. Raises Evicted."""
     asked = range(len(index)) if places is None else places
     standing = {place: number for number, place in enumerate(asked)}
     found: defaultdict[tuple[str, ...], list[tuple[Rows, list[int]]]] = defaultdict(list)
@@ -209,12 +202,9 @@ def assembled(
         if not pairs:
             continue
         positions = [position for position, _ in pairs]
-        key = (tuple(piece["block"]), tuple(piece["columns"]))
-        if key not in opened:
-            opened[key] = data.read_rows(Block(*piece["block"]), piece["columns"])
-        rows = opened[key]
         whole = positions == list(range(piece["rows"]))
-        found[tuple(piece["columns"])].append((rows if whole else rows.take(positions), [at for _, at in pairs]))
+        rows = data.read_rows(Block(*piece["block"]), piece["columns"], None if whole else positions)
+        found[tuple(piece["columns"])].append((rows, [at for _, at in pairs]))
     columns = dict((index if places is None else index.take(places)).items())
     for parts in found.values():
         rows = Rows.cat([part for part, _ in parts]) if len(parts) > 1 else parts[0][0]

@@ -1,4 +1,4 @@
-"""The control plane: answers workers' requests from the schedule, and keeps versions of weights and orders for them.
+"""The control plane: answers workers' requests from the schedule, and hands them weights and orders.
 
 take  ─▶ rows (leases, index columns, where the payload lies) │ step │ load │ order │ stop │ wait
 done, stepped, weights, loaded, ordered, renew ─▶ noted, then: close the batch? publish? let engines load?
@@ -21,11 +21,13 @@ from braidrl.data.frames import Frame
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow import Kind, Stage
+from braidrl.flow.flow import is_optimized
 from braidrl.transfer.leases import Lease
-from braidrl.transfer.queue.data_plane import Block, DataPlane
+from braidrl.transfer.queue.data_plane import REQUESTS, Block, DataPlane
 from braidrl.transfer.queue.messages import Answer
 from braidrl.transfer.queue.stream import Finished, Stream
 from braidrl.transfer.queue.table import Part
+from braidrl.transfer.queue.versions import Copies, Versions
 
 
 @dataclass
@@ -33,6 +35,8 @@ class Holder:
     """A worker, or the leader of a group of them. `version` is what its engine has loaded; None where it has none."""
 
     name: str
+    address: str
+    """Of its node's server."""
     version: int | None = None
     loading: int | None = None
     """What it was told to load and has not yet."""
@@ -55,7 +59,7 @@ class ControlPlane:
         self.exported = frozenset(exported)
         self.streams = [stream]
         self.holders: dict[str, Holder] = {}
-        self.weights: dict[str, dict[int, list[Block]]] = {role: {} for role in exported}
+        self.weights, self.copies = Versions(exported), Copies()
         self.engine_version = 0
         """What engines hold or are about to load; prompts are admitted for rows of this version."""
         self.allowed = 0
@@ -77,7 +81,7 @@ class ControlPlane:
 
     def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
         """Answers one request; None lets its sender wait. Raises KeyError for a request that there is none of."""
-        if request["request"] in ("frames", "free"):
+        if request["request"] in REQUESTS:
             return self.data.answer(request)
         handler = getattr(self, f"on_{request['request']}")
         with self.changed:
@@ -97,7 +101,8 @@ class ControlPlane:
 
     def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """A worker is there; an engine begins with the model's own weights."""
-        self.holders[request["holder"]] = Holder(request["holder"], 0 if request["generates"] else None)
+        name, version = request["holder"], 0 if request["generates"] else None
+        self.holders[name] = Holder(name, request["address"], version)
         return {}, ()
 
     def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
@@ -144,14 +149,20 @@ class ControlPlane:
         iteration = schedule.published + 1
         schedule.stepped(name)
         self.stepping.discard(name)
+        self.data.free(self.copies.taken(name))
         self.training.accounts[iteration].reports.append(request["report"])
         role = self.training.flow[name].role
         through = all(schedule.trained[s.name] >= iteration for s in self._updates_of(str(role), iteration))
         return {"export": iteration if through and role in self.exported else None}, ()
 
+    def on_given(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """The weights lie in these blocks that an update of another role moves towards."""
+        self.data.free(self.copies.give(request["stage"], request["holder"], request["blocks"]))
+        return {}, ()
+
     def on_weights(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """A version of a role's weights lies in these blocks."""
-        self.weights[request["role"]][request["version"]] = [Block(*block) for block in request["blocks"]]
+        self.weights.add(request["role"], request["version"], request["blocks"])
         return {}, ()
 
     def on_loaded(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
@@ -159,13 +170,14 @@ class ControlPlane:
         if request["holder"] in self.holders:
             holder = self.holders[request["holder"]]
             holder.version, holder.loading = request["version"], None
-        self._free_old_weights()
+        # A restarted engine may need the version that engines should have; what is older, only those who are loading it.
+        wanted = {self.engine_version, *(h.loading for h in self.holders.values() if h.loading is not None)}
+        self.data.free(self.weights.outdated(wanted))
         return {}, ()
 
     def on_newest(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """The newest weights of the exported roles, loaded or not: to be received while generation goes on."""
-        newest = {role: max(known, default=0) for role, known in self.weights.items()}
-        return {"weights": [[r, v, self.weights[r][v]] for r, v in newest.items() if v]}, ()
+        return {"weights": self.weights.newest()}, ()
 
     def on_ordered(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """An order is carried out."""
@@ -225,10 +237,13 @@ class ControlPlane:
     def fail(self, holder: str) -> None:
         """A worker is gone: what it held is free again, and what it wrote without telling is unlinked."""
         with self.changed:
-            self.holders.pop(holder, None)
+            gone = self.holders.pop(holder, None)
+            self.copies.lost(holder)
             for stream in self.streams:
                 stream.schedule.fail_holder(holder)
-            self.data.segments.unlink(set(self.data.segments.names(holder)) - self._known_segments())
+            # Who has not said hello has written nothing.
+            if gone is not None:
+                self.data.abandon(gone.address, holder, self._known_segments(gone.address))
 
     def silent(self, seconds: float) -> list[str]:
         """Workers that have said nothing for so long: they hang, for one that works or waits speaks up now and then."""
@@ -260,6 +275,9 @@ class ControlPlane:
     # Inside
 
     def _work(self, stream: Stream, stage: Stage, request: dict[str, Any], version: int | None) -> Answer | None:
+        if (wanted := self._copy_from(stage)) is not None:
+            self.copies.ask(wanted, request["holder"])
+            return {"kind": "give", "stage": wanted}, ()
         if stage.kind is Kind.TRAIN and stage.name in stream.schedule.due_steps():
             return self._step(stream, stage)
         leases = self._leases(stream, stage, request, version if stream is self.training else None)
@@ -280,9 +298,23 @@ class ControlPlane:
         iteration = schedule.published + 1
         if iteration > self.allowed or stage.name in self.stepping:
             return None
+        answer = {"kind": "step", "stage": stage.name, "iteration": iteration}
+        if not is_optimized(stage):
+            if (weights := self.copies.given(stage.name)) is None:
+                return None
+            self.stepping.add(stage.name)
+            return {**answer, "weights": weights}, ()
         self.stepping.add(stage.name)
         index, _ = stream.read(stage.name, schedule.batches[iteration].updates[stage.name][0].rows)
-        return {"kind": "step", "stage": stage.name, "iteration": iteration}, encode(index)
+        return answer, encode(index)
+
+    def _copy_from(self, stage: Stage) -> str | None:
+        """The update that is due and waits for the weights that whoever does this stage has."""
+        schedule, flow = self.training.schedule, self.training.flow
+        if stage.kind not in (Kind.INFER, Kind.TRAIN) or schedule.published + 1 > self.allowed:
+            return None
+        due = [flow[name] for name in schedule.due_steps() if name not in self.copies]
+        return next((copy.name for copy in due if copy.params.get("source", "") == stage.role), None)
 
     def _leases(self, stream: Stream, stage: Stage, request: dict[str, Any], version: int | None) -> list[Lease]:
         # What a trainer has accumulated cannot be taken back: it keeps its rows until it is known to be dead.
@@ -314,30 +346,17 @@ class ControlPlane:
 
     def _load(self, holder: Holder) -> dict[str, Any]:
         """The weights that take an engine from what it holds to the version that it should have."""
-        held, chosen = holder.version or 0, []
         holder.loading = self.engine_version
-        for role, known in self.weights.items():
-            version = max((v for v in known if v <= self.engine_version), default=0)
-            if version > held:
-                chosen.append([role, version, known[version]])
-        return {"version": self.engine_version, "weights": chosen}
+        return {"version": holder.loading, "weights": self.weights.between(holder.version or 0, holder.loading)}
 
     def _updates_of(self, role: str, iteration: int) -> list[Stage]:
         stages = self.training.flow.stages
         return [s for s in stages if s.kind is Kind.TRAIN and s.role == role and s.when.includes(iteration)]
 
     def _has_weights(self, version: int) -> bool:
-        return all(version in self.weights[role] or not self._updates_of(role, version) for role in self.exported)
+        return all(self.weights.has(role, version) or not self._updates_of(role, version) for role in self.exported)
 
-    def _free_old_weights(self) -> None:
-        """A restarted engine may need the version that engines should have; what is older, only those who are loading it."""
-        for known in self.weights.values():
-            wanted = {self.engine_version, *(h.loading for h in self.holders.values() if h.loading is not None)}
-            needed = {max((v for v in known if v <= version), default=0) for version in wanted}
-            for version in [v for v in known if v < max(needed) and v not in needed]:
-                self.data.free(known.pop(version))
-
-    def _known_segments(self) -> set[str]:
+    def _known_segments(self, address: str) -> set[str]:
         blocks = [block for stream in self.streams for block in stream.table.blocks()]
-        blocks += [block for known in self.weights.values() for many in known.values() for block in many]
-        return {block.name for block in blocks}
+        blocks += [*self.weights.blocks(), *self.copies.blocks()]
+        return {block.name for block in blocks if block.address == address}

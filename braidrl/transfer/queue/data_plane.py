@@ -1,19 +1,23 @@
-"""Payload in the shared memory of the node where it was written; other nodes ask that node's server for its frames."""
+"""Payload in the shared memory of the node where it was written; readers on other nodes ask that node's server for their rows.
+
+same node     read ──▶ segment, as views
+another node  read ──▶ that node's server ──▶ the named columns of the rows that are asked for, as frames
+"""
 
 from __future__ import annotations
 
-import socket
-import threading
-import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame
 from braidrl.data.rows import Rows
-from braidrl.transfer.queue.messages import Connection
+from braidrl.transfer.queue.messages import Answer, Peers
 from braidrl.transfer.queue.segments import Segments
+
+REQUESTS = ("frames", "rows", "served", "free", "abandon")
+"""What a node's server answers by its data plane."""
 
 
 class Block(NamedTuple):
@@ -25,9 +29,12 @@ class Block(NamedTuple):
     size: int
 
 
-def host_name() -> str:
-    """Names this node, the same for all of its processes."""
-    return f"{socket.gethostname()}-{uuid.getnode():x}"
+class Place(NamedTuple):
+    """What a process has to know of its node: its name, that of the run's memory there, and its server's address."""
+
+    host: str
+    run: str
+    address: str
 
 
 class Evicted(LookupError):
@@ -35,13 +42,19 @@ class Evicted(LookupError):
 
 
 class DataPlane:
-    """A process's view of the payload of all nodes. `address` is that of this node's server."""
+    """A process's view of the payload of all nodes. `host` names its own one, whose server is at `address`."""
 
-    def __init__(self, segments: Segments, address: str, host: str | None = None, limit_s: float = 60.0) -> None:
-        self.segments, self.address, self.limit_s = segments, address, limit_s
-        self.host = host_name() if host is None else host
-        self._connections: dict[str, Connection] = {}
-        self._lock = threading.Lock()
+    def __init__(self, segments: Segments, address: str, host: str = "here", limit_s: float = 60.0) -> None:
+        self.segments, self.address, self.host = segments, address, host
+        self.served = 0
+        """Bytes that this node's server has given to other nodes."""
+        # Apart, so that whoever frees does not wait for a reader.
+        self._read_from, self._told = Peers(limit_s), Peers(limit_s)
+
+    @staticmethod
+    def at(place: Place, writer: str) -> DataPlane:
+        """That of a process at a place."""
+        return DataPlane(Segments(place.run, writer), place.address, place.host)
 
     def write(self, frames: Sequence[Frame]) -> Block:
         """Puts frames into a segment of this node. Raises OSError where memory is full."""
@@ -56,47 +69,80 @@ class DataPlane:
     def read(self, block: Block) -> Sequence[Frame]:
         """The block's frames: views on shared memory, or bytes from its node. Raises Evicted."""
         if block.host == self.host:
-            try:
-                return self.segments.read(block.name)
-            except FileNotFoundError:
-                raise Evicted(f"{block.name} was evicted") from None
-        with self._lock:
-            answer, frames = self._connection(block.address).ask({"request": "frames", "name": block.name})
-        if "missing" in answer:
-            raise Evicted(f"{block.name} was evicted from {block.host}")
-        return frames
+            return self._here(block.name)
+        return self._from(block, {"request": "frames", "name": block.name})
 
-    def read_rows(self, block: Block, columns: Sequence[str]) -> Rows:
-        """The named payload columns of a block."""
-        return decode(self.read(block), columns)
+    def read_rows(self, block: Block, columns: Sequence[str], positions: Sequence[int] | None = None) -> Rows:
+        """The named payload columns of a block, of all its rows or of those at some positions. Raises Evicted."""
+        if block.host == self.host:
+            return chosen(self._here(block.name), columns, positions)
+        wanted = {"columns": list(columns), "positions": positions}
+        return decode(self._from(block, {"request": "rows", "name": block.name, **wanted}))
 
     def free(self, blocks: Iterable[Block]) -> None:
-        """Evicts blocks, on whatever node they are."""
+        """Evicts blocks, on whatever node they are; nobody waits for other nodes."""
         by_address: defaultdict[str, list[str]] = defaultdict(list)
         for block in blocks:
             if block.host == self.host:
                 self.segments.unlink([block.name])
             else:
                 by_address[block.address].append(block.name)
-        with self._lock:
-            for address, names in by_address.items():
-                self._connection(address).ask({"request": "free", "names": names})
+        for address, names in by_address.items():
+            self._told.tell(address, {"request": "free", "names": names})
 
-    def answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], Sequence[Frame]]:
-        """What this node's server says to others: a block's frames, or that blocks are freed."""
+    def abandon(self, address: str, writer: str, known: Collection[str]) -> None:
+        """Evicts what a process of the node at `address` has written, but for the segments that are `known`: it is gone."""
+        request = {"request": "abandon", "writer": writer, "known": sorted(known)}
+        if address == self.address:
+            self.answer(request)
+        else:
+            self._told.tell(address, request)
+
+    def served_by(self, address: str) -> int:
+        """Bytes that the node at `address` has given to others so far."""
+        return (
+            self.served
+            if address == self.address
+            else int(self._read_from.ask(address, {"request": "served"})[0]["bytes"])
+        )
+
+    def answer(self, request: dict[str, Any]) -> Answer:
+        """What this node's server says to others: frames or rows of a block, or that blocks are freed."""
+        if request["request"] == "served":
+            return {"bytes": self.served}, ()
         if request["request"] == "free":
             self.segments.unlink(request["names"])
             return {}, ()
+        if request["request"] == "abandon":
+            self.segments.unlink(set(self.segments.names(request["writer"])) - set(request["known"]))
+            return {}, ()
         try:
-            return {}, self.segments.read(request["name"])
+            frames: Sequence[Frame] = self.segments.read(request["name"])
         except FileNotFoundError:
             return {"missing": request["name"]}, ()
+        if request["request"] == "rows":
+            frames = encode(chosen(frames, request["columns"], request["positions"]))
+        self.served += sum(memoryview(frame).nbytes for frame in frames)
+        return {}, frames
 
     def close(self) -> None:
-        for connection in self._connections.values():
-            connection.close()
+        self._read_from.close()
+        self._told.close()
 
-    def _connection(self, address: str) -> Connection:
-        if address not in self._connections:
-            self._connections[address] = Connection(address, self.limit_s)
-        return self._connections[address]
+    def _here(self, name: str) -> Sequence[Frame]:
+        try:
+            return self.segments.read(name)
+        except FileNotFoundError:
+            raise Evicted(f"{name} was evicted") from None
+
+    def _from(self, block: Block, request: dict[str, Any]) -> Sequence[Frame]:
+        answer, frames = self._read_from.ask(block.address, request)
+        if "missing" in answer:
+            raise Evicted(f"{block.name} was evicted from {block.host}")
+        return frames
+
+
+def chosen(frames: Sequence[Frame], columns: Sequence[str], positions: Sequence[int] | None) -> Rows:
+    """The named columns of encoded rows, of all or of those at some positions."""
+    rows = decode(frames, columns)
+    return rows if positions is None else rows.take(positions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ class Connection:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        # What is told to a server that is gone must not block whoever tells it.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.connect(address)
         self._number = 0
 
@@ -60,6 +63,42 @@ class Connection:
                 return answer, [frame.buffer for frame in rest]
         raise QueueTimeout(f"{self.address} did not answer {request['request']!r} within {limit:g} s")
 
+    def tell(self, request: Mapping[str, Any]) -> None:
+        """Sends a request whose answer nobody waits for."""
+        while self._socket.poll(0):
+            self._socket.recv_multipart(copy=False)
+        self._number += 1
+        self._socket.send_multipart([pack({**request, "number": self._number})])
+
     def close(self) -> None:
         self._socket.close()
         self._context.term()
+
+
+class Peers:
+    """Connections to several servers, each made when it is needed first. For several threads, which take turns."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._connections: dict[str, Connection] = {}
+        self._lock = threading.Lock()
+
+    def ask(self, address: str, request: Mapping[str, Any]) -> Answer:
+        """As `Connection.ask`."""
+        with self._lock:
+            return self._to(address).ask(request)
+
+    def tell(self, address: str, request: Mapping[str, Any]) -> None:
+        """As `Connection.tell`."""
+        with self._lock:
+            self._to(address).tell(request)
+
+    def close(self) -> None:
+        with self._lock:
+            while self._connections:
+                self._connections.popitem()[1].close()
+
+    def _to(self, address: str) -> Connection:
+        if address not in self._connections:
+            self._connections[address] = Connection(address, self.limit_s)
+        return self._connections[address]

@@ -58,6 +58,11 @@ class RehearsingWorker(HybridWorker):
         super().close()
         self.orders, self.rows_given = {}, []
 
+    def can_be_reused(self) -> bool:
+        """False once a model was divided: DTensor's caches know the process groups, which end with the crew."""
+        executor = getattr(self, "executor", None)
+        return executor is None or not any(worker.ranks.together for worker in executor.workers.values())
+
     def held(self) -> int:
         """Chunks that are kept here."""
         return len(self.chunks)
@@ -101,7 +106,11 @@ class WarmCluster(RayCluster):
         given, self.actors = self.actors, []
         for actor in given:
             try:
+                reusable = ray.get(actor.can_be_reused.remote(), timeout=60)
                 ray.get(actor.close.remote(), timeout=60)
-                self.spare.append(actor)
+                if reusable:
+                    self.spare.append(actor)
+                else:
+                    ray.kill(actor)
             except ray.exceptions.RayError:
                 ray.kill(actor)

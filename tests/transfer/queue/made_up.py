@@ -70,7 +70,7 @@ def queue(
     prompts: int = 2,
     lease_s: float = 30.0,
     staleness: int = 0,
-    host: str | None = None,
+    host: str = "here",
 ) -> Iterator[tuple[ControlPlane, Server, Owner]]:
     """A queue that serves a flow from a thread of this process."""
     owner = Owner()
@@ -89,7 +89,7 @@ def queue(
     assert server.failure is None, server.failure
 
 
-def client(server: Server, owner: Owner, name: str, host: str | None = None, generates: bool = False) -> Client:
+def client(server: Server, owner: Owner, name: str, host: str = "here", generates: bool = False) -> Client:
     return Client(server.address, name, DataPlane(Segments(owner.run, name), server.address, host), 10.0, generates)
 
 

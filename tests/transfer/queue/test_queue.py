@@ -8,6 +8,8 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,14 @@ from hypothesis import strategies as st
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
-from braidrl.flow import Flow, Kind, Scope
+from braidrl.flow import Flow, Kind, Scope, Stage
+from braidrl.flow.stage import Signature
 from braidrl.transfer.queue.client import Client, assembled
-from braidrl.transfer.queue.data_plane import DataPlane, Evicted
+from braidrl.transfer.queue.control import ControlPlane
+from braidrl.transfer.queue.data_plane import Block, DataPlane, Evicted
 from braidrl.transfer.queue.messages import Connection, QueueError, QueueTimeout
-from braidrl.transfer.queue.segments import Owner, Segments, owner_path, remove_abandoned
-from braidrl.transfer.queue.server import Server
+from braidrl.transfer.queue.node import Node
+from braidrl.transfer.queue.segments import Owner, Segments, owner_path, remove_abandoned, shared_folder
 from tests.transfer.queue.made_up import (
     CHECK,
     GENERATE,
@@ -214,28 +218,66 @@ def test_views_outlive_the_eviction_of_what_they_show() -> None:
             control.data.read_rows(block, ["prompt"])
 
 
-def test_two_nodes_exchange_frames_over_the_network() -> None:
+@contextmanager
+def two_nodes() -> Iterator[tuple[ControlPlane, Client, Client, Node]]:
+    """A queue on one node, with a worker there and an engine on another one."""
     with queue(iterations=1, host="node-a") as (control, server, owner):
-        far_segments = Segments(owner.run, "far.storage")
-        far_plane = DataPlane(far_segments, "", "node-b")
-        far_server = Server(lambda request, frames: far_plane.answer(request))
-        far_plane.address = far_server.address
+        node = Node("node-b", "127.0.0.1")
         near = client(server, owner, "near", "node-a")
-        far = client(server, owner, "far", "node-b", generates=True)
-        far.data.address = far_server.address
+        far = Client(server.address, "far", DataPlane.at(node.place(), "far"), 10.0, generates=True)
         control.training.schedule.groups_wanted(0)
         control.admit(control.training, born([0, 1]))
-        assert work_once(far, ["generate"]) == "rows", "its prompts lie on the other node"
-        work = near.take(["check"], 8, 1.0)
-        hosts = {piece["block"][0] for piece in work.message["payload"]}
-        assert hosts == {"node-b"}
-        assert torch.equal(work.rows()["tokens"].values, born([0, 1])["prompt"].values * 2)
-        block = work.message["payload"][0]["block"]
-        control.data.free([type(far.data.write([b"x"]))(*block)])
-        assert block[2] not in far_segments.names()
+        yield control, near, far, node
         near.close()
         far.close()
-        far_server.close()
+        node.close()
+    assert Segments(node.owner.run, "looker").names() == [] and not owner_path(shared_folder(), node.owner.run).exists()
+
+
+def test_two_nodes_exchange_the_rows_that_are_asked_for_and_no_others() -> None:
+    with two_nodes() as (control, near, far, node):
+        work = far.take(["generate"], 2, 0.0)
+        assert work.rows()["prompt"].values.tolist() == born([0])["prompt"].values.tolist()
+        assert 0 < control.data.served < 8 * born([0, 1])["prompt"].values.numel() + 400, (
+            "prompts of the other group came too"
+        )
+        rows = work.rows()
+        far.done("generate", [n for n, _ in work.leases], [far.write(rows.uids(), made_from("generate", rows))], {})
+        work = near.take(["check"], 8, 1.0)
+        assert {piece["block"][0] for piece in work.message["payload"]} == {"node-b"}
+        assert torch.equal(work.rows()["tokens"].values, born([0])["prompt"].values * 2)
+        assert control.data.served_by(node.place().address) == node.data.served > 0
+
+
+def test_rows_that_lie_on_ones_own_node_do_not_travel() -> None:
+    with two_nodes() as (_, near, far, node):
+        assert work_once(far, ["generate"]) == "rows"
+        before = node.data.served
+        other = Client(near._connection.address, "beside", DataPlane.at(node.place(), "beside"), 10.0)
+        assert len(other.take(["check"], 8, 1.0).rows()["tokens"].values) == len(born([0, 1])["prompt"].values)
+        assert node.data.served == before
+        other.close()
+
+
+def test_memory_on_another_node_is_freed_also_that_of_a_worker_that_is_gone() -> None:
+    with two_nodes() as (control, _, far, node):
+        work = far.take(["generate"], 8, 0.0)
+        known, names = far.data.write([b"x"]), Segments(node.owner.run, "looker").names
+        control.data.free([known])
+        wait_until(lambda: names() == [])
+        with pytest.raises(Evicted):
+            control.data.read(known)
+        far.write(work.rows().uids(), made_from("generate", work.rows()))
+        assert len(names()) == 1
+        control.fail("far")
+        wait_until(lambda: names() == [])
+
+
+def wait_until(what: Callable[[], bool], limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_name_from_the_network_cannot_lead_out_of_shared_memory() -> None:
@@ -394,3 +436,33 @@ def test_columns_of_one_name_are_read_in_the_version_that_a_stage_asks_for() -> 
         assert torch.equal(worker.take(["normalise"], 8, 0.0).rows()["reward"], before + 100)
         assert isinstance(work.rows(), Rows)
         worker.close()
+
+
+def test_a_role_that_follows_another_is_sent_its_weights_also_when_the_first_that_was_asked_for_them_dies() -> None:
+    follow = Stage("follow", "update", "reference", Signature(Kind.TRAIN, ()), {"source": "actor"})
+    with queue(Flow("following", [GENERATE, CHECK, NORMALISE, UPDATE, follow]), iterations=1) as (
+        control,
+        server,
+        owner,
+    ):
+        first, second = client(server, owner, "first", generates=True), client(server, owner, "second")
+        follower = client(server, owner, "follower")
+        control.allowed = 1
+        control.training.schedule.groups_wanted(0)
+        control.admit(control.training, born([0, 1]))
+        assert [work_once(first) for _ in range(5)] == ["rows"] * 4 + ["step"]
+        assert follower.take(["follow"], 8, 0.0).kind == "wait"
+        asked = first.take(["update"], 8, 0.0)
+        assert (asked.kind, asked.stage) == ("give", "follow")
+        assert second.take(["update"], 8, 0.0).kind == "wait", "one of them is enough"
+        control.fail("first")
+        assert second.take(["update"], 8, 0.0).kind == "give"
+        block = second.data.write([b"weights"])
+        second.ask("given", stage="follow", blocks=[block])
+        step = follower.take(["follow"], 8, 0.0)
+        assert step.kind == "step" and [Block(*found) for found in step.message["weights"]] == [block]
+        follower.ask("stepped", stage="follow", report={})
+        assert owner_names(owner, "second") == [], "weights that were taken over are still kept"
+        assert control.finished[0].iteration == 1
+        for worker in (first, second, follower):
+            worker.close()
