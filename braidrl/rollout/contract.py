@@ -81,6 +81,21 @@ async def log_probs_are_those_of_training(subject: Subject) -> None:
         torch.testing.assert_close(response.log_probs, expected, rtol=0, atol=subject.tolerance)
 
 
+async def a_later_turn_has_the_log_probs_of_training(subject: Subject) -> None:
+    """Also where an engine keeps what it has computed of the turns before."""
+    engine, (request, *_), generator = subject.make(), requests(subject, 1), torch.Generator().manual_seed(8)
+    said, observed = (
+        torch.randint(0, subject.vocabulary, (count,), generator=generator)
+        for count in (2 * subject.max_sequence_tokens // 3, 3)
+    )
+    first = replace(request, prompt=said)
+    turn = await engine.submit(first)
+    later = replace(first, prompt=torch.cat([said, turn.tokens, observed]), first_draw=len(turn.tokens))
+    finished = [turn, await engine.submit(later)]
+    for response, expected in zip(finished, subject.training_log_probs([first, later], finished), strict=True):
+        torch.testing.assert_close(response.log_probs, expected, rtol=0, atol=subject.tolerance)
+
+
 async def a_rows_tokens_depend_on_the_row_alone(subject: Subject) -> None:
     wanted = requests(subject, 9)
     together = await all_of(subject.make(), wanted)
@@ -216,6 +231,7 @@ class Lacking:
 CHECKS: tuple[Callable[[Subject], Awaitable[None]], ...] = (
     every_request_is_answered_once_with_what_it_asked_for,
     log_probs_are_those_of_training,
+    a_later_turn_has_the_log_probs_of_training,
     a_rows_tokens_depend_on_the_row_alone,
     a_row_goes_on_where_its_earlier_draws_ended,
     stop_tokens_end_a_row_and_belong_to_it,

@@ -40,6 +40,11 @@ class Router:
         """Engines that take requests."""
         return len(self._living())
 
+    @property
+    def failures(self) -> list[EngineError]:
+        """Why engines do not take requests."""
+        return list(self._errors.values())
+
     async def submit(self, request: Request) -> Finished:
         uid = request.uid
         self._dispatcher.add(uid, len(request.prompt))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.config import Config
@@ -13,6 +14,7 @@ from braidrl.models.loading import load_decoder
 from braidrl.models.role_worker import DTYPES, RoleWorker
 from braidrl.rollout.dialects import DIALECTS
 from braidrl.rollout.embedded import EmbeddedEngine
+from braidrl.rollout.engine import ModelWeights
 from braidrl.rollout.host import EngineSpec
 from braidrl.rollout.process import EngineProcess
 from braidrl.rollout.service import EngineService
@@ -70,7 +72,13 @@ def reach_servers(
     )  # fmt: skip
     limit_s, dialect = config.cluster.wait_limit_s, DIALECTS[rollout.servers.dialect]
     engines = [HttpEngine(Server(url, dialect, limit_s), spec) for url in urls]
-    return EngineService(engines, limit_s, partial(WeightFolder, within=rollout.servers.folder))
+    service = EngineService(engines, limit_s, partial(WeightFolder, within=rollout.servers.folder))
+    # A server may still have the weights of the last run that asked it.
+    service.publish(0, ModelWeights(load_decoder(worker.path, worker.dtype, torch.device("cpu"))))
+    if failures := service.router.failures:
+        service.close()
+        raise UserError(f"rollout.servers: {failures[0]}")
+    return service
 
 
 def engine_processes(config: Config) -> int:

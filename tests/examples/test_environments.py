@@ -65,6 +65,7 @@ def test_two_steps_of_each_example_train_on_exactly_what_was_generated(name: str
             float(gaps[a:b].max())
             for a, b in zip(rows["old_log_probs"].offsets[:-1], rows["old_log_probs"].offsets[1:], strict=True)
         ]
+        print(f"{name}: largest gap of a row {max(worst):.1e} nats")
         assert all(gap <= 1e-5 for gap in worst), worst
         if name == "summaries":
             assert (rows["sequence_lengths"].lengths == 4).all(), "three parts and the question, a sequence each"

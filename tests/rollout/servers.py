@@ -8,8 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -45,7 +48,7 @@ def free_port() -> int:
 class VllmServer:
     """vLLM's server in a process of its own, as a user starts it."""
 
-    def __init__(self, model: Path, limit_s: float = 240.0) -> None:
+    def __init__(self, model: Path, limit_s: float = 500.0) -> None:
         self.model, port, python = model, free_port(), vllm_python()
         self.url = f"http://127.0.0.1:{port}"
         self._process = subprocess.Popen(
@@ -83,6 +86,7 @@ class SglangSpeaker:
     def __init__(self, engine: EngineReplica) -> None:
         self.engine, self.weights = engine, "default"
         self.settings: dict[str, Any] = {"enable_deterministic_inference": True, "context_length": LIMIT}
+        self.refuses_weights = False
         self._uids: dict[str, Uid] = {}
         self._loaded = 0
 
@@ -127,18 +131,33 @@ class SglangSpeaker:
 
     async def _abort(self, asked: web.Request) -> web.Response:
         uid = self._uids.get((await asked.json())["rid"])
-        try:
+        # one that is not known has not come yet, or has ended
+        with suppress(KeyError):
             if uid is not None:
                 await self.engine.abort(uid)
-        except KeyError:
-            # it has ended
-            await asyncio.sleep(0)
         return web.Response()
 
     async def _load(self, asked: web.Request) -> web.Response:
+        if self.refuses_weights:
+            return web.json_response({"message": "no room"}, status=500)
         body = await asked.json()
         tensors = load_file(Path(body["model_path"]) / "model.safetensors")
         self._loaded += 1
         await self.engine.update_weights(self._loaded, Weights(tensors))
         self.weights = body["weight_version"]
         return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
+
+
+@contextmanager
+def in_a_thread(speaker: SglangSpeaker) -> Iterator[str]:
+    """Its address, while it answers beside a run that has no event loop of the test's."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield asyncio.run_coroutine_threadsafe(speaker.start(), loop).result(60)
+    finally:
+        asyncio.run_coroutine_threadsafe(speaker.close(), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

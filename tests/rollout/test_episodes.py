@@ -108,6 +108,7 @@ def test_four_slow_environments_that_64_trajectories_share_are_idle_for_less_tha
     assert len(played) == 64 and all(episode.turns == 4 for episode in played)
     busy = sum(end - start for start, end in log)
     assert busy == pytest.approx(64 * 4 * 1.0)
+    print(f"idle: {1 - busy / (4 * seconds):.2%}")
     assert busy / (4 * seconds) > 0.95
     assert max(sum(start <= t < end for start, end in log) for t, _ in log) <= 4
 

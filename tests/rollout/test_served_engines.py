@@ -59,7 +59,7 @@ def test_engines_in_processes_keep_the_contract(served: Served, check: Callable[
 def test_log_probs_after_each_of_20_updates_are_those_of_the_trainer(served: Served) -> None:
     trained, generator = deepcopy(MODEL), torch.Generator().manual_seed(3)
     asked = requests(subject(served), 4)
-    drawn = set()
+    drawn, largest = set(), 0.0
     for version in range(1, 21):
         with torch.no_grad():
             for parameter in trained.parameters():
@@ -67,10 +67,12 @@ def test_log_probs_after_each_of_20_updates_are_those_of_the_trainer(served: Ser
         served.run(served.engine.update_weights(version, ModelWeights(trained)))
         finished = served.run(all_of(served.engine, asked))
         for response, expected in zip(finished, training_log_probs(trained, asked, finished), strict=True):
-            torch.testing.assert_close(response.log_probs, expected, rtol=0, atol=1e-5)
+            largest = max(largest, float((response.log_probs - expected).abs().max()))
             assert set(response.versions.tolist()) == {version}
         drawn.add(tuple(finished[0].tokens.tolist()))
+    print(f"largest gap: {largest:.1e} nats")
     assert len(drawn) > 1, "weights that change draw other tokens"
+    assert largest < 1e-5
 
 
 def test_who_waits_for_a_killed_process_is_told(served: Served) -> None:

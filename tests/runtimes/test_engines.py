@@ -26,6 +26,17 @@ def tokens_of(run: Path, steps: int) -> list[list[list[float]]]:
     return [recorded(run, step)["tokens"].tolist() for step in range(1, steps + 1)]
 
 
+def gaps_of(run: Path, steps: int) -> list[float]:
+    """Of each row of a run that recomputed log-probs: how far the engine's were from the trainer's at most."""
+    found = []
+    for step in range(1, steps + 1):
+        rows = recorded(run, step)
+        ours, theirs = rows["old_log_probs"], rows["rollout_log_probs"]
+        found += [float((ours[row] - theirs[row]).abs().max()) for row in range(len(rows))]
+    print(f"{len(found)} rows, largest gap {max(found):.1e} nats")
+    return found
+
+
 @pytest.mark.parametrize("runtime", ["eager", "hybrid"])
 def test_engines_in_processes_train_what_the_trainers_own_engine_trains(
     workshop: Workshop, warm_cluster: WarmCluster, runtime: str
@@ -48,11 +59,12 @@ def test_a_run_on_vllm_needs_one_value_and_has_the_trainers_log_probs_in_every_s
     TOKENIZER.save_pretrained(workshop.folder / "wide")
     python = vllm_python()
     own: dict[str, Any] = {"python": str(python)} if python else {}
-    settings = {"model": str(workshop.folder / "wide"), "trainer": TRAINER}
+    settings = {"model": str(workshop.folder / "wide"), "trainer": TRAINER, "algorithm": {"old": "recompute"}}
     run = workshop.run("vllm", **settings, rollout={"engine": "vllm", **own})
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == [1, 2, 3]
-    assert all(line[GAP] < 1e-5 and line["actor/grad_norm"] > 0 for line in lines)
+    assert all(line["actor/grad_norm"] > 0 for line in lines)
+    assert max(gaps_of(run, 3)) < 1e-5
     assert recorded(run, 3)["version"].unique().tolist() == [2]
     assert tokens_of(run, 1) == tokens_of(workshop.run("embedded", **settings), 1), "the row decides, not the engine"
 
