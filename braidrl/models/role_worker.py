@@ -6,7 +6,7 @@ rows ──plan──▶ micro-batches ──pack──▶ hidden states ──p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,54 +16,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.config import Config, LoraConfig
+from braidrl.config import Config
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
-from braidrl.errors import UserError
 from braidrl.models.backend import Advance, TrainingBackend
 from braidrl.models.checkpoint import load_worker, save_worker
 from braidrl.models.data_parallel import DataParallel, Then
 from braidrl.models.layers import compile_layers
-from braidrl.models.layout import ParallelLayout
 from braidrl.models.likelihood import Likelihood
-from braidrl.models.lora import add_adapters, merged, plain_names, train_adapters_only
+from braidrl.models.lora import add_adapters, train_adapters_only
 from braidrl.models.objective import Objective
 from braidrl.models.offload import Movable
 from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.packed import Packed, nothing, pack
-from braidrl.models.parts import local_part, part_of, shapes_of
+from braidrl.models.parts import shapes_of
 from braidrl.models.pipeline import HIDDEN
+from braidrl.models.role_settings import DTYPES, choose_device, layout_of, lora_of, model_path
 from braidrl.models.sharded import laid_out
 from braidrl.models.shared_prompts import pack_shared, pays, plan_shared
 from braidrl.models.weight_files import Filling
 from braidrl.observe.metrics import Sums
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto` takes the CUDA device where there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def model_path(role: str, config: Config) -> Path:
-    """The directory that a role's model comes from: its own, or the run's."""
-    own = config.roles.get(role)
-    return Path((own and own.model) or config.model)
-
-
-def layout_of(role: str, config: Config) -> ParallelLayout:
-    """How a role lies on its devices: as it says itself, or as the run's roles do."""
-    own = config.roles.get(role)
-    return (own and own.layout) or config.trainer.layout
-
-
-def lora_of(role: str, config: Config) -> LoraConfig | None:
-    """The adapters that a role is trained with, if it is: as it says itself, or as the run's roles do."""
-    own = config.roles.get(role)
-    return (own and own.lora) or config.trainer.lora
 
 
 def none_of(predicted: Mapping[str, Tensor]) -> Tensor:
@@ -78,12 +50,6 @@ class MicroBatch:
     numbers: list[int]
     rows: Rows
     packed: Packed
-
-
-def layout_key(role: str, config: Config) -> str:
-    """Where in the configuration the role's layout stands."""
-    own = config.roles.get(role)
-    return f"roles.{role}.layout" if own and own.layout else "trainer.layout"
 
 
 class RoleWorker(TrainingBackend, ABC):
@@ -278,39 +244,6 @@ class RoleWorker(TrainingBackend, ABC):
 
     def export(self, folder: Path, write: bool = True) -> None:
         save_worker(self, folder, write)
-
-    @torch.no_grad()
-    def follow(self, source: RoleWorker, decay: float) -> None:
-        """Weights become `decay` times their own and the rest another role's. Raises UserError as `move_towards` does."""
-        self._check_follows(source.role, source.base_shapes)
-        source.ranks.settle(source.model)
-        theirs = plain_names(source.model, source.model.state_dict(keep_vars=True))
-        self._move(source.ranks.whole_tensors(theirs, merged), decay)
-
-    @torch.no_grad()
-    def move_towards(self, theirs: Mapping[str, Tensor], source: str, decay: float) -> None:
-        """Weights become `decay` times their own and the rest `theirs`, whole and merged, of the role `source`.
-
-        Raises UserError for a model of other shapes, and for one with an optimizer, which has weights of its own.
-        """
-        self._check_follows(source, {name: theirs[name].shape for name in self.base_shapes if name in theirs})
-        self._move((([name], tensor) for name, tensor in theirs.items()), decay)
-
-    def _check_follows(self, source: str, shapes: Mapping[str, torch.Size]) -> None:
-        if self.optimizer is not None:
-            raise UserError(f"{self.role} is trained by a loss: it cannot take weights from {source} too")
-        if self.base_shapes != shapes:
-            raise UserError(f"{self.role} cannot take weights from {source}: {self.path} is another model")
-
-    def _move(self, theirs: Iterable[tuple[list[str], Tensor]], decay: float) -> None:
-        self.ranks.settle(self.model)
-        ours = dict(self.model.named_parameters())
-        # Two roles may be divided among the ranks in different ways.
-        for names, tensor in theirs:
-            # Each once: one that is tied has two names, and may lie on two stages.
-            for parameter in [ours.pop(name) for name in names if name in ours]:
-                own = local_part(parameter)
-                own.lerp_(part_of(tensor, parameter).to(own), 1.0 - decay)
 
     def step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
         """Divides the accumulated sums by their global counts and updates; the gradient norm, or None if there was nothing."""

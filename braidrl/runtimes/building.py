@@ -21,7 +21,7 @@ from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
 from braidrl.flow.stages import make_stage
 from braidrl.flow.updates import check_update_size
-from braidrl.models.role_worker import lora_of
+from braidrl.models.role_settings import lora_of
 from braidrl.rollout.environments import check_environment
 
 TRUNCATED = {"name": "truncated"}

@@ -18,7 +18,7 @@ from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
 from braidrl.models.footprint import model_shape
 from braidrl.models.layout import ParallelLayout
-from braidrl.models.role_worker import layout_key, layout_of, lora_of, model_path
+from braidrl.models.role_settings import layout_key, layout_of, lora_of, model_path
 from braidrl.placement.pools import NAMES as PLACEMENTS
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rollout.dialects import DIALECTS

@@ -22,7 +22,7 @@ from braidrl.models.footprint import (
     model_shape,
     resident_bytes,
 )
-from braidrl.models.role_worker import DTYPES, layout_of, lora_of, model_path
+from braidrl.models.role_settings import DTYPES, layout_of, lora_of, model_path
 from braidrl.placement.pools import place
 from braidrl.placement.residency import Asset, needed_assets, residency_plan
 from braidrl.runtimes.crews import check_runtime

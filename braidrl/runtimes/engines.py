@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from braidrl.config import Config
 from braidrl.errors import UserError
 from braidrl.models.loading import load_decoder
-from braidrl.models.role_worker import DTYPES, RoleWorker
+from braidrl.models.role_settings import DTYPES
+from braidrl.models.role_worker import RoleWorker
 from braidrl.rollout.dialects import DIALECTS
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.engine import ModelWeights

@@ -22,6 +22,7 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
 from braidrl.models.checkpoint import Write, staged_worker, whole_weights
 from braidrl.models.data_parallel import DataParallel
+from braidrl.models.following import follow, move_towards
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.role_worker import RoleWorker
 from braidrl.models.scalar_worker import ScalarWorker
@@ -213,9 +214,9 @@ class StageExecutor:
         self.residency.before(stage)
         worker, source, decay = self.workers[str(stage.role)], stage.params["source"], stage.params.get("decay", 0.0)
         if weights is None:
-            worker.follow(self.workers[source], decay)
+            follow(worker, self.workers[source], decay)
         else:
-            worker.move_towards(weights, source, decay)
+            move_towards(worker, weights, source, decay)
 
     def accumulate(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
         """Adds the gradient sums of `rows`; returns loss sums by denominator."""

@@ -18,7 +18,7 @@ from braidrl.config import Config, PlacementConfig
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Flow, Kind
 from braidrl.flow.waves import Sampling
-from braidrl.models.role_worker import choose_device, layout_key, layout_of
+from braidrl.models.role_settings import choose_device, layout_key, layout_of
 from braidrl.runtimes.building import build_flow
 from braidrl.runtimes.checks import check_layouts
 

@@ -18,7 +18,7 @@ from braidrl.errors import UserError
 from braidrl.flow import Flow, Stage
 from braidrl.flow.planner import serial_chain
 from braidrl.models.loading import check_scorer, load_tokenizer
-from braidrl.models.role_worker import model_path
+from braidrl.models.role_settings import model_path
 from braidrl.placement.pools import check_copies, place
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.building import build_flow

@@ -15,6 +15,7 @@ from braidrl.config import Config, LoraConfig, parse_config
 from braidrl.data.rows import Rows
 from braidrl.models.checkpoint import divided_state, load_worker, save_worker, whole_weights
 from braidrl.models.contract import CHECKS, Subject
+from braidrl.models.following import follow
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.parts import local_part, whole
 from braidrl.models.worker import DecoderWorker
@@ -149,7 +150,7 @@ def copied_weights(world: World, model: str, other: str, layouts: list[dict[str,
     )
     own, others = whole_weights(first), whole_weights(second)
     wanted = {name: tensor * 0.25 + others[name] * 0.75 for name, tensor in own.items()}
-    first.follow(second, 0.25)
+    follow(first, second, 0.25)
     found = whole_weights(first)
     return {f"copied {layouts}": [n for n, t in found.items() if not torch.allclose(t, wanted[n], rtol=0, atol=1e-12)]}
 

@@ -20,7 +20,7 @@ from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.flow import is_optimized
-from braidrl.models.role_worker import layout_of
+from braidrl.models.role_settings import layout_of
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.calls import Calls, Work

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.data.loader import PromptLoader
-from braidrl.models.role_worker import layout_of
+from braidrl.models.role_settings import layout_of
 from braidrl.observe.progress import Progress
 from braidrl.placement.pools import Pool, place
 from braidrl.runtimes.executor import StageExecutor
