@@ -207,8 +207,10 @@ def laid_out(layout: ParallelLayout, everyone: DataParallel, device: torch.devic
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "node", "shard", "tensor"))
     pipeline = None
     if layout.pipeline > 1:
-        ends = subgroup(grid[[0, -1]].flatten(1).T)
-        pipeline = Pipeline(mesh["pipeline"].get_group(), ends, layout.sequence, device)
+        # Groups of their own: that of a mesh on CUDA may have no way to send what lies on the host.
+        stages, ends = subgroup(grid.flatten(1).T), subgroup(grid[[0, -1]].flatten(1).T)
+        assert stages is not None
+        pipeline = Pipeline(stages, ends, layout.sequence, device)
     return Sharded(everyone.group, layout, everyone, mesh, subgroup(pools), subgroup(neighbours), pipeline)
 
 
