@@ -119,7 +119,8 @@ def ablation(study: Study) -> Numbers:
         "# DAPO's techniques, added one after the other\n\nThe model imitates a teacher who writes its working down several times in "
         f"{RAMBLING:.0%} of its answers, so that some do not end within the limit of {RESPONSE_TOKENS} tokens. Each row adds a technique "
         "to the one above it; four updates per step. The last "
-        f"three columns say what each needed to reach plain GRPO's final accuracy of {goal:.3f} for the first time.\n\n"
+        f"three columns say what each needed to reach plain GRPO's final accuracy of {goal:.3f} for the first time; responses are "
+        "counted up to a batch's last group.\n\n"
         + table(header, rows)
         + "\n"
         + study.curves("ablation", "Held-out avg@4", {name: curve(lines, SCORE) for name, lines in found.items()})
