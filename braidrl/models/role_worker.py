@@ -22,6 +22,7 @@ from braidrl.data.rows import Rows
 from braidrl.models.backend import Advance, TrainingBackend
 from braidrl.models.checkpoint import load_worker, save_worker
 from braidrl.models.data_parallel import DataParallel, Then
+from braidrl.models.host_memory import keep_freed_memory
 from braidrl.models.layers import compile_layers
 from braidrl.models.likelihood import Likelihood
 from braidrl.models.lora import add_adapters, train_adapters_only
@@ -59,6 +60,7 @@ class RoleWorker(TrainingBackend, ABC):
         own = config.roles.get(role)
         self.role, self.config, self.train = role, config, train
         self.device = choose_device(config.device)
+        keep_freed_memory()
         self.path = model_path(role, config)
         self.dtype = DTYPES[(own and own.dtype) or config.dtype]
         self.ranks = laid_out(layout_of(role, config), ranks or DataParallel(), self.device)

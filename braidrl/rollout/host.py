@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from braidrl.errors import UserError
+from braidrl.models.host_memory import keep_freed_memory
 from braidrl.models.loading import load_decoder, load_tokenizer
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.engine import Engine
@@ -119,6 +120,7 @@ async def serve(handle: int) -> None:
     if spec is None:
         return
     torch.set_num_threads(spec["threads"])
+    keep_freed_memory()
     try:
         engine = make_engine(EngineSpec(**spec))
     except UserError as error:
