@@ -27,7 +27,7 @@ from braidrl.models.loading import read_model_config
 from braidrl.models.log_probs import CHUNK_ELEMENTS
 from braidrl.models.lora import add_adapters
 from braidrl.models.pipeline import RUN
-from braidrl.models.tensor_parallel import blocks_of, in_layer, plan_of
+from braidrl.models.tensor_parallel import blocks_of, copied_factors, in_layer, plan_of
 
 MASTER_BYTES = 4
 MOMENTS = 2
@@ -46,6 +46,8 @@ class Shape:
     dtype: torch.dtype
     trained: int
     """Of the parameters, those that training changes: all, or the adapters."""
+    copied: int
+    """Of these adapters what no matrix axis divides."""
 
     @property
     def element_bytes(self) -> int:
@@ -64,7 +66,8 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
             add_adapters(model, lora)
     layer = model.base_model.layers[0]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return Shape(type(model).__name__, config, elements(model), elements(layer), dtype, trained)
+    copied = sum(elements(factor) for factor in copied_factors(model, config.base_model_tp_plan or {}))
+    return Shape(type(model).__name__, config, elements(model), elements(layer), dtype, trained, copied)
 
 
 def elements(module: nn.Module) -> int:
@@ -90,7 +93,8 @@ def resident_bytes(shape: Shape, trained: bool, layout: ParallelLayout = ALONE) 
     parts = {"weights": own * shape.element_bytes}
     if trained:
         if shape.trained < shape.parameters:
-            own = shape.trained // (layout.tensor * layout.pipeline * layout.sharding)
+            divided = (shape.trained - shape.copied) // layout.tensor
+            own = (divided + shape.copied) // (layout.pipeline * layout.sharding)
         master = max(MASTER_BYTES, shape.element_bytes)
         parts["gradients"] = own * master
         if master > shape.element_bytes:

@@ -10,16 +10,20 @@ Megatron's sequence parallelism: norms and residuals are computed, and kept for 
 weight that is not divided thus sees a part of the tokens on each rank, or of the heads, and its gradient is the sum over the ranks.
 Embedding and output layer are divided by the vocabulary; the output layer is never called, `linear_log_probs` reads the rank's part of
 its weight.
+
+Of an adapter (down, up) the factor beside what is divided is divided too: `up` of a column-wise product by its rows, `down` of a row-wise
+one by its columns. The other one every rank has: of `down` it finds what its columns make of all tokens, of `up` what its own tokens
+make of it, so that here, too, the gradient is a sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -30,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 
 from braidrl.errors import UserError
 from braidrl.models.data_parallel import Predict
+from braidrl.models.lora import NAME
 from braidrl.models.packed import Packed
 from braidrl.models.pipeline import Elsewhere, is_tied, own_layers
 
@@ -62,8 +67,31 @@ def plan_of(model: Any) -> dict[str, str]:
 def divide_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
     """Divides a decoder layer along a mesh of one dimension, in place."""
     own = in_layer(plan)
-    parallelize_module(layer, mesh, {name: STYLES[style]() for name, style in own.items()})
+    for name, style in own.items():
+        parallelize_module(layer, mesh, parts_of_module(layer, name, style))
     parallelize_module(layer, mesh, {name: AllTokens() for name in blocks_of(own)})
+
+
+def parts_of_module(layer: nn.Module, name: str, style: str) -> dict[str, ParallelStyle]:
+    """How a module of a layer is divided, or what it consists of where it has an adapter."""
+    if not has_adapter(layer.get_submodule(name)):
+        return {name: STYLES[style]()}
+    down, up = f"{name}.lora_A.{NAME}", f"{name}.lora_B.{NAME}"
+    whole = {f"{name}.base_layer": STYLES[style]()}
+    return whole | ({down: STYLES[style]()} if style == "rowwise" else {down: Copied(), up: STYLES[style]()})
+
+
+def has_adapter(module: nn.Module) -> bool:
+    return hasattr(module, "base_layer")
+
+
+def copied_factors(model: Any, plan: Mapping[str, str]) -> Iterator[nn.Module]:
+    """Those factors of adapters that are not divided."""
+    for layer in own_layers(model):
+        for name, style in in_layer(plan).items():
+            module: Any = layer.get_submodule(name)
+            if has_adapter(module):
+                yield (module.lora_A if style == "colwise" else module.lora_B)[NAME]
 
 
 def in_layer(plan: Mapping[str, str]) -> dict[str, str]:
@@ -109,6 +137,22 @@ class AllTokens(ParallelStyle):
             return given, {**named, "hidden_states": gathered(named["hidden_states"])}
 
         module.register_forward_pre_hook(prepared, with_kwargs=True)
+        return module
+
+
+class Copied(ParallelStyle):
+    """A module that every rank has whole, between others that are divided: each finds a part of the gradients of its weights and input."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def prepared(_: nn.Module, given: tuple[Any, ...]) -> Tensor:
+            own: Tensor = given[0].to_local(grad_placements=(Partial(),))
+            return own
+
+        def known(_: nn.Module, __: Any, own: Tensor) -> Tensor:
+            return DTensor.from_local(own, device_mesh, (Replicate(),), run_check=False, grad_placements=(Partial(),))
+
+        module.register_forward_pre_hook(prepared)
+        module.register_forward_hook(known)
         return module
 
 

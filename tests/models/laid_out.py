@@ -242,7 +242,8 @@ def with_adapters(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
         differing = differences(one_step(worker, mine), alone_adapted(task["model"], 1), mine)
         save_worker(worker, folder, world.first)
         world.gather("saved", b"")
-        for saved in (folder, Path(task["folder"], "alone")):
+        # What this layout saved, and the one before it, and one process.
+        for saved in (folder, Path(task["folder"], f"saved-{number - 1}" if number else "alone")):
             again = DecoderWorker("actor", config, True, world.data_parallel)
             load_worker(again, saved)
             differing += differences(one_step(again, mine, 2), alone_adapted(task["model"], 2), mine)
