@@ -56,9 +56,14 @@ class MicroBatch:
 class RoleWorker(TrainingBackend, ABC):
     """A model by its role, the training backend on torch alone. With `train` it holds an optimizer, without it is frozen."""
 
-    def __init__(self, role: str, config: Config, train: bool, ranks: DataParallel | None = None) -> None:
+    def __init__(
+        self, role: str, config: Config, train: bool, ranks: DataParallel | None = None, copies: bool = False
+    ) -> None:
+        """One that `copies` is frozen, and its weights come from a worker that is trained."""
         own = config.roles.get(role)
-        self.role, self.config, self.train = role, config, train
+        self.role, self.config, self.train, self.copies = role, config, train, copies
+        self.changes = 0
+        """How often the weights have become others."""
         self.device = choose_device(config.device)
         keep_freed_memory()
         self.path = model_path(role, config)
@@ -243,6 +248,7 @@ class RoleWorker(TrainingBackend, ABC):
 
     def load(self, folder: Path) -> None:
         load_worker(self, folder)
+        self.changes += 1
 
     def export(self, folder: Path, write: bool = True) -> None:
         save_worker(self, folder, write)
@@ -251,4 +257,6 @@ class RoleWorker(TrainingBackend, ABC):
         """Divides the accumulated sums by their global counts and updates; the gradient norm, or None if there was nothing."""
         assert self.optimizer is not None, f"{self.role} is not trained"
         self.ranks.settle(self.model)
-        return self.optimizer.step(denominators, iteration)
+        norm = self.optimizer.step(denominators, iteration)
+        self.changes += norm is not None
+        return norm

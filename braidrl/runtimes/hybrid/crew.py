@@ -20,7 +20,8 @@ from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.flow import is_optimized
-from braidrl.models.role_settings import layout_of
+from braidrl.models.layout import ParallelLayout
+from braidrl.models.role_settings import inference_layouts, layout_of
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.calls import Calls, Work
@@ -72,7 +73,7 @@ class HybridCrew:
         if stage.role is None:
             return table.deferring(*table.deferred, asked)
         self._compute_for(stage, table)
-        method = "infer" if stage.kind is Kind.INFER and self._divided([str(stage.role)]) else "execute"
+        method = "infer" if stage.kind is Kind.INFER and self._infers_together(str(stage.role)) else "execute"
         return table.with_layer(stage.name, self.calls.begin(asked, table, *self._place(stage, table), method))
 
     def totals(self, stage: Stage, table: Handle) -> dict[str, float]:
@@ -149,8 +150,16 @@ class HybridCrew:
         self.resources.close()
 
     def _divided(self, roles: Iterable[str]) -> bool:
-        """True where the ranks of one of the roles compute together, or have parts of its weights."""
-        return any(not layout_of(role, self.executor.config).over(self.groups[role].mesh.size).copies for role in roles)
+        """True where the ranks of one of the roles have parts of its weights, or compute together."""
+        return any(self._together(role, layout_of(role, self.executor.config)) for role in roles)
+
+    def _infers_together(self, role: str) -> bool:
+        """True where the ranks of a role meet to infer, or to bring the weights to the layout that they infer in."""
+        other = inference_layouts(self.executor.config, self.executor.flow).get(role)
+        return self._divided([role]) or (other is not None and self._together(role, other))
+
+    def _together(self, role: str, layout: ParallelLayout) -> bool:
+        return not layout.over(self.groups[role].mesh.size).copies
 
     def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup, Deal]:
         """The group that runs a role's stage, and how rows are dealt to its ranks."""
