@@ -138,18 +138,12 @@ def check_inference_layouts(config: Config, flow: Flow) -> None:
 
 
 def check_adapters(config: Config, flow: Flow) -> None:
-    """Raises UserError for adapters of a role that is not trained, or that its layout or model does not allow."""
+    """Raises UserError for adapters of a role that is not trained, or that its model does not allow."""
     for role, own in config.roles.items():
         if own.lora and role not in flow.trained_roles:
             raise UserError(f"roles.{role}.lora: flow {flow.name} does not train {role}; remove it")
     for role in flow.trained_roles:
-        lora, layout = lora_of(role, config), layout_of(role, config)
-        if lora and layout.tensor > 1:
-            raise UserError(
-                f"{layout_key(role, config)}: adapters are not divided by matrix; write tensor=1 and shard=full, or train "
-                f"{role} without lora"
-            )
-        if lora:
+        if lora := lora_of(role, config):
             model_shape(model_path(role, config), torch.float32, role in flow.scalar_roles, lora)
 
 

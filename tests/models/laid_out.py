@@ -19,6 +19,8 @@ from braidrl.data.rows import Rows
 from braidrl.models.checkpoint import divided_state, load_worker, save_worker, whole_weights
 from braidrl.models.contract import CHECKS, Subject
 from braidrl.models.following import follow
+from braidrl.models.footprint import activation_bytes, model_shape
+from braidrl.models.layout import ParallelLayout
 from braidrl.models.layout_copy import LayoutCopy
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.parts import local_part, whole
@@ -27,20 +29,26 @@ from braidrl.models.worker import DecoderWorker
 from braidrl.observe.metrics import Sums
 from braidrl.rollout.joint_weights import WeightWriter
 from braidrl.runtimes.iteration import group_tokens
+from tests.models.activations import kept_bytes
 from tests.tiny import TOKENIZER, settings
 
 OBJECTIVE: dict[str, Any] = {"loss": "clip", "aggregate": "token-mean", "entropy_coef": 0.01}
 Found = dict[str, torch.Tensor]
 
 
-def make_rows() -> Rows:
-    """Twelve rows of very different lengths, from 2 to 60 tokens."""
+def make_rows(prompt: int = 0) -> Rows:
+    """Twelve rows of very different lengths, from 2 to 60 tokens; or where a group has one prompt, of so many tokens more."""
     draw = torch.Generator().manual_seed(5)
     lengths = torch.tensor([2, 60, 3, 5, 9, 41, 2, 4, 17, 3, 28, 6])
     prompts = (lengths // 3).clamp(min=1)
     actions, count = lengths - prompts, len(lengths)
+    if prompt:
+        prompts = torch.full_like(lengths, prompt)
+        lengths = prompts + actions
     mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths.tolist(), prompts.tolist(), strict=True)])
     tokens = torch.randint(0, len(TOKENIZER), (int(lengths.sum()),), generator=draw)
+    if prompt:
+        tokens[~mask] = torch.arange(count).repeat_interleave(prompts) // 2
     old = -2.5 + 0.3 * torch.randn(int(actions.sum()), generator=draw, dtype=torch.float64)
     rows = Rows(
         {
@@ -70,9 +78,9 @@ def own_rows(rows: Rows, world: World) -> torch.Tensor:
     return (owner == world.rank).nonzero().flatten()
 
 
-def one_step(worker: DecoderWorker, mine: torch.Tensor, iteration: int = 1) -> Found:
+def one_step(worker: DecoderWorker, mine: torch.Tensor, iteration: int = 1, prompt: int = 0) -> Found:
     """Log-probs of own rows; then what one optimizer step on all rows leaves: norm, gradients as Adam keeps them, weights."""
-    rows, objective = make_rows(), Objective.of("actor", OBJECTIVE)
+    rows, objective = make_rows(prompt), Objective.of("actor", OBJECTIVE)
     own = rows.take(mine)
     found = {"log_probs": worker.log_probs(own).values}
     half = len(own) // 2
@@ -86,11 +94,11 @@ def one_step(worker: DecoderWorker, mine: torch.Tensor, iteration: int = 1) -> F
 
 
 @cache
-def alone(model: str, dtype: str = "float64", steps: int = 1) -> Found:
+def alone(model: str, dtype: str = "float64", steps: int = 1, prompt: int = 0) -> Found:
     """The last of several steps of one process on all rows."""
     worker = DecoderWorker("actor", config_of(model, dtype=dtype), train=True)
     for iteration in range(1, steps + 1):
-        found = one_step(worker, torch.arange(len(make_rows())), iteration)
+        found = one_step(worker, torch.arange(len(make_rows())), iteration, prompt)
     return found
 
 
@@ -137,8 +145,11 @@ def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
         differing = differences(one_step(worker, mine), alone(model, dtype), mine, dtype) + not_divided(
             worker, world.size
         )
-        parts = world.gather("differences", json.dumps(differing).encode())
-        found[name] = [f"rank {rank}: {d}" for rank, part in enumerate(parts) for d in json.loads(bytes(part))]
+        found[name] = of_all_ranks(world, differing)
+    for model, layout, prompt in task.get("shared", []):
+        found[f"one prompt under {layout}"] = of_all_ranks(world, with_shared_prompts(world, model, layout, prompt))
+    for model, layout in task.get("kept", []):
+        found[f"{model} keeps under {layout}"] = of_all_ranks(world, kept_otherwise(world, model, layout))
     for case in task.get("copied", []):
         found |= copied_weights(world, *case)
     for number, (model, layout) in enumerate(task.get("contract", [])):
@@ -147,6 +158,39 @@ def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
         found |= saved_and_loaded(world, *case)
     for case in task.get("reshaped", []):
         found |= reshaped(world, *case)
+    return found
+
+
+def of_all_ranks(world: World, differing: list[str]) -> list[str]:
+    parts = world.gather("differences", json.dumps(differing).encode())
+    return [f"rank {rank}: {d}" for rank, part in enumerate(parts) for d in json.loads(bytes(part))]
+
+
+def with_shared_prompts(world: World, model: str, layout: dict[str, Any], prompt: int) -> list[str]:
+    """What differs from one process where rows of a group have a prompt of so many tokens, which is computed once."""
+    config, mine = config_of(model, layout), own_rows(make_rows(), world)
+    trainer = config.trainer.model_copy(update={"share_prompts": True})
+    worker = DecoderWorker("actor", config.model_copy(update={"trainer": trainer}), True, world.data_parallel)
+    assert worker.shares(make_rows(prompt))
+    return differences(one_step(worker, mine, prompt=prompt), alone(model, prompt=prompt), mine)
+
+
+def kept_otherwise(world: World, model: str, layout: dict[str, Any]) -> list[str]:
+    """Says so where a forward pass keeps more or less for the backward one than is counted: what is between matrices once alone."""
+    tokens, found = 96, []
+    shape, whole = model_shape(Path(model), torch.float64), ParallelLayout.model_validate(layout).over(world.size)
+    one = tokens * shape.config.hidden_size * shape.element_bytes
+    # The input of each layer and of the last norm, and two results of this: divided. What comes of it is whole.
+    inputs = (shape.config.num_hidden_layers + 3 - 1) * one // whole.tensor + one
+    counted = {False: activation_bytes(shape, tokens, False, whole), True: inputs}
+    for checkpointing, wanted in counted.items():
+        config = config_of(model, layout)
+        trainer = config.trainer.model_copy(update={"activation_checkpointing": checkpointing})
+        worker = DecoderWorker("actor", config.model_copy(update={"trainer": trainer}), True, world.data_parallel)
+        worker.model.train()
+        real = kept_bytes(worker.model, tokens)
+        if not 0.9 < real / wanted < 1.1:
+            found.append(f"keeps {real} bytes where {wanted} are counted, with {checkpointing=}")
     return found
 
 
@@ -183,7 +227,7 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
     worker = DecoderWorker("actor", config, True, world.data_parallel)
     found, wanted = {}, one_step(worker, own_rows(make_rows(), world))
     wanted = {name.removeprefix("weight "): tensor for name, tensor in wanted.items() if name.startswith("weight ")}
-    limit = 2048
+    limit = 8192  # less than a matrix of a layer
     for layout in layouts[1:]:
         other = DecoderWorker("actor", config_of(model, layout), False, world.data_parallel, copies=True)
         copy = LayoutCopy(worker, other.model, other.ranks, limit)
@@ -280,12 +324,12 @@ def with_adapters(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
         differing = differences(one_step(worker, mine), alone_adapted(task["model"], 1), mine)
         save_worker(worker, folder, world.first)
         world.gather("saved", b"")
-        for saved in (folder, Path(task["folder"], "alone")):
+        # What this layout saved, and the one before it, and one process.
+        for saved in (folder, Path(task["folder"], f"saved-{number - 1}" if number else "alone")):
             again = DecoderWorker("actor", config, True, world.data_parallel)
             load_worker(again, saved)
             differing += differences(one_step(again, mine, 2), alone_adapted(task["model"], 2), mine)
-        parts = world.gather("differences", json.dumps(differing).encode())
-        found[str(layout)] = [f"rank {rank}: {d}" for rank, part in enumerate(parts) for d in json.loads(bytes(part))]
+        found[str(layout)] = of_all_ranks(world, differing)
     return found
 
 

@@ -34,7 +34,7 @@ PAIRWISE: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("qwen3", {"tensor": 2, "shard": "full"}), ("qwen2", {"sequence": 2, "shard": "optimizer"}),
         ("llama", {"tensor": 2, "sequence": 2}), ("qwen2", {"pipeline": 2, "shard": "full"}),
         ("qwen3", {"pipeline": 2, "tensor": 2}), ("llama", {"pipeline": 2, "sequence": 2, "shard": "optimizer"}),
-        ("qwen2", {"pipeline": 4}), ("qwen3", {"nodes": 2, "shard": "full"}),
+        ("qwen2", {"pipeline": 4}), ("qwen3", {"nodes": 2, "shard": "full"}), ("llama", {"tensor": 4}),
     ],
 }  # fmt: skip
 
@@ -68,8 +68,12 @@ def test_two_ranks_compute_what_one_process_does(models: dict[str, str], tmp_pat
     # Weights that are tied, of a role that is divided in another way.
     layouts: list[dict[str, Any]] = [{"tensor": 2}, {"shard": "full"}, {"pipeline": 2}, {"tensor": 2}]
     copied = [(models["qwen2"], models["other qwen2"], pair) for pair in itertools.pairwise(layouts)]
-    found = in_ranks(2, cases, contract=contract, folder=str(tmp_path), copied=copied)
-    assert found == {name: [] for name in found} and len(found) == len(PAIRWISE[2]) + len(copied)
+    # Prompts that rows share, and what is kept of a forward pass, where ranks divide the tokens between matrices.
+    shared = [(models["qwen3"], layout, 24) for layout in ({"tensor": 2}, {"pipeline": 2})]
+    kept = [(models["qwen3"], {"tensor": 2})]
+    more = {"copied": copied, "shared": shared, "kept": kept}
+    found = in_ranks(2, cases, contract=contract, folder=str(tmp_path), **more)
+    assert found == {name: [] for name in found} and len(found) == len(cases) + len(copied) + len(shared) + len(kept)
 
 
 def test_four_ranks_do_too_and_a_checkpoint_of_one_layout_goes_on_under_another(
@@ -107,6 +111,7 @@ RESHAPED: dict[int, list[tuple[str, list[dict[str, Any]], bool]]] = {
         ("qwen3", [{"tensor": 2}, {"shard": "full"}], False),
         ("qwen2", [{"shard": "full"}, {"tensor": 2}, {}], True),
         ("qwen2", [{}, {"tensor": 2}, {}], True),
+        ("qwen3", [{"tensor": 2}, {"shard": "full"}], True),
     ],
     4: [
         ("qwen2", [{"pipeline": 2, "shard": "full"}, {"tensor": 2}, {"tensor": 4}], False),
@@ -114,6 +119,7 @@ RESHAPED: dict[int, list[tuple[str, list[dict[str, Any]], bool]]] = {
         ("llama", [{"sequence": 2, "shard": "optimizer"}, {"tensor": 2, "data": 2}, {"nodes": 2, "shard": "full"}], False),
         ("qwen2", [{"pipeline": 2, "tensor": 2}, {"shard": "full"}], False),
         ("qwen2", [{"pipeline": 2, "sequence": 2, "shard": "full"}, {"tensor": 2}], True),
+        ("llama", [{"tensor": 2, "shard": "full"}, {}], True),
     ],
 }  # fmt: skip
 
