@@ -12,12 +12,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.algorithms.metrics import reflection_counts
+from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
-from braidrl.data.rows import Column, FinishReason, Rows
+from braidrl.data.rows import Column, Rows
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
 from braidrl.models.checkpoint import Write, staged_worker, whole_weights
@@ -131,14 +133,11 @@ class StageExecutor:
                 if copy.uid not in done:
                     early.add(copy)
             early.flush()
-        return self.generated(stage, rows, finished, sums)
+        return self.generated(stage, rows, finished)
 
-    def generated(self, stage: Stage, rows: Rows, finished: Sequence[Finished], sums: Sums) -> Mapping[str, Column]:
+    def generated(self, stage: Stage, rows: Rows, finished: Sequence[Finished]) -> Mapping[str, Column]:
         """The columns that a generate stage writes, in the order of `rows`."""
-        into = stage.params.get("into")
-        if into is None:
-            self._count_reflections([row for row in finished if row.finish_reason is not FinishReason.ABORT], sums)
-        return {f"{into}.{n}" if into else n: column for n, column in to_rows(rows, finished).items()}
+        return self._named(stage, to_rows(rows, finished))
 
     def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Episodes in the stage's environment; failures of environments are counted and the first is shown."""
@@ -150,14 +149,17 @@ class StageExecutor:
             )  # fmt: skip
         for line in failures:
             self.progress.print(f"{stage.name}: {line}")
-        into = stage.params.get("into")
-        return {f"{into}.{n}" if into else n: column for n, column in columns.items()}
+        return self._named(stage, columns)
 
-    def _count_reflections(self, finished: Sequence[Finished], sums: Sums) -> None:
-        """How often responses reconsider themselves, to be averaged over rows."""
+    def _named(self, stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
+        """What was generated, under the stage's names, and how often each row reconsiders itself."""
+        into, tokens, mask = stage.params.get("into"), columns["tokens"], columns["action_mask"]
+        assert isinstance(tokens, Ragged) and isinstance(mask, Ragged)
+        reflections = torch.zeros(len(tokens), dtype=torch.int64)
         if phrases := self.config.rollout.reflection_phrases:
-            texts = self.tokenizer.batch_decode([row.tokens for row in finished], skip_special_tokens=True)
-            sums.add("response/reflections", reflection_counts(texts, phrases).sum(), len(texts))
+            responses = [tokens[row][mask[row]] for row in range(len(tokens))]
+            reflections = reflection_counts(self.tokenizer.batch_decode(responses, skip_special_tokens=True), phrases)
+        return {f"{into}.{n}" if into else n: c for n, c in {**columns, "reflections": reflections}.items()}
 
     def _verify(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Waits for the checks that were begun beside generation, or begins them now."""
