@@ -126,13 +126,15 @@ class StageExecutor:
         requests = [request for request in requests if first[request.uid] == request.uid]
         with self.progress.stage(stage.name, len(rows)) as bar:
             early = EarlyChecks(self.checks, engine, rows, place, beside, bar, stop.add if stop else None)
-            to_end = stop.rows_to_end if stop else None
+            to_end = (lambda: [uid for uid in stop.rows_to_end() if uid in place]) if stop else None
             done = {finished.uid: finished for finished in engine.generate(requests, early.add, to_end)}
             finished = [done[uid] if uid in done else replace(done[leader], uid=uid) for uid, leader in first.items()]
             for copy in finished:
                 if copy.uid not in done:
                     early.add(copy)
             early.flush()
+            if stop is not None:
+                stop.close()
         return self.generated(stage, rows, finished)
 
     def generated(self, stage: Stage, rows: Rows, finished: Sequence[Finished]) -> Mapping[str, Column]:
