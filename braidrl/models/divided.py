@@ -21,9 +21,10 @@ from torch.nn.functional import embedding, pad
 from transformers import PreTrainedModel
 
 from braidrl.errors import UserError
+from braidrl.models.boxes import Box
 from braidrl.models.linear import product
 from braidrl.models.loading import is_unread, load_decoder
-from braidrl.models.slices import Box, boxes_of, chunk, pattern_of
+from braidrl.models.slices import boxes_of, chunk, pattern_of
 from braidrl.models.tensor_parallel import whole_plan_of
 from braidrl.models.weight_files import Filling
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from torch import Tensor
+from braidrl.models.boxes import Box
 
 DIMENSIONS: dict[tuple[str, str], int] = {
     ("colwise", "weight"): 0,
@@ -21,23 +20,6 @@ DIMENSIONS: dict[tuple[str, str], int] = {
     ("embedding_rowwise", "weight"): 0,
 }
 """The dimension that is divided, by the style of a module in the model's plan and the tensor's own name; nothing else is divided."""
-
-
-@dataclass(frozen=True)
-class Box:
-    """A part of a tensor: along each dimension where it begins, and how far it goes."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """What indexes the whole tensor."""
-        return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
-
-    def of(self, whole: Tensor) -> Tensor:
-        """The part, in the memory of the whole tensor."""
-        return whole[self.slices]
 
 
 def boxes_of(shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], rank: int, ranks: int) -> dict[str, Box]:
@@ -49,10 +31,11 @@ def boxes_of(shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], rank:
     for name, shape in shapes.items():
         module, _, own = name.rpartition(".")
         dimension = DIMENSIONS.get((plan.get(pattern_of(module), ""), own))
-        offsets, sizes = [0] * len(shape), list(shape)
+        box = Box.whole(shape)
         if dimension is not None:
-            offsets[dimension], sizes[dimension] = chunk(shape[dimension], rank, ranks)
-        found[name] = Box(tuple(offsets), tuple(sizes))
+            start, count = chunk(shape[dimension], rank, ranks)
+            box = box.along(dimension, start, start + count)
+        found[name] = box
     return found
 
 

@@ -51,7 +51,7 @@ class Prepared:
         """Raises UserError for parts that do not fit together."""
         config, held_out = self.config, list(self.eval_sources.values())
         check_names(config)
-        check_layouts(config, self.flow.roles)
+        check_layouts(config, self.flow, self.flow.roles)
         check_divided_engines(config, self.generating)
         check_adapters(config, self.flow)
         check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
@@ -140,7 +140,7 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
         pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
         check_copies(flow, pools)
         for pool in pools:
-            check_layouts(config, pool.roles, pool.workers)
+            check_layouts(config, flow, pool.roles, pool.workers)
     return prepared
 
 
