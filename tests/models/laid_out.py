@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from contextlib import closing
 from functools import cache
@@ -27,7 +28,7 @@ from braidrl.models.parts import local_part, whole
 from braidrl.models.weight_transfer import LIMIT_BYTES, Traffic, WeightTransfer, weight_parts
 from braidrl.models.worker import DecoderWorker
 from braidrl.observe.metrics import Sums
-from braidrl.rollout.joint_weights import WeightWriter
+from braidrl.rollout.joint_weights import FileLayout, WeightWriter
 from braidrl.runtimes.iteration import group_tokens
 from tests.models.activations import kept_bytes
 from tests.tiny import TOKENIZER, settings
@@ -241,17 +242,42 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
             problems.append(f"a tensor of {largest.bytes} bytes was made")
         if layout == layouts[0] and copy.traffic.sent + copy.traffic.received:
             problems.append("what was there was sent")
-        found[f"{layouts[0]} to {layout}, lora {lora}"] = everywhere(world, problems)
-    writer = WeightWriter(weight_parts(worker.model), worker.ranks, check=True)
-    for _ in range(2):
-        with closing(writer.write(weight_parts(worker.model))) as file:
-            read = dict(file.tensors())
-    problems = [f"{name} differs" for name, tensor in wanted.items() if not equal(read[name], tensor, lora)]
-    problems += traffic_problems(writer.transfer, writer.traffic, world.rank, LIMIT_BYTES)
-    if read.keys() != wanted.keys() or writer.traffic.sent:
-        problems.append(f"the file has {sorted(read)}, and {writer.traffic.sent} bytes were sent for it on one machine")
-    found[f"{layouts[0]} to a file, lora {lora}"] = everywhere(world, problems)
+        found[f"{model} {layouts[0]} to {layout}, lora {lora}"] = everywhere(world, problems)
+    found[f"{model} {layouts[0]} to files, lora {lora}"] = everywhere(world, written(world, worker, wanted, lora))
     return found
+
+
+def written(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
+    """What is wrong with the files that all ranks write together, in memory and in a folder, and where there is no room."""
+    ranks, parts = worker.ranks, weight_parts(worker.model)
+    writer, to_folder = WeightWriter(parts, ranks, check=True), WeightWriter(parts, ranks, repeat=True)
+    for _ in range(2):
+        with closing(writer.in_memory(parts)) as file:
+            read = dict(file.tensors())
+    folder = to_folder.in_folder(parts, None)
+    again = dict(folder.tensors())
+    problems = [n for n, t in wanted.items() if not (equal(read[n], t, nearly) and equal(again[n], t, nearly))]
+    problems += traffic_problems(writer.transfer, writer.traffic, world.rank, LIMIT_BYTES)
+    if not read.keys() == again.keys() == folder.shapes.keys() == wanted.keys() or writer.traffic.sent:
+        problems.append(f"the file has {sorted(read)}, and {writer.traffic.sent} bytes were sent for it on one machine")
+    world.gather("read", b"")
+    folder.close()
+    world.gather("closed", b"")
+    writer.layout = FullLayout(**vars(writer.layout))
+    try:
+        writer.in_memory(parts)
+    except OSError as error:
+        problems += [str(error)] * (str(error.errno) not in str(error) or "braid-weights" not in str(error))
+    else:
+        problems.append("a file for which there was no room was written")
+    return problems + ["the folder is still there"] * folder.path.exists()
+
+
+class FullLayout(FileLayout):
+    """For whose file a machine has no memory."""
+
+    def make(self, path: Path, mode: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def equal(found: torch.Tensor, wanted: torch.Tensor, nearly: bool) -> bool:
