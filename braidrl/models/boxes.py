@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 
 @dataclass(frozen=True, order=True)
 class Box:
@@ -28,6 +30,10 @@ class Box:
     def slices(self) -> tuple[slice, ...]:
         """What it is of the whole tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
+
+    def of(self, whole: Tensor) -> Tensor:
+        """What the whole tensor has there, in its memory."""
+        return whole[self.slices]
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """What it is of a tensor that holds the block `outer` alone, of which it is a part."""

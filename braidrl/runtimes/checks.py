@@ -16,6 +16,7 @@ from braidrl.data.prompts import LoadedSource
 from braidrl.data.sources import place
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
+from braidrl.models.divided import check_heads
 from braidrl.models.footprint import model_shape
 from braidrl.models.layout import ParallelLayout
 from braidrl.models.role_settings import (
@@ -47,6 +48,19 @@ def check_names(config: Config) -> None:
         raise UserError(f"rollout.engine={engine} generates in processes of its own; write rollout.engines=1")
     if placement not in PLACEMENTS:
         raise UserError(f"no placement is called {placement!r}. {suggest(placement, PLACEMENTS)}")
+
+
+def check_divided_engines(config: Config, generating: Iterable[str]) -> None:
+    """Raises UserError for engines of several processes that cannot be so, of these roles' models."""
+    ranks, rollout = config.rollout.tensor, config.rollout
+    if ranks == 1:
+        return
+    if rollout.engine != "embedded":
+        raise UserError(f"rollout.tensor={ranks} divides the embedded engine, and rollout.engine is {rollout.engine}")
+    if not rollout.engines:
+        raise UserError(f"rollout.tensor={ranks} divides engines in processes of their own; write rollout.engines=1")
+    for role in generating:
+        check_heads(model_settings(model_path(role, config)), ranks)
 
 
 def check_servers(config: Config) -> None:

@@ -25,6 +25,7 @@ from braidrl.runtimes.building import build_flow
 from braidrl.runtimes.checks import (
     check_adapters,
     check_answers,
+    check_divided_engines,
     check_layouts,
     check_lengths,
     check_names,
@@ -51,6 +52,7 @@ class Prepared:
         config, held_out = self.config, list(self.eval_sources.values())
         check_names(config)
         check_layouts(config, self.flow, self.flow.roles)
+        check_divided_engines(config, self.generating)
         check_adapters(config, self.flow)
         check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
         if self.sources and any(stage.type == "verify" for stage in self.flow.stages):

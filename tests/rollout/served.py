@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from braidrl.models.attention import ATTENTION
-from braidrl.rollout.host import EngineSpec
+from braidrl.rollout.engine_spec import EngineSpec
 from braidrl.rollout.process import EngineProcess
 from tests.rollout.tiny import SIZES, make_tokenizer
 from tests.tiny import ROOT
@@ -37,7 +37,11 @@ def write_served_model(folder: Path) -> Path:
 
 
 def spec(kind: str, model: Path) -> EngineSpec:
-    return EngineSpec(kind, str(model), slots=16, max_sequence_tokens=LIMIT)
+    """`tensor-parallel` is the embedded engine divided between two processes."""
+    divided = kind == "tensor-parallel"
+    return EngineSpec(
+        "embedded" if divided else kind, str(model), slots=16, max_sequence_tokens=LIMIT, tensor=1 + divided
+    )
 
 
 def vllm_python() -> Path | None:

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, embedded and vLLM: the contract, weight updates, and what happens when one is killed."""
+"""Engines in processes of their own, alone, in twos and vLLM: the contract, weight updates, and what happens when one is killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.rollout.served import LIMIT, LONG, Served, served_model, spec, vllm_p
 from tests.rollout.tiny import END, make_tokenizer, training_log_probs
 
 MODEL = served_model()
-KINDS = ("embedded", "vllm")
+KINDS = ("embedded", "tensor-parallel", "vllm")
 
 
 @pytest.fixture(scope="module")

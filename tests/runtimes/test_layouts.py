@@ -58,7 +58,9 @@ def test_roles_infer_in_a_layout_of_their_own_and_engines_read_what_ranks_wrote_
         "trainer": {"layout": {"shard": "full"}, "inference_layout": {"tensor": 2}},
         "roles": {"critic": {"layout": {"pipeline": 2}, "inference_layout": {"data": 2}}},
     }
-    served = {"rollout": {"engines": 1, "check_weights": True}, "trainer": {"layout": {"pipeline": 2}}}
+    # Three layouts of one role: two stages train, each of the engines' two processes has half of the matrices.
+    engines = {"engines": 1, "tensor": 2, "check_weights": True}
+    served = {"rollout": engines, "trainer": {"layout": {"pipeline": 2}, "inference_layout": {"shard": "full"}}}
     run_in_ranks(
         [
             workshop.tree("copies", **merged(RECOMPUTED, copies), **ranks),
