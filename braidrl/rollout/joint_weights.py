@@ -99,7 +99,7 @@ class WeightWriter:
         """The handle of the file when everything is in it."""
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         tensors = self.layout.tensors(handle)
-        self.traffic = self.transfer.run(parts, tensors)
+        self.traffic = self.transfer.run(parts, {name: WeightPart([name], own) for name, own in tensors.items()})
         self._meet("what others write")
         if self.check or self.layout.repeated:
             if self.leads:

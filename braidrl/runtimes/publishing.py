@@ -1,7 +1,7 @@
 """How a version of a role's weights comes to what generates for it, whatever the layout that it is trained in.
 
 engine with the trainer's own weights    they are there
-engine with a whole copy                 box to box from the ranks that have divided them, adapters merged
+engine with a copy, whole or slices      box to box from the ranks that have divided them, adapters merged
 engines in processes of their own        one file on each machine, which its ranks write side by side
 servers                                  the same in a folder, which they read
 """
@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 from braidrl.config import Config
 from braidrl.models.data_parallel import DataParallel
-from braidrl.models.layout_copy import LayoutCopy
+from braidrl.models.layout_copy import LayoutCopy, settled_parts
 from braidrl.models.role_worker import RoleWorker
 from braidrl.models.weight_transfer import weight_parts
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.joint_weights import WeightWriter
+from braidrl.rollout.pooled_engine import PooledEngine
 from braidrl.rollout.service import EngineService
 
 Publish = Callable[[int], None]
@@ -26,13 +27,15 @@ Publish = Callable[[int], None]
 def publication(worker: RoleWorker, engine: EmbeddedEngine | EngineService, config: Config) -> Publish:
     """The way of one engine; all ranks that generate for the role call this together."""
     if isinstance(engine, EmbeddedEngine):
-        return engine.publish if worker.holds_its_weights else into_copy(worker, engine)
+        pooled = isinstance(engine, PooledEngine)
+        return into_copy(worker, engine) if pooled or not worker.holds_its_weights else engine.publish
     return through_file(worker, engine, config)
 
 
 def into_copy(worker: RoleWorker, engine: EmbeddedEngine) -> Publish:
     """The engine's own weights take the worker's, a bounded number of bytes at a time."""
-    copy = LayoutCopy(worker, engine.model, DataParallel())
+    slices = engine.slices if isinstance(engine, PooledEngine) else None
+    copy = LayoutCopy(worker, lambda: weight_parts(engine.model, slices), divided=slices is not None)
 
     def publish(version: int) -> None:
         copy.refresh()
@@ -48,11 +51,10 @@ def through_file(worker: RoleWorker, engine: EngineService, config: Config) -> P
     together = worker.ranks.divided or own is None or own.generate_workers is None
     ranks, rollout = worker.ranks if together else DataParallel(), config.rollout
     served = rollout.engine == "http"
-    writer = WeightWriter(weight_parts(worker.model), ranks, rollout.check_weights and not served, repeat=served)
+    writer = WeightWriter(settled_parts(worker), ranks, rollout.check_weights and not served, repeat=served)
 
     def publish(version: int) -> None:
-        worker.ranks.settle(worker.model)
-        parts = weight_parts(worker.model)
+        parts = settled_parts(worker)
         engine.publish(version, writer.in_folder(parts, rollout.servers.folder) if served else writer.in_memory(parts))
 
     return publish

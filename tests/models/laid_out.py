@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from contextlib import closing
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ from braidrl.config import Config, LoraConfig, parse_config
 from braidrl.data.rows import Rows
 from braidrl.models.checkpoint import divided_state, load_worker, save_worker, whole_weights
 from braidrl.models.contract import CHECKS, Subject
+from braidrl.models.divided import Ranks, load_divided
 from braidrl.models.following import follow
 from braidrl.models.footprint import activation_bytes, model_shape
 from braidrl.models.layout import ParallelLayout
-from braidrl.models.layout_copy import LayoutCopy
+from braidrl.models.layout_copy import LayoutCopy, settled_parts
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.parts import local_part, whole
+from braidrl.models.sharded import subgroup
 from braidrl.models.weight_transfer import LIMIT_BYTES, Traffic, WeightTransfer, weight_parts
 from braidrl.models.worker import DecoderWorker
 from braidrl.observe.metrics import Sums
@@ -231,7 +233,7 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
     limit = 8192  # less than a matrix of a layer
     for layout in layouts[1:]:
         other = DecoderWorker("actor", config_of(model, layout), False, world.data_parallel, copies=True)
-        copy = LayoutCopy(worker, other.model, other.ranks, limit)
+        copy = LayoutCopy(worker, partial(settled_parts, other), other.ranks.divided, limit)
         with Largest() as largest:
             copy.refresh()
         problems = [
@@ -244,6 +246,7 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
             problems.append("what was there was sent")
         found[f"{model} {layouts[0]} to {layout}, lora {lora}"] = everywhere(world, problems)
     found[f"{model} {layouts[0]} to files, lora {lora}"] = everywhere(world, written(world, worker, wanted, lora))
+    found[f"{model} {layouts[0]} to slices, lora {lora}"] = everywhere(world, sliced(world, worker, wanted, lora))
     return found
 
 
@@ -278,6 +281,20 @@ class FullLayout(FileLayout):
 
     def make(self, path: Path, mode: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def sliced(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
+    """What is wrong with the slices that pairs of ranks decode with; those who train with them have them already."""
+    group = subgroup(torch.arange(world.size).view(-1, 2))
+    assert group is not None
+    model, slices = load_divided(worker.path, worker.dtype, "cpu", Ranks(group))
+    copy = LayoutCopy(worker, lambda: weight_parts(model, slices), divided=True)
+    copy.refresh()
+    found = model.state_dict()
+    problems = [n for n, whole in wanted.items() if not equal(found[n], slices.boxes[n].of(whole), nearly)]
+    if worker.config.trainer.layout == ParallelLayout(tensor=2) and copy.traffic.sent:
+        problems.append("what was there was sent")
+    return problems + traffic_problems(copy.transfer, copy.traffic, world.rank, LIMIT_BYTES)
 
 
 def equal(found: torch.Tensor, wanted: torch.Tensor, nearly: bool) -> bool:
