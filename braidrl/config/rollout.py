@@ -105,4 +105,4 @@ class RolloutConfig(Section):
         return {"urls": value} if isinstance(value, str | list) else value
 
     reflection_phrases: list[str] = list(REFLECTION_PHRASES)
-    """Phrases of a response that reconsiders itself, counted in `response/reflections`; none counts nothing."""
+    """Phrases of a response that reconsiders itself, counted in `response/reflections`, per response."""

@@ -32,7 +32,7 @@ class Box:
         return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
 
     def of(self, whole: Tensor) -> Tensor:
-        """What the whole tensor has there, in its memory."""
+        """The block, in the memory of the whole tensor."""
         return whole[self.slices]
 
     def within(self, outer: Box) -> tuple[slice, ...]:

@@ -31,10 +31,11 @@ def boxes_of(shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], rank:
     for name, shape in shapes.items():
         module, _, own = name.rpartition(".")
         dimension = DIMENSIONS.get((plan.get(pattern_of(module), ""), own))
-        offsets, sizes = [0] * len(shape), list(shape)
+        box = Box.whole(shape)
         if dimension is not None:
-            offsets[dimension], sizes[dimension] = chunk(shape[dimension], rank, ranks)
-        found[name] = Box(tuple(offsets), tuple(sizes))
+            start, count = chunk(shape[dimension], rank, ranks)
+            box = box.along(dimension, start, start + count)
+        found[name] = box
     return found
 
 

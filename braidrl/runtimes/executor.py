@@ -12,12 +12,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.algorithms.metrics import reflection_counts
+from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
-from braidrl.data.rows import Column, FinishReason, Rows
+from braidrl.data.rows import Column, Rows
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
@@ -141,21 +143,20 @@ class StageExecutor:
         requests = [request for request in requests if first[request.uid] == request.uid]
         with self.progress.stage(stage.name, len(rows)) as bar:
             early = EarlyChecks(self.checks, engine, rows, place, beside, bar, stop.add if stop else None)
-            to_end = stop.rows_to_end if stop else None
+            to_end = (lambda: [uid for uid in stop.rows_to_end() if uid in place]) if stop else None
             done = {finished.uid: finished for finished in engine.generate(requests, early.add, to_end)}
             finished = [done[uid] if uid in done else replace(done[leader], uid=uid) for uid, leader in first.items()]
             for copy in finished:
                 if copy.uid not in done:
                     early.add(copy)
             early.flush()
-        return self.generated(stage, rows, finished, sums)
+            if stop is not None:
+                stop.close()
+        return self.generated(stage, rows, finished)
 
-    def generated(self, stage: Stage, rows: Rows, finished: Sequence[Finished], sums: Sums) -> Mapping[str, Column]:
+    def generated(self, stage: Stage, rows: Rows, finished: Sequence[Finished]) -> Mapping[str, Column]:
         """The columns that a generate stage writes, in the order of `rows`."""
-        into = stage.params.get("into")
-        if into is None:
-            self._count_reflections([row for row in finished if row.finish_reason is not FinishReason.ABORT], sums)
-        return {f"{into}.{n}" if into else n: column for n, column in to_rows(rows, finished).items()}
+        return self._named(stage, to_rows(rows, finished))
 
     def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Episodes in the stage's environment; failures of environments are counted and the first is shown."""
@@ -170,14 +171,17 @@ class StageExecutor:
             )  # fmt: skip
         for line in failures:
             self.progress.print(f"{stage.name}: {line}")
-        into = stage.params.get("into")
-        return {f"{into}.{n}" if into else n: column for n, column in columns.items()}
+        return self._named(stage, columns)
 
-    def _count_reflections(self, finished: Sequence[Finished], sums: Sums) -> None:
-        """How often responses reconsider themselves, to be averaged over rows."""
+    def _named(self, stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
+        """What was generated, under the stage's names, and how often each row reconsiders itself."""
+        into, tokens, mask = stage.params.get("into"), columns["tokens"], columns["action_mask"]
+        assert isinstance(tokens, Ragged) and isinstance(mask, Ragged)
+        reflections = torch.zeros(len(tokens), dtype=torch.int64)
         if phrases := self.config.rollout.reflection_phrases:
-            texts = self.tokenizer.batch_decode([row.tokens for row in finished], skip_special_tokens=True)
-            sums.add("response/reflections", reflection_counts(texts, phrases).sum(), len(texts))
+            responses = [tokens[row][mask[row]] for row in range(len(tokens))]
+            reflections = reflection_counts(self.tokenizer.batch_decode(responses, skip_special_tokens=True), phrases)
+        return {f"{into}.{n}" if into else n: c for n, c in {**columns, "reflections": reflections}.items()}
 
     def _verify(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Waits for the checks that were begun beside generation, or begins them now."""

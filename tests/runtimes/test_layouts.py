@@ -25,6 +25,7 @@ FEW: dict[str, Any] = merged(
 )  # fmt: skip
 PPO: dict[str, Any] = merged(FEW, {"flow": "ppo", "algorithm": {"reward": "verify", "kl_target": 0.5}})
 RECOMPUTED: dict[str, Any] = merged(PPO, {"algorithm": {"old": "recompute"}})
+SELECTED: dict[str, Any] = merged(FEW, {"flow": "dapo", "trainer": {"over_sampling": 2}})
 FLOW: dict[str, Any] = merged(FEW, {"flow": str(DIAMOND)})
 REPLICA = {"actor": {"layout": {"tensor": 2, "shard": "optimizer"}}, "reference": {"layout": {"shard": "full"}}}
 
@@ -66,6 +67,7 @@ def test_roles_infer_in_a_layout_of_their_own_and_engines_read_what_ranks_wrote_
     run_in_ranks(
         [
             workshop.tree("pooled", **merged(RECOMPUTED, pooled), **ranks),
+            workshop.tree("selected", **merged(SELECTED, {"rollout": {"tensor": 2}}), **ranks),
             workshop.tree("copies", **merged(RECOMPUTED, copies), **ranks),
             workshop.tree("served", **merged(RECOMPUTED, served), **ranks),
         ],
@@ -75,6 +77,7 @@ def test_roles_infer_in_a_layout_of_their_own_and_engines_read_what_ranks_wrote_
     assert_same(trace(workshop.folder / "copies"), alone)
     assert_same(trace(workshop.folder / "served"), alone)
     assert_same(trace(workshop.folder / "pooled"), alone)
+    assert_same(trace(workshop.folder / "selected"), trace(workshop.run("alone-selected", **SELECTED)))
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,11 @@ from braidrl.flow.flow import is_optimized
 from braidrl.models.layout import ParallelLayout
 from braidrl.models.role_settings import inference_layouts, layout_of
 from braidrl.observe.metrics import Sums
+from braidrl.runtimes.early_stop import Needless, Segment
 from braidrl.runtimes.engines import pools_ranks
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.calls import Calls, Work
-from braidrl.runtimes.hybrid.dealing import Deal, by_cost, by_length, by_prompt, in_place
+from braidrl.runtimes.hybrid.dealing import Deal, by_cost, by_length, by_number, by_prompt, in_place
 from braidrl.runtimes.hybrid.group import Dealt, Future, Outgoing, WorkerGroup, outgoing
 from braidrl.runtimes.hybrid.handle import Deferred, Handle, Layer
 from braidrl.runtimes.hybrid.parts import columns_read, packed_rows
@@ -76,6 +77,16 @@ class HybridCrew:
         self._compute_for(stage, table)
         method = "execute_together" if self._meets(stage) else "execute"
         return table.with_layer(stage.name, self.calls.begin(asked, table, *self._place(stage, table), method))
+
+    def generate_needed(
+        self, segment: Segment, table: Handle, iteration: int, sums: Sums, needless: Needless
+    ) -> Handle:
+        """Ranks tell each other of their rows meanwhile, and each ends those of its own that nobody needs."""
+        stage, uids, deal = segment.generate, table.index.uids(), by_number(table.index)
+        self._compute_for(stage, table)
+        asked, group = Deferred(stage, iteration, sums), self.groups[str(stage.role)]
+        layer = self.calls.begin(asked, table, group, deal, "generate_needed", segment, needless, uids)
+        return table.with_layer(stage.name, layer)
 
     def totals(self, stage: Stage, table: Handle) -> dict[str, float]:
         """What a stage adds up over all rows, each part where it lies."""
