@@ -47,6 +47,10 @@ class WeightPart:
         return box_of(self.tensor.base if isinstance(self.tensor, Adapted) else self.tensor)
 
     @property
+    def device(self) -> torch.device:
+        return (self.tensor.base if isinstance(self.tensor, Adapted) else self.tensor).device
+
+    @property
     def shape(self) -> torch.Size:
         """Of the whole tensor."""
         return self.tensor.shape if self.slices is None else self.slices.shapes[self.names[0]]
@@ -113,6 +117,21 @@ class Traffic:
     peak: int = 0
 
 
+@dataclass(frozen=True)
+class Round:
+    """What a rank keeps of one round: its tensors in order, whether any ranks meet in it, and the rank's own moves."""
+
+    names: list[str]
+    exchanges: bool
+    own: list[Move]
+
+    @classmethod
+    def of(cls, moves: Sequence[Move], rank: int) -> Round:
+        names = list(dict.fromkeys(move.name for move in moves))
+        own = [move for move in moves if rank in (move.source, move.target)]
+        return cls(names, not all(move.stays for move in moves), own)
+
+
 class WeightTransfer:
     """The moves between two layouts over the same ranks, made anew for each version."""
 
@@ -123,27 +142,29 @@ class WeightTransfer:
         self.known, self.ranks = known, ranks
         item_bytes = {name: dtype.itemsize for name, dtype in known.dtypes.items()}
         moves = plan_moves(known.boxes, targets, known.machines)
-        self.rounds = in_rounds(moves, item_bytes, limit_bytes)
+        self.rounds = [Round.of(some, ranks.rank) for some in in_rounds(moves, item_bytes, limit_bytes)]
         self.first: dict[str, int] = {}
         self.last: dict[str, int] = {}
-        for number, moves in enumerate(self.rounds):
-            for move in moves:
-                self.first.setdefault(move.name, number)
-                self.last[move.name] = number
+        for number, one in enumerate(self.rounds):
+            for name in one.names:
+                self.first.setdefault(name, number)
+                self.last[name] = number
 
     @torch.no_grad()
     def run(self, parts: Mapping[str, WeightPart], into: Mapping[str, WeightPart]) -> Traffic:
         """Copies `parts`, of this rank, to where they are wanted, and what it wants to `into`; every rank calls this at the same time."""
         traffic, at_hand = Traffic(), dict[str, Tensor]()
+        # Of all ranks: also one that has nothing to send in a round meets the others on its device.
+        device = next(part.device for part in (*parts.values(), *into.values()))
         with self.ranks.meeting("weights in another layout"):
-            for number, moves in enumerate(self.rounds):
+            for number, one in enumerate(self.rounds):
                 # Ranks that have divided a tensor meet to merge its adapter: each that has some of it, whether or not it sends any.
-                for name in dict.fromkeys(move.name for move in moves):
+                for name in one.names:
                     if name in parts and self.first[name] == number:
                         at_hand[name] = parts[name].values()
-                self._stay(moves, at_hand, into, traffic)
-                if not all(move.stays for move in moves):
-                    self._exchange(moves, at_hand, into, traffic)
+                self._stay(one.own, at_hand, into, traffic)
+                if one.exchanges:
+                    self._exchange(one.own, at_hand, into, traffic, device)
                 for name in [name for name in at_hand if self.last[name] == number]:
                     del at_hand[name]
         return traffic
@@ -153,18 +174,22 @@ class WeightTransfer:
     ) -> None:
         """What this rank has itself."""
         for move in moves:
-            if move.stays and move.source == self.ranks.rank:
+            if move.stays:
                 traffic.stayed += self._bytes(move)
                 into[move.name].put(self._block(move, at_hand), move.box)
 
     def _exchange(
-        self, moves: Sequence[Move], at_hand: Mapping[str, Tensor], into: Mapping[str, WeightPart], traffic: Traffic
+        self,
+        moves: Sequence[Move],
+        at_hand: Mapping[str, Tensor],
+        into: Mapping[str, WeightPart],
+        traffic: Traffic,
+        device: torch.device,
     ) -> None:
         """One all-to-all. Between two ranks blocks go in the order of the plan, which both know."""
         me, everyone = self.ranks.rank, range(self.ranks.size)
         going = [move for to in everyone for move in moves if move.target == to and move.source == me != to]
         coming = [move for by in everyone for move in moves if move.source == by and move.target == me != by]
-        device = next((tensor.device for tensor in at_hand.values()), torch.device("cpu"))
         sent, received = (
             torch.empty(sum(map(self._bytes, some)), dtype=torch.uint8, device=device) for some in (going, coming)
         )

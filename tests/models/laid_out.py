@@ -305,7 +305,7 @@ def equal(found: torch.Tensor, wanted: torch.Tensor, nearly: bool) -> bool:
 def traffic_problems(transfer: WeightTransfer, traffic: Traffic, rank: int, limit: int) -> list[str]:
     """Says so where a rank sent or received more than the plan says, or more at a time than the limit."""
     size = {name: dtype.itemsize for name, dtype in transfer.known.dtypes.items()}
-    moves = [move for moves in transfer.rounds for move in moves if not move.stays]
+    moves = [move for one in transfer.rounds for move in one.own if not move.stays]
     planned = [
         sum(m.box.elements * size[m.name] for m in moves if end(m) == rank)
         for end in (lambda m: m.source, lambda m: m.target)
