@@ -21,7 +21,7 @@ from braidrl.data.rows import Rows
 from braidrl.models.checkpoint import divided_state, load_worker, save_worker, whole_weights
 from braidrl.models.contract import CHECKS, Subject
 from braidrl.models.divided import Ranks, load_divided
-from braidrl.models.following import follow
+from braidrl.models.following import Following
 from braidrl.models.footprint import activation_bytes, model_shape
 from braidrl.models.layout import ParallelLayout
 from braidrl.models.layout_copy import LayoutCopy, settled_parts
@@ -207,7 +207,7 @@ def copied_weights(world: World, model: str, other: str, layouts: list[dict[str,
     )
     own, others = whole_weights(first), whole_weights(second)
     wanted = {name: tensor * 0.25 + others[name] * 0.75 for name, tensor in own.items()}
-    follow(first, second, 0.25)
+    Following(first, second).move(0.25)
     found = whole_weights(first)
     return {f"copied {layouts}": [n for n, t in found.items() if not torch.allclose(t, wanted[n], rtol=0, atol=1e-12)]}
 
