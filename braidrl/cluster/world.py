@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from braidrl.cluster.notices import Notices
 from braidrl.models.data_parallel import DataParallel
 
 STORE_LIMIT_S = 5.0
@@ -62,6 +63,11 @@ class World:
     def data_parallel(self) -> DataParallel:
         """The ranks as holders of copies of one model."""
         return Supervised(self.group, self)
+
+    @property
+    def notices(self) -> Notices | None:
+        """What ranks tell each other in passing; None for a process alone."""
+        return None if self._store is None else Notices(dist.PrefixStore("notices", self._store))
 
     def at(self, place: str) -> None:
         """Notes what this rank does from now on; the same words on every rank."""

@@ -57,6 +57,9 @@ class TrainerConfig(Section):
     layout: ParallelLayout = ParallelLayout()
     """How each role lies on the devices of `runtime: distributed`, or on those of its pool under `hybrid`; by default each has a copy
     of the model."""
+    inference_layout: ParallelLayout | None = None
+    """The layout in which trained roles compute log-probs, values and scores, with a copy of their weights that is brought up to date
+    whenever these have changed; by default the one in which they train."""
     lora: LoraConfig | None = None
     """Train low-rank adapters of each trained role in place of its weights; `{}` takes the defaults. They want about ten times the
     learning rate."""
@@ -115,6 +118,8 @@ class RoleConfig(Section):
     """By default the run's."""
     layout: ParallelLayout | None = None
     """By default the trainer's."""
+    inference_layout: ParallelLayout | None = None
+    """By default the trainer's; of a trained role."""
     lora: LoraConfig | None = None
     """By default the trainer's."""
     generate_workers: int | None = Field(None, ge=1)

@@ -44,6 +44,20 @@ def balanced_partition(
     return [sorted(position for group in part for position in positions_of[group]) for part in chosen]
 
 
+def in_turn(groups: Sequence[int], parts: int) -> list[int]:
+    """The part of each row, for groups that will be needed in the order of their numbers: every part begins with the first ones.
+
+    Whole groups go to one part after the other; of those that are left over each part gets equally many rows, neighbours together.
+    """
+    place = {group: number for number, group in enumerate(sorted(set(groups)))}
+    whole = len(place) // parts * parts
+    left = [row for row, group in enumerate(groups) if place[group] >= whole]
+    part_of = [place[group] % parts for group in groups]
+    for number, row in enumerate(left):
+        part_of[row] = number * parts // len(left)
+    return part_of
+
+
 def imbalance(costs: Sequence[float], partition: Sequence[Sequence[int]]) -> float:
     """The fullest part's cost over the mean of all parts; 1 is perfect."""
     sums = [sum(costs[position] for position in part) for part in partition]

@@ -150,3 +150,8 @@ def _cat(columns: Sequence[Any]) -> Column:
     if isinstance(columns[0], Objects):
         return Objects(tuple(value for column in columns for value in column.values))
     return torch.cat(list(columns))
+
+
+def tokens_of(rows: Rows) -> int:
+    """Tokens of all rows; 0 while they have none."""
+    return int(rows["length"].sum()) if "length" in rows else 0

@@ -18,6 +18,8 @@ GENERATED = (
 )  # fmt: skip
 # What an episode with an environment writes on top; its prompt is the environment's first context.
 PLAYED = ("prompt", "prompt_length", *GENERATED, "score", "correct", "reward")
+# How often a response reconsiders itself.
+COUNTED = ("reflections",)
 # What each source of rewards adds to: the next one reads the sum so far.
 SUMMED = ("score", "reward")
 LOG_PROBS = {"actor": "old_log_probs", "reference": "ref_log_probs"}
@@ -56,7 +58,7 @@ def generate(
     if into is not None and not into.isidentifier():
         raise UserError(f"{role}.generate: into must be a plain name, as in `into: greedy`, got {into!r}")
     writes = GENERATED if environment is None else PLAYED
-    return Signature(Kind.GENERATE, ("prompt", "prompt_length", "metadata"), in_namespace(into, writes))
+    return Signature(Kind.GENERATE, ("prompt", "prompt_length", "metadata"), in_namespace(into, (*writes, *COUNTED)))
 
 
 def verify(

@@ -32,9 +32,14 @@ from braidrl.models.weight_files import Filling
 class RoleModel(ABC):
     """A model by its role. With `train` it has an optimizer, without it is frozen."""
 
-    def __init__(self, role: str, config: Config, train: bool, ranks: DataParallel | None = None) -> None:
+    def __init__(
+        self, role: str, config: Config, train: bool, ranks: DataParallel | None = None, copies: bool = False
+    ) -> None:
+        """One that `copies` is frozen, and its weights come from one that is trained."""
         own = config.roles.get(role)
-        self.role, self.config, self.train = role, config, train
+        self.role, self.config, self.train, self.copies = role, config, train, copies
+        self.changes = 0
+        """How often the weights have become others."""
         self.device = choose_device(config.device)
         keep_freed_memory()
         self.path = model_path(role, config)

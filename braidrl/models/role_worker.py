@@ -155,6 +155,7 @@ class RoleWorker(RoleModel, TrainingBackend):
 
     def load(self, folder: Path) -> None:
         load_worker(self, folder)
+        self.changes += 1
 
     def export(self, folder: Path, write: bool = True) -> None:
         save_worker(self, folder, write)
@@ -163,4 +164,6 @@ class RoleWorker(RoleModel, TrainingBackend):
         """Divides the accumulated sums by their global counts and updates; the gradient norm, or None if there was nothing."""
         assert self.optimizer is not None, f"{self.role} is not trained"
         self.ranks.settle(self.model)
-        return self.optimizer.step(denominators, iteration)
+        norm = self.optimizer.step(denominators, iteration)
+        self.changes += norm is not None
+        return norm

@@ -51,17 +51,27 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 
-def plan_of(model: Any) -> dict[str, str]:
-    """How each module of a decoder or a scorer is divided. Raises UserError where there is no plan, or a style that is not known here."""
+def plan_of(model: Any, key: str = "trainer.layout.tensor", remedy: str = "tensor=1 and shard=full") -> dict[str, str]:
+    """How each module of a decoder or a scorer is divided.
+
+    Raises UserError, naming `key`, where there is no plan, or a style that is not known here.
+    """
     # Some versions of transformers have the embedding in the plan of a tied model, none in that of others.
     plan = {**(model.config.base_model_tp_plan or {}), "embed_tokens": "embedding_rowwise"}
     unknown = sorted(set(plan.values()) - {*STYLES, COPIED})
     if len(plan) == 1 or unknown:
         why = f"uses {', '.join(unknown)}" if unknown else "has none"
-        raise UserError(
-            f"trainer.layout.tensor: the tensor-parallel plan of {type(model).__name__} {why}; write tensor=1 and shard=full"
-        )
+        raise UserError(f"{key}: the tensor-parallel plan of {type(model).__name__} {why}; write {remedy}")
     return {name: style for name, style in plan.items() if style != COPIED}
+
+
+def whole_plan_of(model: Any, key: str, remedy: str) -> dict[str, str]:
+    """As `plan_of`, by the modules' names in the whole model, a linear output layer among them."""
+    plan = {f"{model.base_model_prefix}.{name}": style for name, style in plan_of(model, key, remedy).items()}
+    output = model.get_output_embeddings()
+    if isinstance(output, nn.Linear):
+        plan[next(name for name, module in model.named_modules() if module is output)] = "colwise"
+    return plan
 
 
 def divide_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:

@@ -21,7 +21,8 @@ from typing import Any
 
 from braidrl.errors import UserError
 from braidrl.rollout.engine import EngineError, Load, WeightSource
-from braidrl.rollout.host import READY, EngineSpec
+from braidrl.rollout.engine_spec import EngineSpec
+from braidrl.rollout.host import READY
 from braidrl.rollout.requests import Finished, Request, Uid
 from braidrl.rollout.shared_weights import SharedWeights, WeightFile
 from braidrl.rollout.wire import Message, error_of, finished_of, packed, plain_request, receive
@@ -124,11 +125,14 @@ class EngineProcess:
         await self._call("wake")
 
     async def recover(self) -> int:
-        """A fresh process in place of one that has ended; its weights are those of the model's directory."""
+        """A fresh process in place of one that ended or cannot go on; its weights are those of the model's directory."""
         # several may want it back at once
         async with self._recovering:
             if self._writer is not None:
-                return int(await self._call("recover"))
+                try:
+                    return int(await self._call("recover"))
+                except EngineError:
+                    self._die("could not recover")
             try:
                 await self.start()
             except UserError as error:
@@ -188,9 +192,13 @@ class EngineProcess:
         if answer is None or answer.done():
             return
         if "error" in message:
-            answer.set_exception(error_of(message))
+            answer.set_exception(self._named(error_of(message)))
         else:
             answer.set_result(message.get("result"))
+
+    def _named(self, error: Exception) -> Exception:
+        """What the process says of itself, with whose words these are."""
+        return EngineError(f"{self.name}: {error}") if isinstance(error, EngineError) else error
 
     def _die(self, why: str) -> None:
         """Kills what is left of the process; everybody who waits for it is told why."""

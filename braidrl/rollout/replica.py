@@ -67,8 +67,9 @@ class EngineReplica:
         self._awake.set()
 
     async def recover(self) -> int:
+        version = self.engine.recover()
         self._failure = None
-        return self.engine.version
+        return version
 
     def load(self) -> Load:
         return Load(self.engine.slots, self.engine.in_flight, self.engine.waiting)
@@ -84,6 +85,9 @@ class EngineReplica:
                 for finished in self.engine.step():
                     self._answer(finished)
             except UserError as error:
+                self._fail(error)
+            except EngineError as error:
+                self._failure = error
                 self._fail(error)
             except Exception as error:
                 self._failure = EngineError(f"{self.name}: {type(error).__name__}: {error}")

@@ -42,7 +42,20 @@ class WeightFile:
             yield name, given[same]
 
 
-class SharedWeights(WeightFile):
+class UnnamedWeights(WeightFile):
+    """Weights in a file that is open and may have no name any more: they are there until this object is closed."""
+
+    def __init__(self, handle: int) -> None:
+        """Takes over the handle of an open file."""
+        self._handle = handle
+        super().__init__(f"/proc/{os.getpid()}/fd/{handle}")
+
+    def close(self) -> None:
+        """Gives the memory back once nobody reads it any more."""
+        os.close(self._handle)
+
+
+class SharedWeights(UnnamedWeights):
     """Copies of tensors, for as long as this object is not closed. With `check` readers compare a checksum."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], check: bool = False) -> None:
@@ -53,12 +66,8 @@ class SharedWeights(WeightFile):
         with tempfile.TemporaryDirectory(prefix="braid-weights-", dir=shared_folder()) as folder:
             named = Path(folder) / "weights.safetensors"
             save_file(kept, named, notes)
-            self._handle = os.open(named, os.O_RDONLY | os.O_CLOEXEC)
-        super().__init__(f"/proc/{os.getpid()}/fd/{self._handle}")
-
-    def close(self) -> None:
-        """Gives the memory back once nobody reads it any more."""
-        os.close(self._handle)
+            handle = os.open(named, os.O_RDONLY | os.O_CLOEXEC)
+        super().__init__(handle)
 
 
 class WeightFolder:

@@ -16,9 +16,17 @@ from braidrl.data.prompts import LoadedSource
 from braidrl.data.sources import place
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
+from braidrl.models.divided import check_heads
 from braidrl.models.footprint import model_shape
 from braidrl.models.layout import ParallelLayout
-from braidrl.models.role_settings import layout_key, layout_of, lora_of, model_path
+from braidrl.models.role_settings import (
+    inference_layout_key,
+    inference_layouts,
+    layout_key,
+    layout_of,
+    lora_of,
+    model_path,
+)
 from braidrl.placement.pools import NAMES as PLACEMENTS
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rollout.dialects import DIALECTS
@@ -38,6 +46,19 @@ def check_names(config: Config) -> None:
         raise UserError(f"rollout.engine={engine} generates in processes of its own; write rollout.engines=1")
     if placement not in PLACEMENTS:
         raise UserError(f"no placement is called {placement!r}. {suggest(placement, PLACEMENTS)}")
+
+
+def check_divided_engines(config: Config, generating: Iterable[str]) -> None:
+    """Raises UserError for engines of several processes that cannot be so, of these roles' models."""
+    ranks, rollout = config.rollout.tensor, config.rollout
+    if ranks == 1:
+        return
+    if rollout.engine != "embedded":
+        raise UserError(f"rollout.tensor={ranks} divides the embedded engine, and rollout.engine is {rollout.engine}")
+    if not rollout.engines:
+        raise UserError(f"rollout.tensor={ranks} divides engines in processes of their own; write rollout.engines=1")
+    for role in generating:
+        check_heads(model_settings(model_path(role, config)), ranks)
 
 
 def check_servers(config: Config) -> None:
@@ -88,10 +109,13 @@ def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
             raise UserError(f"roles.{role}: flow {flow} has no model of this role. {suggest(role, known)}")
 
 
-def check_layouts(config: Config, roles: Iterable[str], devices: int | None = None) -> None:
+def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int | None = None) -> None:
     """Raises UserError for a layout that the runtime or the number of devices does not allow, or that does not divide a role's model."""
-    for role in roles:
-        layout, key = layout_of(role, config), layout_key(role, config)
+    check_inference_layouts(config, flow)
+    inferring = inference_layouts(config, flow)
+    pairs = [(role, layout_of(role, config), layout_key(role, config)) for role in roles]
+    pairs += [(r, inferring[r], inference_layout_key(r, config)) for r in roles if r in inferring]
+    for role, layout, key in pairs:
         if layout != ParallelLayout() and config.runtime not in LAID_OUT:
             raise UserError(
                 f"{key} is for runtime=distributed or hybrid; remove it, or write runtime=distributed and workers=..."
@@ -103,6 +127,22 @@ def check_layouts(config: Config, roles: Iterable[str], devices: int | None = No
         settings = model_settings(model_path(role, config))
         heads = settings.get("num_attention_heads", 1)
         layout.check_model(heads, settings.get("num_key_value_heads", heads), settings.get("num_hidden_layers", 1), key)
+
+
+def check_inference_layouts(config: Config, flow: Flow) -> None:
+    """Raises UserError for a layout to infer in that no role would use."""
+    infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}
+    for role, own in config.roles.items():
+        if own.inference_layout and role not in flow.trained_roles:
+            raise UserError(
+                f"roles.{role}.inference_layout: flow {flow.name} does not train {role}; write roles.{role}.layout"
+            )
+        if own.inference_layout and role not in infer:
+            raise UserError(f"roles.{role}.inference_layout: no stage of {flow.name} infers with {role}; remove it")
+    if config.trainer.inference_layout and not infer & set(flow.trained_roles):
+        raise UserError(
+            f"trainer.inference_layout: no stage of {flow.name} infers with a role that it trains; remove it"
+        )
 
 
 def check_adapters(config: Config, flow: Flow) -> None:

@@ -27,15 +27,17 @@ from braidrl.config import Config
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import join, split
 from braidrl.data.loader import PromptLoader
-from braidrl.data.rows import Column, Rows
+from braidrl.data.partition import in_turn
+from braidrl.data.rows import Column, Rows, tokens_of
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.updates import update_plan
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path
-from braidrl.observe.trace import State, TraceWriter
+from braidrl.observe.trace import Done, State, TraceWriter
 from braidrl.runtimes.checking import checked_beside
+from braidrl.runtimes.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.interrupts import AgreedInterrupts
 from braidrl.runtimes.iteration import group_tokens
@@ -63,8 +65,8 @@ class DistributedCrew:
         self.config, self.flow, self.loader, self.executor, self.store = config, flow, loader, executor, store
         self.samples = config.rollout.samples_per_prompt
         self.world, self.generating, self.interrupts, self.trace = world, generating, interrupts, trace
-        self.buffer = DataBuffer(world)
-        self.iteration = self.version = 0
+        self.buffer, self.notices = DataBuffer(world), world.notices
+        self.iteration = self.version = self.waves = 0
 
     def admit(self, groups: int) -> Shard:
         """Each rank reads and tokenises only the prompts of its own rows."""
@@ -72,16 +74,27 @@ class DistributedCrew:
         self.world.at("admission")
         numbers = self.loader.advance(groups)
         first_use = next((s for s in self.flow.stages if s.kind is Kind.GENERATE), self.flow.stages[0])
-        owner = equal_shares(groups * self.samples, self._ranks_of(first_use))
-        mine = (owner == self.world.rank).nonzero().flatten()
-        own = sorted({numbers[row // self.samples] for row in mine.tolist()})
+        ranks, group_of = self._ranks_of(first_use), [group for group in numbers for _ in range(self.samples)]
+        # Where selection may turn out not to need the last groups, every rank begins with the first ones.
+        selects = bool(self.flow.sampling_segment)
+        owner = torch.tensor(in_turn(group_of, ranks)) if selects else equal_shares(len(group_of), ranks)
+        mine = (owner == self.world.rank).nonzero().flatten().tolist()
+        place = {group: number for number, group in enumerate(sorted({group_of[row] for row in mine}))}
         rows = Rows({})
-        if own:
-            first = (own[0] - numbers.start) * self.samples
-            rows = self.store.make(Admission(tuple(own))).take(mine - first)
+        if mine:
+            made = [place[group_of[row]] * self.samples + row % self.samples for row in mine]
+            rows = self.store.make(Admission(tuple(place))).take(made)
         return self._gathered(Shard(Rows({}), owner, Rows({}), self.world.rank), columns_of(rows), Sums(), Sums())
 
-    def run(self, stage: Stage, table: Shard, iteration: int, sums: Sums) -> Shard:
+    def generate_needed(self, segment: Segment, table: Shard, iteration: int, sums: Sums, needless: Needless) -> Shard:
+        """Ranks tell each other of their rows meanwhile, and each ends those of its own that nobody needs."""
+        self.waves += 1
+        if self.notices is not None:
+            self.notices.begin(str(self.waves))
+        stop = EarlyStop.of(segment, needless, self.executor.verified, table.index.uids(), self.notices)
+        return self.run(segment.generate, table, iteration, sums, stop)
+
+    def run(self, stage: Stage, table: Shard, iteration: int, sums: Sums, stop: EarlyStop | None = None) -> Shard:
         self._at(stage, iteration)
         if self._known_everywhere(stage, table):
             totals = self.executor.sums(stage, table.index) if stage.scope is Scope.BATCH else None
@@ -93,9 +106,10 @@ class DistributedCrew:
         try:
             # Where ranks compute together none may leave in the middle.
             together = self.executor.meets(stage)
-            with nullcontext() if together else self.interrupts.local(), self._working(stage, rows):
+            with nullcontext() if together else self.interrupts.local(), self._working(stage, rows) as done:
                 if len(rows):
-                    columns = self._execute(stage, rows, own, totals)
+                    columns = self._execute(stage, rows, own, totals, stop)
+                    done.tokens = tokens_of(Rows(columns)) or done.tokens
                 elif together:
                     self.executor.accompany(stage)
         except KeyboardInterrupt:
@@ -215,12 +229,12 @@ class DistributedCrew:
         return [column.name for s in later for column in self.flow.inputs[s.name]]
 
     def _execute(
-        self, stage: Stage, rows: Rows, sums: Sums, totals: Mapping[str, Tensor] | None
+        self, stage: Stage, rows: Rows, sums: Sums, totals: Mapping[str, Tensor] | None, stop: EarlyStop | None = None
     ) -> Mapping[str, Column]:
         if totals is not None:
             return self.executor.apply(stage, rows, totals)
         beside = self._checked_beside(stage) if stage.type == "generate" else ()
-        return self.executor.execute(stage, rows, sums, beside)
+        return self.executor.execute(stage, rows, sums, beside, stop)
 
     def _checked_beside(self, stage: Stage) -> list[Stage]:
         """Verify stages that find the rows where they were generated: from the next infer stage on these may be elsewhere."""
@@ -294,15 +308,14 @@ class DistributedCrew:
         return [found for found, _ in map(parsed, self.world.gather("a word", message(about, Rows({}))))]
 
     @contextmanager
-    def _working(self, stage: Stage, rows: Rows) -> Iterator[None]:
+    def _working(self, stage: Stage, rows: Rows) -> Iterator[Done]:
         """Around the work on rows: it is traced, and a failure can name them."""
         self.world.rows = named_rows(rows)
-        tokens = int(rows["length"].sum()) if "length" in rows else 0
         with (
-            self._span(stage.role or "compute", stage.name, len(rows), tokens),
+            self._span(stage.role or "compute", stage.name, len(rows), tokens_of(rows)) as done,
             self.world.supervised("what ranks compute together"),
         ):
-            yield
+            yield done
         self.world.rows = ""
 
     @contextmanager
@@ -311,14 +324,14 @@ class DistributedCrew:
             yield
 
     @contextmanager
-    def _span(self, role: str, stage: str, rows: int, tokens: int, state: State = "busy") -> Iterator[None]:
+    def _span(self, role: str, stage: str, rows: int, tokens: int, state: State = "busy") -> Iterator[Done]:
         if self.trace is None:
-            yield
+            yield Done()
             return
         with self.trace.span(
             role, stage, self.iteration, rows=rows, tokens=tokens, version=self.version, state=state
-        ):  # fmt: skip
-            yield
+        ) as done:  # fmt: skip
+            yield done
 
 
 def message(about: Mapping[str, Any], index: Rows) -> bytearray:

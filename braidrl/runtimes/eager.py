@@ -11,7 +11,7 @@ from pathlib import Path
 
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
-from braidrl.data.rows import Rows
+from braidrl.data.rows import Rows, tokens_of
 from braidrl.flow import Flow, Scope, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.models.checkpoint import Write
@@ -46,7 +46,7 @@ class EagerCrew:
     def run(self, stage: Stage, table: Rows, iteration: int, sums: Sums) -> Rows:
         with self._traced(stage, iteration, len(table)) as done:
             table = self._with_written(stage, table, sums)
-            done.tokens = int(table["length"].sum()) if "length" in table else 0
+            done.tokens = tokens_of(table)
         return table
 
     def generate_needed(self, segment: Segment, table: Rows, iteration: int, sums: Sums, needless: Needless) -> Rows:
@@ -57,7 +57,7 @@ class EagerCrew:
             table = table.with_columns(
                 self.executor.execute(stage, table, sums, checked_beside(self.flow, stage), stop)
             )
-            done.tokens = int(table["length"].sum())
+            done.tokens = tokens_of(table)
         return table
 
     def _with_written(self, stage: Stage, table: Rows, sums: Sums) -> Rows:

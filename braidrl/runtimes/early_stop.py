@@ -1,6 +1,9 @@
 """Ends the generation of groups that the batch turns out not to need: selection is asked while others are still being generated.
 
 finished rows ──▶ checks ──▶ whole groups ──select──▶ kept or not ──▶ Sampling.needless ──▶ rows to abort
+                   │  ▲
+                   ▼  │ index columns
+                other ranks
 
 What ends early depends on who was fast; what is in the batch does not: it is the first kept groups by number.
 """
@@ -10,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from braidrl.cluster.notices import Notices
+from braidrl.data.codec import decode, encode
+from braidrl.data.frames import join, split
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.rewards.verify import Pending
@@ -47,41 +53,65 @@ def segment_of(flow: Flow, iteration: int) -> Segment | None:
 
 @dataclass
 class EarlyStop:
-    """Follows one wave while it is generated."""
+    """Follows one wave while it is generated; of ranks that share it each has one, and knows all of the wave's groups."""
 
     segment: Segment
     needless: Needless
     verified: Verified
     left: dict[int, set[Uid]]
     """Of each group the rows that are not known yet."""
+    notices: Notices | None = None
+    """Where ranks tell each other what they have found; None for one that generates all of the wave."""
     waiting: list[tuple[Rows, list[Pending]]] = field(default_factory=list)
     """Finished rows, and their checks in the order of the verify stages."""
     known: dict[int, list[Rows]] = field(default_factory=dict)
     decided: dict[int, bool] = field(default_factory=dict)
 
     @staticmethod
-    def of(segment: Segment, needless: Needless, verified: Verified, uids: Sequence[Uid]) -> EarlyStop:
+    def of(
+        segment: Segment, needless: Needless, verified: Verified, uids: Sequence[Uid], notices: Notices | None = None
+    ) -> EarlyStop:
+        """`uids` are all rows of the wave, whoever generates them."""
         left: dict[int, set[Uid]] = {}
         for uid in uids:
             left.setdefault(uid[1], set()).add(uid)
-        return EarlyStop(segment, needless, verified, left)
+        return EarlyStop(segment, needless, verified, left, notices)
 
     def add(self, rows: Rows, checks: Mapping[str, Pending]) -> None:
         """Finished rows, and by verify stage their checks, which have begun."""
         self.waiting.append((rows, [checks[stage.name] for stage in self.segment.verify]))
 
     def rows_to_end(self) -> list[Uid]:
-        """Rows of groups that are not needed any more; some of them may have ended by themselves. Never waits."""
-        is_ready = [all(check.done() for check in checks) for _, checks in self.waiting]
-        if not any(is_ready):
-            return []
-        ready = [item for item, now in zip(self.waiting, is_ready, strict=True) if now]
-        self.waiting = [item for item, now in zip(self.waiting, is_ready, strict=True) if not now]
-        for rows, checks in ready:
+        """Rows of groups that are not needed any more; some may have ended by themselves, or be another rank's. Never waits."""
+        news = self._exchanged(self._checked(lambda checks: all(check.done() for check in checks)))
+        for index in news:
+            self._note(index)
+        return [uid for group in self.needless(self.decided) for uid in sorted(self.left[group])] if news else []
+
+    def close(self) -> None:
+        """Tells the others what is not told yet, once all rows of this rank have ended; waits for their checks."""
+        if self.notices is not None:
+            self._exchanged(self._checked(lambda checks: True))
+
+    def _checked(self, is_ready: Callable[[Sequence[Pending]], bool]) -> list[Rows]:
+        """The index columns, those of the verify stages too, of the rows whose checks are ready."""
+        ready = [is_ready(checks) for _, checks in self.waiting]
+        taken = [item for item, now in zip(self.waiting, ready, strict=True) if now]
+        self.waiting = [item for item, now in zip(self.waiting, ready, strict=True) if not now]
+        found = []
+        for rows, checks in taken:
             for stage, check in zip(self.segment.verify, checks, strict=True):
                 rows = rows.with_columns(self.verified(stage, rows, check.result()))
-            self._note(rows.index)
-        return [uid for group in self.needless(self.decided) for uid in sorted(self.left[group])]
+            found.append(rows.index)
+        return found
+
+    def _exchanged(self, own: list[Rows]) -> list[Rows]:
+        """What has become known: this rank's own, and what others have told."""
+        if self.notices is None:
+            return own
+        if own:
+            self.notices.tell(bytes(join(encode(Rows.cat(own)))))
+        return [decode(split(message)) for message in self.notices.hear()]
 
     def _note(self, index: Rows) -> None:
         for number, uid in enumerate(index.uids()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from braidrl.models.role_worker import RoleWorker
 from braidrl.rollout.dialects import DIALECTS
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.engine import ModelWeights
-from braidrl.rollout.host import EngineSpec
+from braidrl.rollout.engine_spec import EngineSpec
 from braidrl.rollout.process import EngineProcess
 from braidrl.rollout.service import EngineService
 from braidrl.rollout.shared_weights import SharedWeights, WeightFolder
@@ -41,15 +42,31 @@ def start_engine(
         return EmbeddedEngine(
             model, tokenizer, rollout.slots, longest, seed=config.seed, dtype=dtype, compile=rollout.compile
         )
-    threads = config.threads or max(1, (os.cpu_count() or 1) // count)
+    threads = config.threads or max(1, (os.cpu_count() or 1) // (count * rollout.tensor))
+    limit_s = config.cluster.wait_limit_s
     spec = EngineSpec(
         rollout.engine, str(worker.path.expanduser()), rollout.slots, longest, config.seed,
-        str(dtype or worker.dtype).removeprefix("torch."),
-        worker.device.type, threads, rollout.vllm if rollout.engine == "vllm" else {"compile": rollout.compile},
+        str(dtype or worker.dtype).removeprefix("torch."), worker.device.type, threads, rollout.tensor, limit_s,
+        rollout.vllm if rollout.engine == "vllm" else {"compile": rollout.compile},
     )  # fmt: skip
-    limit_s = config.cluster.wait_limit_s
-    engines = [EngineProcess(spec, f"{worker.role}'s engine {n}", rollout.python, limit_s) for n in range(count)]
+    engines = [
+        EngineProcess(own, f"{worker.role}'s engine {n}", rollout.python, limit_s)
+        for n, own in enumerate(on_devices(spec, count))
+    ]
     return EngineService(engines, limit_s, partial(SharedWeights, check=rollout.check_weights))
+
+
+def on_devices(spec: EngineSpec, count: int) -> list[EngineSpec]:
+    """So many engines, each on CUDA devices of its own where several processes divide it. Raises UserError for too few devices."""
+    if spec.tensor == 1 or spec.device != "cuda":
+        return [spec] * count
+    needed, found = count * spec.tensor, torch.cuda.device_count()
+    if needed > found:
+        raise UserError(
+            f"rollout.engines={count} of rollout.tensor={spec.tensor} devices need {needed}, and there are {found}; "
+            "write numbers whose product is at most that"
+        )
+    return [replace(spec, device=f"cuda:{number * spec.tensor}") for number in range(count)]
 
 
 def reach_servers(

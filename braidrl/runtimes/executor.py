@@ -12,18 +12,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.algorithms.metrics import reflection_counts
+from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
-from braidrl.data.rows import Column, FinishReason, Rows
+from braidrl.data.rows import Column, Rows
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
-from braidrl.models.checkpoint import Write, staged_worker, whole_weights
+from braidrl.models.checkpoint import Write, staged_worker
 from braidrl.models.data_parallel import DataParallel
 from braidrl.models.following import follow, move_towards
+from braidrl.models.layout_copy import InferenceCopy
 from braidrl.models.objective import Objective, denominators
+from braidrl.models.role_settings import inference_layouts, with_layout
 from braidrl.models.role_worker import RoleWorker
 from braidrl.models.scalar_worker import ScalarWorker
 from braidrl.models.worker import DecoderWorker
@@ -32,7 +36,6 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
 from braidrl.rollout.embedded import EmbeddedEngine
-from braidrl.rollout.engine import Weights
 from braidrl.rollout.requests import Finished
 from braidrl.rollout.service import EngineService
 from braidrl.rollout.trajectories import to_rows
@@ -42,6 +45,7 @@ from braidrl.runtimes.engines import start_engine
 from braidrl.runtimes.functions import computed, dropped, summed
 from braidrl.runtimes.generation import leaders, requests_of, sampling_of
 from braidrl.runtimes.playing import play
+from braidrl.runtimes.publishing import Publish, publication
 from braidrl.runtimes.residency import Residency
 
 
@@ -68,13 +72,22 @@ class StageExecutor:
         self.progress, self.checks = progress, Checks(rewards, progress)
         self.workers: dict[str, RoleWorker] = {}
         self.engines: dict[str, EmbeddedEngine | EngineService] = {}
+        self.publications: dict[str, Publish] = {}
+        self.copies: dict[str, InferenceCopy] = {}
+        """Of roles that infer in another layout than they train in."""
         self.residency = Residency(config, flow)
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
+        inferring = inference_layouts(config, flow)
         for role in roles:
             worker = self.workers[role] = make_worker(role, config, flow, ranks, training)
             if role in generating:
-                self.engines[role] = start_engine(worker, config, tokenizer)
-            self.residency.add(worker, self.engines.get(role))
+                engine = self.engines[role] = start_engine(worker, config, tokenizer)
+                self.publications[role] = publication(worker, engine, config)
+            frozen = None
+            if training and role in inferring:
+                frozen = make_worker(role, with_layout(role, config, inferring[role]), flow, ranks, training=False)
+                self.copies[role] = InferenceCopy(worker, frozen)
+            self.residency.add(worker, self.engines.get(role), frozen)
         self.residency.begin()
 
     def execute(
@@ -97,7 +110,7 @@ class StageExecutor:
         return computed(stage, rows)
 
     def _infer(self, stage: Stage, rows: Rows, bar: Bar) -> Mapping[str, Column]:
-        worker = self.workers[str(stage.role)]
+        worker = self._inferring(str(stage.role))
         if stage.type == "score":
             assert isinstance(worker, ScalarWorker)
             of = stage.params.get("of")
@@ -112,6 +125,10 @@ class StageExecutor:
         assert isinstance(worker, DecoderWorker)
         return {stage.writes[0]: worker.log_probs(rows, bar.update)}
 
+    def _inferring(self, role: str) -> RoleWorker:
+        """The worker that infers for a role, with its weights of now."""
+        return self.copies[role].current() if role in self.copies else self.workers[role]
+
     def _generate(
         self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage], stop: EarlyStop | None
     ) -> Mapping[str, Column]:
@@ -124,21 +141,20 @@ class StageExecutor:
         requests = [request for request in requests if first[request.uid] == request.uid]
         with self.progress.stage(stage.name, len(rows)) as bar:
             early = EarlyChecks(self.checks, engine, rows, place, beside, bar, stop.add if stop else None)
-            to_end = stop.rows_to_end if stop else None
+            to_end = (lambda: [uid for uid in stop.rows_to_end() if uid in place]) if stop else None
             done = {finished.uid: finished for finished in engine.generate(requests, early.add, to_end)}
             finished = [done[uid] if uid in done else replace(done[leader], uid=uid) for uid, leader in first.items()]
             for copy in finished:
                 if copy.uid not in done:
                     early.add(copy)
             early.flush()
-        return self.generated(stage, rows, finished, sums)
+            if stop is not None:
+                stop.close()
+        return self.generated(stage, rows, finished)
 
-    def generated(self, stage: Stage, rows: Rows, finished: Sequence[Finished], sums: Sums) -> Mapping[str, Column]:
+    def generated(self, stage: Stage, rows: Rows, finished: Sequence[Finished]) -> Mapping[str, Column]:
         """The columns that a generate stage writes, in the order of `rows`."""
-        into = stage.params.get("into")
-        if into is None:
-            self._count_reflections([row for row in finished if row.finish_reason is not FinishReason.ABORT], sums)
-        return {f"{into}.{n}" if into else n: column for n, column in to_rows(rows, finished).items()}
+        return self._named(stage, to_rows(rows, finished))
 
     def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Episodes in the stage's environment; failures of environments are counted and the first is shown."""
@@ -150,14 +166,17 @@ class StageExecutor:
             )  # fmt: skip
         for line in failures:
             self.progress.print(f"{stage.name}: {line}")
-        into = stage.params.get("into")
-        return {f"{into}.{n}" if into else n: column for n, column in columns.items()}
+        return self._named(stage, columns)
 
-    def _count_reflections(self, finished: Sequence[Finished], sums: Sums) -> None:
-        """How often responses reconsider themselves, to be averaged over rows."""
+    def _named(self, stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
+        """What was generated, under the stage's names, and how often each row reconsiders itself."""
+        into, tokens, mask = stage.params.get("into"), columns["tokens"], columns["action_mask"]
+        assert isinstance(tokens, Ragged) and isinstance(mask, Ragged)
+        reflections = torch.zeros(len(tokens), dtype=torch.int64)
         if phrases := self.config.rollout.reflection_phrases:
-            texts = self.tokenizer.batch_decode([row.tokens for row in finished], skip_special_tokens=True)
-            sums.add("response/reflections", reflection_counts(texts, phrases).sum(), len(texts))
+            responses = [tokens[row][mask[row]] for row in range(len(tokens))]
+            reflections = reflection_counts(self.tokenizer.batch_decode(responses, skip_special_tokens=True), phrases)
+        return {f"{into}.{n}" if into else n: c for n, c in {**columns, "reflections": reflections}.items()}
 
     def _verify(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Waits for the checks that were begun beside generation, or begins them now."""
@@ -231,23 +250,22 @@ class StageExecutor:
 
     def meets(self, stage: Stage) -> bool:
         """True where a rank without rows takes part in an infer stage, because ranks compute it together."""
-        return stage.kind is Kind.INFER and stage.role in self.workers and self.workers[stage.role].ranks.together
+        if stage.kind is not Kind.INFER or stage.role not in self.workers:
+            return False
+        copy = self.copies.get(stage.role)
+        return self.workers[stage.role].ranks.together or (copy is not None and copy.frozen.ranks.together)
 
     def accompany(self, stage: Stage) -> None:
         """The part in an infer stage of a rank that has no rows."""
         self.residency.before(stage)
         names = {"score": "scores", "values": "values"}
-        self.workers[str(stage.role)].infer(names.get(stage.type, "log_probs"), Rows({}))
+        self._inferring(str(stage.role)).infer(names.get(stage.type, "log_probs"), Rows({}))
 
     def publish(self, version: int) -> None:
         """The engines generate with the trained weights from now on."""
         self.residency.before_publishing()
-        for role, engine in self.engines.items():
-            worker = self.workers[role]
-            if isinstance(engine, EmbeddedEngine) and worker.holds_its_weights:
-                engine.publish(version)
-            else:
-                engine.publish(version, Weights(whole_weights(worker)))
+        for publish in self.publications.values():
+            publish(version)
 
     def save(self, folder: Path, write: bool = True) -> None:
         """Every role that changes as a Hugging Face directory, with its optimizer if it has one.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -72,6 +72,9 @@ class Crew(RunCrew[T], Protocol[T]):
     def admit(self, groups: int) -> T:
         """The next prompts as rows, one per sample."""
 
+    def generate_needed(self, segment: Segment, table: T, iteration: int, sums: Sums, needless: Needless) -> T:
+        """As `run`; rows of groups that are not needed end with what they have."""
+
     def select(self, stage: Stage, table: T) -> dict[int, str]:
         """The groups that a select stage drops, with its reason."""
 
@@ -86,14 +89,6 @@ class Crew(RunCrew[T], Protocol[T]):
 
     def publish(self, version: int) -> None:
         """Makes the trained weights those that the next rows are generated with. All training is done when it returns."""
-
-
-@runtime_checkable
-class EarlyCrew(Protocol[T]):
-    """A crew that can end generation early, because one process sees all of it."""
-
-    def generate_needed(self, segment: Segment, table: T, iteration: int, sums: Sums, needless: Needless) -> T:
-        """As `run`; rows of groups that are not needed end with what they have."""
 
 
 @dataclass
@@ -215,8 +210,7 @@ class Walk(Generic[T]):
         groups = sorted(set(self.crew.index(table)["group"].tolist()))
         self.sampling.admit(groups)
         verdicts = {group: Verdict(version=version) for group in groups}
-        early = isinstance(self.crew, EarlyCrew) and self.config.trainer.surplus == "drop"
-        segment = segment_of(self.flow, iteration) if early else None
+        segment = segment_of(self.flow, iteration) if self.config.trainer.surplus == "drop" else None
         for stage in self.flow.stages[: self.recorded_stages]:
             if not stage.when.includes(iteration):
                 continue
@@ -233,8 +227,7 @@ class Walk(Generic[T]):
 
     def generate_needed(self, segment: Segment, table: T, iteration: int, sums: Sums) -> tuple[T, set[int]]:
         """What is generated of a wave without the groups that were given up, and these."""
-        assert isinstance(self.crew, EarlyCrew)
-        done: T = self.crew.generate_needed(segment, table, iteration, sums, self.sampling.needless)
+        done = self.crew.generate_needed(segment, table, iteration, sums, self.sampling.needless)
         index = self.crew.index(done)
         ended = (index["finish_reason"] == FinishReason.ABORT).tolist()
         numbers = index["group"].tolist()

@@ -108,7 +108,7 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
                 f"roles.{role}.generate_workers={own.generate_workers}: ranks that divide a model ({layout_key(role, config)}) "
                 "all generate; remove it"
             )
-    check_layouts(config, flow.roles, size)
+    check_layouts(config, flow, flow.roles, size)
     devices = torch.cuda.device_count()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if launcher_of(config) == "ray":

@@ -94,6 +94,7 @@ def generated_metrics(index: Rows) -> dict[str, float | int | None]:
         "response/failed_fraction": share(index["finish_reason"] == FinishReason.ERROR),
         "tokens/generated": int(lengths.sum()),
         "rows/generated": len(index),
+        "response/reflections": mean_of(index, "reflections"),
     }
     return found
 

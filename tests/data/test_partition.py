@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.data.partition import balanced_partition, imbalance
+from braidrl.data.partition import balanced_partition, imbalance, in_turn
 
 costs_lists = st.lists(st.integers(0, 1000), max_size=60)
 
@@ -72,3 +72,15 @@ def test_negative_costs_and_no_parts_are_refused() -> None:
         balanced_partition([1], 0)
     with pytest.raises(ValueError, match="at least 0"):
         balanced_partition([1, -1], 1)
+
+
+@given(st.integers(0, 12), st.integers(1, 4), st.integers(1, 5))
+def test_in_turn_every_part_begins_with_the_first_groups_and_none_has_much_more(
+    count: int, samples: int, parts: int
+) -> None:
+    groups = [10 + group for group in range(count) for _ in range(samples)]
+    part_of = in_turn(groups, parts)
+    sizes = [part_of.count(part) for part in range(parts)]
+    assert max(sizes) - min(sizes) <= 1
+    for group in range(10, 10 + count // parts * parts):
+        assert {part for part, of in zip(part_of, groups, strict=True) if of == group} == {(group - 10) % parts}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.world import World
@@ -18,10 +21,13 @@ from braidrl.models.contract import CHECKS, Subject
 from braidrl.models.following import follow
 from braidrl.models.footprint import activation_bytes, model_shape
 from braidrl.models.layout import ParallelLayout
+from braidrl.models.layout_copy import LayoutCopy
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.parts import local_part, whole
+from braidrl.models.weight_transfer import LIMIT_BYTES, Traffic, WeightTransfer, weight_parts
 from braidrl.models.worker import DecoderWorker
 from braidrl.observe.metrics import Sums
+from braidrl.rollout.joint_weights import WeightWriter
 from braidrl.runtimes.iteration import group_tokens
 from tests.models.activations import kept_bytes
 from tests.tiny import TOKENIZER, settings
@@ -150,6 +156,8 @@ def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
         keep_contract(world, config_of(model, layout), Path(task["folder"], f"contract-{number}"))
     for case in task.get("saved", []):
         found |= saved_and_loaded(world, *case)
+    for case in task.get("reshaped", []):
+        found |= reshaped(world, *case)
     return found
 
 
@@ -197,6 +205,80 @@ def copied_weights(world: World, model: str, other: str, layouts: list[dict[str,
     follow(first, second, 0.25)
     found = whole_weights(first)
     return {f"copied {layouts}": [n for n, t in found.items() if not torch.allclose(t, wanted[n], rtol=0, atol=1e-12)]}
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest new tensor that anything makes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in known:
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool) -> dict[str, list[str]]:
+    """From the first layout, after a step, to each other one and to files of all ranks: what is not the same, too much or too large."""
+    config = adapted_config(model, layouts[0]) if lora else config_of(model, layouts[0])
+    worker = DecoderWorker("actor", config, True, world.data_parallel)
+    found, wanted = {}, one_step(worker, own_rows(make_rows(), world))
+    wanted = {name.removeprefix("weight "): tensor for name, tensor in wanted.items() if name.startswith("weight ")}
+    limit = 8192  # less than a matrix of a layer
+    for layout in layouts[1:]:
+        other = DecoderWorker("actor", config_of(model, layout), False, world.data_parallel, copies=True)
+        copy = LayoutCopy(worker, other.model, other.ranks, limit)
+        with Largest() as largest:
+            copy.refresh()
+        problems = [
+            f"{name} differs" for name, tensor in whole_weights(other).items() if not equal(tensor, wanted[name], lora)
+        ]
+        problems += traffic_problems(copy.transfer, copy.traffic, world.rank, limit)
+        if not lora and largest.bytes > limit:
+            problems.append(f"a tensor of {largest.bytes} bytes was made")
+        if layout == layouts[0] and copy.traffic.sent + copy.traffic.received:
+            problems.append("what was there was sent")
+        found[f"{layouts[0]} to {layout}, lora {lora}"] = everywhere(world, problems)
+    writer = WeightWriter(weight_parts(worker.model), worker.ranks, check=True)
+    for _ in range(2):
+        with closing(writer.write(weight_parts(worker.model))) as file:
+            read = dict(file.tensors())
+    problems = [f"{name} differs" for name, tensor in wanted.items() if not equal(read[name], tensor, lora)]
+    problems += traffic_problems(writer.transfer, writer.traffic, world.rank, LIMIT_BYTES)
+    if read.keys() != wanted.keys() or writer.traffic.sent:
+        problems.append(f"the file has {sorted(read)}, and {writer.traffic.sent} bytes were sent for it on one machine")
+    found[f"{layouts[0]} to a file, lora {lora}"] = everywhere(world, problems)
+    return found
+
+
+def equal(found: torch.Tensor, wanted: torch.Tensor, nearly: bool) -> bool:
+    """To the bit; sums of an adapter may be added in another order where a part of it is merged alone."""
+    return torch.allclose(found, wanted, rtol=0, atol=1e-12) if nearly else torch.equal(found, wanted)
+
+
+def traffic_problems(transfer: WeightTransfer, traffic: Traffic, rank: int, limit: int) -> list[str]:
+    """Says so where a rank sent or received more than the plan says, or more at a time than the limit."""
+    size = {name: dtype.itemsize for name, dtype in transfer.known.dtypes.items()}
+    moves = [move for moves in transfer.rounds for move in moves if not move.stays]
+    planned = [
+        sum(m.box.elements * size[m.name] for m in moves if end(m) == rank)
+        for end in (lambda m: m.source, lambda m: m.target)
+    ]
+    found = [
+        f"{done} bytes of {all_}"
+        for done, all_ in zip((traffic.sent, traffic.received), planned, strict=True)
+        if done != all_
+    ]
+    return found + [f"{traffic.peak} bytes at a time"] * (traffic.peak > limit)
+
+
+def everywhere(world: World, problems: list[str]) -> list[str]:
+    """The problems of all ranks."""
+    parts = world.gather("problems", json.dumps(problems).encode())
+    return [f"rank {rank}: {p}" for rank, part in enumerate(parts) for p in json.loads(bytes(part))]
 
 
 def keep_contract(world: World, config: Config, folder: Path) -> None:

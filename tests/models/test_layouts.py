@@ -103,6 +103,35 @@ def test_four_ranks_do_too_and_a_checkpoint_of_one_layout_goes_on_under_another(
         refused_as_damaged(worker, tmp_path / name / "saved")
 
 
+# From the first of each to all others, and to files: tied weights on two stages, parts that are not equal, replicas.
+RESHAPED: dict[int, list[tuple[str, list[dict[str, Any]], bool]]] = {
+    2: [
+        ("qwen2", [{"pipeline": 2}, {"tensor": 2}, {"shard": "full"}, {}, {"pipeline": 2}], False),
+        ("qwen3", [{"shard": "full"}, {"tensor": 2}, {"shard": "full"}, {}], False),
+        ("qwen3", [{"tensor": 2}, {"shard": "full"}], False),
+        ("qwen2", [{"shard": "full"}, {"tensor": 2}, {}], True),
+        ("qwen2", [{}, {"tensor": 2}, {}], True),
+        ("qwen3", [{"tensor": 2}, {"shard": "full"}], True),
+    ],
+    4: [
+        ("qwen2", [{"pipeline": 2, "shard": "full"}, {"tensor": 2}, {"tensor": 4}], False),
+        ("qwen3", [{"tensor": 2, "shard": "full"}, {"pipeline": 4}, {"sequence": 2, "shard": "optimizer"}], False),
+        ("llama", [{"sequence": 2, "shard": "optimizer"}, {"tensor": 2, "data": 2}, {"nodes": 2, "shard": "full"}], False),
+        ("qwen2", [{"pipeline": 2, "tensor": 2}, {"shard": "full"}], False),
+        ("qwen2", [{"pipeline": 2, "sequence": 2, "shard": "full"}, {"tensor": 2}], True),
+        ("llama", [{"tensor": 2, "shard": "full"}, {}], True),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_weights_go_from_one_layout_to_another_and_to_files_block_by_block(models: dict[str, str], size: int) -> None:
+    """To the bit, never more at a time than the bucket, and nothing where it is there already."""
+    cases = [(models[name], layouts, lora) for name, layouts, lora in RESHAPED[size]]
+    found = in_ranks(size, {}, reshaped=cases)
+    assert found == {name: [] for name in found} and len(found) == sum(len(layouts) for _, layouts, _ in cases)
+
+
 def refused_as_another_model(model: str, saved: Path) -> None:
     other = DecoderWorker("actor", config_of(model), train=True)
     before = [p.detach().clone() for p in other.model.parameters()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,9 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from braidrl.models.attention import ATTENTION
-from braidrl.rollout.host import EngineSpec
+from braidrl.rollout.contract import all_of
+from braidrl.rollout.engine import Engine, ModelWeights
+from braidrl.rollout.engine_spec import EngineSpec
 from braidrl.rollout.process import EngineProcess
-from tests.rollout.tiny import SIZES, make_tokenizer
+from braidrl.rollout.requests import Request
+from tests.rollout.tiny import SIZES, make_tokenizer, training_log_probs
 from tests.tiny import ROOT
 
 T = TypeVar("T")
@@ -37,7 +40,38 @@ def write_served_model(folder: Path) -> Path:
 
 
 def spec(kind: str, model: Path) -> EngineSpec:
-    return EngineSpec(kind, str(model), slots=16, max_sequence_tokens=LIMIT)
+    """`tensor-parallel` is the embedded engine divided between two processes."""
+    divided = kind == "tensor-parallel"
+    return EngineSpec(
+        "embedded" if divided else kind, str(model), slots=16, max_sequence_tokens=LIMIT, tensor=1 + divided
+    )
+
+
+def other_weights() -> ModelWeights:
+    """Weights that draw other tokens than those of `served_model`."""
+    changed = served_model()
+    with torch.no_grad():
+        changed.model.embed_tokens.weight.mul_(-1)
+    return ModelWeights(changed)
+
+
+async def largest_gap(engine: Engine, wanted: Sequence[Request], updates: int = 20) -> float:
+    """How far the engine's log-probs are from training's at most, in nats, after each of so many updates with other weights."""
+    trained, generator = served_model(), torch.Generator().manual_seed(3)
+    drawn, largest = set(), 0.0
+    for version in range(1, updates + 1):
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
+        await engine.update_weights(version, ModelWeights(trained))
+        finished = await all_of(engine, wanted)
+        for response, expected in zip(finished, training_log_probs(trained, list(wanted), finished), strict=True):
+            largest = max(largest, float((response.log_probs - expected).abs().max()))
+            assert set(response.versions.tolist()) == {version}
+        drawn.add(tuple(finished[0].tokens.tolist()))
+    print(f"largest gap: {largest:.1e} nats")
+    assert len(drawn) > 1, "weights that change draw other tokens"
+    return largest
 
 
 def vllm_python() -> Path | None:

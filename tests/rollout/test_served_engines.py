@@ -1,4 +1,4 @@
-"""Engines in processes of their own, embedded and vLLM: the contract, weight updates, and what happens when one is killed."""
+"""Engines in processes of their own, alone, in twos and vLLM: the contract, weight updates, and what happens when one is killed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,21 @@ from braidrl.rollout.process import EngineProcess
 from braidrl.rollout.requests import Finished, Request, Uid
 from braidrl.rollout.service import EngineService
 from braidrl.rollout.shared_weights import SharedWeights, WeightFile
-from tests.rollout.served import LIMIT, LONG, Served, served_model, spec, vllm_python, write_served_model
+from tests.rollout.served import (
+    LIMIT,
+    LONG,
+    Served,
+    largest_gap,
+    other_weights,
+    served_model,
+    spec,
+    vllm_python,
+    write_served_model,
+)
 from tests.rollout.tiny import END, make_tokenizer, training_log_probs
 
 MODEL = served_model()
-KINDS = ("embedded", "vllm")
+KINDS = ("embedded", "tensor-parallel", "vllm")
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +48,6 @@ def served(request: pytest.FixtureRequest, model: Path) -> Iterator[Served]:
     served.close()
 
 
-def other_weights() -> ModelWeights:
-    changed = deepcopy(MODEL)
-    with torch.no_grad():
-        changed.model.embed_tokens.weight.mul_(-1)
-    return ModelWeights(changed)
-
-
 def subject(served: Served) -> Subject:
     return Subject(lambda: served.engine, END, LIMIT, in_training, other_weights, long=LONG)
 
@@ -57,22 +59,7 @@ def test_engines_in_processes_keep_the_contract(served: Served, check: Callable[
 
 
 def test_log_probs_after_each_of_20_updates_are_those_of_the_trainer(served: Served) -> None:
-    trained, generator = deepcopy(MODEL), torch.Generator().manual_seed(3)
-    asked = requests(subject(served), 4)
-    drawn, largest = set(), 0.0
-    for version in range(1, 21):
-        with torch.no_grad():
-            for parameter in trained.parameters():
-                parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
-        served.run(served.engine.update_weights(version, ModelWeights(trained)))
-        finished = served.run(all_of(served.engine, asked))
-        for response, expected in zip(finished, training_log_probs(trained, asked, finished), strict=True):
-            largest = max(largest, float((response.log_probs - expected).abs().max()))
-            assert set(response.versions.tolist()) == {version}
-        drawn.add(tuple(finished[0].tokens.tolist()))
-    print(f"largest gap: {largest:.1e} nats")
-    assert len(drawn) > 1, "weights that change draw other tokens"
-    assert largest < 1e-5
+    assert served.run(largest_gap(served.engine, requests(subject(served), 4))) < 1e-5
 
 
 def test_who_waits_for_a_killed_process_is_told(served: Served) -> None:

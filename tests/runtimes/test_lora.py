@@ -48,11 +48,11 @@ def test_rollouts_are_drawn_with_the_merged_weights_and_a_stopped_run_goes_on_ex
 def test_ranks_that_divide_the_model_train_its_adapters_as_one_process_does(workshop: Workshop) -> None:
     trainer = {**TRAINER, "steps": 2}
     alone = workshop.run("alone", **FLOW, trainer=trainer)
-    layouts: dict[str, Any] = {"shards": {"shard": "full"}, "matrices": {"tensor": 2}}
+    layouts: dict[str, Any] = {
+        "shards": {"layout": {"shard": "full"}, "inference_layout": {"tensor": 2}}, "matrices": {"layout": {"tensor": 2}},
+    }  # fmt: skip
     more: dict[str, Any] = {"runtime": "distributed", "workers": 2}
-    run_in_ranks(
-        [workshop.tree(n, **FLOW, trainer={**trainer, "layout": own}, **more) for n, own in layouts.items()], 2
-    )
+    run_in_ranks([workshop.tree(n, **FLOW, trainer={**trainer, **own}, **more) for n, own in layouts.items()], 2)
     for name in layouts:
         ranks = metrics_without_times(workshop.folder / name)
         for ours, theirs in zip(ranks, metrics_without_times(alone), strict=True):

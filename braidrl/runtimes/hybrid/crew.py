@@ -22,11 +22,13 @@ from braidrl.data.rows import Column, Rows
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.models.checkpoint import Write
-from braidrl.models.role_settings import layout_of
+from braidrl.models.layout import ParallelLayout
+from braidrl.models.role_settings import inference_layouts, layout_of
 from braidrl.observe.metrics import Sums
+from braidrl.runtimes.early_stop import Needless, Segment
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.calls import Calls, Work
-from braidrl.runtimes.hybrid.dealing import Deal, by_cost, by_length, by_prompt, in_place
+from braidrl.runtimes.hybrid.dealing import Deal, by_cost, by_length, by_number, by_prompt, in_place
 from braidrl.runtimes.hybrid.group import Dealt, Future, Outgoing, WorkerGroup, outgoing
 from braidrl.runtimes.hybrid.handle import Deferred, Handle, Layer
 from braidrl.runtimes.hybrid.parts import columns_read, packed_rows
@@ -75,8 +77,18 @@ class HybridCrew:
         if stage.role is None:
             return table.deferring(*table.deferred, asked)
         self._compute_for(stage, table)
-        method = "infer" if stage.kind is Kind.INFER and self._divided([str(stage.role)]) else "execute"
+        method = "infer" if stage.kind is Kind.INFER and self._infers_together(str(stage.role)) else "execute"
         return table.with_layer(stage.name, self.calls.begin(asked, table, *self._place(stage, table), method))
+
+    def generate_needed(
+        self, segment: Segment, table: Handle, iteration: int, sums: Sums, needless: Needless
+    ) -> Handle:
+        """Ranks tell each other of their rows meanwhile, and each ends those of its own that nobody needs."""
+        stage, uids, deal = segment.generate, table.index.uids(), by_number(table.index)
+        self._compute_for(stage, table)
+        asked, group = Deferred(stage, iteration, sums), self.groups[str(stage.role)]
+        layer = self.calls.begin(asked, table, group, deal, "generate_needed", segment, needless, uids)
+        return table.with_layer(stage.name, layer)
 
     def totals(self, stage: Stage, table: Handle) -> dict[str, float]:
         """What a stage adds up over all rows, each part where it lies."""
@@ -158,8 +170,16 @@ class HybridCrew:
         self.resources.close()
 
     def _divided(self, roles: Iterable[str]) -> bool:
-        """True where the ranks of one of the roles compute together, or have parts of its weights."""
-        return any(not layout_of(role, self.executor.config).over(self.groups[role].mesh.size).copies for role in roles)
+        """True where the ranks of one of the roles have parts of its weights, or compute together."""
+        return any(self._together(role, layout_of(role, self.executor.config)) for role in roles)
+
+    def _infers_together(self, role: str) -> bool:
+        """True where the ranks of a role meet to infer, or to bring the weights to the layout that they infer in."""
+        other = inference_layouts(self.executor.config, self.executor.flow).get(role)
+        return self._divided([role]) or (other is not None and self._together(role, other))
+
+    def _together(self, role: str, layout: ParallelLayout) -> bool:
+        return not layout.over(self.groups[role].mesh.size).copies
 
     def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup, Deal]:
         """The group that runs a role's stage, and how rows are dealt to its ranks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from braidrl.data.partition import balanced_partition
+from braidrl.data.partition import balanced_partition, in_turn
 from braidrl.data.rows import Rows
 from braidrl.runtimes.hybrid.handle import Layer
 
@@ -30,6 +30,17 @@ def by_prompt(index: Rows) -> Deal:
     def deal(ranks: int) -> list[list[int]]:
         together = len(set(groups)) >= ranks
         return balanced_partition(costs, ranks, groups=groups if together else None, equal_size=True)
+
+    return deal
+
+
+def by_number(index: Rows) -> Deal:
+    """Rows to be generated of groups that may turn out not to be needed: every rank begins with the first groups."""
+    groups = index["group"].tolist()
+
+    def deal(ranks: int) -> list[list[int]]:
+        rank_of = in_turn(groups, ranks)
+        return [[row for row, owner in enumerate(rank_of) if owner == rank] for rank in range(ranks)]
 
     return deal
 

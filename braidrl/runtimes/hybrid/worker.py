@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from braidrl.cluster.notices import Notices
 from braidrl.data.codec import decode, encode
-from braidrl.data.rows import Column, Rows
+from braidrl.data.rows import Column, Rows, tokens_of
 from braidrl.errors import UserError
 from braidrl.flow import Stage
 from braidrl.models.data_parallel import DataParallel
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
-from braidrl.observe.trace import TraceWriter
+from braidrl.observe.trace import Done, TraceWriter
 from braidrl.placement.pools import Pool
+from braidrl.rollout.requests import Uid
 from braidrl.runtimes.checking import checked_beside
+from braidrl.runtimes.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.failures import StageFailure, named_rows
 from braidrl.runtimes.hybrid.parts import Answer, Numbers, Part, as_rows, assemble, columns_read, packed_rows
@@ -64,6 +67,7 @@ class HybridWorker:
     def __init__(self) -> None:
         self.chunks: dict[int, Rows] = {}
         self.ranks = DataParallel()
+        self.notices: Notices | None = None
         # Of the call that a thread runs.
         self.call = threading.local()
         self.resources = ExitStack()
@@ -106,7 +110,7 @@ class HybridWorker:
         self.resources.close()
         self.trace = None
         self.chunks = {}
-        self.ranks = DataParallel()
+        self.ranks, self.notices = DataParallel(), None
 
     @register(protocol="RANK_ZERO")
     def rendezvous(self) -> tuple[str, int]:
@@ -125,6 +129,7 @@ class HybridWorker:
         dist.init_process_group(backend, store=self.meeting, rank=self.seat.rank, world_size=size, timeout=limit)
         self.resources.callback(dist.destroy_process_group)
         self.ranks = DataParallel(dist.group.WORLD)
+        self.notices = Notices(dist.PrefixStore("notices", self.meeting))
 
     @register(protocol="ALL_TO_ALL")
     def load_models(self, prepared: Prepared, generating: Sequence[str], verifies: bool) -> int:
@@ -156,6 +161,18 @@ class HybridWorker:
         """The columns that a stage writes, kept here."""
         beside = checked_beside(self.flow, stage) if stage.type == "generate" and stage in self.flow.stages else ()
         return self._write(part, stage, iteration, key, lambda r, sums: self.executor.execute(stage, r, sums, beside))
+
+    @register(protocol="DP")
+    def generate_needed(
+        self, part: Part, stage: Stage, iteration: int, key: int, segment: Segment, needless: Needless, uids: list[Uid]
+    ) -> Answer:
+        """As `execute`, of one wave with the rows `uids`: those of groups that are not needed end with what they have."""
+        if self.notices is not None:
+            self.notices.begin(str(key))
+        stop = EarlyStop.of(segment, needless, self.executor.verified, uids, self.notices)
+        beside = checked_beside(self.flow, stage)
+        run = lambda rows, sums: self.executor.execute(stage, rows, sums, beside, stop)  # noqa: E731
+        return self._write(part, stage, iteration, key, run)
 
     @register(protocol="DP_TOGETHER")
     def infer(self, part: Part, stage: Stage, iteration: int, key: int) -> Answer:
@@ -237,6 +254,7 @@ class HybridWorker:
         rows, sums = self._gather(part, stage, iteration), Sums()
         with self._span(stage, rows, iteration) as span:
             columns = run(rows, sums)
+            span.count(Rows(columns))
         return self._keep(key, columns, sums, span.seconds)
 
     def _keep(self, key: int, columns: Mapping[str, Column], sums: Sums | None = None, seconds: float = 0.0) -> Answer:
@@ -286,17 +304,22 @@ class HybridWorker:
         clock, start = Clock(), time.perf_counter()
         with ExitStack() as spans:
             if self.trace is not None:
-                tokens = int(rows["length"].sum()) if "length" in rows else 0
                 role, count = stage.role or "compute", len(rows)
-                spans.enter_context(
-                    self.trace.span(role, stage.name, iteration, rows=count, tokens=tokens, version=self.version)
+                clock.done = spans.enter_context(
+                    self.trace.span(role, stage.name, iteration, rows=count, version=self.version)
                 )
+                clock.count(rows)
             yield clock
         clock.seconds = time.perf_counter() - start
 
 
 @dataclass
 class Clock:
-    """Seconds that a block took, once it has ended."""
+    """Seconds that a block took, once it has ended; `done` is what the trace says of it."""
 
     seconds: float = 0.0
+    done: Done = field(default_factory=Done)
+
+    def count(self, rows: Rows) -> None:
+        """Notes how many tokens the rows have."""
+        self.done.tokens = tokens_of(rows) or self.done.tokens

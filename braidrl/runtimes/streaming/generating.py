@@ -137,7 +137,7 @@ class Generation:
         assert self.span is not None, "the engine has had rows"
         stage, together = self.place.stage(name), Rows.cat(rows)
         report = self.place.count(self.span, name, len(rows))
-        columns = self.place.executor.generated(stage, together, finished, report.sums)
+        columns = self.place.executor.generated(stage, together, finished)
         self.client.done(name, leases, [self.client.write(together.uids(), columns)], report.plain())
         self._resume_postponed()
 

@@ -21,6 +21,7 @@ from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.parts import Answer, Numbers, Part
 from braidrl.runtimes.hybrid.worker import HybridWorker
 from braidrl.transfer.protocols import register
+from tests.runtimes.patience import patient
 
 
 class RehearsingWorker(HybridWorker):
@@ -49,6 +50,11 @@ class RehearsingWorker(HybridWorker):
         if order == "die":
             os._exit(3)
         return super().execute(part, stage, iteration, key)
+
+    @register(protocol="DP")
+    def generate_needed(self, part: Part, *arguments: Any) -> Answer:
+        with patient():
+            return super().generate_needed(part, *arguments)
 
     def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> list[Numbers]:
         self.rows_given.append(len(rows))

@@ -1,0 +1,61 @@
+"""What ranks tell each other in passing: everybody hears everything once, in one order, and nobody waits."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from braidrl.cluster import notices
+from braidrl.cluster.notices import Notices
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> tuple[Notices, Notices]:
+    monkeypatch.setattr(notices, "HEAR_EVERY_S", 0.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    other = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=5))
+    return Notices(store), Notices(other)
+
+
+def test_everybody_hears_every_message_once_in_one_order(two: tuple[Notices, Notices]) -> None:
+    one, other = two
+    for each in two:
+        each.begin("first")
+    assert list(one.hear()) == []
+    one.tell(b"a\x00\xff")
+    other.tell(b"b")
+    assert list(one.hear()) == [b"a\x00\xff", b"b"] == list(other.hear())
+    other.tell(b"c")
+    assert list(one.hear()) == [b"c"] and list(one.hear()) == []
+
+
+def test_a_new_list_begins_empty_and_the_old_one_is_gone(two: tuple[Notices, Notices]) -> None:
+    one, other = two
+    for name in ("first", "second"):
+        for each in two:
+            each.begin(name)
+        one.tell(name.encode())
+        assert list(other.hear()) == [name.encode()]
+    other.begin("first")
+    assert list(other.hear()) == []
+
+
+def test_what_is_numbered_and_not_there_yet_is_not_waited_for(two: tuple[Notices, Notices]) -> None:
+    one, other = two
+    for each in two:
+        each.begin("first")
+    one._store.add("first/count", 1)
+    other.tell(b"second")
+    assert list(one.hear()) == []
+    one._store.set("first/0", "first")
+    assert list(one.hear()) == [b"first", b"second"]
+
+
+def test_a_rank_looks_only_now_and_then() -> None:
+    alone = Notices(dist.HashStore())
+    alone.begin("first")
+    alone.hear()
+    alone.tell(b"soon")
+    assert list(alone.hear()) == []
