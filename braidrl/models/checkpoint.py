@@ -63,7 +63,7 @@ def staged_worker(worker: RoleModel, folder: Path, write: bool = True, beside: b
     They have copies in host memory then; what ranks write together has begun, and its call waits for it.
     """
     staged = copied if beside else dict[str, Tensor]
-    weights = whole_weights(worker)
+    weights = whole_weights(worker, wanted=write)
     adapters = whole_adapters(worker) if worker.lora else {}
     parts: list[Write] = []
     if write:
@@ -103,14 +103,19 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: found.setdefault(id(t), t.detach().to("cpu", copy=True).contiguous()) for name, t in tensors.items()}
 
 
-def whole_weights(worker: RoleModel) -> dict[str, Tensor]:
-    """Every tensor of the model by its name, adapters merged, tied ones the same.
+def whole_weights(worker: RoleModel, wanted: bool = True) -> dict[str, Tensor]:
+    """Every tensor of the model by its name, adapters merged, tied ones the same; none on a rank where they are not `wanted`.
 
-    All ranks that have divided it call this at the same time.
+    All ranks that have divided it call this at the same time. What is no tensor of the model itself goes to host memory, so that a
+    device has one whole tensor at a time.
     """
     worker.ranks.settle(worker.model)
     named = plain_names(worker.model, worker.model.state_dict(keep_vars=True))
-    return {name: tensor for names, tensor in worker.ranks.whole_tensors(named, merged) for name in names}
+    found: dict[str, Tensor] = {}
+    for names, tensor in worker.ranks.whole_tensors(named, merged):
+        if wanted:
+            found |= dict.fromkeys(names, tensor if worker.holds_its_weights else tensor.cpu())
+    return found
 
 
 def whole_adapters(worker: RoleModel) -> dict[str, Tensor]:

@@ -7,31 +7,31 @@ another layout                 infer ─ infer       infer
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
 
-from braidrl.models.data_parallel import DataParallel, by_tensor
+from braidrl.models.data_parallel import DataParallel
 from braidrl.models.role_worker import RoleWorker
-from braidrl.models.weight_transfer import LIMIT_BYTES, Traffic, WeightTransfer, holdings, weight_parts
+from braidrl.models.weight_transfer import LIMIT_BYTES, Traffic, WeightPart, WeightTransfer, holdings, weight_parts
+
+Parts = Callable[[], Mapping[str, WeightPart]]
 
 
 class LayoutCopy:
-    """Brings `model` up to date with a worker, where `ranks` say how it is divided; all ranks of the role do so at the same time."""
+    """Brings parts of a second model up to date with a worker; all ranks of the role do so at the same time."""
 
-    def __init__(self, worker: RoleWorker, model: Any, ranks: DataParallel, limit_bytes: int = LIMIT_BYTES) -> None:
-        """Raises ValueError where `model` has a tensor that the worker's has not."""
-        self.worker, self.model, self.ranks = worker, model, ranks
+    def __init__(self, worker: RoleWorker, parts: Parts, divided: bool, limit_bytes: int = LIMIT_BYTES) -> None:
+        """`parts` are those that this rank has of it, and ranks have `divided` it. Raises ValueError where it is another model."""
+        self.worker, self.parts = worker, parts
         # Where each rank has all of both, nobody is waited for.
-        meet = worker.ranks if worker.ranks.divided or ranks.divided else DataParallel()
-        parts, wanted = weight_parts(worker.model), weight_parts(model)
-        self.transfer = WeightTransfer(holdings(parts, meet), holdings(wanted, meet).boxes, meet, limit_bytes)
+        meet = worker.ranks if worker.ranks.divided or divided else DataParallel()
+        known = holdings(settled_parts(worker), meet)
+        self.transfer = WeightTransfer(known, holdings(parts(), meet).boxes, meet, limit_bytes)
         self.traffic = Traffic()
 
     def refresh(self) -> None:
         """Takes the worker's weights as they are now."""
-        self.worker.ranks.settle(self.worker.model)
-        self.ranks.settle(self.model)
-        into = by_tensor(self.model.state_dict(keep_vars=True))
-        self.traffic = self.transfer.run(weight_parts(self.worker.model), {names[0]: own for names, own in into})
+        self.traffic = self.transfer.run(settled_parts(self.worker), self.parts())
 
 
 class InferenceCopy:
@@ -40,7 +40,7 @@ class InferenceCopy:
     def __init__(self, worker: RoleWorker, frozen: RoleWorker) -> None:
         """Both have just been loaded from the same files."""
         self.worker, self.frozen = worker, frozen
-        self.copy = LayoutCopy(worker, frozen.model, frozen.ranks)
+        self.copy = LayoutCopy(worker, partial(settled_parts, frozen), frozen.ranks.divided)
         self._changes = worker.changes
 
     def current(self) -> RoleWorker:
@@ -49,3 +49,9 @@ class InferenceCopy:
             self.copy.refresh()
             self._changes = self.worker.changes
         return self.frozen
+
+
+def settled_parts(worker: RoleWorker) -> Mapping[str, WeightPart]:
+    """What a rank has of a worker's weights when nothing of the others' is with it."""
+    worker.ranks.settle(worker.model)
+    return weight_parts(worker.model)

@@ -48,7 +48,7 @@ def box_of(parameter: Tensor) -> Box:
 
 def part_of(tensor: Tensor, parameter: Tensor) -> Tensor:
     """What this rank has of a whole tensor that is divided as the parameter is."""
-    return tensor[box_of(parameter).slices] if isinstance(parameter, DTensor) else tensor
+    return box_of(parameter).of(tensor) if isinstance(parameter, DTensor) else tensor
 
 
 def as_part(local: Tensor, parameter: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ What a rank has itself it takes from itself; replicas of a block take turns in s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from braidrl.models.boxes import Box
@@ -38,7 +38,7 @@ class Move:
 
 def plan_moves(
     sources: Sequence[Boxes], targets: Sequence[Boxes], machines: Sequence[Hashable] | None = None
-) -> list[Move]:
+) -> Iterator[Move]:
     """Moves by which each rank gets every element that it wants exactly once, in the order of tensors, from what the ranks have.
 
     A block of another rank comes from the one on the same machine, where there is one, that has sent least so far. Raises ValueError
@@ -47,12 +47,10 @@ def plan_moves(
     where = machines or [None] * len(sources)
     holders = holders_of(sources)
     sent = [0] * len(sources)
-    moves: list[Move] = []
     for name in dict.fromkeys(name for wanted in (*sources, *targets) for name in wanted):
         for target, wanted in enumerate(targets):
             for box in wanted.get(name, ()):
-                moves += _covering(Move(name, box, target, target), holders.get(name, {}), sent, where)
-    return moves
+                yield from _covering(Move(name, box, target, target), holders.get(name, {}), sent, where)
 
 
 def holders_of(sources: Sequence[Boxes]) -> dict[str, Holders]:
@@ -66,9 +64,9 @@ def holders_of(sources: Sequence[Boxes]) -> dict[str, Holders]:
     return found
 
 
-def _covering(wanted: Move, holders: Holders, sent: list[int], where: Sequence[Hashable]) -> list[Move]:
+def _covering(wanted: Move, holders: Holders, sent: list[int], where: Sequence[Hashable]) -> Iterator[Move]:
     """The moves that bring one block; adds to `sent`, by rank, the elements that others send for it."""
-    target, moves = wanted.target, []
+    target = wanted.target
     missing = [wanted.box] if wanted.box.elements else []
     for box, ranks in sorted(holders.items(), key=lambda held: target not in held[1]):
         pieces = [piece for part in missing if (piece := part.overlap(box))]
@@ -78,31 +76,35 @@ def _covering(wanted: Move, holders: Holders, sent: list[int], where: Sequence[H
             if target not in ranks:
                 source = min(ranks, key=lambda rank: (where[rank] != where[target], sent[rank], rank))
                 sent[source] += piece.elements
-            moves.append(replace(wanted, box=piece, source=source))
+            yield replace(wanted, box=piece, source=source)
+        if not missing:
+            return
     if missing:
         raise ValueError(f"no rank has {wanted.name} at {missing[0].offsets}, which rank {target} wants")
-    return moves
 
 
-def in_rounds(moves: Iterable[Move], item_bytes: Mapping[str, int], limit: int) -> list[list[Move]]:
+def in_rounds(moves: Iterable[Move], item_bytes: Mapping[str, int], limit: int) -> Iterator[list[Move]]:
     """Moves in their order, cut so that no rank has more than `limit` bytes to send, or to receive, in any one round.
 
     `item_bytes` are those of an element by tensor; a round has tensors of one such size alone. A single element always passes.
     """
-    rounds: list[list[Move]] = []
+    begun: list[Move] = []
     full: Counter[tuple[bool, int]] = Counter()
     size = 0
     for move in moves:
         item = item_bytes[move.name]
         for box in move.box.cut(limit // item):
             ends = ((True, move.source), (False, move.target))
-            if not rounds or item != size or any(full[end] + box.elements * item > limit for end in ends):
-                rounds.append([])
+            if begun and (item != size or any(full[end] + box.elements * item > limit for end in ends)):
+                yield begun
+                begun = []
                 full.clear()
-                size = item
-            rounds[-1].append(replace(move, box=box))
-            full.update(dict.fromkeys(ends, box.elements * item))
-    return rounds
+            size = item
+            begun.append(replace(move, box=box))
+            for end in ends:
+                full[end] += box.elements * item
+    if begun:
+        yield begun
 
 
 def shared_out(sources: Sequence[Boxes], shapes: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> list[Boxes]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from braidrl.models.boxes import Box
 from braidrl.models.data_parallel import DataParallel, by_tensor
+from braidrl.models.divided import Slices
 from braidrl.models.lora import Adapted, plain_names
 from braidrl.models.messages import gathered
 from braidrl.models.parts import box_of, local_part
@@ -35,21 +36,39 @@ class WeightPart:
 
     names: list[str]
     tensor: Tensor | Adapted
+    slices: Slices | None = None
+    """Which part of the whole a tensor is that does not know it itself."""
 
     @property
     def box(self) -> Box:
         """Where in the whole tensor it is."""
+        if self.slices is not None:
+            return self.slices.boxes[self.names[0]]
         return box_of(self.tensor.base if isinstance(self.tensor, Adapted) else self.tensor)
+
+    @property
+    def device(self) -> torch.device:
+        return (self.tensor.base if isinstance(self.tensor, Adapted) else self.tensor).device
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor."""
+        return self.tensor.shape if self.slices is None else self.slices.shapes[self.names[0]]
 
     def values(self) -> Tensor:
         """The part, adapters merged: all ranks that have divided it call this at the same time."""
         return self.tensor.merged_part() if isinstance(self.tensor, Adapted) else local_part(self.tensor)
 
+    def put(self, block: Tensor, box: Box) -> None:
+        """Copies a block of the whole tensor to its place in the part, which has no adapter."""
+        assert isinstance(self.tensor, Tensor)
+        local_part(self.tensor)[box.within(self.box)].copy_(block)
 
-def weight_parts(model: nn.Module) -> dict[str, WeightPart]:
-    """What this rank has of a model, by the first of each tensor's names."""
+
+def weight_parts(model: nn.Module, slices: Slices | None = None) -> dict[str, WeightPart]:
+    """What this rank has of a model, by the first of each tensor's names; of a module whose plain tensors are `slices` of one."""
     named = by_tensor(plain_names(model, model.state_dict(keep_vars=True)))
-    return {names[0]: WeightPart(names, tensor) for names, tensor in named}
+    return {names[0]: WeightPart(names, tensor, slices) for names, tensor in named}
 
 
 @dataclass(frozen=True)
@@ -84,8 +103,8 @@ def holdings(parts: Mapping[str, WeightPart], ranks: DataParallel, machine: str 
 
 def described(part: WeightPart) -> list[Any]:
     """A part in JSON values."""
-    tensor, box = part.tensor, part.box
-    return [part.names, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), box.offsets, box.sizes]
+    dtype, box = str(part.tensor.dtype).removeprefix("torch."), part.box
+    return [part.names, list(part.shape), dtype, box.offsets, box.sizes]
 
 
 @dataclass
@@ -98,6 +117,21 @@ class Traffic:
     peak: int = 0
 
 
+@dataclass(frozen=True)
+class Round:
+    """What a rank keeps of one round: its tensors in order, whether any ranks meet in it, and the rank's own moves."""
+
+    names: list[str]
+    exchanges: bool
+    own: list[Move]
+
+    @classmethod
+    def of(cls, moves: Sequence[Move], rank: int) -> Round:
+        names = list(dict.fromkeys(move.name for move in moves))
+        own = [move for move in moves if rank in (move.source, move.target)]
+        return cls(names, not all(move.stays for move in moves), own)
+
+
 class WeightTransfer:
     """The moves between two layouts over the same ranks, made anew for each version."""
 
@@ -108,48 +142,54 @@ class WeightTransfer:
         self.known, self.ranks = known, ranks
         item_bytes = {name: dtype.itemsize for name, dtype in known.dtypes.items()}
         moves = plan_moves(known.boxes, targets, known.machines)
-        self.rounds = in_rounds(moves, item_bytes, limit_bytes)
+        self.rounds = [Round.of(some, ranks.rank) for some in in_rounds(moves, item_bytes, limit_bytes)]
         self.first: dict[str, int] = {}
         self.last: dict[str, int] = {}
-        for number, moves in enumerate(self.rounds):
-            for move in moves:
-                self.first.setdefault(move.name, number)
-                self.last[move.name] = number
+        for number, one in enumerate(self.rounds):
+            for name in one.names:
+                self.first.setdefault(name, number)
+                self.last[name] = number
 
     @torch.no_grad()
-    def run(self, parts: Mapping[str, WeightPart], into: Mapping[str, Tensor]) -> Traffic:
+    def run(self, parts: Mapping[str, WeightPart], into: Mapping[str, WeightPart]) -> Traffic:
         """Copies `parts`, of this rank, to where they are wanted, and what it wants to `into`; every rank calls this at the same time."""
         traffic, at_hand = Traffic(), dict[str, Tensor]()
+        # Of all ranks: also one that has nothing to send in a round meets the others on its device.
+        device = next(part.device for part in (*parts.values(), *into.values()))
         with self.ranks.meeting("weights in another layout"):
-            for number, moves in enumerate(self.rounds):
+            for number, one in enumerate(self.rounds):
                 # Ranks that have divided a tensor meet to merge its adapter: each that has some of it, whether or not it sends any.
-                for name in dict.fromkeys(move.name for move in moves):
+                for name in one.names:
                     if name in parts and self.first[name] == number:
                         at_hand[name] = parts[name].values()
-                self._stay(moves, at_hand, into, traffic)
-                if not all(move.stays for move in moves):
-                    self._exchange(moves, at_hand, into, traffic)
+                self._stay(one.own, at_hand, into, traffic)
+                if one.exchanges:
+                    self._exchange(one.own, at_hand, into, traffic, device)
                 for name in [name for name in at_hand if self.last[name] == number]:
                     del at_hand[name]
         return traffic
 
     def _stay(
-        self, moves: Sequence[Move], at_hand: Mapping[str, Tensor], into: Mapping[str, Tensor], traffic: Traffic
+        self, moves: Sequence[Move], at_hand: Mapping[str, Tensor], into: Mapping[str, WeightPart], traffic: Traffic
     ) -> None:
         """What this rank has itself."""
         for move in moves:
-            if move.stays and move.source == self.ranks.rank:
+            if move.stays:
                 traffic.stayed += self._bytes(move)
-                put(into, move, self._block(move, at_hand))
+                into[move.name].put(self._block(move, at_hand), move.box)
 
     def _exchange(
-        self, moves: Sequence[Move], at_hand: Mapping[str, Tensor], into: Mapping[str, Tensor], traffic: Traffic
+        self,
+        moves: Sequence[Move],
+        at_hand: Mapping[str, Tensor],
+        into: Mapping[str, WeightPart],
+        traffic: Traffic,
+        device: torch.device,
     ) -> None:
         """One all-to-all. Between two ranks blocks go in the order of the plan, which both know."""
         me, everyone = self.ranks.rank, range(self.ranks.size)
         going = [move for to in everyone for move in moves if move.target == to and move.source == me != to]
         coming = [move for by in everyone for move in moves if move.source == by and move.target == me != by]
-        device = next((tensor.device for tensor in at_hand.values()), torch.device("cpu"))
         sent, received = (
             torch.empty(sum(map(self._bytes, some)), dtype=torch.uint8, device=device) for some in (going, coming)
         )
@@ -159,7 +199,7 @@ class WeightTransfer:
         sizes_out = [sum(self._bytes(move) for move in going if move.target == rank) for rank in everyone]
         dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=self.ranks.group)
         for move, block in self._blocks(coming, received):
-            put(into, move, block)
+            into[move.name].put(block, move.box)
         traffic.sent += sent.nbytes
         traffic.received += received.nbytes
         traffic.peak = max(traffic.peak, sent.nbytes, received.nbytes)
@@ -176,9 +216,3 @@ class WeightTransfer:
         """Moves with their places in a buffer of bytes."""
         for move, part in zip(moves, buffer.split([self._bytes(move) for move in moves]), strict=True):
             yield move, part.view(self.known.dtypes[move.name]).view(move.box.sizes)
-
-
-def put(into: Mapping[str, Tensor], move: Move, block: Tensor) -> None:
-    """Copies a block to its place in this rank's part of a tensor."""
-    tensor = into[move.name]
-    local_part(tensor)[move.box.within(box_of(tensor))].copy_(block)

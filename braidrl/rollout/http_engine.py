@@ -27,7 +27,7 @@ from braidrl.rollout.partial import continued
 from braidrl.rollout.requests import Finished, Request, Uid
 from braidrl.rollout.row import Flight, row_of
 from braidrl.rollout.servers import Server
-from braidrl.rollout.shared_weights import WeightFolder
+from braidrl.rollout.shared_weights import ReadableFolder, WeightFolder
 from braidrl.rollout.weights import check_shapes
 
 ABORT_AGAIN_S = 0.1
@@ -116,7 +116,7 @@ class HttpEngine:
         """Raises ValueError also without a source: a server shares no weights."""
         if source is None:
             raise ValueError(f"{self.server.url} is a server and shares no weights: give it a source")
-        if not isinstance(source, WeightFolder):
+        if not isinstance(source, ReadableFolder):
             with closing(WeightFolder(source.tensors(), self.spec.folder)) as stored:
                 await self.update_weights(version, stored)
             return

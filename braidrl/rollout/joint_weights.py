@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,19 @@ from braidrl.models.data_parallel import DataParallel
 from braidrl.models.messages import gathered
 from braidrl.models.resharding import Boxes, shared_out
 from braidrl.models.weight_transfer import Holdings, Traffic, WeightPart, WeightTransfer, holdings
-from braidrl.rollout.shared_weights import CHECKSUM, UnnamedWeights, checksum
+from braidrl.rollout.shared_weights import (
+    CHECKSUM,
+    WEIGHTS,
+    ReadableFolder,
+    UnnamedWeights,
+    checksum,
+    folder_for_all,
+)
 from braidrl.transfer.queue.segments import shared_folder
 
 TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Of numbers, as safetensors calls them."""
+NO_CHECKSUM = "00000000"
 WORD = 8
 """Bytes of the number with which the file begins; what follows is filled up to a multiple of it."""
 
@@ -36,12 +45,17 @@ WORD = 8
 class WeightWriter:
     """What the ranks of a role know of a file that they write anew for each version."""
 
-    def __init__(self, parts: Mapping[str, WeightPart], ranks: DataParallel, check: bool = False) -> None:
-        """With `check` readers compare a checksum. All ranks call this, and `write`, at the same time."""
+    def __init__(
+        self, parts: Mapping[str, WeightPart], ranks: DataParallel, check: bool = False, repeat: bool = False
+    ) -> None:
+        """All ranks call this, and what it can do, at the same time.
+
+        With `check` readers compare a checksum. Where they know nothing of tied tensors these are to `repeat` under each name.
+        """
         self.ranks, self.check = ranks, check
         known = holdings(parts, ranks, machine())
         self.here = [rank for rank, where in enumerate(known.machines) if where == known.machines[ranks.rank]]
-        self.layout = FileLayout.of(known, check)
+        self.layout = FileLayout.of(known, check, repeat)
         self.transfer = WeightTransfer(known, written_by(known), ranks)
         self.traffic = Traffic()
 
@@ -50,38 +64,67 @@ class WeightWriter:
         """True for the rank that makes its machine's file."""
         return self.ranks.rank == self.here[0]
 
-    def write(self, parts: Mapping[str, WeightPart]) -> UnnamedWeights:
-        """This version's file, which whoever has it closes. Raises OSError, on every rank, where memory is full on a machine."""
-        folder = tempfile.TemporaryDirectory(prefix="braid-weights-", dir=shared_folder()) if self.leads else None
-        try:
-            path = self._begun(None if folder is None else Path(folder.name) / "weights.safetensors")
-            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            tensors = self.layout.tensors(handle)
-            self.traffic = self.transfer.run(parts, tensors)
-            self._meet("what others write")
-            if self.check:
-                if self.leads:
-                    os.pwrite(handle, self.layout.header(checksum(tensors)), 0)
-                self._meet("the checksum")
-            return UnnamedWeights(handle)
-        finally:
-            if folder is not None:
-                folder.cleanup()
+    def in_memory(self, parts: Mapping[str, WeightPart]) -> UnnamedWeights:
+        """This version in shared memory, for whoever closes it. Raises OSError, on every rank, where it is full on a machine."""
+        with self._made(lambda: tempfile.TemporaryDirectory(prefix="braid-weights-", dir=shared_folder())) as folder:
+            return UnnamedWeights(self._filled(self._begun(folder, mode=0o600), parts))
 
-    def _begun(self, path: Path | None) -> str:
-        """The path of this machine's file, which is made by the rank that leads it."""
+    def in_folder(self, parts: Mapping[str, WeightPart], within: Path | None) -> ReadableFolder:
+        """This version in a folder of its machine's, which is there until the rank that made it has closed its own object.
+
+        Raises OSError, on every rank, where `within` is full or not there on a machine.
+        """
+        with ExitStack() as until_closed:
+            folder = until_closed.enter_context(self._made(lambda: folder_for_all(within)))
+            path = self._begun(folder, mode=0o644)
+            os.close(self._filled(path, parts))
+            made = until_closed.pop_all()
+        return JointFolder(path.parent, self.layout.shapes, made)
+
+    @contextmanager
+    def _made(self, make: Callable[[], tempfile.TemporaryDirectory[str]]) -> Iterator[Path | OSError | None]:
+        """A folder on the rank that leads, which is removed at the end, or why there is none."""
+        if not self.leads:
+            yield None
+            return
+        try:
+            folder = make()
+        except OSError as error:
+            yield error
+            return
+        with folder as name:
+            yield Path(name)
+
+    def _filled(self, path: Path, parts: Mapping[str, WeightPart]) -> int:
+        """The handle of the file when everything is in it."""
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        tensors = self.layout.tensors(handle)
+        self.traffic = self.transfer.run(parts, {name: WeightPart([name], own) for name, own in tensors.items()})
+        self._meet("what others write")
+        if self.check or self.layout.repeated:
+            if self.leads:
+                for name, same in self.layout.repeated.items():
+                    tensors[name].copy_(tensors[same])
+                os.pwrite(handle, self.layout.header(checksum(tensors) if self.check else NO_CHECKSUM), 0)
+            self._meet("the end of the file")
+        return handle
+
+    def _begun(self, folder: Path | OSError | None, mode: int) -> Path:
+        """The path of this machine's file, which the rank that leads makes."""
         said: dict[str, Any] = {}
-        if path is not None:
-            try:
-                self.layout.make(path)
-                said = {"path": str(path)}
-            except OSError as error:
-                said = {"number": error.errno, "error": f"{path.parent}: {error.strerror}"}
+        try:
+            if isinstance(folder, OSError):
+                raise folder
+            if folder is not None:
+                said = {"path": str(folder / WEIGHTS)}
+                self.layout.make(folder / WEIGHTS, mode)
+        except OSError as error:
+            said = {"number": error.errno, "error": f"{error.filename or folder}: {error.strerror}"}
         of_all = self._meet("the file of a version", said)
         for failed in of_all:
             if "error" in failed:
                 raise OSError(failed["number"], failed["error"])
-        return str(of_all[self.here[0]]["path"])
+        return Path(of_all[self.here[0]]["path"])
 
     def _meet(self, purpose: str, said: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         """What every rank says, when all are here."""
@@ -90,6 +133,19 @@ class WeightWriter:
         with self.ranks.meeting(purpose):
             message = bytearray(json.dumps(said or {}).encode())
             return [json.loads(bytes(part)) for part in gathered(message, self.ranks.group)]
+
+
+class JointFolder(ReadableFolder):
+    """A folder that the ranks of a machine have written together."""
+
+    def __init__(self, path: Path, shapes: Mapping[str, torch.Size], made: ExitStack) -> None:
+        """`made` has what this rank is to remove."""
+        super().__init__(path, shapes)
+        self._made = made
+
+    def close(self) -> None:
+        """Removes the folder where this rank has made it."""
+        self._made.close()
 
 
 def machine() -> str:
@@ -116,36 +172,47 @@ class FileLayout:
 
     notes: Mapping[str, str]
     """Further names of tied tensors, and the names that they are written under."""
-    tensors_at: Mapping[str, tuple[torch.dtype, tuple[int, ...], int, int]]
+    repeated: Mapping[str, str]
+    """The same of tensors that are written under each."""
+    tensors_at: Mapping[str, tuple[torch.dtype, torch.Size, int, int]]
     """Of each tensor type and shape, and from which byte to which behind the header."""
     check: bool
 
     @classmethod
-    def of(cls, known: Holdings, check: bool) -> FileLayout:
+    def of(cls, known: Holdings, check: bool, repeat: bool = False) -> FileLayout:
         """Larger numbers first, so that each tensor begins at a multiple of its numbers' size."""
+        others = {other: first for first, names in known.names.items() for other in names if other != first}
+        repeated = others if repeat else {}
         at, places = 0, {}
-        for name in sorted(known.shapes, key=lambda name: (-known.dtypes[name].itemsize, name)):
-            dtype, shape = known.dtypes[name], known.shapes[name]
-            size = dtype.itemsize * torch.Size(shape).numel()
-            places[name] = (dtype, shape, at, at + size)
-            at += size
-        notes = {other: first for first, names in known.names.items() for other in names if other != first}
-        return cls(notes, places, check)
+        for name, same in sorted(
+            {**{name: name for name in known.shapes}, **repeated}.items(),
+            key=lambda pair: (-known.dtypes[pair[1]].itemsize, pair[0]),
+        ):
+            dtype, shape = known.dtypes[same], torch.Size(known.shapes[same])
+            end = at + dtype.itemsize * shape.numel()
+            places[name] = (dtype, shape, at, end)
+            at = end
+        return cls({} if repeat else others, repeated, places, check)
 
-    def header(self, check_sum: str = "00000000") -> bytes:
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of every tensor that is written."""
+        return {name: shape for name, (_, shape, *_) in self.tensors_at.items()}
+
+    def header(self, check_sum: str) -> bytes:
         """What the file begins with; of the same length whatever the checksum."""
         notes = {**self.notes, **({CHECKSUM: check_sum} if self.check else {})}
         about: dict[str, Any] = {"__metadata__": notes} if notes else {}
         for name, (dtype, shape, start, end) in self.tensors_at.items():
-            about[name] = {"dtype": TYPES[dtype], "shape": shape, "data_offsets": [start, end]}
+            about[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(about).encode()
         text += b" " * (-len(text) % WORD)
         return len(text).to_bytes(WORD, "little") + text
 
-    def make(self, path: Path) -> None:
+    def make(self, path: Path, mode: int) -> None:
         """A file with its header and room for everything. Raises OSError where there is none."""
-        header = self.header()
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        header = self.header(NO_CHECKSUM)
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode)
         try:
             # All of it now: a page for which there is no memory when it is written to would end the process by a signal.
             os.posix_fallocate(handle, 0, self._size(header))
@@ -155,10 +222,8 @@ class FileLayout:
 
     def tensors(self, handle: int) -> dict[str, Tensor]:
         """The file's tensors in memory that is the file's own, for as long as one of them is there."""
-        header = self.header()
-        content = torch.from_file(
-            f"/proc/self/fd/{handle}", shared=True, size=self._size(header), dtype=torch.uint8
-        )  # fmt: skip
+        header = self.header(NO_CHECKSUM)
+        content = torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=self._size(header), dtype=torch.uint8)
         body = content[len(header) :]
         return {
             name: body[start:end].view(dtype).view(shape)

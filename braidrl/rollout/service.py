@@ -18,7 +18,7 @@ from braidrl.rollout.engine import Engine, EngineError, WeightSource
 from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Finished, Request, Uid
 from braidrl.rollout.router import Router
-from braidrl.rollout.shared_weights import SharedWeights, UnnamedWeights
+from braidrl.rollout.shared_weights import ReadableFolder, SharedWeights, UnnamedWeights
 from braidrl.rollout.stepping import SteppingEngine
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ class EngineService:
 
         Raises ValueError where the source lacks a tensor.
         """
-        weights = source if isinstance(source, UnnamedWeights) else self._store(source.tensors())
+        weights = source if isinstance(source, UnnamedWeights | ReadableFolder) else self._store(source.tensors())
         # an engine that comes back later is given those of now
         before, self._weights = self._weights, weights
         try:

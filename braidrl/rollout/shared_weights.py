@@ -21,6 +21,8 @@ from torch import Tensor
 from braidrl.transfer.queue.segments import shared_folder
 
 CHECKSUM = "checksum"
+WEIGHTS = "model.safetensors"
+"""The file in a folder."""
 
 
 class WeightFile:
@@ -70,27 +72,42 @@ class SharedWeights(UnnamedWeights):
         super().__init__(handle)
 
 
-class WeightFolder:
-    """One version as any engine reads it from disk: a folder with a safetensors file, until this object is closed."""
+class ReadableFolder:
+    """One version as any engine reads it from disk: a folder with a safetensors file, until whoever made it closes this object."""
+
+    def __init__(self, path: Path, shapes: Mapping[str, torch.Size]) -> None:
+        """`shapes` are those of every tensor, a tied one under each of its names."""
+        self.path, self.shapes = path, shapes
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return WeightFile(self.path / WEIGHTS).tensors()
+
+    def close(self) -> None:
+        """Where another process has made the folder, that removes it."""
+
+
+class WeightFolder(ReadableFolder):
+    """Copies of tensors in a folder of this object's."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], within: Path | None = None) -> None:
         """`within` is a folder that those who read it see too. Raises OSError where it is full or not there."""
         kept, ties = without_ties(tensors)
         # Who reads only one of a tied tensor's names would keep the old values under the other.
         kept |= {name: kept[same].clone() for name, same in ties.items()}
-        self.shapes = {name: tensor.shape for name, tensor in kept.items()}
-        self._folder = tempfile.TemporaryDirectory(prefix="braid-weights-", dir=within)
-        self.path = Path(self._folder.name)
-        # Servers may belong to somebody else.
-        self.path.chmod(0o755)
-        save_file(kept, self.path / "model.safetensors")
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return WeightFile(self.path / "model.safetensors").tensors()
+        self._folder = folder_for_all(within)
+        super().__init__(Path(self._folder.name), {name: tensor.shape for name, tensor in kept.items()})
+        save_file(kept, self.path / WEIGHTS)
 
     def close(self) -> None:
         """Removes the folder."""
         self._folder.cleanup()
+
+
+def folder_for_all(within: Path | None) -> tempfile.TemporaryDirectory[str]:
+    """A folder that servers can read which belong to somebody else."""
+    folder = tempfile.TemporaryDirectory(prefix="braid-weights-", dir=within)
+    Path(folder.name).chmod(0o755)
+    return folder
 
 
 def without_ties(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -15,7 +15,7 @@ from braidrl.config import Config, SourceConfig
 from braidrl.data.prompts import LoadedSource
 from braidrl.data.sources import place
 from braidrl.errors import UserError, suggest
-from braidrl.flow import Flow, Kind
+from braidrl.flow import Flow, Kind, Stage
 from braidrl.models.divided import check_heads
 from braidrl.models.footprint import model_shape
 from braidrl.models.layout import ParallelLayout
@@ -30,6 +30,7 @@ from braidrl.models.role_settings import (
 from braidrl.placement.pools import NAMES as PLACEMENTS
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rollout.dialects import DIALECTS
+from braidrl.runtimes.engines import pools_ranks
 
 ENGINES = ("embedded", "vllm", "http")
 LAID_OUT = ("distributed", "hybrid")
@@ -48,17 +49,47 @@ def check_names(config: Config) -> None:
         raise UserError(f"no placement is called {placement!r}. {suggest(placement, PLACEMENTS)}")
 
 
-def check_divided_engines(config: Config, generating: Iterable[str]) -> None:
-    """Raises UserError for engines of several processes that cannot be so, of these roles' models."""
+def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
+    """Raises UserError for engines of several processes that cannot be so, with the stages of a run."""
+    generating = {str(stage.role): stage for stage in stages if stage.kind is Kind.GENERATE}
     ranks, rollout = config.rollout.tensor, config.rollout
     if ranks == 1:
         return
     if rollout.engine != "embedded":
         raise UserError(f"rollout.tensor={ranks} divides the embedded engine, and rollout.engine is {rollout.engine}")
     if not rollout.engines:
-        raise UserError(f"rollout.tensor={ranks} divides engines in processes of their own; write rollout.engines=1")
+        environments = any("environment" in stage.params for stage in stages)
+        check_pooled_engines(config, generating, environments)
     for role in generating:
         check_heads(model_settings(model_path(role, config)), ranks)
+
+
+def check_pooled_engines(config: Config, generating: Iterable[str], environments: bool) -> None:
+    """Raises UserError where ranks that train cannot decode together."""
+    key = f"rollout.tensor={config.rollout.tensor}"
+    if config.runtime not in LAID_OUT:
+        raise UserError(
+            f"{key} divides engines in processes of their own, or among the ranks of runtime=distributed or hybrid; "
+            "write rollout.engines=1"
+        )
+    if environments:
+        raise UserError(
+            f"{key}: ranks that decode together take no turns in an environment, which answers when it likes; "
+            "write rollout.engines=1"
+        )
+    for role in generating:
+        own = config.roles.get(role)
+        if own and own.generate_workers is not None:
+            raise UserError(f"roles.{role}.generate_workers: with {key} all ranks decode together; remove it")
+
+
+def check_generating_ranks(config: Config, devices: int) -> None:
+    """Raises UserError where ranks that decode together do not divide those that generate."""
+    if pools_ranks(config) and devices % config.rollout.tensor:
+        raise UserError(
+            f"rollout.tensor={config.rollout.tensor}: {devices} ranks generate, which it does not divide; "
+            f"write a number that divides {devices}"
+        )
 
 
 def check_servers(config: Config) -> None:

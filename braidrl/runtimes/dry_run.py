@@ -27,6 +27,7 @@ from braidrl.models.role_settings import DTYPES, inference_layouts, layout_of, l
 from braidrl.placement.pools import place
 from braidrl.placement.residency import Asset, needed_assets, residency_plan
 from braidrl.runtimes.crews import check_runtime
+from braidrl.runtimes.engines import pools_ranks
 from braidrl.runtimes.setup import Prepared, prepare
 from braidrl.runtimes.streaming.groups import worker_groups
 
@@ -111,9 +112,11 @@ def footprint(seat: Seat, prepared: Prepared, devices: int) -> Footprint:
     # Servers have devices of their own.
     if seat.generates and rollout.engine != "http":
         engine = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
-        if engine.dtype != dtype or lora or not layout.copies:
-            resident[ENGINE] = engine.parameters * engine.element_bytes
-        resident[CACHE] = cache_bytes(sizes, engine.element_bytes, rollout.slots, config.max_sequence_tokens)
+        divisor = rollout.tensor if pools_ranks(config) else 1
+        if engine.dtype != dtype or lora or not layout.copies or divisor > 1:
+            resident[ENGINE] = engine.parameters * engine.element_bytes // divisor
+        cache = cache_bytes(sizes, engine.element_bytes, rollout.slots, config.max_sequence_tokens)
+        resident[CACHE] = cache // divisor
     working: dict[str, int] = {}
     if any(stage.role == role and stage.kind in (Kind.INFER, Kind.TRAIN) for stage in prepared.flow.stages):
         scalar = role in prepared.flow.scalar_roles

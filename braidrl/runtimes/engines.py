@@ -11,13 +11,16 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.config import Config
 from braidrl.errors import UserError
+from braidrl.models.divided import Ranks, load_divided
 from braidrl.models.loading import load_decoder
 from braidrl.models.role_settings import DTYPES
 from braidrl.models.role_worker import RoleWorker
+from braidrl.models.sharded import subgroup
 from braidrl.rollout.dialects import DIALECTS
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.engine import ModelWeights
 from braidrl.rollout.engine_spec import EngineSpec
+from braidrl.rollout.pooled_engine import PooledEngine
 from braidrl.rollout.process import EngineProcess
 from braidrl.rollout.service import EngineService
 from braidrl.rollout.shared_weights import SharedWeights, WeightFolder
@@ -35,6 +38,8 @@ def start_engine(
     if rollout.engine == "http":
         return reach_servers(worker, config, tokenizer, longest)
     count = engine_processes(config)
+    if pools_ranks(config):
+        return pooled_engine(worker, config, tokenizer, longest)
     if not count:
         if not worker.holds_its_weights:
             # Decoding needs all weights on each rank, adapters merged: a frozen copy, brought up to date at each publication.
@@ -54,6 +59,16 @@ def start_engine(
         for n, own in enumerate(on_devices(spec, count))
     ]
     return EngineService(engines, limit_s, partial(SharedWeights, check=rollout.check_weights))
+
+
+def pooled_engine(worker: RoleWorker, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int) -> PooledEngine:
+    """What neighbouring ranks decode with together; all ranks call this at the same time. Raises UserError as `start_engine`."""
+    rollout = config.rollout
+    group = subgroup(torch.arange(worker.ranks.size).view(-1, rollout.tensor))
+    assert group is not None
+    dtype = DTYPES[rollout.dtype] if rollout.dtype else worker.dtype
+    model, slices = load_divided(worker.path, dtype, worker.device, Ranks(group))
+    return PooledEngine(model, tokenizer, rollout.slots, longest, config.seed, slices, group, compile=rollout.compile)
 
 
 def on_devices(spec: EngineSpec, count: int) -> list[EngineSpec]:
@@ -97,6 +112,11 @@ def reach_servers(
         service.close()
         raise UserError(f"rollout.servers: {failures[0]}")
     return service
+
+
+def pools_ranks(config: Config) -> bool:
+    """True where ranks decode together, of which each has slices of the model."""
+    return config.rollout.tensor > 1 and not engine_processes(config)
 
 
 def engine_processes(config: Config) -> int:

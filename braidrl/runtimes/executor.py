@@ -20,6 +20,7 @@ from braidrl.algorithms.metrics import reflection_counts
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
 from braidrl.data.rows import Column, Rows
+from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
 from braidrl.models.checkpoint import Write, staged_worker
@@ -36,6 +37,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
 from braidrl.rollout.embedded import EmbeddedEngine
+from braidrl.rollout.pooled_engine import PooledEngine
 from braidrl.rollout.requests import Finished
 from braidrl.rollout.service import EngineService
 from braidrl.rollout.trajectories import to_rows
@@ -159,9 +161,12 @@ class StageExecutor:
     def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Episodes in the stage's environment; failures of environments are counted and the first is shown."""
         assert stage.role
+        engine = self.engines[stage.role]
+        if isinstance(engine, PooledEngine):
+            raise UserError(f"{stage.name}: an environment needs engines of their own; write rollout.engines=1")
         with self.progress.stage(stage.name, len(rows)) as bar:
             columns, failures = play(
-                self.engines[stage.role], stage, rows, self.config, self.tokenizer, sampling_of(stage, self.config),
+                engine, stage, rows, self.config, self.tokenizer, sampling_of(stage, self.config),
                 sums, bar,
             )  # fmt: skip
         for line in failures:
@@ -249,15 +254,20 @@ class StageExecutor:
         return self.workers[stage.role].step({name: denominators[name] for name in needed}, iteration)
 
     def meets(self, stage: Stage) -> bool:
-        """True where a rank without rows takes part in an infer stage, because ranks compute it together."""
+        """True where a rank without rows takes part in a stage, because ranks infer or generate together."""
+        if stage.kind is Kind.GENERATE:
+            return isinstance(self.engines.get(str(stage.role)), PooledEngine)
         if stage.kind is not Kind.INFER or stage.role not in self.workers:
             return False
         copy = self.copies.get(stage.role)
         return self.workers[stage.role].ranks.together or (copy is not None and copy.frozen.ranks.together)
 
     def accompany(self, stage: Stage) -> None:
-        """The part in an infer stage of a rank that has no rows."""
+        """The part of a rank that has no rows in a stage that ranks compute together."""
         self.residency.before(stage)
+        if stage.kind is Kind.GENERATE:
+            self.engines[str(stage.role)].generate([])
+            return
         names = {"score": "scores", "values": "values"}
         self._inferring(str(stage.role)).infer(names.get(stage.type, "log_probs"), Rows({}))
 

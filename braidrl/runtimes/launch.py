@@ -20,7 +20,7 @@ from braidrl.flow import Flow, Kind
 from braidrl.flow.waves import Sampling
 from braidrl.models.role_settings import choose_device, layout_key, layout_of
 from braidrl.runtimes.building import build_flow
-from braidrl.runtimes.checks import check_layouts
+from braidrl.runtimes.checks import check_divided_engines, check_generating_ranks, check_layouts
 
 
 def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
@@ -109,6 +109,8 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
                 "all generate; remove it"
             )
     check_layouts(config, flow, flow.roles, size)
+    check_divided_engines(config, flow.stages)
+    check_generating_ranks(config, size)
     devices = torch.cuda.device_count()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if launcher_of(config) == "ray":

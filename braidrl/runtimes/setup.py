@@ -26,6 +26,7 @@ from braidrl.runtimes.checks import (
     check_adapters,
     check_answers,
     check_divided_engines,
+    check_generating_ranks,
     check_layouts,
     check_lengths,
     check_names,
@@ -52,7 +53,8 @@ class Prepared:
         config, held_out = self.config, list(self.eval_sources.values())
         check_names(config)
         check_layouts(config, self.flow, self.flow.roles)
-        check_divided_engines(config, self.generating)
+        evaluated = self.evaluation.stages if self.eval_sources else ()
+        check_divided_engines(config, [*self.flow.stages, *evaluated])
         check_adapters(config, self.flow)
         check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
         if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
@@ -141,6 +143,8 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
         check_copies(flow, pools)
         for pool in pools:
             check_layouts(config, flow, pool.roles, pool.workers)
+            if set(pool.roles) & set(prepared.generating):
+                check_generating_ranks(config, pool.workers)
     return prepared
 
 

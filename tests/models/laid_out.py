@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from contextlib import closing
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,16 +20,19 @@ from braidrl.config import Config, LoraConfig, parse_config
 from braidrl.data.rows import Rows
 from braidrl.models.checkpoint import divided_state, load_worker, save_worker, whole_weights
 from braidrl.models.contract import CHECKS, Subject
+from braidrl.models.divided import Ranks, load_divided
 from braidrl.models.following import follow
 from braidrl.models.footprint import activation_bytes, model_shape
 from braidrl.models.layout import ParallelLayout
-from braidrl.models.layout_copy import LayoutCopy
+from braidrl.models.layout_copy import LayoutCopy, settled_parts
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.parts import local_part, whole
+from braidrl.models.sharded import subgroup
 from braidrl.models.weight_transfer import LIMIT_BYTES, Traffic, WeightTransfer, weight_parts
 from braidrl.models.worker import DecoderWorker
 from braidrl.observe.metrics import Sums
-from braidrl.rollout.joint_weights import WeightWriter
+from braidrl.rollout import joint_weights
+from braidrl.rollout.joint_weights import FileLayout, WeightWriter
 from braidrl.runtimes.iteration import group_tokens
 from tests.models.activations import kept_bytes
 from tests.tiny import TOKENIZER, settings
@@ -230,7 +235,7 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
     limit = 8192  # less than a matrix of a layer
     for layout in layouts[1:]:
         other = DecoderWorker("actor", config_of(model, layout), False, world.data_parallel, copies=True)
-        copy = LayoutCopy(worker, other.model, other.ranks, limit)
+        copy = LayoutCopy(worker, partial(settled_parts, other), other.ranks.divided, limit)
         with Largest() as largest:
             copy.refresh()
         problems = [
@@ -241,17 +246,71 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
             problems.append(f"a tensor of {largest.bytes} bytes was made")
         if layout == layouts[0] and copy.traffic.sent + copy.traffic.received:
             problems.append("what was there was sent")
-        found[f"{layouts[0]} to {layout}, lora {lora}"] = everywhere(world, problems)
-    writer = WeightWriter(weight_parts(worker.model), worker.ranks, check=True)
-    for _ in range(2):
-        with closing(writer.write(weight_parts(worker.model))) as file:
-            read = dict(file.tensors())
-    problems = [f"{name} differs" for name, tensor in wanted.items() if not equal(read[name], tensor, lora)]
-    problems += traffic_problems(writer.transfer, writer.traffic, world.rank, LIMIT_BYTES)
-    if read.keys() != wanted.keys() or writer.traffic.sent:
-        problems.append(f"the file has {sorted(read)}, and {writer.traffic.sent} bytes were sent for it on one machine")
-    found[f"{layouts[0]} to a file, lora {lora}"] = everywhere(world, problems)
+        found[f"{model} {layouts[0]} to {layout}, lora {lora}"] = everywhere(world, problems)
+    found[f"{model} {layouts[0]} to files, lora {lora}"] = everywhere(world, written(world, worker, wanted, lora))
+    found[f"{model} {layouts[0]} to slices, lora {lora}"] = everywhere(world, sliced(world, worker, wanted, lora))
     return found
+
+
+def written(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
+    """What is wrong with the files that all ranks write together, in memory and in a folder, and where there is no room."""
+    ranks, parts = worker.ranks, weight_parts(worker.model)
+    writer, to_folder = WeightWriter(parts, ranks, check=True), WeightWriter(parts, ranks, repeat=True)
+    for _ in range(2):
+        with closing(writer.in_memory(parts)) as file:
+            read = dict(file.tensors())
+    folder = to_folder.in_folder(parts, None)
+    again = dict(folder.tensors())
+    problems = [n for n, t in wanted.items() if not (equal(read[n], t, nearly) and equal(again[n], t, nearly))]
+    problems += traffic_problems(writer.transfer, writer.traffic, world.rank, LIMIT_BYTES)
+    problems += [f"{name} is kept by a rank that does not write it" for name in whole_weights(worker, wanted=False)]
+    if not read.keys() == again.keys() == folder.shapes.keys() == wanted.keys() or writer.traffic.sent:
+        problems.append(f"the file has {sorted(read)}, and {writer.traffic.sent} bytes were sent for it on one machine")
+    problems += on_two_machines(world, worker, wanted, nearly)
+    world.gather("read", b"")
+    folder.close()
+    world.gather("closed", b"")
+    writer.layout = FullLayout(**vars(writer.layout))
+    try:
+        writer.in_memory(parts)
+    except OSError as error:
+        problems += [str(error)] * (str(error.errno) not in str(error) or "braid-weights" not in str(error))
+    else:
+        problems.append("a file for which there was no room was written")
+    return problems + ["the folder is still there"] * folder.path.exists()
+
+
+def on_two_machines(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
+    """What is wrong with the files of machines of which each has every other rank, and gets from the other what it lacks."""
+    parts = weight_parts(worker.model)
+    with patch.object(joint_weights, "machine", lambda: f"machine {world.rank % 2}"):
+        writer = WeightWriter(parts, worker.ranks)
+    with closing(writer.in_memory(parts)) as file:
+        read = dict(file.tensors())
+        world.gather("read", b"")
+    problems = [f"{name} differs on two machines" for name, t in wanted.items() if not equal(read[name], t, nearly)]
+    return problems + traffic_problems(writer.transfer, writer.traffic, world.rank, LIMIT_BYTES)
+
+
+class FullLayout(FileLayout):
+    """For whose file a machine has no memory."""
+
+    def make(self, path: Path, mode: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def sliced(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
+    """What is wrong with the slices that pairs of ranks decode with; those who train with them have them already."""
+    group = subgroup(torch.arange(world.size).view(-1, 2))
+    assert group is not None
+    model, slices = load_divided(worker.path, worker.dtype, "cpu", Ranks(group))
+    copy = LayoutCopy(worker, lambda: weight_parts(model, slices), divided=True)
+    copy.refresh()
+    found = model.state_dict()
+    problems = [n for n, whole in wanted.items() if not equal(found[n], slices.boxes[n].of(whole), nearly)]
+    if worker.config.trainer.layout == ParallelLayout(tensor=2) and copy.traffic.sent:
+        problems.append("what was there was sent")
+    return problems + traffic_problems(copy.transfer, copy.traffic, world.rank, LIMIT_BYTES)
 
 
 def equal(found: torch.Tensor, wanted: torch.Tensor, nearly: bool) -> bool:
@@ -262,7 +321,7 @@ def equal(found: torch.Tensor, wanted: torch.Tensor, nearly: bool) -> bool:
 def traffic_problems(transfer: WeightTransfer, traffic: Traffic, rank: int, limit: int) -> list[str]:
     """Says so where a rank sent or received more than the plan says, or more at a time than the limit."""
     size = {name: dtype.itemsize for name, dtype in transfer.known.dtypes.items()}
-    moves = [move for moves in transfer.rounds for move in moves if not move.stays]
+    moves = [move for one in transfer.rounds for move in one.own if not move.stays]
     planned = [
         sum(m.box.elements * size[m.name] for m in moves if end(m) == rank)
         for end in (lambda m: m.source, lambda m: m.target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.models.boxes import Box
-from braidrl.models.resharding import Boxes, in_rounds, plan_moves, shared_out
+from braidrl.models.resharding import Boxes, Move, in_rounds, plan_moves, shared_out
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
 
@@ -52,7 +53,7 @@ def test_every_wanted_element_comes_once_from_a_rank_that_has_it(
     given_: tuple[dict[str, tuple[int, ...]], list[Boxes], list[Boxes]],
 ) -> None:
     shapes, sources, targets = given_
-    moves = plan_moves(sources, targets)
+    moves = list(plan_moves(sources, targets))
     arrived: Counter[tuple[int, str, int]] = Counter()
     for move in moves:
         block = elements(shapes[move.name], move.box)
@@ -77,9 +78,9 @@ def test_rounds_are_the_same_moves_with_a_bound_for_every_rank(
     given_: tuple[dict[str, tuple[int, ...]], list[Boxes], list[Boxes]], limit: int, item: int
 ) -> None:
     shapes, sources, targets = given_
-    moves = plan_moves(sources, targets)
+    moves = list(plan_moves(sources, targets))
     sizes = {name: item if name == "a" else 4 for name in shapes}
-    rounds = in_rounds(moves, sizes, limit)
+    rounds = list(in_rounds(moves, sizes, limit))
     for found in rounds:
         assert len({sizes[move.name] for move in found}) == 1, "one kind of number in a buffer"
         for end in ("source", "target"):
@@ -88,15 +89,14 @@ def test_rounds_are_the_same_moves_with_a_bound_for_every_rank(
                 total[getattr(move, end)] += move.box.elements * sizes[move.name]
             assert max(total.values()) <= max(limit, item, 4)
 
-    def by_end(some: list[list[object]]) -> Counter[tuple[object, ...]]:
+    def elementwise(some: Iterable[Move]) -> Counter[tuple[str, int, int, int]]:
         return Counter(
             (move.name, move.source, move.target, element)
-            for found in some
-            for move in found
+            for move in some
             for element in elements(shapes[move.name], move.box)
         )
 
-    assert by_end(rounds) == by_end([moves])  # type: ignore[arg-type]
+    assert elementwise(move for found in rounds for move in found) == elementwise(moves)
 
 
 def test_replicas_take_turns_and_those_of_the_same_machine_come_first() -> None:
@@ -112,7 +112,7 @@ def test_replicas_take_turns_and_those_of_the_same_machine_come_first() -> None:
 def test_what_no_rank_has_is_said() -> None:
     upper = Box((0, 0), (2, 4))
     with pytest.raises(ValueError, match=r"no rank has head at \(2, 0\), which rank 1 wants"):
-        plan_moves([{"head": [upper]}, {}], [{}, {"head": [Box.whole((4, 4))]}])
+        list(plan_moves([{"head": [upper]}, {}], [{}, {"head": [Box.whole((4, 4))]}]))
 
 
 @given(layouts(complete=False), st.data())

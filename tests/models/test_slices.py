@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from braidrl.errors import UserError
+from braidrl.models.boxes import Box
 from braidrl.models.divided import check_heads, load_divided
 from braidrl.models.loading import load_decoder
-from braidrl.models.slices import Box, boxes_of, chunk
+from braidrl.models.slices import boxes_of, chunk
 from braidrl.models.tensor_parallel import whole_plan_of
 from tests.tiny import SIZES, TOKENIZER
 

@@ -74,6 +74,17 @@ def test_a_role_that_infers_in_another_layout_has_a_copy_of_its_weights(workshop
     assert "actor inference" in shown.getvalue() and "critic inference" in shown.getvalue()
 
 
+def test_ranks_that_decode_together_have_slices_of_the_weights_and_of_keys_and_values(workshop: Workshop) -> None:
+    def actor(**rollout: Any) -> dict[str, int]:
+        config = workshop.config(rollout=rollout, runtime="distributed", workers=2)
+        ((_, (found, *_)),) = dry_run(config, Console(file=StringIO()))
+        return found.resident
+
+    whole, half = actor(), actor(tensor=2)
+    assert half["weights of the engine"] == whole["weights"] // 2
+    assert half["keys and values"] == whole["keys and values"] // 2
+
+
 def test_servers_hold_keys_and_values_on_devices_of_their_own(workshop: Workshop) -> None:
     def resident(**rollout: str) -> set[str]:
         ((_, (actor, *_)),) = dry_run(workshop.config(rollout=rollout), Console(file=StringIO()))

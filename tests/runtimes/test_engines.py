@@ -113,7 +113,7 @@ def test_a_gap_ends_a_run_when_it_jumps_or_is_over_the_limit() -> None:
         ({"rollout": {"engine": "vlm"}}, "vllm"),
         (
             {"rollout": {"tensor": 2}},
-            "rollout.tensor=2 divides engines in processes of their own; write rollout.engines=1",
+            "rollout.tensor=2 divides engines in processes of their own, or among the ranks",
         ),
         ({"rollout": {"engine": "vllm", "tensor": 2}}, "divides the embedded engine, and rollout.engine is vllm"),
         ({"rollout": {"engines": 1, "tensor": 4}}, "does not divide the model's 2 key/value heads"),

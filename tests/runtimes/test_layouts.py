@@ -25,6 +25,7 @@ FEW: dict[str, Any] = merged(
 )  # fmt: skip
 PPO: dict[str, Any] = merged(FEW, {"flow": "ppo", "algorithm": {"reward": "verify", "kl_target": 0.5}})
 RECOMPUTED: dict[str, Any] = merged(PPO, {"algorithm": {"old": "recompute"}})
+SELECTED: dict[str, Any] = merged(FEW, {"flow": "dapo", "trainer": {"over_sampling": 2}})
 FLOW: dict[str, Any] = merged(FEW, {"flow": str(DIAMOND)})
 REPLICA = {"actor": {"layout": {"tensor": 2, "shard": "optimizer"}}, "reference": {"layout": {"shard": "full"}}}
 
@@ -58,9 +59,15 @@ def test_roles_infer_in_a_layout_of_their_own_and_engines_read_what_ranks_wrote_
         "trainer": {"layout": {"shard": "full"}, "inference_layout": {"tensor": 2}},
         "roles": {"critic": {"layout": {"pipeline": 2}, "inference_layout": {"data": 2}}},
     }
-    served = {"rollout": {"engines": 1, "check_weights": True}, "trainer": {"layout": {"pipeline": 2}}}
+    # Three layouts of one role: two stages train, each of the engines' two processes has half of the matrices.
+    engines = {"engines": 1, "tensor": 2, "check_weights": True}
+    served = {"rollout": engines, "trainer": {"layout": {"pipeline": 2}, "inference_layout": {"shard": "full"}}}
+    # And in one process each: one trains, infers and decodes with others' slices beside its own.
+    pooled = merged(copies, {"rollout": {"tensor": 2}})
     run_in_ranks(
         [
+            workshop.tree("pooled", **merged(RECOMPUTED, pooled), **ranks),
+            workshop.tree("selected", **merged(SELECTED, {"rollout": {"tensor": 2}}), **ranks),
             workshop.tree("copies", **merged(RECOMPUTED, copies), **ranks),
             workshop.tree("served", **merged(RECOMPUTED, served), **ranks),
         ],
@@ -69,6 +76,8 @@ def test_roles_infer_in_a_layout_of_their_own_and_engines_read_what_ranks_wrote_
     alone = trace(workshop.run("alone", **RECOMPUTED))
     assert_same(trace(workshop.folder / "copies"), alone)
     assert_same(trace(workshop.folder / "served"), alone)
+    assert_same(trace(workshop.folder / "pooled"), alone)
+    assert_same(trace(workshop.folder / "selected"), trace(workshop.run("alone-selected", **SELECTED)))
 
 
 @pytest.mark.parametrize(
@@ -98,6 +107,16 @@ def test_roles_infer_in_a_layout_of_their_own_and_engines_read_what_ranks_wrote_
             {"roles": {"actor": {"inference_layout": {"tensor": 2}}}},
             "roles.actor.inference_layout: no stage of grpo infers with actor; remove it",
         ),
+        ({"workers": 3, "rollout": {"tensor": 2}}, "rollout.tensor=2: 3 ranks generate, which it does not divide"),
+        (
+            {"rollout": {"tensor": 2}, "roles": {"actor": {"generate_workers": 1}}},
+            "roles.actor.generate_workers: with rollout",
+        ),
+        (
+            {"rollout": {"tensor": 2, "environment": "gem:rg:basic_arithmetic"}},
+            "rollout.tensor=2: .* no turns in an environment",
+        ),
+        ({"runtime": "eager", "rollout": {"tensor": 2}}, "rollout.tensor=2 divides engines in processes of their own"),
         (
             {"runtime": "eager", "algorithm": {"old": "recompute"}, "trainer": {"inference_layout": {"shard": "full"}}},
             "trainer.inference_layout is for runtime=distributed or hybrid; remove it",

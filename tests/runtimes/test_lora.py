@@ -52,7 +52,9 @@ def test_ranks_that_divide_the_model_train_its_adapters_as_one_process_does(work
         "shards": {"layout": {"shard": "full"}, "inference_layout": {"tensor": 2}}, "matrices": {"layout": {"tensor": 2}},
     }  # fmt: skip
     more: dict[str, Any] = {"runtime": "distributed", "workers": 2}
-    run_in_ranks([workshop.tree(n, **FLOW, trainer={**trainer, **own}, **more) for n, own in layouts.items()], 2)
+    flow = {**FLOW, "rollout": {**FLOW["rollout"], "tensor": 2}}
+    flows = {"shards": FLOW, "matrices": flow}
+    run_in_ranks([workshop.tree(n, **flows[n], trainer={**trainer, **own}, **more) for n, own in layouts.items()], 2)
     for name in layouts:
         ranks = metrics_without_times(workshop.folder / name)
         for ours, theirs in zip(ranks, metrics_without_times(alone), strict=True):

@@ -26,6 +26,7 @@ from braidrl.models.layout import ParallelLayout
 from braidrl.models.role_settings import inference_layouts, layout_of
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.early_stop import Needless, Segment
+from braidrl.runtimes.engines import pools_ranks
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.calls import Calls, Work
 from braidrl.runtimes.hybrid.dealing import Deal, by_cost, by_length, by_number, by_prompt, in_place
@@ -77,7 +78,7 @@ class HybridCrew:
         if stage.role is None:
             return table.deferring(*table.deferred, asked)
         self._compute_for(stage, table)
-        method = "infer" if stage.kind is Kind.INFER and self._infers_together(str(stage.role)) else "execute"
+        method = "execute_together" if self._meets(stage) else "execute"
         return table.with_layer(stage.name, self.calls.begin(asked, table, *self._place(stage, table), method))
 
     def generate_needed(
@@ -173,9 +174,14 @@ class HybridCrew:
         """True where the ranks of one of the roles have parts of its weights, or compute together."""
         return any(self._together(role, layout_of(role, self.executor.config)) for role in roles)
 
-    def _infers_together(self, role: str) -> bool:
-        """True where the ranks of a role meet to infer, or to bring the weights to the layout that they infer in."""
-        other = inference_layouts(self.executor.config, self.executor.flow).get(role)
+    def _meets(self, stage: Stage) -> bool:
+        """True where the ranks of a role meet to generate or infer, or to bring the weights to the layout that they infer in."""
+        role, config = str(stage.role), self.executor.config
+        if stage.kind is Kind.GENERATE:
+            return pools_ranks(config)
+        if stage.kind is not Kind.INFER:
+            return False
+        other = inference_layouts(config, self.executor.flow).get(role)
         return self._divided([role]) or (other is not None and self._together(role, other))
 
     def _together(self, role: str, layout: ParallelLayout) -> bool:

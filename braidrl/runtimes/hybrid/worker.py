@@ -175,8 +175,8 @@ class HybridWorker:
         return self._write(part, stage, iteration, key, run)
 
     @register(protocol="DP_TOGETHER")
-    def infer(self, part: Part, stage: Stage, iteration: int, key: int) -> Answer:
-        """As `execute`, where ranks have divided the model: one without rows takes part."""
+    def execute_together(self, part: Part, stage: Stage, iteration: int, key: int) -> Answer:
+        """As `execute`, where ranks meet in the stage: one without rows takes part."""
         if len(part):
             return self.execute(part, stage, iteration, key)
         with self._span(stage, self._gather(part, stage, iteration), iteration):

@@ -34,11 +34,14 @@ def test_ranks_of_pools_divide_their_models_and_the_run_is_that_of_one_process(
 def test_ranks_of_a_pool_bring_weights_to_the_layout_that_they_infer_in_and_put_them_away(
     workshop: Workshop, warm_cluster: WarmCluster
 ) -> None:
-    """In room for five and a half models in float64, of which actor, critic and their optimizers alone would take more."""
+    """And decode together, all in room for five and a half models in float64: actor, critic and their optimizers would take more."""
     sections = {**RECOMPUTED, "data": {"max_prompt_tokens": 12}}
     trainer = {"inference_layout": {"tensor": 2}, "resident_gib": 5.5 * 8 * 17_000 / GIB}
     roles = {"critic": {"layout": {"shard": "full"}, "inference_layout": {"data": 2}}}
-    with TrainingRun(hybrid(workshop, "copies", sections, "colocate", trainer=trainer, roles=roles)) as run:
+    rollout = {**sections["rollout"], "tensor": 2}
+    with TrainingRun(
+        hybrid(workshop, "copies", sections, "colocate", trainer=trainer, roles=roles, rollout=rollout)
+    ) as run:
         run.train()
     assert_same(trace(run.folder), trace(workshop.run("alone", **sections)))
 
