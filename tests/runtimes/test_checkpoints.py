@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,8 @@ def test_workers_write_beside_the_next_steps_and_killed_meanwhile_a_run_goes_on_
     try:
         wait_for_steps(killed, 3, process)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     partial = partial_path(killed / "checkpoints" / "step-2")
     assert (partial / "actor" / "model.safetensors").is_file(), "it was being written"
