@@ -9,6 +9,7 @@ Drawing is deterministic: ranks that have the same requests in the same order dr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgpack
 import torch.distributed as dist
@@ -45,19 +46,30 @@ class PooledEngine(EmbeddedEngine):
         on_finished: Callable[[Finished], None] | None = None,
         to_end: Callable[[], Iterable[Uid]] | None = None,
     ) -> list[Finished]:
-        """All of this rank's responses, in the order of `requests`; what ends rows early on one rank alone is not for ranks in step."""
-        assert to_end is None, "rows of ranks that decode together end by themselves"
+        """All of this rank's responses, in the order of `requests`. Rows that any rank has `to_end` end in the same step on all."""
         own = list(requests)
         uids = {request.uid for request in own}
+        said = self._of_all([to_end is not None, [plain_request(request) for request in own]])
+        pooled = [request_of(plain) for _, asked in said for plain in asked]
+        # Asked of everybody after each step, and only where somebody may end rows.
+        ends = self._ending(to_end) if any(may_end for may_end, _ in said) else None
 
         def tell(finished: Finished) -> None:
             if on_finished is not None and finished.uid in uids:
                 on_finished(finished)
 
-        found = {finished.uid: finished for finished in super().generate(self._pooled(own), tell)}
+        found = {finished.uid: finished for finished in super().generate(pooled, tell, ends)}
         return [found[request.uid] for request in own]
 
-    def _pooled(self, own: list[Request]) -> list[Request]:
-        """The requests of all ranks, in the order of ranks."""
-        message = bytearray(msgpack.packb([plain_request(request) for request in own]))
-        return [request_of(plain) for part in gathered(message, self._group) for plain in msgpack.unpackb(part)]
+    def _ending(self, to_end: Callable[[], Iterable[Uid]] | None) -> Callable[[], list[Uid]]:
+        """What all ranks have to end, asked by all at the same time."""
+
+        def ending() -> list[Uid]:
+            named = self._of_all(list(to_end() if to_end else ()))
+            return list(dict.fromkeys(tuple(uid) for part in named for uid in part))
+
+        return ending
+
+    def _of_all(self, value: Any) -> list[Any]:
+        """What every rank says, in the order of ranks."""
+        return [msgpack.unpackb(part) for part in gathered(bytearray(msgpack.packb(value)), self._group)]

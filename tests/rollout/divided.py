@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from braidrl.cluster.world import World
+from braidrl.data.rows import FinishReason
 from braidrl.models.divided import Ranks, load_divided
 from braidrl.models.loading import load_decoder
 from braidrl.rollout.embedded import EmbeddedEngine
-from braidrl.rollout.requests import Finished, Sampling
+from braidrl.rollout.pooled_engine import PooledEngine
+from braidrl.rollout.requests import Finished, Sampling, Uid
 from tests.rollout.tiny import make_requests, make_tokenizer
 
 REQUESTS = make_requests(groups=4, samples=3, sampling=Sampling(temperature=0.9, max_tokens=12), apart=7)
@@ -21,6 +23,27 @@ REQUESTS = make_requests(groups=4, samples=3, sampling=Sampling(temperature=0.9,
 
 def generated(model: Any, compile: bool, **more: Any) -> list[Finished]:
     return EmbeddedEngine(model, make_tokenizer(), 16, 64, compile=compile, **more).generate(REQUESTS)
+
+
+def together(world: World, task: Mapping[str, Any]) -> list[str]:
+    """What is wrong where each rank brings some of the rows to an engine of both, and one of them ends a row of its own early."""
+    torch.set_num_threads(1)
+    assert world.group is not None
+    model, slices = load_divided(task["path"], torch.float64, "cpu", Ranks(world.group))
+    engine = PooledEngine(model, make_tokenizer(), 16, 64, 0, slices, world.group, compile=False)
+    whole = {row.uid: row for row in generated(load_decoder(Path(task["path"]), torch.float64).eval(), False)}
+    own, heard, wrong = REQUESTS[world.rank :: world.size], list[Uid](), list[str]()
+    for row in engine.generate(own, lambda row: heard.append(row.uid)):
+        wrong += [f"{row.uid} differs"] if row.tokens.tolist() != whole[row.uid].tokens.tolist() else []
+    if sorted(heard) != sorted(request.uid for request in own):
+        wrong.append(f"rank {world.rank} heard of {heard}")
+    # The other rank has no rows, and nothing to end.
+    first = world.rank == 0
+    found = engine.generate(own if first else [], None, (lambda: [own[0].uid]) if first else None)
+    ended = [row.uid for row in found if row.finish_reason is FinishReason.ABORT]
+    if ended != ([own[0].uid] if first else []) or len(found) != (len(own) if first else 0):
+        wrong.append(f"rank {world.rank} ended {ended} of {len(found)}")
+    return [word for part in world.gather("wrong", json.dumps(wrong).encode()) for word in json.loads(bytes(part))]
 
 
 def compare(world: World, task: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -43,3 +43,7 @@ def test_two_ranks_draw_what_one_engine_draws(tmp_path: Path) -> None:
     print({name: f"{case['gap']:.1e}" for name, case in exact.items()})
     assert {name: case["rows"] for name, case in exact.items()} == dict.fromkeys(exact, 0)
     assert all(case["gap"] < (1e-12 if "float64" in name else 1e-5) for name, case in exact.items())
+
+
+def test_each_rank_has_its_own_rows_back_and_may_end_them(tmp_path: Path) -> None:
+    assert run_ranks("tests.rollout.divided:together", {"path": write(tmp_path, "qwen3")}, 2, WAIT_S) == []

@@ -85,6 +85,9 @@ class HybridCrew:
         self, segment: Segment, table: Handle, iteration: int, sums: Sums, needless: Needless
     ) -> Handle:
         """Ranks tell each other of their rows meanwhile, and each ends those of its own that nobody needs."""
+        if self._meets(segment.generate):
+            # A rank without rows would have to be asked for those that others end: all are drawn to their ends.
+            return self.run(segment.generate, table, iteration, sums)
         stage, uids, deal = segment.generate, table.index.uids(), by_number(table.index)
         self._compute_for(stage, table)
         asked, group = Deferred(stage, iteration, sums), self.groups[str(stage.role)]

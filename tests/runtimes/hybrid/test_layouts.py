@@ -8,7 +8,7 @@ from braidrl.runtimes.residency import GIB
 from braidrl.runtimes.run import TrainingRun
 from tests.invariants.traces import assert_same, trace
 from tests.runtimes.hybrid.warm import WarmCluster
-from tests.runtimes.test_layouts import FLOW, PPO, RECOMPUTED, REPLICA
+from tests.runtimes.test_layouts import FLOW, PPO, RECOMPUTED, REPLICA, SELECTED
 from tests.tiny import Workshop
 
 LAYOUTS = {"trainer": {"layout": {"shard": "full"}}, "roles": {"critic": {"layout": {"pipeline": 2}}}}
@@ -50,3 +50,13 @@ def test_roles_of_one_pool_lie_in_it_in_different_ways(workshop: Workshop, warm_
     with TrainingRun(hybrid(workshop, "mixed", FLOW, "colocate", roles=REPLICA)) as run:
         run.train()
     assert_same(trace(run.folder), trace(workshop.run("alone", **FLOW)))
+
+
+def test_ranks_of_a_pool_that_decode_together_select_what_one_process_selects(
+    workshop: Workshop, warm_cluster: WarmCluster
+) -> None:
+    """Some waves have fewer groups than there are ranks."""
+    rollout = {**SELECTED["rollout"], "tensor": 2}
+    with TrainingRun(hybrid(workshop, "selected", SELECTED, "colocate", rollout=rollout)) as run:
+        run.train()
+    assert_same(trace(run.folder), trace(workshop.run("alone", **SELECTED)))
