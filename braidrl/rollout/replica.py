@@ -67,8 +67,9 @@ class EngineReplica:
         self._awake.set()
 
     async def recover(self) -> int:
+        version = self.engine.recover()
         self._failure = None
-        return self.engine.version
+        return version
 
     def load(self) -> Load:
         return Load(self.engine.slots, self.engine.in_flight, self.engine.waiting)

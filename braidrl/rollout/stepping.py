@@ -68,6 +68,10 @@ class SteppingEngine(ABC):
     def clear(self, release: bool = True) -> None:
         """Drops every row and gives the memory of keys and values back; without `release` an engine may keep what it will need again."""
 
+    def recover(self) -> int:
+        """Makes an engine that failed ready, and returns the version of its weights. Raises EngineError when it cannot."""
+        return self.version
+
     def generate(
         self,
         requests: Iterable[Request],
