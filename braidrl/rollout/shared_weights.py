@@ -86,15 +86,21 @@ class WeightFolder:
         kept, ties = without_ties(tensors)
         # Who reads only one of a tied tensor's names would keep the old values under the other.
         kept |= {name: kept[same].clone() for name, same in ties.items()}
-        self.shapes = {name: tensor.shape for name, tensor in kept.items()}
         self._folder = tempfile.TemporaryDirectory(prefix="braid-weights-", dir=within)
         self.path = Path(self._folder.name)
         # Servers may belong to somebody else.
         self.path.chmod(0o755)
         save_file(kept, self.path / "model.safetensors")
 
+    @property
+    def file(self) -> WeightFile:
+        return WeightFile(self.path / "model.safetensors")
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return WeightFile(self.path / "model.safetensors").tensors()
+        return self.file.tensors()
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return self.file.shapes()
 
     def close(self) -> None:
         """Removes the folder."""
