@@ -4,7 +4,7 @@ from braidrl.config.config import Config
 from braidrl.config.data import DataConfig, RewardConfig, SourceConfig, VerifierConfig
 from braidrl.config.processes import ClusterConfig, PlacementConfig, PoolConfig, StreamingConfig
 from braidrl.config.reading import apply_override, load_config, parse_config
-from braidrl.config.training import EvaluationConfig, LoraConfig, TrainerConfig
+from braidrl.config.training import EvaluationConfig, LoraConfig, RoleConfig, TrainerConfig
 
 __all__ = [
     "ClusterConfig",
@@ -15,6 +15,7 @@ __all__ = [
     "PlacementConfig",
     "PoolConfig",
     "RewardConfig",
+    "RoleConfig",
     "SourceConfig",
     "StreamingConfig",
     "TrainerConfig",

@@ -56,6 +56,10 @@ class RolloutConfig(Section):
     engines: int | None = Field(None, ge=0)
     """Processes that generate, each with a copy of the weights; a router spreads rows over them, and replaces one that ends.
     By default 1 for vLLM, and for the embedded engine 0: the process that trains generates too."""
+    tensor: int = Field(1, ge=1)
+    """Processes that each of those engines consists of, where it is embedded: they divide its weights, heads and vocabulary, for a model
+    that is too large for one device. A number that divides the model's heads and key/value heads. With `engines` 0, under `runtime:
+    distributed` or `hybrid`, so many of the ranks that train decode together in the same way."""
     python: Path | None = None
     """The interpreter of those processes, where vLLM is installed in an environment of its own; by default Braid's."""
     vllm: dict[str, Any] = {}

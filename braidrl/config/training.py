@@ -57,6 +57,9 @@ class TrainerConfig(Section):
     layout: ParallelLayout = ParallelLayout()
     """How each role lies on the devices of `runtime: distributed`, or on those of its pool under `hybrid`; by default each has a copy
     of the model."""
+    inference_layout: ParallelLayout | None = None
+    """The layout in which trained roles compute log-probs, values and scores, with a copy of their weights that is brought up to date
+    whenever these have changed; by default the one in which they train."""
     lora: LoraConfig | None = None
     """Train low-rank adapters of each trained role in place of its weights; `{}` takes the defaults. They want about ten times the
     learning rate."""
@@ -68,8 +71,8 @@ class TrainerConfig(Section):
     checkpoint_every: int = Field(50, ge=0)
     """Iterations between checkpoints; 0 keeps only the one at the end."""
     checkpoint_async: bool = False
-    """Write a checkpoint while the next steps are made, from a copy in host memory (eager, distributed); an error ends the run at the
-    next step, and Ctrl-C and the end of the run wait for it."""
+    """Write a checkpoint while the next steps are made, from a copy in host memory; an error ends the run at the next step, and
+    Ctrl-C and the end of the run wait for it."""
     keep_checkpoints: int = Field(2, ge=1)
     """The last so many stay, older ones are removed."""
     deterministic: bool = False
@@ -115,6 +118,8 @@ class RoleConfig(Section):
     """By default the run's."""
     layout: ParallelLayout | None = None
     """By default the trainer's."""
+    inference_layout: ParallelLayout | None = None
+    """By default the trainer's; of a trained role."""
     lora: LoraConfig | None = None
     """By default the trainer's."""
     generate_workers: int | None = Field(None, ge=1)

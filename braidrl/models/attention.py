@@ -24,9 +24,13 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from braidrl.models.short_attention import attend_short, kernel_fits
+
 ATTENTION = "braid"
+COMPILED = "compiled_attention"
+"""Attribute of attention modules that may use the compiled kernel."""
 SHORT = 256
-"""Tokens of a sequence up to which training on a CPU keeps all its scores."""
+"""Tokens of a sequence up to which training on a CPU without the compiled kernel keeps all its scores."""
 
 
 class AttentionContext(Protocol):
@@ -91,8 +95,12 @@ class PackedSequences:
         """Raises ValueError when the packed row is not as long as the sequences together."""
         if query.shape[0] != 1 or query.shape[2] != sum(self.lengths):
             raise ValueError(f"sequences of {sum(self.lengths)} tokens, but the input is {tuple(query.shape)}")
-        attend = self._variable_length if has_variable_length_kernel(query) else self._by_equal_lengths
-        return attend(_packed(query), _packed(key), _packed(value), scaling, window)[None]
+        states = _packed(query), _packed(key), _packed(value)
+        if has_variable_length_kernel(query):
+            return self._variable_length(*states, scaling, window)[None]
+        if getattr(module, COMPILED, False) and self.lengths and kernel_fits(max(self.lengths), *states):
+            return attend_short(*states, self.offsets, max(self.lengths), scaling, window)[None]
+        return self._by_equal_lengths(*states, scaling, window)[None]
 
     def _variable_length(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         longest = max(self.lengths)

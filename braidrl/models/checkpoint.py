@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -40,10 +39,8 @@ from braidrl.models.lora import (
 )
 from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.parts import as_part, local_part, part_of, whole
+from braidrl.models.role_model import RoleModel
 from braidrl.models.weight_files import WeightFiles, shapes_in
-
-if TYPE_CHECKING:
-    from braidrl.models.role_worker import RoleWorker
 
 OPTIMIZER = "optimizer.safetensors"
 PARTS = "optimizer"
@@ -51,7 +48,7 @@ Write = Callable[[], object]
 """Writes a part of a checkpoint."""
 
 
-def save_worker(worker: RoleWorker, folder: Path, write: bool = True) -> None:
+def save_worker(worker: RoleModel, folder: Path, write: bool = True) -> None:
     """Writes model, tokenizer and optimizer into `folder`, which is made.
 
     Of the ranks that have divided the model all call this and one has to `write` what is whole; of others that one alone calls it.
@@ -60,13 +57,13 @@ def save_worker(worker: RoleWorker, folder: Path, write: bool = True) -> None:
         part()
 
 
-def staged_worker(worker: RoleWorker, folder: Path, write: bool = True, beside: bool = False) -> list[Write]:
+def staged_worker(worker: RoleModel, folder: Path, write: bool = True, beside: bool = False) -> list[Write]:
     """The parts of `save_worker` as calls, in their order. With `beside` they may be made in a thread while the worker trains on.
 
     They have copies in host memory then; what ranks write together has begun, and its call waits for it.
     """
     staged = copied if beside else dict[str, Tensor]
-    weights = whole_weights(worker)
+    weights = whole_weights(worker, wanted=write)
     adapters = whole_adapters(worker) if worker.lora else {}
     parts: list[Write] = []
     if write:
@@ -86,7 +83,7 @@ def staged_worker(worker: RoleWorker, folder: Path, write: bool = True, beside: 
     return parts
 
 
-def write_model(worker: RoleWorker, folder: Path, weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
+def write_model(worker: RoleModel, folder: Path, weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
     """What loads as a model, and the adapters beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     if worker.lora:
@@ -106,24 +103,29 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: found.setdefault(id(t), t.detach().to("cpu", copy=True).contiguous()) for name, t in tensors.items()}
 
 
-def whole_weights(worker: RoleWorker) -> dict[str, Tensor]:
-    """Every tensor of the model by its name, adapters merged, tied ones the same.
+def whole_weights(worker: RoleModel, wanted: bool = True) -> dict[str, Tensor]:
+    """Every tensor of the model by its name, adapters merged, tied ones the same; none on a rank where they are not `wanted`.
 
-    All ranks that have divided it call this at the same time.
+    All ranks that have divided it call this at the same time. What is no tensor of the model itself goes to host memory, so that a
+    device has one whole tensor at a time.
     """
     worker.ranks.settle(worker.model)
     named = plain_names(worker.model, worker.model.state_dict(keep_vars=True))
-    return {name: tensor for names, tensor in worker.ranks.whole_tensors(named, merged) for name in names}
+    found: dict[str, Tensor] = {}
+    for names, tensor in worker.ranks.whole_tensors(named, merged):
+        if wanted:
+            found |= dict.fromkeys(names, tensor if worker.holds_its_weights else tensor.cpu())
+    return found
 
 
-def whole_adapters(worker: RoleWorker) -> dict[str, Tensor]:
+def whole_adapters(worker: RoleModel) -> dict[str, Tensor]:
     """What is trained by peft's names; all ranks that have divided it call this at the same time."""
     named = adapter_parameters(worker.model)
     return {name: tensor for names, tensor in worker.ranks.whole_tensors(named, whole) for name in names}
 
 
 @torch.no_grad()
-def load_worker(worker: RoleWorker, folder: Path) -> None:
+def load_worker(worker: RoleModel, folder: Path) -> None:
     """Puts a saved worker's weights and optimizer into this one, in place. Raises UserError for another model's, or damaged ones."""
     worker.ranks.settle(worker.model)
     theirs = saved_parameters(worker, folder)
@@ -137,19 +139,19 @@ def load_worker(worker: RoleWorker, folder: Path) -> None:
         worker.optimizer.load_state(state)
 
 
-def kept_parameters(worker: RoleWorker) -> dict[str, Tensor]:
+def kept_parameters(worker: RoleModel) -> dict[str, Tensor]:
     """What this rank goes on from: every parameter, or of a worker with adapters, whose base is the model it began with, these."""
     return adapter_parameters(worker.model) if worker.lora else dict(worker.model.named_parameters())
 
 
-def kept_shapes(worker: RoleWorker) -> dict[str, torch.Size]:
+def kept_shapes(worker: RoleModel) -> dict[str, torch.Size]:
     """The shapes of the same, of all ranks."""
     if not worker.lora:
         return worker.shapes
     return {adapter_name(name): shape for name, shape in worker.shapes.items() if is_adapter(name)}
 
 
-def saved_parameters(worker: RoleWorker, folder: Path) -> Mapping[str, Tensor]:
+def saved_parameters(worker: RoleModel, folder: Path) -> Mapping[str, Tensor]:
     """The same of a checkpoint. Raises UserError for one that was made with adapters where there are none now, or without."""
     if (folder / ADAPTER).is_dir() != bool(worker.lora):
         how, now = ("without", "remove it") if worker.lora else ("with", "set it as it was")
@@ -161,7 +163,7 @@ def saved_parameters(worker: RoleWorker, folder: Path) -> Mapping[str, Tensor]:
     return WeightFiles(folder) if worker.ranks.divided else dict(worker.load_model(folder).named_parameters())
 
 
-def optimizer_state(worker: RoleWorker, folder: Path) -> dict[str, Tensor]:
+def optimizer_state(worker: RoleModel, folder: Path) -> dict[str, Tensor]:
     """This rank's part of a saved optimizer's state, whoever wrote it."""
     optimizer = worker.optimizer
     assert optimizer is not None
@@ -189,7 +191,7 @@ def divided_state(optimizer: MasterOptimizer) -> dict[str, Tensor]:
     return {key: as_part(tensor, owner(optimizer, key, tensor)) for key, tensor in optimizer.state().items()}
 
 
-def ours(worker: RoleWorker, key: str) -> bool:
+def ours(worker: RoleModel, key: str) -> bool:
     """False for what only other ranks have of this model. Raises LookupError for another model's."""
     assert worker.optimizer is not None
     number = key.split(".")[0]
@@ -216,7 +218,7 @@ def empty_part(optimizer: MasterOptimizer, key: str, about: object) -> Tensor:
     return as_part(torch.empty_like(local_part(parameter), dtype=about.properties.dtype), parameter)
 
 
-def another_model(worker: RoleWorker, folder: Path) -> UserError:
+def another_model(worker: RoleModel, folder: Path) -> UserError:
     return UserError(f"{folder} holds another model than {worker.path}; resume with the configuration it was made with")
 
 

@@ -45,6 +45,7 @@ def check_follows(worker: RoleWorker, source: str, shapes: Mapping[str, torch.Si
 def move(worker: RoleWorker, theirs: Iterable[tuple[list[str], Tensor]], decay: float) -> None:
     """Moves each parameter towards the whole tensor of one of its names."""
     worker.ranks.settle(worker.model)
+    worker.changes += 1
     ours = dict(worker.model.named_parameters())
     # Two roles may be divided among the ranks in different ways.
     for names, tensor in theirs:

@@ -27,6 +27,7 @@ from braidrl.models.loading import read_model_config
 from braidrl.models.log_probs import CHUNK_ELEMENTS
 from braidrl.models.lora import add_adapters
 from braidrl.models.pipeline import RUN
+from braidrl.models.tensor_parallel import blocks_of, copied_factors, in_layer, plan_of
 
 MASTER_BYTES = 4
 MOMENTS = 2
@@ -45,6 +46,8 @@ class Shape:
     dtype: torch.dtype
     trained: int
     """Of the parameters, those that training changes: all, or the adapters."""
+    copied: int
+    """Of these adapters what no matrix axis divides."""
 
     @property
     def element_bytes(self) -> int:
@@ -63,7 +66,8 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
             add_adapters(model, lora)
     layer = model.base_model.layers[0]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return Shape(type(model).__name__, config, elements(model), elements(layer), dtype, trained)
+    copied = sum(elements(factor) for factor in copied_factors(model, config.base_model_tp_plan or {}))
+    return Shape(type(model).__name__, config, elements(model), elements(layer), dtype, trained, copied)
 
 
 def elements(module: nn.Module) -> int:
@@ -89,7 +93,8 @@ def resident_bytes(shape: Shape, trained: bool, layout: ParallelLayout = ALONE) 
     parts = {"weights": own * shape.element_bytes}
     if trained:
         if shape.trained < shape.parameters:
-            own = shape.trained // (layout.tensor * layout.pipeline * layout.sharding)
+            divided = (shape.trained - shape.copied) // layout.tensor
+            own = (divided + shape.copied) // (layout.pipeline * layout.sharding)
         master = max(MASTER_BYTES, shape.element_bytes)
         parts["gradients"] = own * master
         if master > shape.element_bytes:
@@ -126,7 +131,7 @@ def message_bytes(shape: Shape, tokens: int, trained: bool, layout: ParallelLayo
     """What a stage of a pipeline has room for that others send: activations and, where it is trained, gradients of a whole run."""
     if layout.pipeline == 1:
         return 0
-    one = -(-tokens // layout.sequence) * shape.config.hidden_size * shape.element_bytes
+    one = -(-tokens // (layout.sequence * layout.tensor)) * shape.config.hidden_size * shape.element_bytes
     return one * RUN * layout.pipeline * (2 if trained and layout.pipeline > 2 else 1)
 
 
@@ -149,18 +154,21 @@ def logits_bytes(shape: Shape, tokens: int, layout: ParallelLayout = ALONE) -> i
 
 def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: ParallelLayout = ALONE) -> int:
     """What the backward pass of a micro-batch needs: of every layer, or with checkpointing each layer's input and one layer whole."""
-    tokens = -(-tokens // layout.sequence)
-    one, two = (saved_bytes(shape, layers, tokens, layout.tensor) for layers in (1, 2))
+    share = -(-tokens // (layout.sequence * layout.tensor))
+    one, two = (saved_bytes(shape, layers, share * layout.tensor, layout.tensor) for layers in (1, 2))
     # A pipeline's stage has fewer layers, and as many times more micro-batches under way.
     layer, layers = two - one, shape.config.num_hidden_layers
     if not checkpointing:
         return one + (layers - 1) * layer
-    inputs = tokens * shape.config.hidden_size * shape.element_bytes
+    inputs = share * shape.config.hidden_size * shape.element_bytes
     return one + layers * inputs
 
 
 def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
-    """Bytes that autograd keeps of a forward pass through so many layers, parameters left out, where `tensor` devices divide them."""
+    """Bytes that autograd keeps of a forward pass through so many layers, parameters left out, where `tensor` devices divide them.
+
+    These divide the tokens too.
+    """
     config = deepcopy(shape.config)
     config.head_dim = head_width(config)
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
@@ -169,6 +177,8 @@ def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
     model = on_meta(config, shape.dtype)
+    if tensor > 1:
+        divide_tokens(model, tensor)
     own = {p.untyped_storage()._cdata for p in model.parameters()}
     # Kept alive, so that no two of them have one address.
     kept: dict[int, Tensor] = {}
@@ -186,6 +196,28 @@ def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
         ).last_hidden_state
     kept[hidden.untyped_storage()._cdata] = hidden
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def divide_tokens(model: Any, ranks: int) -> None:
+    """Lets a model on the meta device keep as many tokens between its matrices as one of several ranks that divide them."""
+
+    def scattered(_: nn.Module, __: Any, states: Tensor) -> Tensor:
+        return states[:, : states.shape[1] // ranks].clone()
+
+    def gathered(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if given:
+            return (given[0].repeat(1, ranks, 1), *given[1:]), named
+        return given, {**named, "hidden_states": named["hidden_states"].repeat(1, ranks, 1)}
+
+    body, styles = model.base_model, in_layer(plan_of(model))
+    body.embed_tokens.register_forward_hook(scattered)
+    for layer in body.layers:
+        for name in blocks_of(styles):
+            layer.get_submodule(name).register_forward_pre_hook(gathered, with_kwargs=True)
+        for name, style in styles.items():
+            if style == "rowwise":
+                layer.get_submodule(name).register_forward_hook(scattered)
+    body.norm.register_forward_hook(lambda _, __, states: states.repeat(1, ranks, 1))
 
 
 class FusedAttention:

@@ -7,6 +7,7 @@ fills with zeros first: a step of 4,096 tokens through four layers of width 256 
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
@@ -19,8 +20,11 @@ LARGE_BYTES = 32 << 20
 
 @cache
 def keep_freed_memory() -> bool:
-    """Has this process keep up to KEPT_BYTES that are free; False where the C library has no such settings."""
+    """Has this process keep up to KEPT_BYTES that are free.
+
+    False where the C library has no such settings, or the environment (MALLOC_..., GLIBC_TUNABLES) has made them.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
+    if mallopt is None or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
     return bool(mallopt(TRIM_THRESHOLD, KEPT_BYTES)) and bool(mallopt(MMAP_THRESHOLD, LARGE_BYTES))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from braidrl.models.attention import COMPILED
 from braidrl.models.native.building import FLOAT, INT, LONG, POINTER, address, build, in_memory
 
 SOURCE = Path(__file__).parent / "native" / "layers.c"
@@ -25,12 +26,13 @@ ARGUMENTS: dict[str, list[Any]] = {
 }
 NORMS = {"Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm"}
 GATES = {"Qwen2MLP", "Qwen3MLP", "LlamaMLP"}
+ATTENTIONS = {"Qwen2Attention", "Qwen3Attention", "LlamaAttention"}
 PARTS = 16
 """Sums of rows that a norm weight's gradient is made of, so that it does not depend on the number of threads."""
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Lets the norms and gated activations of a model for the CPU compute with kernels, where these can be had."""
+    """Lets the norms, gated activations and attention of a model for the CPU compute with kernels, where these can be had."""
     if model.dtype not in DTYPES or _functions(model.dtype) is None:
         return
     for module in model.modules():
@@ -40,6 +42,8 @@ def compile_layers(model: PreTrainedModel) -> None:
             module.__class__ = _derived(kind, norm_of)
         elif name in GATES and type(getattr(module, "act_fn", None)).__name__ in ("SiLUActivation", "SiLU"):
             module.__class__ = _derived(kind, gate_of)
+        elif name in ATTENTIONS:
+            setattr(module, COMPILED, True)
 
 
 @cache

@@ -23,7 +23,7 @@ class ParallelLayout(BaseModel):
     pipeline: int = Field(1, ge=1)
     """Stages, each with as many of the layers, through which micro-batches pass one behind the other."""
     tensor: int = Field(1, ge=1)
-    """Devices that divide each matrix and the vocabulary."""
+    """Devices that divide each matrix and the vocabulary, and between matrices, in norms and residuals, the tokens."""
     data: int | None = Field(None, ge=1)
     """Devices that divide the rows; by default as many as the other axes leave."""
     sequence: int = Field(1, ge=1)

@@ -65,10 +65,16 @@ def weight_gradient(grads: Tensor, x: Tensor) -> Tensor:
     """grads (M, N) transposed by x (M, K): (N, K)."""
     if grads.dtype != torch.float32 or grads.device.type != "cpu" or not prefers_onednn():
         return grads.t() @ x
+    # oneDNN copies the first of the two: let that be the narrower one.
+    return _outer(grads, x) if grads.shape[1] <= x.shape[1] else _outer(x, grads).t().contiguous()
+
+
+def _outer(first: Tensor, second: Tensor) -> Tensor:
+    """first (M, N) transposed by second (M, K): (N, K)."""
     total = None
-    for part_grads, part_x in zip(grads.split(GRADIENT_ROWS), x.split(GRADIENT_ROWS), strict=True):
-        part = onednn(part_grads.t(), part_x.t())
-        total = part if total is None else total.add_(part)
+    for part, other in zip(first.split(GRADIENT_ROWS), second.split(GRADIENT_ROWS), strict=True):
+        made = onednn(part.t(), other.t())
+        total = made if total is None else total.add_(made)
     assert total is not None
     return total
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from braidrl.config import LoraConfig
 from braidrl.errors import UserError, suggest
-from braidrl.models.parts import whole
+from braidrl.models.boxes import Box
+from braidrl.models.parts import box_of, local_part, whole
 from braidrl.models.weight_files import HEAD
 
 ADAPTER = "adapter"
@@ -104,7 +105,17 @@ class Adapted:
     @torch.no_grad()
     def merged(self) -> Tensor:
         """base + scaling · up down, rounded once; all ranks that have divided it call this at the same time."""
-        base, down, up = whole(self.base), whole(self.down), whole(self.up)
+        return self._added(whole(self.base), Box.whole(self.shape))
+
+    @torch.no_grad()
+    def merged_part(self) -> Tensor:
+        """This rank's part of the same, without the others'; all ranks that have divided it call this at the same time."""
+        return self._added(local_part(self.base), box_of(self.base))
+
+    def _added(self, base: Tensor, box: Box) -> Tensor:
+        """A block of the base with what the adapter adds to it. The adapter itself is small, and brought together whole."""
+        rows, columns = box.slices
+        up, down = whole(self.up)[rows], whole(self.down)[:, columns]
         dtype = torch.promote_types(base.dtype, torch.float32)
         return torch.addmm(base.to(dtype), up.to(dtype), down.to(dtype), alpha=self.scaling).to(base.dtype)
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from braidrl.models.boxes import Box
+
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
     """Of each parameter, whole; tied ones once."""
@@ -36,12 +38,17 @@ def parts_of(parameter: Tensor) -> int:
     return math.prod(s for s, p in zip(sizes, parameter.placements, strict=True) if not p.is_replicate())
 
 
+def box_of(parameter: Tensor) -> Box:
+    """Where in the whole parameter this rank's part is."""
+    if not isinstance(parameter, DTensor):
+        return Box.whole(parameter.shape)
+    shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return Box(start, shape)
+
+
 def part_of(tensor: Tensor, parameter: Tensor) -> Tensor:
     """What this rank has of a whole tensor that is divided as the parameter is."""
-    if not isinstance(parameter, DTensor):
-        return tensor
-    shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return tensor[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]
+    return box_of(parameter).of(tensor) if isinstance(parameter, DTensor) else tensor
 
 
 def as_part(local: Tensor, parameter: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from braidrl.config import Config, LoraConfig
+from braidrl.config import Config, LoraConfig, RoleConfig
+from braidrl.flow import Flow, Kind
 from braidrl.models.layout import ParallelLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -35,6 +36,31 @@ def lora_of(role: str, config: Config) -> LoraConfig | None:
     """The adapters that a role is trained with, if it is: as it says itself, or as the run's roles do."""
     own = config.roles.get(role)
     return (own and own.lora) or config.trainer.lora
+
+
+def inference_layouts(config: Config, flow: Flow) -> dict[str, ParallelLayout]:
+    """By role, the layout of a second copy of its weights: of trained roles that infer in another layout than they train in."""
+    infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}
+    found = {}
+    for role in flow.trained_roles:
+        own = config.roles.get(role)
+        layout = (own and own.inference_layout) or config.trainer.inference_layout
+        if role in infer and layout and layout != layout_of(role, config):
+            found[role] = layout
+    return found
+
+
+def with_layout(role: str, config: Config, layout: ParallelLayout) -> Config:
+    """The configuration with another layout of one role."""
+    own = config.roles.get(role, RoleConfig())
+    roles = {**config.roles, role: own.model_copy(update={"layout": layout})}
+    return config.model_copy(update={"roles": roles})
+
+
+def inference_layout_key(role: str, config: Config) -> str:
+    """Where in the configuration the layout in which a role infers stands."""
+    own = config.roles.get(role)
+    return f"roles.{role}.inference_layout" if own and own.inference_layout else "trainer.inference_layout"
 
 
 def layout_key(role: str, config: Config) -> str:

@@ -5,37 +5,24 @@ rows ──plan──▶ micro-batches ──pack──▶ hidden states ──p
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.config import Config
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.models.backend import Advance, TrainingBackend
 from braidrl.models.checkpoint import load_worker, save_worker
-from braidrl.models.data_parallel import DataParallel, Then
-from braidrl.models.host_memory import keep_freed_memory
-from braidrl.models.layers import compile_layers
+from braidrl.models.data_parallel import Then
 from braidrl.models.likelihood import Likelihood
-from braidrl.models.lora import add_adapters, train_adapters_only
 from braidrl.models.objective import Objective
-from braidrl.models.offload import Movable
-from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.packed import Packed, nothing, pack
-from braidrl.models.parts import shapes_of
-from braidrl.models.pipeline import HIDDEN
-from braidrl.models.role_settings import DTYPES, choose_device, layout_of, lora_of, model_path
-from braidrl.models.sharded import laid_out
+from braidrl.models.role_model import RoleModel
 from braidrl.models.shared_prompts import pack_shared, pays, plan_shared
-from braidrl.models.weight_files import Filling
 from braidrl.observe.metrics import Sums
 
 
@@ -53,83 +40,8 @@ class MicroBatch:
     packed: Packed
 
 
-class RoleWorker(TrainingBackend, ABC):
-    """A model by its role, the training backend on torch alone. With `train` it holds an optimizer, without it is frozen."""
-
-    def __init__(self, role: str, config: Config, train: bool, ranks: DataParallel | None = None) -> None:
-        own = config.roles.get(role)
-        self.role, self.config, self.train = role, config, train
-        self.device = choose_device(config.device)
-        keep_freed_memory()
-        self.path = model_path(role, config)
-        self.dtype = DTYPES[(own and own.dtype) or config.dtype]
-        self.ranks = laid_out(layout_of(role, config), ranks or DataParallel(), self.device)
-        self.lora = lora_of(role, config) if train else None
-        # Ranks that divide a model read it part by part. Adapters are drawn for a whole one.
-        self.model = self.load_model(self.path, self.ranks.divided and not self.lora)
-        self.base_shapes = shapes_of(self.model)
-        if self.lora:
-            add_adapters(self.model, self.lora, config.seed)
-        self.shapes = shapes_of(self.model)
-        if config.trainer.compile and self.device.type == "cpu":
-            compile_layers(self.model)
-        predict = self.predict if self.ranks.predicts else self.pass_on
-        self.compute = self.ranks.place(self.model, predict, Filling(self.path, self.model))
-        # Only now: a model that ranks divide may be too large for one device.
-        self.model.to(self.device).requires_grad_(train).eval()
-        if self.lora:
-            train_adapters_only(self.model)
-        self.max_tokens = config.trainer.max_tokens_per_device
-        self.optimizer: MasterOptimizer | None = None
-        if train:
-            peak = own.learning_rate if own and own.learning_rate is not None else config.trainer.learning_rate
-            names, parameters = zip(*self.model.named_parameters(), strict=True)
-            places = [list(self.shapes).index(name) for name in names]
-            self.optimizer = MasterOptimizer(parameters, config.trainer, peak, self.ranks, places)
-            if config.trainer.activation_checkpointing:
-                self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.background: dist.ProcessGroup | None = None
-        """In which the ranks meet that write a checkpoint while they train."""
-        self.movable = {"weights": Movable(self._weights)}
-        """What can be put away while other roles need the device."""
-        if self.optimizer is not None:
-            self.movable["optimizer"] = Movable(self.optimizer.tensors)
-
-    def _weights(self) -> list[Tensor]:
-        self.ranks.settle(self.model)
-        return list(self.model.parameters())
-
-    @property
-    def holds_its_weights(self) -> bool:
-        """True where the module's own parameters are the role's weights, whole: what an engine in this process may share."""
-        return self.lora is None and not self.ranks.divided
-
-    @abstractmethod
-    def load_model(self, folder: Path, unread: bool = False) -> Any:
-        """The kind of model that this role needs from a Hugging Face directory: whole, on the CPU, or its weights still `unread`."""
-
-    @abstractmethod
-    def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
-        """What a forward pass computes for the objective's loss, by name; without one, what inference needs."""
-
-    def pass_on(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
-        """In place of `predict` where another rank has the last layers."""
-        return {HIDDEN: self._through_layers(packed)}
-
-    def hidden_states(self, packed: Packed) -> Tensor:
-        """The last layer's output at each packed token, (N, D)."""
-        return self._through_layers(packed)[0]
-
-    def _through_layers(self, packed: Packed) -> Tensor:
-        """What comes out of the last layer that this rank has, (1, N, D)."""
-        hidden: Tensor = self.model.base_model(
-            input_ids=packed.input_ids[None] if packed.hidden is None else None,
-            inputs_embeds=packed.hidden,
-            position_ids=packed.position_ids[None],
-            use_cache=False,
-            sequences=packed.attention(),
-        ).last_hidden_state
-        return hidden
+class RoleWorker(RoleModel, TrainingBackend):
+    """A role's model as the training backend on torch alone."""
 
     def micro_batches(self, rows: Rows, whole_groups: bool = False) -> Iterator[tuple[list[int], Rows]]:
         """Row numbers and rows of each micro-batch, of at most `max_tokens_per_device` tokens."""
@@ -243,6 +155,7 @@ class RoleWorker(TrainingBackend, ABC):
 
     def load(self, folder: Path) -> None:
         load_worker(self, folder)
+        self.changes += 1
 
     def export(self, folder: Path, write: bool = True) -> None:
         save_worker(self, folder, write)
@@ -251,4 +164,6 @@ class RoleWorker(TrainingBackend, ABC):
         """Divides the accumulated sums by their global counts and updates; the gradient norm, or None if there was nothing."""
         assert self.optimizer is not None, f"{self.role} is not trained"
         self.ranks.settle(self.model)
-        return self.optimizer.step(denominators, iteration)
+        norm = self.optimizer.step(denominators, iteration)
+        self.changes += norm is not None
+        return norm

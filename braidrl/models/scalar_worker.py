@@ -26,7 +26,7 @@ class ScalarWorker(RoleWorker):
     """Predicts `values` (A,), one per action token, and `scores` (B,), one per row."""
 
     def load_model(self, folder: Path, unread: bool = False) -> Any:
-        return load_scorer(folder, self.dtype, fresh_head=self.train, unread=unread)
+        return load_scorer(folder, self.dtype, fresh_head=self.train or self.copies, unread=unread)
 
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
         hidden = self.hidden_states(packed)

@@ -4,8 +4,9 @@
             tensor 0    tensor 1        tensor 0    tensor 1
 layers      all, or with pipeline > 1 those of a stage                `pipeline.cut`
 rows        a pool of rows, the same    another pool                  `pooled`
-matrices    left half   right half      left half   right half        `tensor_parallel.divide`
+matrices    left half   right half      left half   right half        `tensor_parallel.divide_layer`
 tokens      all, or with sequence > 1 a share of the pool's           `sequence_parallel.divided`
+            of those, between matrices, half each
 shards      upper       upper           lower       lower             FSDP2, with shard=full or optimizer
 
 A pool is what the ranks of one copy of the model compute together: each brings the rows that it was given.
@@ -58,6 +59,8 @@ class Sharded(DataParallel):
     """Those of them that have other layers; None where each has them all."""
     twice: list[Tensor] = field(default_factory=list)
     """The parameter that the first and the last stage both have, where there is one."""
+    in_parts: list[Tensor] = field(default_factory=list)
+    """Parameters that all ranks along `tensor` have, and each a part of the gradient of."""
 
     @property
     def speaks(self) -> bool:
@@ -92,6 +95,8 @@ class Sharded(DataParallel):
         if self.layout.sequence > 1:
             predict = divided(predict, self.neighbours, self.predicts)
         plan = tensor_parallel.plan_of(model) if self.layout.tensor > 1 else None
+        if plan:
+            predict = tensor_parallel.evened(predict, self.layout.sequence * self.layout.tensor)
         # One layer after the other, so that a rank never has more than one whole.
         for layer in own_layers(model):
             fill(layer)
@@ -102,6 +107,8 @@ class Sharded(DataParallel):
         if plan:
             tensor_parallel.divide_rest(model, plan, self.mesh["tensor"])
         self._shard(model)
+        if plan:
+            self.in_parts.extend(tensor_parallel.found_in_parts(model))
         if self.divides_weights:
             # The output layer's weight is used without the layer's forward: the whole prediction is one forward of the model.
             model.predict = predict
@@ -167,23 +174,21 @@ class Sharded(DataParallel):
 
     def sum_(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
         with self.meeting("the sum of gradients"):
+            assert self.mesh is not None
             if not self.divides_weights:
-                assert self.mesh is not None
                 sum_in_buckets(tensors, self.mesh["shard"].get_group())
+            if self.in_parts:
+                sum_in_buckets(those(self.in_parts, tensors, parameters), self.mesh["tensor"].get_group())
             if self.twice:
                 assert self.pipeline is not None
-                both = [t for t, parameter in zip(tensors, parameters, strict=True) if self._is_twice(parameter)]
-                sum_in_buckets(both, self.pipeline.ends)
-
-    def _is_twice(self, parameter: Tensor) -> bool:
-        return any(parameter is one for one in self.twice)
+                sum_in_buckets(those(self.twice, tensors, parameters), self.pipeline.ends)
 
     def norm(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
         """From each rank's squares, so weighted that every element of a gradient counts once, wherever it is held."""
         squares = torch.zeros((), dtype=torch.float64)
         for gradient, parameter in zip(gradients, parameters, strict=True):
             if gradient is not None:
-                held = self.size // self.layout.pipeline * (2 if self._is_twice(parameter) else 1)
+                held = self.size // self.layout.pipeline * (2 if those(self.twice, [gradient], [parameter]) else 1)
                 squares += gradient.double().square().sum().cpu() * parts_of(parameter) / held
         with self.meeting("the norm of gradients"):
             dist.all_reduce(squares, group=self.group)
@@ -210,7 +215,7 @@ def laid_out(layout: ParallelLayout, everyone: DataParallel, device: torch.devic
         # Groups of their own: that of a mesh on CUDA may have no way to send what lies on the host.
         stages, ends = subgroup(grid.flatten(1).T), subgroup(grid[[0, -1]].flatten(1).T)
         assert stages is not None
-        pipeline = Pipeline(stages, ends, layout.sequence, device)
+        pipeline = Pipeline(stages, ends, layout.sequence * layout.tensor, device)
     return Sharded(everyone.group, layout, everyone, mesh, subgroup(pools), subgroup(neighbours), pipeline)
 
 
@@ -218,6 +223,12 @@ def subgroup(ranks: Tensor) -> dist.ProcessGroup | None:
     """Of groups of ranks, one in each row, the one that this rank is in; None where it is in none."""
     group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
     return group
+
+
+def those(known: Sequence[Tensor], tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Of tensors, one for each parameter, those of known parameters."""
+    numbers = {id(parameter) for parameter in known}
+    return [tensor for tensor, parameter in zip(tensors, parameters, strict=True) if id(parameter) in numbers]
 
 
 def sharded_modules(model: Any) -> Iterator[FSDPModule]:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from braidrl.errors import UserError
+from braidrl.models.boxes import Box
 
 HEAD = "score.weight"
 """Of a scorer: where there is none in its directory it begins as zero."""
@@ -60,8 +61,9 @@ def shapes_in(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 class Filling:
     """Gives modules of a model what its directory has for them; of one that was loaded whole, nothing is left to be given."""
 
-    def __init__(self, folder: Path, model: nn.Module) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, model: nn.Module, boxes: Mapping[str, Box] | None = None) -> None:
+        """Of a tensor that has one of `boxes` only this part is read, and given."""
+        self._folder, self._boxes = folder, boxes or {}
         self._unread = {p: name for name, p in model.named_parameters() if p.is_meta}
         # Known as long as they are whole, so that tied ones stay tied and none is kept beside its parts.
         self._read: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
@@ -83,8 +85,10 @@ class Filling:
     def _values(self, name: str, parameter: nn.Parameter) -> Tensor:
         if name == HEAD and name not in self._files:
             return torch.zeros(parameter.shape, dtype=parameter.dtype)
-        # A copy: what the file shows would change with it.
-        values = self._files[name].to(parameter.dtype, copy=True)
+        values = self._files[name]
         if values.shape != parameter.shape:
             raise UserError(f"model: {name} in {self._folder} is {tuple(values.shape)}, not {tuple(parameter.shape)}")
-        return values
+        if name in self._boxes:
+            values = self._boxes[name].of(values)
+        # A copy: what the file shows would change with it. No more of the file is read than is copied.
+        return values.to(parameter.dtype, copy=True, memory_format=torch.contiguous_format)

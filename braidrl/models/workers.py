@@ -18,4 +18,5 @@ def make_worker(
     Without `training` it is a copy whose weights come from elsewhere.
     """
     kind = ScalarWorker if role in flow.scalar_roles else DecoderWorker
-    return kind(role, config, training and role in flow.trained_roles, ranks)
+    trained = role in flow.trained_roles
+    return kind(role, config, training and trained, ranks, copies=trained and not training)

@@ -21,11 +21,17 @@ PUBLISH = "publish"
 """The step after the last stage, in which trained weights go to engines of their own."""
 
 
+Part = Literal["weights", "optimizer", "engine", "inference"]
+
+
 class Asset(NamedTuple):
-    """Something of a role that takes device memory: `optimizer` includes gradients, `engine` its cache and weights of its own."""
+    """Something of a role that takes device memory: `optimizer` includes gradients, `engine` its cache and weights of its own.
+
+    `inference` is the copy of a trained role's weights in the layout in which it infers, where that is another.
+    """
 
     role: str
-    part: Literal["weights", "optimizer", "engine"]
+    part: Part
 
 
 class Move(NamedTuple):
@@ -47,13 +53,18 @@ class ResidencyPlan:
 
 
 def residency_plan(
-    flow: Flow, sizes: Mapping[Asset, int], budget: int | None, shared: frozenset[str] = frozenset()
+    flow: Flow,
+    sizes: Mapping[Asset, int],
+    budget: int | None,
+    shared: frozenset[str] = frozenset(),
+    copied: frozenset[str] = frozenset(),
 ) -> ResidencyPlan:
     """The plan of one process. `sizes` names its assets with their bytes, `budget` the bytes they may take (None keeps everything).
 
-    Roles in `shared` have engines that read the trainer's own weights. Raises UserError for a stage that alone is over the budget.
+    Roles in `shared` have engines that read the trainer's own weights, those in `copied` infer with a copy of them. Raises UserError
+    for a stage that alone is over the budget.
     """
-    needs = needed_assets(flow, shared)
+    needs = needed_assets(flow, shared, copied)
     needs = {step: needed & set(sizes) for step, needed in needs.items()}
     if budget is None:
         return ResidencyPlan(frozenset(sizes), dict.fromkeys(needs, ()))
@@ -70,16 +81,20 @@ def residency_plan(
     return ResidencyPlan(kept, before)
 
 
-def needed_assets(flow: Flow, shared: frozenset[str] = frozenset()) -> dict[str, frozenset[Asset]]:
+def needed_assets(
+    flow: Flow, shared: frozenset[str] = frozenset(), copied: frozenset[str] = frozenset()
+) -> dict[str, frozenset[Asset]]:
     """What each stage, and publication after the last one, needs on the device."""
-    needs = {stage.name: stage_needs(stage, shared) for stage in flow.stages}
+    needs = {stage.name: stage_needs(stage, shared, copied) for stage in flow.stages}
     generating = {stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
     published = [role for role in flow.trained_roles if role in generating and role not in shared]
-    parts: tuple[Literal["weights", "engine"], ...] = ("weights", "engine")
+    parts: tuple[Part, ...] = ("weights", "engine")
     return {**needs, PUBLISH: frozenset(Asset(role, part) for role in published for part in parts)}
 
 
-def stage_needs(stage: Stage, shared: frozenset[str] = frozenset()) -> frozenset[Asset]:
+def stage_needs(
+    stage: Stage, shared: frozenset[str] = frozenset(), copied: frozenset[str] = frozenset()
+) -> frozenset[Asset]:
     """What a stage needs on the device; nothing where it uses no model."""
     if stage.role is None or stage.kind in (Kind.COMPUTE, Kind.SELECT):
         return frozenset()
@@ -87,6 +102,9 @@ def stage_needs(stage: Stage, shared: frozenset[str] = frozenset()) -> frozenset
         own = Asset(stage.role, "engine")
         return frozenset({own, Asset(stage.role, "weights")} if stage.role in shared else {own})
     weights = frozenset(Asset(role, "weights") for role in touched_weights(stage))
+    if stage.kind is Kind.INFER and stage.role in copied:
+        # The weights too: the copy is brought up to date from them.
+        return weights | {Asset(stage.role, "inference")}
     return weights | {Asset(stage.role, "optimizer")} if is_optimized(stage) else weights
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from braidrl.models.divided import Slices
 from braidrl.rollout.batch import SlotBatch
 from braidrl.rollout.engine import WeightSource
 from braidrl.rollout.graphs import step_graphs
@@ -46,12 +47,14 @@ class EmbeddedEngine(SteppingEngine):
         dtype: torch.dtype | None = None,
         shrink: bool | None = None,
         compile: bool = True,
+        slices: Slices | None = None,
     ) -> None:
+        """With `slices` the model is a rank's part of one: all ranks do the same in the same order, see `lockstep`."""
         super().__init__(tokenizer, end_of_sequence_ids(model.generation_config, tokenizer), max_sequence_tokens, seed)
-        self._weights = EngineWeights(model, dtype)
+        self._weights = EngineWeights(model, dtype, slices)
         shrink = model.device.type == "cpu" if shrink is None else shrink
         native = native_decoder(self._weights.model) if compile else None
-        graphs = step_graphs(model.device) if compile else None
+        graphs = step_graphs(model.device) if compile and slices is None else None
         self._batch = SlotBatch(self._weights.model, round_up(slots, ROW_MULTIPLE), seed, shrink, native, graphs)
         self._waiting: deque[Row] = deque()
 
@@ -79,6 +82,10 @@ class EmbeddedEngine(SteppingEngine):
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
         self._weights.refresh(source)
+        self._changed(version)
+
+    def _changed(self, version: int) -> None:
+        """Rows go on with weights that are of this version now."""
         self._batch.version_changed(version)
         self.version = version
 

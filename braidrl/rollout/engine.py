@@ -8,7 +8,7 @@ abort  ──▶ the same, at once, with what there is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,16 +53,6 @@ class ModelWeights:
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         return self._model.state_dict().items()
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Tensors that are at hand."""
-
-    by_name: Mapping[str, Tensor]
-
-    def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        return self.by_name.items()
 
 
 class Engine(Protocol):

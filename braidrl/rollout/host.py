@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +18,20 @@ import torch
 from braidrl.errors import UserError
 from braidrl.models.host_memory import keep_freed_memory
 from braidrl.models.loading import load_decoder, load_tokenizer
+from braidrl.rollout.divided_engine import fork_followers, lead
 from braidrl.rollout.embedded import EmbeddedEngine
-from braidrl.rollout.engine import Engine
+from braidrl.rollout.engine import Engine, EngineError
+from braidrl.rollout.engine_spec import EngineSpec
+from braidrl.rollout.followers import ForkedFollowers
 from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.shared_weights import WeightFile
 from braidrl.rollout.stepping import SteppingEngine
-from braidrl.rollout.wire import Message, packed, plain_error, plain_finished, receive, request_of
+from braidrl.rollout.wire import Message, packed, plain_error, plain_finished, receive, receive_at_once, request_of
 
 BEAT_S = 0.02
 """How often a process with rows says how it is doing."""
 READY = -1
 """The number of the answer to the first message, which says what engine to make."""
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """Which engine a process makes, as plain data."""
-
-    kind: str
-    """embedded or vllm."""
-    model: str
-    """A Hugging Face directory."""
-    slots: int
-    max_sequence_tokens: int
-    seed: int = 0
-    dtype: str = "float32"
-    device: str = "cpu"
-    threads: int = 1
-    """CPU threads of the process."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Of this kind of engine."""
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def make_engine(spec: EngineSpec) -> SteppingEngine:
@@ -115,17 +96,14 @@ class Host:
         return await getattr(self.engine, method)()
 
 
-async def serve(handle: int) -> None:
-    """Makes the engine that the first message asks for, and does what the others say until the run is gone."""
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=handle))
-    spec = await receive(reader)
-    if spec is None:
-        return
-    torch.set_num_threads(spec["threads"])
+async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFollowers | None) -> None:
+    """Makes the engine, and does what messages say until the run is gone."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    torch.set_num_threads(spec.threads)
     keep_freed_memory()
     try:
-        engine = make_engine(EngineSpec(**spec))
-    except UserError as error:
+        engine = lead(spec, followers) if followers else make_engine(spec)
+    except (UserError, EngineError) as error:
         writer.write(packed({"id": READY, **plain_error(error)}))
         await writer.drain()
         return
@@ -138,4 +116,15 @@ async def serve(handle: int) -> None:
 
 
 def main(handle: int) -> None:
-    asyncio.run(serve(handle))
+    """Serves the engine that the first message asks for. Its other processes are forked while this one has nothing but code."""
+    connection = socket.socket(fileno=handle)
+    message = receive_at_once(connection)
+    if message is None:
+        return
+    spec = EngineSpec(**message)
+    followers = fork_followers(spec, handle) if spec.tensor > 1 else None
+    try:
+        asyncio.run(serve(connection, spec, followers))
+    finally:
+        if followers is not None:
+            followers.close()

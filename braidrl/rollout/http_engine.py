@@ -27,7 +27,7 @@ from braidrl.rollout.partial import continued
 from braidrl.rollout.requests import Finished, Request, Uid
 from braidrl.rollout.row import Flight, row_of
 from braidrl.rollout.servers import Server
-from braidrl.rollout.shared_weights import SharedWeights, WeightFile, WeightFolder
+from braidrl.rollout.shared_weights import ReadableFolder, SharedWeights, WeightFile, WeightFolder
 from braidrl.rollout.weights import check_shapes
 
 ABORT_AGAIN_S = 0.1
@@ -119,7 +119,7 @@ class HttpEngine:
         """Raises ValueError also without a source: a server shares no weights."""
         if source is None:
             raise ValueError(f"{self.server.url} is a server and shares no weights: give it a source")
-        if not isinstance(source, WeightFolder | WeightFile):
+        if not isinstance(source, ReadableFolder | WeightFile):
             with closing(self.spec.store(source.tensors())) as stored:
                 await self.update_weights(version, stored)
             return

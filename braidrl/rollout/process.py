@@ -21,7 +21,8 @@ from typing import Any
 
 from braidrl.errors import UserError
 from braidrl.rollout.engine import EngineError, Load, WeightSource
-from braidrl.rollout.host import READY, EngineSpec
+from braidrl.rollout.engine_spec import EngineSpec
+from braidrl.rollout.host import READY
 from braidrl.rollout.requests import Finished, Request, Uid
 from braidrl.rollout.shared_weights import SharedWeights, WeightFile
 from braidrl.rollout.wire import Message, error_of, finished_of, packed, plain_request, receive
@@ -196,9 +197,13 @@ class EngineProcess:
         if answer is None or answer.done():
             return
         if "error" in message:
-            answer.set_exception(error_of(message))
+            answer.set_exception(self._named(error_of(message)))
         else:
             answer.set_result(message.get("result"))
+
+    def _named(self, error: Exception) -> Exception:
+        """What the process says of itself, with whose words these are."""
+        return EngineError(f"{self.name}: {error}") if isinstance(error, EngineError) else error
 
     def _die(self, why: str) -> None:
         """Kills what is left of the process; everybody who waits for it is told why."""

@@ -86,6 +86,9 @@ class EngineReplica:
                     self._answer(finished)
             except UserError as error:
                 self._fail(error)
+            except EngineError as error:
+                self._failure = error
+                self._fail(error)
             except Exception as error:
                 self._failure = EngineError(f"{self.name}: {type(error).__name__}: {error}")
                 self._failure.__cause__ = error

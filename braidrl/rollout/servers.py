@@ -16,7 +16,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 from braidrl.errors import UserError
 from braidrl.rollout.dialects import Call, Dialect
 from braidrl.rollout.engine import EngineError
-from braidrl.rollout.shared_weights import WeightFile, WeightFolder
+from braidrl.rollout.shared_weights import ReadableFolder, WeightFile
 from braidrl.rollout.weight_broadcast import BUCKET_BYTES, Broadcast, in_thread
 
 
@@ -62,11 +62,11 @@ class Server:
         if self._session is not None:
             await self._session.close()
 
-    async def load_weights(self, weights: WeightFolder | WeightFile) -> None:
+    async def load_weights(self, weights: ReadableFolder | WeightFile) -> None:
         """Raises EngineError where it does not take them: which it has is not known then."""
         label = secrets.token_hex(8)
         try:
-            if isinstance(weights, WeightFolder):
+            if isinstance(weights, ReadableFolder):
                 for path, body in self.dialect.load_weights(str(weights.path), label):
                     await self.ask("POST", path, body)
             else:

@@ -18,7 +18,7 @@ from braidrl.rollout.engine import Engine, EngineError, WeightSource
 from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Finished, Request, Uid
 from braidrl.rollout.router import Router
-from braidrl.rollout.shared_weights import SharedWeights
+from braidrl.rollout.shared_weights import ReadableFolder, SharedWeights, UnnamedWeights
 from braidrl.rollout.stepping import SteppingEngine
 
 T = TypeVar("T")
@@ -127,8 +127,11 @@ class EngineService:
         return self._runner.run(work(self.router))
 
     def publish(self, version: int, source: WeightSource) -> None:
-        """The engines generate with these weights from now on. Raises ValueError where the source lacks a tensor."""
-        weights = self._store(source.tensors())
+        """The engines generate with these weights from now on; a file of them is closed when the next version is there.
+
+        Raises ValueError where the source lacks a tensor.
+        """
+        weights = source if isinstance(source, UnnamedWeights | ReadableFolder) else self._store(source.tensors())
         # an engine that comes back later is given those of now
         before, self._weights = self._weights, weights
         try:

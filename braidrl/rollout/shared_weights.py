@@ -22,6 +22,8 @@ from torch import Tensor
 from braidrl.transfer.queue.segments import shared_folder
 
 CHECKSUM = "checksum"
+WEIGHTS = "model.safetensors"
+"""The file in a folder."""
 
 
 class WeightFile:
@@ -59,7 +61,20 @@ class WeightFile:
         return {name: same for name, same in (file.metadata() or {}).items() if name != CHECKSUM}
 
 
-class SharedWeights(WeightFile):
+class UnnamedWeights(WeightFile):
+    """Weights in a file that is open and may have no name any more: they are there until this object is closed."""
+
+    def __init__(self, handle: int) -> None:
+        """Takes over the handle of an open file."""
+        self._handle = handle
+        super().__init__(f"/proc/{os.getpid()}/fd/{handle}")
+
+    def close(self) -> None:
+        """Gives the memory back once nobody reads it any more."""
+        os.close(self._handle)
+
+
+class SharedWeights(UnnamedWeights):
     """Copies of tensors, for as long as this object is not closed. With `check` readers compare a checksum."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], check: bool = False) -> None:
@@ -70,41 +85,49 @@ class SharedWeights(WeightFile):
         with tempfile.TemporaryDirectory(prefix="braid-weights-", dir=shared_folder()) as folder:
             named = Path(folder) / "weights.safetensors"
             save_file(kept, named, notes)
-            self._handle = os.open(named, os.O_RDONLY | os.O_CLOEXEC)
-        super().__init__(f"/proc/{os.getpid()}/fd/{self._handle}")
+            handle = os.open(named, os.O_RDONLY | os.O_CLOEXEC)
+        super().__init__(handle)
+
+
+class ReadableFolder:
+    """One version as any engine reads it from disk: a folder with a safetensors file, until whoever made it closes this object."""
+
+    def __init__(self, path: Path, shapes: Mapping[str, torch.Size]) -> None:
+        """`shapes` are those of every tensor, a tied one under each of its names."""
+        self.path, self._shapes = path, shapes
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return WeightFile(self.path / WEIGHTS).tensors()
+
+    def shapes(self) -> Mapping[str, torch.Size]:
+        return self._shapes
 
     def close(self) -> None:
-        """Gives the memory back once nobody reads it any more."""
-        os.close(self._handle)
+        """Where another process has made the folder, that removes it."""
 
 
-class WeightFolder:
-    """One version as any engine reads it from disk: a folder with a safetensors file, until this object is closed."""
+class WeightFolder(ReadableFolder):
+    """Copies of tensors in a folder of this object's."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], within: Path | None = None) -> None:
         """`within` is a folder that those who read it see too. Raises OSError where it is full or not there."""
         kept, ties = without_ties(tensors)
         # Who reads only one of a tied tensor's names would keep the old values under the other.
         kept |= {name: kept[same].clone() for name, same in ties.items()}
-        self._folder = tempfile.TemporaryDirectory(prefix="braid-weights-", dir=within)
-        self.path = Path(self._folder.name)
-        # Servers may belong to somebody else.
-        self.path.chmod(0o755)
-        save_file(kept, self.path / "model.safetensors")
-
-    @property
-    def file(self) -> WeightFile:
-        return WeightFile(self.path / "model.safetensors")
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return self.file.tensors()
-
-    def shapes(self) -> dict[str, torch.Size]:
-        return self.file.shapes()
+        self._folder = folder_for_all(within)
+        super().__init__(Path(self._folder.name), {name: tensor.shape for name, tensor in kept.items()})
+        save_file(kept, self.path / WEIGHTS)
 
     def close(self) -> None:
         """Removes the folder."""
         self._folder.cleanup()
+
+
+def folder_for_all(within: Path | None) -> tempfile.TemporaryDirectory[str]:
+    """A folder that servers can read which belong to somebody else."""
+    folder = tempfile.TemporaryDirectory(prefix="braid-weights-", dir=within)
+    Path(folder.name).chmod(0o755)
+    return folder
 
 
 def without_ties(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, str]]:

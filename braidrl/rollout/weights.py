@@ -10,14 +10,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from braidrl.models.divided import Slices
 from braidrl.rollout.engine import WeightSource
 
 
 class EngineWeights:
-    """`model` is what generates. With the trainer's dtype it is the trainer's module itself: nothing is copied, ever."""
+    """`model` is what generates. With the trainer's dtype it is the trainer's module itself: nothing is copied, ever.
 
-    def __init__(self, trained: PreTrainedModel, dtype: torch.dtype | None) -> None:
-        self._trained = trained
+    Of a module that is one of several ranks' part of a model `slices` says which.
+    """
+
+    def __init__(self, trained: PreTrainedModel, dtype: torch.dtype | None, slices: Slices | None = None) -> None:
+        self._trained, self._slices = trained, slices
         self.shared = dtype is None or dtype == trained.dtype
         self.model = trained if self.shared else _copy(trained, dtype)
 
@@ -28,19 +32,26 @@ class EngineWeights:
         Raises ValueError before anything changes where the source's tensors are not exactly the model's.
         """
         if source is not None:
-            self._load(source)
+            self.take(self.checked(source))
             return
         if self.shared:
             return
         for target, source in zip(self.model.parameters(), self._trained.parameters(), strict=True):
             target.copy_(source)
 
-    def _load(self, source: WeightSource) -> None:
-        """Copies every tensor by its name, tied ones under each of theirs."""
-        targets, given = self.model.state_dict(), dict(source.tensors())
-        check_tensors(given, {name: tensor.shape for name, tensor in targets.items()})
+    def checked(self, source: WeightSource) -> dict[str, Tensor]:
+        """The tensors of a source, whole. Raises ValueError where they are not exactly the model's."""
+        given = dict(source.tensors())
+        own = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
+        check_tensors(given, own if self._slices is None else self._slices.shapes)
+        return given
+
+    @torch.no_grad()
+    def take(self, given: Mapping[str, Tensor]) -> None:
+        """Copies what is here of every tensor by its name, tied ones under each of theirs."""
+        targets = self.model.state_dict()
         for name, tensor in given.items():
-            targets[name].copy_(tensor)
+            targets[name].copy_(tensor if self._slices is None else self._slices.boxes[name].of(tensor))
 
 
 def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:

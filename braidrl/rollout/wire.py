@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import socket
 import struct
 from dataclasses import asdict
 from typing import Any
@@ -39,6 +41,24 @@ async def receive(reader: asyncio.StreamReader) -> Message | None:
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
     return message
+
+
+def receive_at_once(connection: socket.socket) -> Message | None:
+    """The same for whoever has no event loop yet; no more is read than the message."""
+    with connection.makefile("rb", buffering=0) as file:
+        head = _exactly(file, LENGTH.size)
+        body = None if head is None else _exactly(file, LENGTH.unpack(head)[0])
+    return None if body is None else msgpack.unpackb(body)
+
+
+def _exactly(file: io.RawIOBase, count: int) -> bytes | None:
+    found = b""
+    while len(found) < count:
+        part = file.read(count - len(found))
+        if not part:
+            return None
+        found += part
+    return found
 
 
 def plain_request(request: Request) -> Message:

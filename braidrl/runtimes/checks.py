@@ -15,19 +15,26 @@ from braidrl.config import Config, SourceConfig
 from braidrl.data.prompts import LoadedSource
 from braidrl.data.sources import place
 from braidrl.errors import UserError, suggest
-from braidrl.flow import Flow, Kind
+from braidrl.flow import Flow, Kind, Stage
+from braidrl.models.divided import check_heads
 from braidrl.models.footprint import model_shape
 from braidrl.models.layout import ParallelLayout
-from braidrl.models.role_settings import layout_key, layout_of, lora_of, model_path
+from braidrl.models.role_settings import (
+    inference_layout_key,
+    inference_layouts,
+    layout_key,
+    layout_of,
+    lora_of,
+    model_path,
+)
 from braidrl.placement.pools import NAMES as PLACEMENTS
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rollout.dialects import DIALECTS
+from braidrl.runtimes.engines import pools_ranks
 
 ENGINES = ("embedded", "vllm", "http")
 LAID_OUT = ("distributed", "hybrid")
 """Runtimes whose processes of a role can divide its model."""
-BESIDE = ("eager", "distributed")
-"""Runtimes that can write a checkpoint while they go on."""
 
 
 def check_names(config: Config) -> None:
@@ -40,6 +47,49 @@ def check_names(config: Config) -> None:
         raise UserError(f"rollout.engine={engine} generates in processes of its own; write rollout.engines=1")
     if placement not in PLACEMENTS:
         raise UserError(f"no placement is called {placement!r}. {suggest(placement, PLACEMENTS)}")
+
+
+def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
+    """Raises UserError for engines of several processes that cannot be so, with the stages of a run."""
+    generating = {str(stage.role): stage for stage in stages if stage.kind is Kind.GENERATE}
+    ranks, rollout = config.rollout.tensor, config.rollout
+    if ranks == 1:
+        return
+    if rollout.engine != "embedded":
+        raise UserError(f"rollout.tensor={ranks} divides the embedded engine, and rollout.engine is {rollout.engine}")
+    if not rollout.engines:
+        environments = any("environment" in stage.params for stage in stages)
+        check_pooled_engines(config, generating, environments)
+    for role in generating:
+        check_heads(model_settings(model_path(role, config)), ranks)
+
+
+def check_pooled_engines(config: Config, generating: Iterable[str], environments: bool) -> None:
+    """Raises UserError where ranks that train cannot decode together."""
+    key = f"rollout.tensor={config.rollout.tensor}"
+    if config.runtime not in LAID_OUT:
+        raise UserError(
+            f"{key} divides engines in processes of their own, or among the ranks of runtime=distributed or hybrid; "
+            "write rollout.engines=1"
+        )
+    if environments:
+        raise UserError(
+            f"{key}: ranks that decode together take no turns in an environment, which answers when it likes; "
+            "write rollout.engines=1"
+        )
+    for role in generating:
+        own = config.roles.get(role)
+        if own and own.generate_workers is not None:
+            raise UserError(f"roles.{role}.generate_workers: with {key} all ranks decode together; remove it")
+
+
+def check_generating_ranks(config: Config, devices: int) -> None:
+    """Raises UserError where ranks that decode together do not divide those that generate."""
+    if pools_ranks(config) and devices % config.rollout.tensor:
+        raise UserError(
+            f"rollout.tensor={config.rollout.tensor}: {devices} ranks generate, which it does not divide; "
+            f"write a number that divides {devices}"
+        )
 
 
 def check_servers(config: Config) -> None:
@@ -78,10 +128,6 @@ def without_effect(config: Config) -> list[str]:
         told.append(f"workers={config.workers} has no effect: the processes of runtime=streaming are streaming.workers")
     if config.trainer.resident_gib is not None and config.runtime == "streaming":
         told.append("trainer.resident_gib has no effect: each role has processes of its own under runtime=streaming")
-    if config.trainer.checkpoint_async and config.runtime not in BESIDE:
-        told.append(
-            f"trainer.checkpoint_async has no effect: under runtime={config.runtime} a checkpoint is written at once"
-        )
     if config.cluster.launcher is not None and config.runtime in ("eager", "hybrid"):
         told.append(
             f"cluster.launcher={config.cluster.launcher} has no effect: only runtime=distributed has ranks to start, "
@@ -98,10 +144,13 @@ def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
             raise UserError(f"roles.{role}: flow {flow} has no model of this role. {suggest(role, known)}")
 
 
-def check_layouts(config: Config, roles: Iterable[str], devices: int | None = None) -> None:
+def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int | None = None) -> None:
     """Raises UserError for a layout that the runtime or the number of devices does not allow, or that does not divide a role's model."""
-    for role in roles:
-        layout, key = layout_of(role, config), layout_key(role, config)
+    check_inference_layouts(config, flow)
+    inferring = inference_layouts(config, flow)
+    pairs = [(role, layout_of(role, config), layout_key(role, config)) for role in roles]
+    pairs += [(r, inferring[r], inference_layout_key(r, config)) for r in roles if r in inferring]
+    for role, layout, key in pairs:
         if layout != ParallelLayout() and config.runtime not in LAID_OUT:
             raise UserError(
                 f"{key} is for runtime=distributed or hybrid; remove it, or write runtime=distributed and workers=..."
@@ -115,19 +164,29 @@ def check_layouts(config: Config, roles: Iterable[str], devices: int | None = No
         layout.check_model(heads, settings.get("num_key_value_heads", heads), settings.get("num_hidden_layers", 1), key)
 
 
+def check_inference_layouts(config: Config, flow: Flow) -> None:
+    """Raises UserError for a layout to infer in that no role would use."""
+    infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}
+    for role, own in config.roles.items():
+        if own.inference_layout and role not in flow.trained_roles:
+            raise UserError(
+                f"roles.{role}.inference_layout: flow {flow.name} does not train {role}; write roles.{role}.layout"
+            )
+        if own.inference_layout and role not in infer:
+            raise UserError(f"roles.{role}.inference_layout: no stage of {flow.name} infers with {role}; remove it")
+    if config.trainer.inference_layout and not infer & set(flow.trained_roles):
+        raise UserError(
+            f"trainer.inference_layout: no stage of {flow.name} infers with a role that it trains; remove it"
+        )
+
+
 def check_adapters(config: Config, flow: Flow) -> None:
-    """Raises UserError for adapters of a role that is not trained, or that its layout or model does not allow."""
+    """Raises UserError for adapters of a role that is not trained, or that its model does not allow."""
     for role, own in config.roles.items():
         if own.lora and role not in flow.trained_roles:
             raise UserError(f"roles.{role}.lora: flow {flow.name} does not train {role}; remove it")
     for role in flow.trained_roles:
-        lora, layout = lora_of(role, config), layout_of(role, config)
-        if lora and layout.tensor > 1:
-            raise UserError(
-                f"{layout_key(role, config)}: adapters are not divided by matrix; write tensor=1 and shard=full, or train "
-                f"{role} without lora"
-            )
-        if lora:
+        if lora := lora_of(role, config):
             model_shape(model_path(role, config), torch.float32, role in flow.scalar_roles, lora)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,13 +11,16 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.config import Config
 from braidrl.errors import UserError
+from braidrl.models.divided import Ranks, load_divided
 from braidrl.models.loading import load_decoder
 from braidrl.models.role_settings import DTYPES
 from braidrl.models.role_worker import RoleWorker
+from braidrl.models.sharded import subgroup
 from braidrl.rollout.dialects import DIALECTS
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.engine import ModelWeights
-from braidrl.rollout.host import EngineSpec
+from braidrl.rollout.engine_spec import EngineSpec
+from braidrl.rollout.pooled_engine import PooledEngine
 from braidrl.rollout.process import EngineProcess
 from braidrl.rollout.service import EngineService
 from braidrl.rollout.shared_weights import SharedWeights, WeightFolder
@@ -34,6 +38,8 @@ def start_engine(
     if rollout.engine == "http":
         return reach_servers(worker, config, tokenizer, longest)
     count = engine_processes(config)
+    if pools_ranks(config):
+        return pooled_engine(worker, config, tokenizer, longest)
     if not count:
         if not worker.holds_its_weights:
             # Decoding needs all weights on each rank, adapters merged: a frozen copy, brought up to date at each publication.
@@ -41,15 +47,41 @@ def start_engine(
         return EmbeddedEngine(
             model, tokenizer, rollout.slots, longest, seed=config.seed, dtype=dtype, compile=rollout.compile
         )
-    threads = config.threads or max(1, (os.cpu_count() or 1) // count)
+    threads = config.threads or max(1, (os.cpu_count() or 1) // (count * rollout.tensor))
+    limit_s = config.cluster.wait_limit_s
     spec = EngineSpec(
         rollout.engine, str(worker.path.expanduser()), rollout.slots, longest, config.seed,
-        str(dtype or worker.dtype).removeprefix("torch."),
-        worker.device.type, threads, rollout.vllm if rollout.engine == "vllm" else {"compile": rollout.compile},
+        str(dtype or worker.dtype).removeprefix("torch."), worker.device.type, threads, rollout.tensor, limit_s,
+        rollout.vllm if rollout.engine == "vllm" else {"compile": rollout.compile},
     )  # fmt: skip
-    limit_s = config.cluster.wait_limit_s
-    engines = [EngineProcess(spec, f"{worker.role}'s engine {n}", rollout.python, limit_s) for n in range(count)]
+    engines = [
+        EngineProcess(own, f"{worker.role}'s engine {n}", rollout.python, limit_s)
+        for n, own in enumerate(on_devices(spec, count))
+    ]
     return EngineService(engines, limit_s, partial(SharedWeights, check=rollout.check_weights))
+
+
+def pooled_engine(worker: RoleWorker, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int) -> PooledEngine:
+    """What neighbouring ranks decode with together; all ranks call this at the same time. Raises UserError as `start_engine`."""
+    rollout = config.rollout
+    group = subgroup(torch.arange(worker.ranks.size).view(-1, rollout.tensor))
+    assert group is not None
+    dtype = DTYPES[rollout.dtype] if rollout.dtype else worker.dtype
+    model, slices = load_divided(worker.path, dtype, worker.device, Ranks(group))
+    return PooledEngine(model, tokenizer, rollout.slots, longest, config.seed, slices, group, compile=rollout.compile)
+
+
+def on_devices(spec: EngineSpec, count: int) -> list[EngineSpec]:
+    """So many engines, each on CUDA devices of its own where several processes divide it. Raises UserError for too few devices."""
+    if spec.tensor == 1 or spec.device != "cuda":
+        return [spec] * count
+    needed, found = count * spec.tensor, torch.cuda.device_count()
+    if needed > found:
+        raise UserError(
+            f"rollout.engines={count} of rollout.tensor={spec.tensor} devices need {needed}, and there are {found}; "
+            "write numbers whose product is at most that"
+        )
+    return [replace(spec, device=f"cuda:{number * spec.tensor}") for number in range(count)]
 
 
 def reach_servers(
@@ -82,6 +114,11 @@ def reach_servers(
         service.close()
         raise UserError(f"rollout.servers: {failures[0]}")
     return service
+
+
+def pools_ranks(config: Config) -> bool:
+    """True where ranks decode together, of which each has slices of the model."""
+    return config.rollout.tensor > 1 and not engine_processes(config)
 
 
 def engine_processes(config: Config) -> int:

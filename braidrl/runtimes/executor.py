@@ -20,12 +20,15 @@ from braidrl.algorithms.metrics import reflection_counts
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
 from braidrl.data.rows import Column, Rows
+from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
-from braidrl.models.checkpoint import Write, staged_worker, whole_weights
+from braidrl.models.checkpoint import Write, staged_worker
 from braidrl.models.data_parallel import DataParallel
 from braidrl.models.following import follow, move_towards
+from braidrl.models.layout_copy import InferenceCopy
 from braidrl.models.objective import Objective, denominators
+from braidrl.models.role_settings import inference_layouts, with_layout
 from braidrl.models.role_worker import RoleWorker
 from braidrl.models.scalar_worker import ScalarWorker
 from braidrl.models.worker import DecoderWorker
@@ -34,7 +37,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
 from braidrl.rollout.embedded import EmbeddedEngine
-from braidrl.rollout.engine import Weights
+from braidrl.rollout.pooled_engine import PooledEngine
 from braidrl.rollout.requests import Finished
 from braidrl.rollout.service import EngineService
 from braidrl.rollout.trajectories import to_rows
@@ -44,6 +47,7 @@ from braidrl.runtimes.engines import start_engine
 from braidrl.runtimes.functions import computed, dropped, summed
 from braidrl.runtimes.generation import leaders, requests_of, sampling_of
 from braidrl.runtimes.playing import play
+from braidrl.runtimes.publishing import Publish, publication
 from braidrl.runtimes.residency import Residency
 
 
@@ -70,13 +74,22 @@ class StageExecutor:
         self.progress, self.checks = progress, Checks(rewards, progress)
         self.workers: dict[str, RoleWorker] = {}
         self.engines: dict[str, EmbeddedEngine | EngineService] = {}
+        self.publications: dict[str, Publish] = {}
+        self.copies: dict[str, InferenceCopy] = {}
+        """Of roles that infer in another layout than they train in."""
         self.residency = Residency(config, flow)
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
+        inferring = inference_layouts(config, flow)
         for role in roles:
             worker = self.workers[role] = make_worker(role, config, flow, ranks, training)
             if role in generating:
-                self.engines[role] = start_engine(worker, config, tokenizer)
-            self.residency.add(worker, self.engines.get(role))
+                engine = self.engines[role] = start_engine(worker, config, tokenizer)
+                self.publications[role] = publication(worker, engine, config)
+            frozen = None
+            if training and role in inferring:
+                frozen = make_worker(role, with_layout(role, config, inferring[role]), flow, ranks, training=False)
+                self.copies[role] = InferenceCopy(worker, frozen)
+            self.residency.add(worker, self.engines.get(role), frozen)
         self.residency.begin()
 
     def execute(
@@ -99,7 +112,7 @@ class StageExecutor:
         return computed(stage, rows)
 
     def _infer(self, stage: Stage, rows: Rows, bar: Bar) -> Mapping[str, Column]:
-        worker = self.workers[str(stage.role)]
+        worker = self._inferring(str(stage.role))
         if stage.type == "score":
             assert isinstance(worker, ScalarWorker)
             of = stage.params.get("of")
@@ -113,6 +126,10 @@ class StageExecutor:
             return {stage.writes[0]: worker.values(rows, bar.update)}
         assert isinstance(worker, DecoderWorker)
         return {stage.writes[0]: worker.log_probs(rows, bar.update)}
+
+    def _inferring(self, role: str) -> RoleWorker:
+        """The worker that infers for a role, with its weights of now."""
+        return self.copies[role].current() if role in self.copies else self.workers[role]
 
     def _generate(
         self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage], stop: EarlyStop | None
@@ -144,9 +161,12 @@ class StageExecutor:
     def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Episodes in the stage's environment; failures of environments are counted and the first is shown."""
         assert stage.role
+        engine = self.engines[stage.role]
+        if isinstance(engine, PooledEngine):
+            raise UserError(f"{stage.name}: an environment needs engines of their own; write rollout.engines=1")
         with self.progress.stage(stage.name, len(rows)) as bar:
             columns, failures = play(
-                self.engines[stage.role], stage, rows, self.config, self.tokenizer, sampling_of(stage, self.config),
+                engine, stage, rows, self.config, self.tokenizer, sampling_of(stage, self.config),
                 sums, bar,
             )  # fmt: skip
         for line in failures:
@@ -234,24 +254,28 @@ class StageExecutor:
         return self.workers[stage.role].step({name: denominators[name] for name in needed}, iteration)
 
     def meets(self, stage: Stage) -> bool:
-        """True where a rank without rows takes part in an infer stage, because ranks compute it together."""
-        return stage.kind is Kind.INFER and stage.role in self.workers and self.workers[stage.role].ranks.together
+        """True where a rank without rows takes part in a stage, because ranks infer or generate together."""
+        if stage.kind is Kind.GENERATE:
+            return isinstance(self.engines.get(str(stage.role)), PooledEngine)
+        if stage.kind is not Kind.INFER or stage.role not in self.workers:
+            return False
+        copy = self.copies.get(stage.role)
+        return self.workers[stage.role].ranks.together or (copy is not None and copy.frozen.ranks.together)
 
     def accompany(self, stage: Stage) -> None:
-        """The part in an infer stage of a rank that has no rows."""
+        """The part of a rank that has no rows in a stage that ranks compute together."""
         self.residency.before(stage)
+        if stage.kind is Kind.GENERATE:
+            self.engines[str(stage.role)].generate([])
+            return
         names = {"score": "scores", "values": "values"}
-        self.workers[str(stage.role)].infer(names.get(stage.type, "log_probs"), Rows({}))
+        self._inferring(str(stage.role)).infer(names.get(stage.type, "log_probs"), Rows({}))
 
     def publish(self, version: int) -> None:
         """The engines generate with the trained weights from now on."""
         self.residency.before_publishing()
-        for role, engine in self.engines.items():
-            worker = self.workers[role]
-            if isinstance(engine, EmbeddedEngine) and worker.holds_its_weights:
-                engine.publish(version)
-            else:
-                engine.publish(version, Weights(whole_weights(worker)))
+        for publish in self.publications.values():
+            publish(version)
 
     def save(self, folder: Path, write: bool = True) -> None:
         """Every role that changes as a Hugging Face directory, with its optimizer if it has one.

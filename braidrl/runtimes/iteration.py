@@ -25,6 +25,7 @@ from braidrl.flow.waves import SURPLUS, Outcome, Sampling, Verdict
 from braidrl.models.objective import taking_part
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.early_stop import Needless, Segment, segment_of
+from braidrl.runtimes.engines import pools_ranks
 from braidrl.runtimes.row_store import Origin
 
 T = TypeVar("T")
@@ -210,7 +211,9 @@ class Walk(Generic[T]):
         groups = sorted(set(self.crew.index(table)["group"].tolist()))
         self.sampling.admit(groups)
         verdicts = {group: Verdict(version=version) for group in groups}
-        segment = segment_of(self.flow, iteration) if self.config.trainer.surplus == "drop" else None
+        # Ranks that decode in step draw every row to its end.
+        ends_early = self.config.trainer.surplus == "drop" and not pools_ranks(self.config)
+        segment = segment_of(self.flow, iteration) if ends_early else None
         for stage in self.flow.stages[: self.recorded_stages]:
             if not stage.when.includes(iteration):
                 continue

@@ -20,7 +20,7 @@ from braidrl.flow import Flow, Kind
 from braidrl.flow.waves import Sampling
 from braidrl.models.role_settings import choose_device, layout_key, layout_of
 from braidrl.runtimes.building import build_flow
-from braidrl.runtimes.checks import check_layouts
+from braidrl.runtimes.checks import check_divided_engines, check_generating_ranks, check_layouts
 
 
 def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
@@ -108,7 +108,9 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
                 f"roles.{role}.generate_workers={own.generate_workers}: ranks that divide a model ({layout_key(role, config)}) "
                 "all generate; remove it"
             )
-    check_layouts(config, flow.roles, size)
+    check_layouts(config, flow, flow.roles, size)
+    check_divided_engines(config, flow.stages)
+    check_generating_ranks(config, size)
     devices = torch.cuda.device_count()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if launcher_of(config) == "ray":

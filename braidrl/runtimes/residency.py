@@ -42,13 +42,14 @@ class Residency:
         self.budget = None if gib is None else int(gib * GIB)
         self.held: dict[Asset, Held] = {}
         self.shared = frozenset[str]()
+        self.copied = frozenset[str]()
         self.resident: set[Asset] = set()
         self.kept, self.current = NOTHING, NOTHING
         # A checkpoint may be written beside a stage that runs.
         self._lock = threading.RLock()
 
-    def add(self, worker: RoleWorker, engine: Any) -> None:
-        """Takes charge of a role that was just loaded, and puts it away: the next one needs the room."""
+    def add(self, worker: RoleWorker, engine: Any, inferring: RoleWorker | None = None) -> None:
+        """Takes charge of a role that was just loaded, with what it infers with, and puts it away: the next one needs the room."""
         if self.budget is None:
             return
         found = held_by(worker)
@@ -56,6 +57,9 @@ class Residency:
             found[Asset(worker.role, "engine")] = held_by_engine(worker, engine)
             if engine.model is worker.model:
                 self.shared |= {worker.role}
+        if inferring is not None:
+            found[Asset(worker.role, "inference")] = held_weights(inferring)
+            self.copied |= {worker.role}
         self.held |= found
         self.resident |= found.keys()
         self._move(NOTHING)
@@ -63,12 +67,12 @@ class Residency:
     def begin(self) -> None:
         """When all roles are there: brings what stays throughout. Raises UserError for a stage that alone is over the budget."""
         sizes = {asset: held.size for asset, held in self.held.items()}
-        self.kept = residency_plan(self.flow, sizes, self.budget, self.shared).kept
+        self.kept = residency_plan(self.flow, sizes, self.budget, self.shared, self.copied).kept
         self._move(NOTHING)
 
     def before(self, stage: Stage) -> None:
         """Brings what a stage needs; one that needs no model leaves all where it is."""
-        if needed := stage_needs(stage, self.shared):
+        if needed := stage_needs(stage, self.shared, self.copied):
             self._move(frozenset(needed))
 
     def before_publishing(self) -> None:
@@ -104,12 +108,16 @@ class Residency:
 
 def held_by(worker: RoleWorker) -> dict[Asset, Held]:
     """A role's weights and, where it is trained, masters, moments and the gradients that a step needs room for."""
-    weights = worker.movable["weights"]
-    size = sum(storage.nbytes() for storage in storages(worker.model.parameters()))
-    found = {Asset(worker.role, "weights"): Held(size, weights)}
+    found = {Asset(worker.role, "weights"): held_weights(worker)}
     if worker.optimizer is not None:
         found[Asset(worker.role, "optimizer")] = Held(worker.optimizer.bytes_in_use, worker.movable["optimizer"])
     return found
+
+
+def held_weights(worker: RoleWorker) -> Held:
+    """A worker's weights alone."""
+    size = sum(storage.nbytes() for storage in storages(worker.model.parameters()))
+    return Held(size, worker.movable["weights"])
 
 
 def held_by_engine(worker: RoleWorker, engine: EmbeddedEngine) -> Held:

@@ -25,6 +25,8 @@ from braidrl.runtimes.building import build_flow
 from braidrl.runtimes.checks import (
     check_adapters,
     check_answers,
+    check_divided_engines,
+    check_generating_ranks,
     check_layouts,
     check_lengths,
     check_names,
@@ -50,7 +52,9 @@ class Prepared:
         """Raises UserError for parts that do not fit together."""
         config, held_out = self.config, list(self.eval_sources.values())
         check_names(config)
-        check_layouts(config, self.flow.roles)
+        check_layouts(config, self.flow, self.flow.roles)
+        evaluated = self.evaluation.stages if self.eval_sources else ()
+        check_divided_engines(config, [*self.flow.stages, *evaluated])
         check_adapters(config, self.flow)
         check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
         if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
@@ -138,7 +142,9 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
         pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
         check_copies(flow, pools)
         for pool in pools:
-            check_layouts(config, pool.roles, pool.workers)
+            check_layouts(config, flow, pool.roles, pool.workers)
+            if set(pool.roles) & set(prepared.generating):
+                check_generating_ranks(config, pool.workers)
     return prepared
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from braidrl.config import TrainerConfig
 from braidrl.errors import UserError
@@ -25,6 +24,7 @@ from braidrl.models.layout import ParallelLayout
 from braidrl.models.loading import load_decoder
 from braidrl.models.optimizer import MasterOptimizer
 from braidrl.rollout.slots import SlotCache
+from tests.models.activations import kept_bytes
 
 TOKENS = 96
 
@@ -54,21 +54,7 @@ def test_resident_bytes_are_those_of_a_model_that_trains(
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
 def test_activations_are_what_autograd_keeps(tiny_models: dict[str, Path], name: str) -> None:
     model = load_decoder(tiny_models[name])
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in parameters:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden = model.base_model(
-            input_ids=torch.zeros(1, TOKENS, dtype=torch.int64), position_ids=torch.arange(TOKENS)[None], use_cache=False,
-            sequences=PackedSequences.of([TOKENS]),
-        ).last_hidden_state  # fmt: skip
-    kept[hidden.untyped_storage().data_ptr()] = hidden
-    real = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    real = kept_bytes(model, TOKENS)
     counted = activation_bytes(model_shape(tiny_models[name], torch.float32), TOKENS, checkpointing=False)
     assert counted == pytest.approx(real, rel=0.1), "kernels on the CPU keep a little beside, such as sums of scores"
 

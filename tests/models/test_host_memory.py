@@ -40,3 +40,8 @@ def faults_of_a_step(*words: str) -> int:
 @pytest.mark.skipif(not keep_freed_memory(), reason="this C library has no mallopt")
 def test_a_step_meets_no_new_pages():
     assert 10 * faults_of_a_step("keep") < faults_of_a_step()
+
+
+def test_settings_of_the_environment_stay(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "100000")
+    assert not keep_freed_memory.__wrapped__()

@@ -57,8 +57,9 @@ def test_layers_in_float64_compute_as_before() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 16, 700, 1300])
-def test_products_and_their_gradients_are_torchs(rows: int) -> None:
-    layer = nn.Linear(24, 40)
+@pytest.mark.parametrize("out", [16, 40])
+def test_products_and_their_gradients_are_torchs(rows: int, out: int) -> None:
+    layer = nn.Linear(24, out)
     x = torch.randn(2, rows, 24, requires_grad=True)
     expected = layer(x)
     weights = torch.randn_like(expected)

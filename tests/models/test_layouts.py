@@ -34,7 +34,7 @@ PAIRWISE: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("qwen3", {"tensor": 2, "shard": "full"}), ("qwen2", {"sequence": 2, "shard": "optimizer"}),
         ("llama", {"tensor": 2, "sequence": 2}), ("qwen2", {"pipeline": 2, "shard": "full"}),
         ("qwen3", {"pipeline": 2, "tensor": 2}), ("llama", {"pipeline": 2, "sequence": 2, "shard": "optimizer"}),
-        ("qwen2", {"pipeline": 4}), ("qwen3", {"nodes": 2, "shard": "full"}),
+        ("qwen2", {"pipeline": 4}), ("qwen3", {"nodes": 2, "shard": "full"}), ("llama", {"tensor": 4}),
     ],
 }  # fmt: skip
 
@@ -68,8 +68,12 @@ def test_two_ranks_compute_what_one_process_does(models: dict[str, str], tmp_pat
     # Weights that are tied, of a role that is divided in another way.
     layouts: list[dict[str, Any]] = [{"tensor": 2}, {"shard": "full"}, {"pipeline": 2}, {"tensor": 2}]
     copied = [(models["qwen2"], models["other qwen2"], pair) for pair in itertools.pairwise(layouts)]
-    found = in_ranks(2, cases, contract=contract, folder=str(tmp_path), copied=copied)
-    assert found == {name: [] for name in found} and len(found) == len(PAIRWISE[2]) + len(copied)
+    # Prompts that rows share, and what is kept of a forward pass, where ranks divide the tokens between matrices.
+    shared = [(models["qwen3"], layout, 24) for layout in ({"tensor": 2}, {"pipeline": 2})]
+    kept = [(models["qwen3"], {"tensor": 2})]
+    more = {"copied": copied, "shared": shared, "kept": kept}
+    found = in_ranks(2, cases, contract=contract, folder=str(tmp_path), **more)
+    assert found == {name: [] for name in found} and len(found) == len(cases) + len(copied) + len(shared) + len(kept)
 
 
 def test_four_ranks_do_too_and_a_checkpoint_of_one_layout_goes_on_under_another(
@@ -97,6 +101,41 @@ def test_four_ranks_do_too_and_a_checkpoint_of_one_layout_goes_on_under_another(
             assert AutoModelForCausalLM.from_pretrained(tmp_path / name / f"export-{number}").dtype == torch.float32
         refused_as_another_model(models["llama"], tmp_path / name / "saved")
         refused_as_damaged(worker, tmp_path / name / "saved")
+
+
+# From the first of each to all others, and to files: tied weights on two stages, parts that are not equal, replicas.
+RESHAPED: dict[int, list[tuple[str, list[dict[str, Any]], bool]]] = {
+    2: [
+        ("qwen2", [{"pipeline": 2}, {"tensor": 2}, {}], False),
+        ("qwen3", [{"shard": "full"}, {"tensor": 2}, {"shard": "full"}], False),
+        ("qwen2", [{"shard": "full"}, {"tensor": 2}], True),
+        ("qwen3", [{"tensor": 2}, {}], True),
+        ("qwen2", [{"tensor": 2}, {"shard": "full"}], False),
+    ],
+    4: [
+        ("qwen2", [{"pipeline": 2, "shard": "full"}, {"tensor": 4}], False),
+        ("qwen3", [{"tensor": 2, "shard": "full"}, {"pipeline": 4}], False),
+        ("llama", [{"sequence": 2, "shard": "optimizer"}, {"nodes": 2, "shard": "full"}], False),
+        ("qwen2", [{"pipeline": 2, "sequence": 2, "shard": "full"}, {"tensor": 2}], True),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_weights_go_from_one_layout_to_another_and_to_files_block_by_block(models: dict[str, str], size: int) -> None:
+    """To the bit, never more at a time than the bucket, and nothing where it is there already."""
+    cases = [(models[name], layouts, lora) for name, layouts, lora in RESHAPED[size]]
+    found = in_ranks(size, {}, reshaped=cases)
+    assert found == {name: [] for name in found} and len(found) == sum(len(layouts) + 1 for _, layouts, _ in cases)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("lora", [False, True])
+def test_weights_go_from_every_layout_to_every_other(models: dict[str, str], lora: bool) -> None:
+    layouts = [{}, *(layout for _, layout in PAIRWISE[4])]
+    cases = [(models[name], [first, *layouts], lora) for first in layouts for name in ("qwen2", "qwen3")]
+    found = in_ranks(4, {}, reshaped=cases)
+    assert found == {name: [] for name in found}
 
 
 def refused_as_another_model(model: str, saved: Path) -> None:

@@ -17,6 +17,7 @@ from braidrl.models.checkpoint import load_worker, save_worker, whole_weights
 from braidrl.models.contract import CHECKS, Subject
 from braidrl.models.following import follow
 from braidrl.models.footprint import model_shape, resident_bytes
+from braidrl.models.layout import ParallelLayout
 from braidrl.models.lora import ADAPTER
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.scalar_worker import ScalarWorker
@@ -170,10 +171,25 @@ def test_a_copied_reference_takes_the_merged_weights(tiny_models: dict[str, Path
         assert torch.equal(reference.model.state_dict()[name], tensor), name
 
 
-def test_ranks_that_divide_the_model_train_the_same_adapters(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    model = tiny_models["qwen3"]
+@pytest.mark.parametrize(
+    ("name", "ranks", "layouts"),
+    [
+        ("qwen3", 2, [{"tensor": 2}, {"shard": "full"}, {"sequence": 2, "shard": "optimizer"}, {"pipeline": 2}]),
+        ("qwen2", 4, [{"tensor": 2, "shard": "full"}, {"pipeline": 2, "tensor": 2}]),
+    ],
+)
+def test_ranks_that_divide_the_model_train_the_same_adapters(
+    name: str, ranks: int, layouts: list[dict[str, Any]], tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    model = tiny_models[name]
     save_worker(started(adapted(model)), tmp_path / "alone")
-    layouts: list[dict[str, Any]] = [{"shard": "full"}, {"sequence": 2, "shard": "optimizer"}, {"pipeline": 2}]
     task = {"model": str(model), "layouts": layouts, "folder": str(tmp_path)}
-    found = run_ranks("tests.models.laid_out:with_adapters", task, 2, 200.0)
+    found = run_ranks("tests.models.laid_out:with_adapters", task, ranks, 200.0)
     assert found == {str(layout): [] for layout in layouts}
+
+
+def test_adapters_divide_with_the_matrices_beside_them(tiny_models: dict[str, Path]) -> None:
+    shape = model_shape(tiny_models["qwen3"], torch.float64, lora=LoraConfig(**LORA))
+    whole, half = (resident_bytes(shape, True, ParallelLayout(data=1, tensor=n))["gradients"] for n in (1, 2))
+    # Of q, k, v, gate and up the first factor is whole, (4, 32) of each; of o and down the second one, (32, 4).
+    assert half == (whole + 2 * 7 * 4 * 32 * 8) / 2

@@ -86,6 +86,13 @@ def test_a_reference_that_copies_the_actor_needs_both() -> None:
     }  # fmt: skip
 
 
+def test_a_role_that_infers_with_a_copy_of_its_weights_needs_both_to_infer_and_its_own_alone_to_train() -> None:
+    needs = needed_assets(ppo(), copied=frozenset({"critic"}))
+    own, copy = Asset("critic", "weights"), Asset("critic", "inference")
+    assert needs["critic.values"] == {own, copy} and needs["actor.log_probs"] == {Asset("actor", "weights")}
+    assert copy not in needs["critic.update"]
+
+
 def test_a_stage_over_the_budget_is_named_with_what_it_needs() -> None:
     sizes = {Asset("actor", "weights"): 2_000, Asset("actor", "optimizer"): 6_000}
     with pytest.raises(UserError, match=r"actor.update needs 8,000 bytes .*optimizer 6,000, actor weights 2,000"):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from braidrl.models.attention import ATTENTION
 from braidrl.rollout.contract import all_of
 from braidrl.rollout.engine import Engine, ModelWeights
-from braidrl.rollout.host import EngineSpec
+from braidrl.rollout.engine_spec import EngineSpec
 from braidrl.rollout.process import EngineProcess
 from braidrl.rollout.requests import Request
 from tests.rollout.tiny import SIZES, make_tokenizer, training_log_probs
@@ -40,7 +40,12 @@ def write_served_model(folder: Path) -> Path:
 
 
 def spec(kind: str, model: Path, **options: Any) -> EngineSpec:
-    return EngineSpec(kind, str(model), slots=16, max_sequence_tokens=LIMIT, options=options)
+    """`tensor-parallel` is the embedded engine divided between two processes."""
+    divided = kind == "tensor-parallel"
+    return EngineSpec(
+        "embedded" if divided else kind, str(model), slots=16, max_sequence_tokens=LIMIT, tensor=1 + divided,
+        options=options,
+    )  # fmt: skip
 
 
 def other_weights() -> ModelWeights:

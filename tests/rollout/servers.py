@@ -19,11 +19,10 @@ from urllib.error import URLError
 
 import torch
 from aiohttp import web
-from safetensors.torch import load_file
 
-from braidrl.rollout.engine import Weights
 from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Request, Sampling, Uid
+from braidrl.rollout.shared_weights import WeightFile
 from tests.rollout.served import LIMIT, vllm_python
 from tests.tiny import ROOT
 
@@ -142,9 +141,9 @@ class SglangSpeaker:
         if self.refuses_weights:
             return web.json_response({"message": "no room"}, status=500)
         body = await asked.json()
-        tensors = load_file(Path(body["model_path"]) / "model.safetensors")
         self._loaded += 1
-        await self.engine.update_weights(self._loaded, Weights(tensors))
+        weights = WeightFile(Path(body["model_path"]) / "model.safetensors")
+        await self.engine.update_weights(self._loaded, weights)
         self.weights = body["weight_version"]
         return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
 

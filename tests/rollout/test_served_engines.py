@@ -1,4 +1,4 @@
-"""Engines in processes of their own, embedded and vLLM: the contract, weight updates, and what happens when one is killed."""
+"""Engines in processes of their own, alone, in twos and vLLM: the contract, weight updates, and what happens when one is killed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import pytest
 import torch
 
 from braidrl.errors import UserError
+from braidrl.models.data_parallel import DataParallel
+from braidrl.models.weight_transfer import weight_parts
 from braidrl.rollout.contract import CHECKS, Subject, all_of, requests
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.engine import EngineError, ModelWeights
+from braidrl.rollout.joint_weights import WeightWriter
 from braidrl.rollout.process import EngineProcess
 from braidrl.rollout.requests import Finished, Request, Uid
 from braidrl.rollout.service import EngineService
-from braidrl.rollout.shared_weights import SharedWeights, WeightFile
+from braidrl.rollout.shared_weights import SharedWeights, UnnamedWeights, WeightFile
 from tests.rollout.served import (
     LIMIT,
     LONG,
@@ -33,7 +36,7 @@ from tests.rollout.served import (
 from tests.rollout.tiny import END, make_tokenizer, training_log_probs
 
 MODEL = served_model()
-KINDS = ("embedded", "vllm")
+KINDS = ("embedded", "tensor-parallel", "vllm")
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +118,16 @@ def all_alone(wanted: Sequence[Request]) -> dict[Uid, list[int]]:
     return {row.uid: row.tokens.tolist() for row in engine.generate(wanted)}
 
 
-def test_weights_that_changed_on_their_way_are_refused(tmp_path: Path) -> None:
-    with closing(SharedWeights(ModelWeights(MODEL).tensors(), check=True)) as shared:
+def written_by_its_rank() -> UnnamedWeights:
+    parts = weight_parts(MODEL)
+    return WeightWriter(parts, DataParallel(), check=True).in_memory(parts)
+
+
+@pytest.mark.parametrize(
+    "write", [lambda: SharedWeights(ModelWeights(MODEL).tensors(), check=True), written_by_its_rank]
+)
+def test_weights_that_changed_on_their_way_are_refused(write: Callable[[], UnnamedWeights], tmp_path: Path) -> None:
+    with closing(write()) as shared:
         shared.verify()
         given = dict(shared.tensors())
         assert shared.shapes() == {name: tensor.shape for name, tensor in MODEL.state_dict().items()}

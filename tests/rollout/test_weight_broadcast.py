@@ -8,7 +8,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.rollout.engine import EngineError, Weights
+from braidrl.rollout.engine import EngineError
 from braidrl.rollout.weight_broadcast import Broadcast, Notice, Sent, packed, received, unpacked
 
 CPU = torch.device("cpu")
@@ -27,6 +28,16 @@ TENSORS = {
     "large": torch.arange(400, dtype=torch.int64).view(4, 100),
     "tied": torch.arange(50, dtype=torch.float32).view(10, 5),
 }
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors that are at hand."""
+
+    by_name: Mapping[str, torch.Tensor]
+
+    def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self.by_name.items()
 
 
 def notice_of(sizes: Sequence[int], bucket_bytes: int) -> Notice:

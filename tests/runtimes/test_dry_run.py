@@ -56,6 +56,35 @@ def test_a_trained_role_takes_more_than_a_frozen_one_and_roles_take_turns(worksh
     assert peak(footprints) == sum(sum(one.resident.values()) for one in footprints) + max(working) < 2**30
 
 
+def test_a_role_that_infers_in_another_layout_has_a_copy_of_its_weights(workshop: Workshop) -> None:
+    def resident(**trainer: Any) -> dict[str, dict[str, int]]:
+        shown.truncate(0)
+        sections = {**PPO, "algorithm": {**PPO["algorithm"], "old": "recompute"}, "trainer": trainer}
+        config = workshop.config(**sections, runtime="distributed", workers=2)
+        ((_, footprints),) = dry_run(config, Console(file=shown, width=120))
+        return {one.seat.role: one.resident for one in footprints}
+
+    shown = StringIO()
+    plain, found = resident(), resident(inference_layout={"tensor": 2})
+    for role in ("actor", "critic"):
+        assert found[role] == {**plain[role], "weights to infer with": plain[role]["weights"] // 2}
+    assert found["reference"] == plain["reference"]
+    generating = plain["actor"]["weights"] + plain["actor"]["keys and values"]
+    resident(inference_layout={"tensor": 2}, resident_gib=generating * 1.001 / 2**30)
+    assert "actor inference" in shown.getvalue() and "critic inference" in shown.getvalue()
+
+
+def test_ranks_that_decode_together_have_slices_of_the_weights_and_of_keys_and_values(workshop: Workshop) -> None:
+    def actor(**rollout: Any) -> dict[str, int]:
+        config = workshop.config(rollout=rollout, runtime="distributed", workers=2)
+        ((_, (found, *_)),) = dry_run(config, Console(file=StringIO()))
+        return found.resident
+
+    whole, half = actor(), actor(tensor=2)
+    assert half["weights of the engine"] == whole["weights"] // 2
+    assert half["keys and values"] == whole["keys and values"] // 2
+
+
 def test_servers_hold_keys_and_values_on_devices_of_their_own(workshop: Workshop) -> None:
     def resident(**rollout: str) -> set[str]:
         ((_, (actor, *_)),) = dry_run(workshop.config(rollout=rollout), Console(file=StringIO()))

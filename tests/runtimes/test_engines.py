@@ -51,6 +51,17 @@ def test_engines_in_processes_train_what_the_trainers_own_engine_trains(
     assert all(line[GAP] < 1e-5 for line in read_metrics(served))
 
 
+def test_an_engine_that_two_processes_divide_trains_what_one_does(workshop: Workshop) -> None:
+    settings: dict[str, Any] = {"trainer": TRAINER, "algorithm": {"old": "recompute"}}
+    whole = workshop.run("whole", **settings, rollout={"engines": 1})
+    divided = workshop.run("divided", **settings, rollout={"engines": 1, "tensor": 2, "check_weights": True})
+    assert tokens_of(divided, 3) == tokens_of(whole, 3)
+    assert max(gaps_of(divided, 3)) < 1e-5
+    found, expected = weights_of(divided), weights_of(whole)
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-5) for name, tensor in expected.items())
+
+
 def test_a_run_on_vllm_needs_one_value_and_has_the_trainers_log_probs_in_every_step(workshop: Workshop) -> None:
     torch.manual_seed(0)
     # the narrowest heads that vLLM computes with on a CPU
@@ -100,6 +111,12 @@ def test_a_gap_ends_a_run_when_it_jumps_or_is_over_the_limit() -> None:
         ({"rollout": {"engine": "vllm", "engines": 0}}, "write rollout.engines=1"),
         ({"runtime": "streaming", "rollout": {"engine": "vllm"}}, "as many as streaming.workers says"),
         ({"rollout": {"engine": "vlm"}}, "vllm"),
+        (
+            {"rollout": {"tensor": 2}},
+            "rollout.tensor=2 divides engines in processes of their own, or among the ranks",
+        ),
+        ({"rollout": {"engine": "vllm", "tensor": 2}}, "divides the embedded engine, and rollout.engine is vllm"),
+        ({"rollout": {"engines": 1, "tensor": 4}}, "does not divide the model's 2 key/value heads"),
         ({"rollout": {"engine": "http"}}, "name them, as in rollout.servers=http://"),
         ({"rollout": {"servers": SERVER}}, "rollout.servers are asked with rollout.engine=http"),
         (

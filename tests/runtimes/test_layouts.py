@@ -24,6 +24,8 @@ FEW: dict[str, Any] = merged(
     EVERY_STEP, {"trainer": {"steps": STEPS, "prompts_per_step": 2, "rows_per_update": 2}, "rollout": {"samples_per_prompt": 2}}
 )  # fmt: skip
 PPO: dict[str, Any] = merged(FEW, {"flow": "ppo", "algorithm": {"reward": "verify", "kl_target": 0.5}})
+RECOMPUTED: dict[str, Any] = merged(PPO, {"algorithm": {"old": "recompute"}})
+SELECTED: dict[str, Any] = merged(FEW, {"flow": "dapo", "trainer": {"over_sampling": 2}})
 FLOW: dict[str, Any] = merged(FEW, {"flow": str(DIAMOND)})
 REPLICA = {"actor": {"layout": {"tensor": 2, "shard": "optimizer"}}, "reference": {"layout": {"shard": "full"}}}
 
@@ -50,9 +52,75 @@ def test_a_run_with_layouts_is_that_of_one_process_which_goes_on_from_its_checkp
     assert_same(trace(resumed), alone)
 
 
+def test_roles_infer_in_a_layout_of_their_own_and_engines_read_what_ranks_wrote_together(workshop: Workshop) -> None:
+    """The copy that infers has the weights of each moment: stale ones would show in values and log-probs of the second step."""
+    ranks = {"runtime": "distributed", "workers": 2}
+    copies = {
+        "trainer": {"layout": {"shard": "full"}, "inference_layout": {"tensor": 2}},
+        "roles": {"critic": {"layout": {"pipeline": 2}, "inference_layout": {"data": 2}}},
+    }
+    # Three layouts of one role: two stages train, each of the engines' two processes has half of the matrices.
+    engines = {"engines": 1, "tensor": 2, "check_weights": True}
+    served = {"rollout": engines, "trainer": {"layout": {"pipeline": 2}, "inference_layout": {"shard": "full"}}}
+    # And in one process each: one trains, infers and decodes with others' slices beside its own.
+    pooled = merged(copies, {"rollout": {"tensor": 2}})
+    run_in_ranks(
+        [
+            workshop.tree("pooled", **merged(RECOMPUTED, pooled), **ranks),
+            workshop.tree("selected", **merged(SELECTED, {"rollout": {"tensor": 2}}), **ranks),
+            workshop.tree("copies", **merged(RECOMPUTED, copies), **ranks),
+            workshop.tree("served", **merged(RECOMPUTED, served), **ranks),
+        ],
+        2,
+    )
+    alone = trace(workshop.run("alone", **RECOMPUTED))
+    assert_same(trace(workshop.folder / "copies"), alone)
+    assert_same(trace(workshop.folder / "served"), alone)
+    assert_same(trace(workshop.folder / "pooled"), alone)
+    assert_same(trace(workshop.folder / "selected"), trace(workshop.run("alone-selected", **SELECTED)))
+
+
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
+        (
+            {"trainer": {"inference_layout": {"tensor": 2}}},
+            "trainer.inference_layout: no stage of grpo infers with a role",
+        ),
+        (
+            {"algorithm": {"old": "recompute"}, "trainer": {"inference_layout": {"tensor": 3}}},
+            r"trainer.inference_layout: .* make 3 devices and there are 2",
+        ),
+        (
+            {
+                "workers": 4,
+                "algorithm": {"old": "recompute"},
+                "roles": {"actor": {"inference_layout": {"tensor": 4}}},
+            },
+            "roles.actor.inference_layout: the model has 2 key/value heads, which tensor=4",
+        ),
+        (
+            {"algorithm": {"kl_coef": 0.1}, "roles": {"reference": {"inference_layout": {"tensor": 2}}}},
+            "roles.reference.inference_layout: flow grpo does not train reference; write roles.reference.layout",
+        ),
+        (
+            {"roles": {"actor": {"inference_layout": {"tensor": 2}}}},
+            "roles.actor.inference_layout: no stage of grpo infers with actor; remove it",
+        ),
+        ({"workers": 3, "rollout": {"tensor": 2}}, "rollout.tensor=2: 3 ranks generate, which it does not divide"),
+        (
+            {"rollout": {"tensor": 2}, "roles": {"actor": {"generate_workers": 1}}},
+            "roles.actor.generate_workers: with rollout",
+        ),
+        (
+            {"rollout": {"tensor": 2, "environment": "gem:rg:basic_arithmetic"}},
+            "rollout.tensor=2: .* no turns in an environment",
+        ),
+        ({"runtime": "eager", "rollout": {"tensor": 2}}, "rollout.tensor=2 divides engines in processes of their own"),
+        (
+            {"runtime": "eager", "algorithm": {"old": "recompute"}, "trainer": {"inference_layout": {"shard": "full"}}},
+            "trainer.inference_layout is for runtime=distributed or hybrid; remove it",
+        ),
         ({"trainer": {"layout": {"tensor": 3}}}, r"trainer.layout: .* make 3 devices and there are 2"),
         ({"roles": {"actor": {"layout": {"data": 4}}}}, r"roles.actor.layout: .* make 4 devices and there are 2"),
         ({"trainer": {"layout": {"sequence": 2}, "share_prompts": True}}, "sequence=1, or trainer.share_prompts=false"),

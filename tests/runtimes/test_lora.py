@@ -48,23 +48,23 @@ def test_rollouts_are_drawn_with_the_merged_weights_and_a_stopped_run_goes_on_ex
 def test_ranks_that_divide_the_model_train_its_adapters_as_one_process_does(workshop: Workshop) -> None:
     trainer = {**TRAINER, "steps": 2}
     alone = workshop.run("alone", **FLOW, trainer=trainer)
-    tree = workshop.tree(
-        "ranks", **FLOW, trainer={**trainer, "layout": {"shard": "full"}}, runtime="distributed", workers=2
-    )
-    run_in_ranks([tree], 2)
-    ranks = workshop.folder / "ranks"
-    for ours, theirs in zip(metrics_without_times(ranks), metrics_without_times(alone), strict=True):
-        assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-3)
-        assert ours["train/rollout_log_prob_gap"] < 1e-5
+    layouts: dict[str, Any] = {
+        "shards": {"layout": {"shard": "full"}, "inference_layout": {"tensor": 2}}, "matrices": {"layout": {"tensor": 2}},
+    }  # fmt: skip
+    more: dict[str, Any] = {"runtime": "distributed", "workers": 2}
+    flow = {**FLOW, "rollout": {**FLOW["rollout"], "tensor": 2}}
+    flows = {"shards": FLOW, "matrices": flow}
+    run_in_ranks([workshop.tree(n, **flows[n], trainer={**trainer, **own}, **more) for n, own in layouts.items()], 2)
+    for name in layouts:
+        ranks = metrics_without_times(workshop.folder / name)
+        for ours, theirs in zip(ranks, metrics_without_times(alone), strict=True):
+            assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-3)
+            assert ours["train/rollout_log_prob_gap"] < 1e-5
 
 
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        (
-            {"trainer": {"lora": {}, "layout": {"tensor": 2}}, "runtime": "distributed", "workers": 2},
-            r"trainer\.layout: adapters are not divided by matrix; write tensor=1",
-        ),
         ({"roles": {"reference": {"lora": {}}}, "algorithm": {"kl_coef": 0.1}}, r"does not train reference; remove it"),
         ({"trainer": {"lora": {"targets": ["q_porj"]}}}, "no linear layer 'q_porj' in its layers. Did you mean 'q_proj'"),
     ],

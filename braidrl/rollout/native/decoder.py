@@ -46,11 +46,12 @@ class Layer:
     projections: Tensor
     projection_bias: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None
-    output: nn.Linear
+    output: nn.Module
+    """Called as it is: of a divided model it is where ranks meet."""
     post_norm: Tensor
     gate_up: Tensor
     gate_up_bias: Tensor | None
-    down: nn.Linear
+    down: nn.Module
     window: int | None
     scaling: float
 
@@ -83,10 +84,10 @@ class NativeDecoder:
             attended = kernels.attend(
                 projected, layer.head_norms, epsilon, angles, positions, keys, values, layer.window, layer.scaling
             )
-            update = product(attended, layer.output.weight, layer.output.bias)
+            update = layer.output(attended)
             normed = kernels.add_norm(residual, update, layer.post_norm, epsilon)
             gated = kernels.gated(product(normed, layer.gate_up, layer.gate_up_bias))
-            update = product(gated, layer.down.weight, layer.down.bias)
+            update = layer.down(gated)
         normed = kernels.add_norm(residual, update, body.norm.weight, epsilon)
         logits: Tensor = self._model.get_output_embeddings()(normed)
         return logits

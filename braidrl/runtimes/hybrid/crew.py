@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,9 +21,12 @@ from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.flow import is_optimized
-from braidrl.models.role_settings import layout_of
+from braidrl.models.checkpoint import Write
+from braidrl.models.layout import ParallelLayout
+from braidrl.models.role_settings import inference_layouts, layout_of
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.early_stop import Needless, Segment
+from braidrl.runtimes.engines import pools_ranks
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.calls import Calls, Work
 from braidrl.runtimes.hybrid.dealing import Deal, by_cost, by_length, by_number, by_prompt, in_place
@@ -31,6 +35,7 @@ from braidrl.runtimes.hybrid.handle import Deferred, Handle, Layer
 from braidrl.runtimes.hybrid.parts import columns_read, packed_rows
 from braidrl.runtimes.iteration import group_tokens
 from braidrl.runtimes.row_store import Admission, Origin
+from braidrl.runtimes.writing import check_written
 
 
 class HybridCrew:
@@ -73,7 +78,7 @@ class HybridCrew:
         if stage.role is None:
             return table.deferring(*table.deferred, asked)
         self._compute_for(stage, table)
-        method = "infer" if stage.kind is Kind.INFER and self._divided([str(stage.role)]) else "execute"
+        method = "execute_together" if self._meets(stage) else "execute"
         return table.with_layer(stage.name, self.calls.begin(asked, table, *self._place(stage, table), method))
 
     def generate_needed(
@@ -152,6 +157,12 @@ class HybridCrew:
         for group in self.distinct:
             group.wait(group.call("save", folder.resolve(), aside=not self._divided(group.pool.roles)))
 
+    def stage(self, folder: Path) -> list[Write]:
+        """As `save`, but each worker goes on as soon as it has copies, and writes them in a thread."""
+        for group in self.distinct:
+            group.wait(group.call("stage", folder.resolve(), aside=not self._divided(group.pool.roles)))
+        return [partial(written, group) for group in self.distinct]
+
     def load(self, folder: Path, version: int) -> None:
         self.calls.everywhere("load", folder.resolve())
         self.calls.everywhere("publish", version)
@@ -160,8 +171,21 @@ class HybridCrew:
         self.resources.close()
 
     def _divided(self, roles: Iterable[str]) -> bool:
-        """True where the ranks of one of the roles compute together, or have parts of its weights."""
-        return any(not layout_of(role, self.executor.config).over(self.groups[role].mesh.size).copies for role in roles)
+        """True where the ranks of one of the roles have parts of its weights, or compute together."""
+        return any(self._together(role, layout_of(role, self.executor.config)) for role in roles)
+
+    def _meets(self, stage: Stage) -> bool:
+        """True where the ranks of a role meet to generate or infer, or to bring the weights to the layout that they infer in."""
+        role, config = str(stage.role), self.executor.config
+        if stage.kind is Kind.GENERATE:
+            return pools_ranks(config)
+        if stage.kind is not Kind.INFER:
+            return False
+        other = inference_layouts(config, self.executor.flow).get(role)
+        return self._divided([role]) or (other is not None and self._together(role, other))
+
+    def _together(self, role: str, layout: ParallelLayout) -> bool:
+        return not layout.over(self.groups[role].mesh.size).copies
 
     def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup, Deal]:
         """The group that runs a role's stage, and how rows are dealt to its ranks."""
@@ -234,3 +258,9 @@ class HybridCrew:
             for name, value in answer.result.items():
                 totals[name] = totals[name] + value if name in totals else value
         return totals
+
+
+def written(group: WorkerGroup) -> None:
+    """Waits until the workers have written what they staged. Raises OSError where one could not."""
+    for answer in group.wait(group.call("written", aside=True)):
+        check_written(answer.result)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.data.loader import PromptLoader
-from braidrl.models.role_settings import layout_of
+from braidrl.models.role_settings import inference_layouts, layout_of
 from braidrl.observe.progress import Progress
 from braidrl.placement.pools import Pool, place
 from braidrl.runtimes.executor import StageExecutor
@@ -77,7 +77,10 @@ def load(groups: Sequence[WorkerGroup], home: WorkerGroup, prepared: Prepared) -
     begun: list[tuple[WorkerGroup, list[Future]]] = []
     without_data = replace(prepared, sources=[], texts=None)
     for group in groups:
-        shards = any(layout_of(role, prepared.config).shard != "none" for role in group.pool.roles)
+        others = inference_layouts(prepared.config, prepared.flow)
+        layouts = [layout_of(role, prepared.config) for role in group.pool.roles]
+        layouts += [others[role] for role in group.pool.roles if role in others]
+        shards = any(layout.shard != "none" for layout in layouts)
         if group.mesh.size > 1 or shards:
             (answer,) = group.wait([group.call("rendezvous")])
             begun.append((group, group.call("meet", answer.result)))

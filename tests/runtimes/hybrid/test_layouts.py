@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from braidrl.runtimes.residency import GIB
 from braidrl.runtimes.run import TrainingRun
 from tests.invariants.traces import assert_same, trace
 from tests.runtimes.hybrid.warm import WarmCluster
-from tests.runtimes.test_layouts import FLOW, PPO, REPLICA
+from tests.runtimes.test_layouts import FLOW, PPO, RECOMPUTED, REPLICA
 from tests.tiny import Workshop
 
 LAYOUTS = {"trainer": {"layout": {"shard": "full"}}, "roles": {"critic": {"layout": {"pipeline": 2}}}}
@@ -28,6 +29,21 @@ def test_ranks_of_pools_divide_their_models_and_the_run_is_that_of_one_process(
         run.train()
     assert_same(trace(run.folder), trace(workshop.run("alone", **PPO)))
     assert len(list((run.folder / "checkpoints/step-1/actor/optimizer").glob("*.distcp"))) == 2
+
+
+def test_ranks_of_a_pool_bring_weights_to_the_layout_that_they_infer_in_and_put_them_away(
+    workshop: Workshop, warm_cluster: WarmCluster
+) -> None:
+    """And decode together, all in room for five and a half models in float64: actor, critic and their optimizers would take more."""
+    sections = {**RECOMPUTED, "data": {"max_prompt_tokens": 12}}
+    trainer = {"inference_layout": {"tensor": 2}, "resident_gib": 5.5 * 8 * 17_000 / GIB}
+    roles = {"critic": {"layout": {"shard": "full"}, "inference_layout": {"data": 2}}}
+    rollout = {**sections["rollout"], "tensor": 2}
+    with TrainingRun(
+        hybrid(workshop, "copies", sections, "colocate", trainer=trainer, roles=roles, rollout=rollout)
+    ) as run:
+        run.train()
+    assert_same(trace(run.folder), trace(workshop.run("alone", **sections)))
 
 
 def test_roles_of_one_pool_lie_in_it_in_different_ways(workshop: Workshop, warm_cluster: WarmCluster) -> None:

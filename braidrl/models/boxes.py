@@ -1,0 +1,77 @@
+"""Blocks of a tensor: what a rank has of it, and what goes from one rank to another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, order=True)
+class Box:
+    """Where a block begins along each dimension of its tensor, and how far it goes."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """All of a tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def elements(self) -> int:
+        """Numbers in it; a tensor without dimensions has one."""
+        return math.prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What it is of the whole tensor."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The block, in the memory of the whole tensor."""
+        return whole[self.slices]
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """What it is of a tensor that holds the block `outer` alone, of which it is a part."""
+        inside = tuple(at - start for at, start in zip(self.offsets, outer.offsets, strict=True))
+        return Box(inside, self.sizes).slices
+
+    def along(self, axis: int, start: int, end: int) -> Box:
+        """The same block, from `start` to `end` along one dimension."""
+        offsets = (*self.offsets[:axis], start, *self.offsets[axis + 1 :])
+        return replace(self, offsets=offsets, sizes=(*self.sizes[:axis], end - start, *self.sizes[axis + 1 :]))
+
+    def overlap(self, other: Box) -> Box | None:
+        """What both have, if there is any."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = [
+            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        ]
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def without(self, other: Box) -> list[Box]:
+        """Blocks, none over another, that together are this one less what `other` has of it."""
+        inner = self.overlap(other)
+        if inner is None:
+            return [self]
+        found, rest = [], self
+        for axis, (at, size) in enumerate(zip(inner.offsets, inner.sizes, strict=True)):
+            start, end = rest.offsets[axis], rest.offsets[axis] + rest.sizes[axis]
+            found += [rest.along(axis, a, b) for a, b in ((start, at), (at + size, end)) if a < b]
+            rest = rest.along(axis, at, at + size)
+        return found
+
+    def cut(self, elements: int) -> list[Box]:
+        """Blocks of at most so many elements that together are this one, in the order of memory."""
+        if self.elements <= max(1, elements):
+            return [self]
+        axis = next(axis for axis, size in enumerate(self.sizes) if size > 1)
+        start, end = self.offsets[axis], self.offsets[axis] + self.sizes[axis]
+        step = max(1, elements * self.sizes[axis] // self.elements)
+        parts = [self.along(axis, at, min(at + step, end)) for at in range(start, end, step)]
+        return [piece for part in parts for piece in part.cut(elements)]

@@ -1,0 +1,57 @@
+"""A second model of a role in another layout than the one it trains in: what it infers with, or what its engine decodes with.
+
+training layout   step ─ step ──────────── step ─
+                              ╲ moves             ╲          box to box, when the weights have changed and somebody needs them
+another layout                 infer ─ infer       infer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from braidrl.models.data_parallel import DataParallel
+from braidrl.models.role_worker import RoleWorker
+from braidrl.models.weight_transfer import LIMIT_BYTES, Traffic, WeightPart, WeightTransfer, holdings, weight_parts
+
+Parts = Callable[[], Mapping[str, WeightPart]]
+
+
+class LayoutCopy:
+    """Brings parts of a second model up to date with a worker; all ranks of the role do so at the same time."""
+
+    def __init__(self, worker: RoleWorker, parts: Parts, divided: bool, limit_bytes: int = LIMIT_BYTES) -> None:
+        """`parts` are those that this rank has of it, and ranks have `divided` it. Raises ValueError where it is another model."""
+        self.worker, self.parts = worker, parts
+        # Where each rank has all of both, nobody is waited for.
+        meet = worker.ranks if worker.ranks.divided or divided else DataParallel()
+        known = holdings(settled_parts(worker), meet)
+        self.transfer = WeightTransfer(known, holdings(parts(), meet).boxes, meet, limit_bytes)
+        self.traffic = Traffic()
+
+    def refresh(self) -> None:
+        """Takes the worker's weights as they are now."""
+        self.traffic = self.transfer.run(settled_parts(self.worker), self.parts())
+
+
+class InferenceCopy:
+    """A frozen worker that infers with the weights of one that is trained."""
+
+    def __init__(self, worker: RoleWorker, frozen: RoleWorker) -> None:
+        """Both have just been loaded from the same files."""
+        self.worker, self.frozen = worker, frozen
+        self.copy = LayoutCopy(worker, partial(settled_parts, frozen), frozen.ranks.divided)
+        self._changes = worker.changes
+
+    def current(self) -> RoleWorker:
+        """The frozen worker with the weights of now; all ranks of the role call this at the same time."""
+        if self._changes != self.worker.changes:
+            self.copy.refresh()
+            self._changes = self.worker.changes
+        return self.frozen
+
+
+def settled_parts(worker: RoleWorker) -> Mapping[str, WeightPart]:
+    """What a rank has of a worker's weights when nothing of the others' is with it."""
+    worker.ranks.settle(worker.model)
+    return weight_parts(worker.model)
