@@ -111,6 +111,10 @@ def check_servers(config: Config) -> None:
         )
     if servers.folder is not None and not servers.folder.is_dir():
         raise UserError(f"rollout.servers.folder: there is no folder {servers.folder}")
+    if servers.weights == "network" and DIALECTS[servers.dialect].network is None:
+        raise UserError(
+            f"rollout.servers.weights=network: servers of {servers.dialect} read weights from a folder; remove it"
+        )
     if importlib.util.find_spec("aiohttp") is None:
         raise UserError("rollout.engine=http needs aiohttp; install it with `pip install 'braidrl[endpoint]'`")
 

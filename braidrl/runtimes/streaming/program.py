@@ -102,10 +102,10 @@ class StreamingProgram:
         while not self.control.finished:
             self._admit()
             with self.control.changed:
-                due = self.control.allowed < iteration and self.stream.schedule.due_steps()
+                due = self.control.assignments.allowed < iteration and self.stream.schedule.due_steps()
             if due:
                 before_training()
-                self._change(lambda: setattr(self.control, "allowed", iteration))
+                self._change(lambda: setattr(self.control.assignments, "allowed", iteration))
             self._wait()
         finished = self.control.finished.popleft()
         assert finished.iteration == iteration
@@ -180,7 +180,7 @@ class StreamingProgram:
             self.stream.schedule.resume(version, Sampling.restored(state), versions)
             if surplus is not None:
                 self.stream.restore(surplus, self.data.write_rows(surplus))
-            self.control.engine_version = self.control.allowed = version
+            self.control.engine_version = self.control.assignments.allowed = version
         self.server.changed()
 
     def close(self) -> None:
