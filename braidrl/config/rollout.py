@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -34,6 +34,8 @@ class ServersConfig(Section):
     """Their addresses, as in `http://127.0.0.1:8000`; a router spreads rows over them."""
     dialect: str = "vllm"
     """What they are: `vllm` or `sglang`."""
+    weights: Literal["folder", "network"] = "folder"
+    """How they get weights: they read them in `folder`, or the run sends them over the network (vLLM; NCCL on CUDA, else gloo)."""
     folder: Path | None = None
     """Where weights are put for them to read: a folder that they and the run see under one name. By default this machine's place for
     temporary files."""
@@ -63,7 +65,7 @@ class RolloutConfig(Section):
     vllm: dict[str, Any] = {}
     """Further arguments of vLLM's engine, as in `{gpu_memory_utilization: 0.5}`."""
     check_weights: bool = False
-    """Have each of those processes compare a checksum of the weights that it is given."""
+    """Have each of those processes, or servers that are sent weights, compare a checksum of what it is given."""
     max_log_prob_gap: float = Field(0.2, gt=0)
     """The run ends where log-probs of engine and trainer differ by more than this on average, in nats per token."""
     samples_per_prompt: int = Field(8, ge=1)

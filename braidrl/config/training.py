@@ -71,8 +71,8 @@ class TrainerConfig(Section):
     checkpoint_every: int = Field(50, ge=0)
     """Iterations between checkpoints; 0 keeps only the one at the end."""
     checkpoint_async: bool = False
-    """Write a checkpoint while the next steps are made, from a copy in host memory (eager, distributed); an error ends the run at the
-    next step, and Ctrl-C and the end of the run wait for it."""
+    """Write a checkpoint while the next steps are made, from a copy in host memory; an error ends the run at the next step, and
+    Ctrl-C and the end of the run wait for it."""
     keep_checkpoints: int = Field(2, ge=1)
     """The last so many stay, older ones are removed."""
     deterministic: bool = False

@@ -1,4 +1,4 @@
-"""A second model of a role in another layout than the one it trains in: what it infers with, or what its engine decodes with.
+"""A second model with a role's weights, in its own layout: what the role infers with, what its engine decodes with, a role that follows it.
 
 training layout   step ─ step ──────────── step ─
                               ╲ moves             ╲          box to box, when the weights have changed and somebody needs them
@@ -8,6 +8,7 @@ another layout                 infer ─ infer       infer
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from braidrl.models.data_parallel import DataParallel
@@ -29,9 +30,10 @@ class LayoutCopy:
         self.transfer = WeightTransfer(known, holdings(parts(), meet).boxes, meet, limit_bytes)
         self.traffic = Traffic()
 
-    def refresh(self) -> None:
-        """Takes the worker's weights as they are now."""
-        self.traffic = self.transfer.run(settled_parts(self.worker), self.parts())
+    def refresh(self, keep: float = 0.0) -> None:
+        """Takes the worker's weights as they are now; `keep` is the share of its own that stays."""
+        into = {name: replace(part, kept=keep) for name, part in self.parts().items()}
+        self.traffic = self.transfer.run(settled_parts(self.worker), into)
 
 
 class InferenceCopy:

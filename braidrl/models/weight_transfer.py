@@ -38,6 +38,8 @@ class WeightPart:
     tensor: Tensor | Adapted
     slices: Slices | None = None
     """Which part of the whole a tensor is that does not know it itself."""
+    kept: float = 0.0
+    """The share of what is here that stays when something comes."""
 
     @property
     def box(self) -> Box:
@@ -60,9 +62,13 @@ class WeightPart:
         return self.tensor.merged_part() if isinstance(self.tensor, Adapted) else local_part(self.tensor)
 
     def put(self, block: Tensor, box: Box) -> None:
-        """Copies a block of the whole tensor to its place in the part, which has no adapter."""
+        """Brings a block of the whole tensor to its place in the part, which has no adapter."""
         assert isinstance(self.tensor, Tensor)
-        local_part(self.tensor)[box.within(self.box)].copy_(block)
+        own = local_part(self.tensor)[box.within(self.box)]
+        if self.kept:
+            own.lerp_(block.to(own), 1.0 - self.kept)
+        else:
+            own.copy_(block)
 
 
 def weight_parts(model: nn.Module, slices: Slices | None = None) -> dict[str, WeightPart]:
@@ -152,7 +158,7 @@ class WeightTransfer:
 
     @torch.no_grad()
     def run(self, parts: Mapping[str, WeightPart], into: Mapping[str, WeightPart]) -> Traffic:
-        """Copies `parts`, of this rank, to where they are wanted, and what it wants to `into`; every rank calls this at the same time."""
+        """Brings `parts`, of this rank, to where they are wanted, and what it wants to `into`; every rank calls this at the same time."""
         traffic, at_hand = Traffic(), dict[str, Tensor]()
         # Of all ranks: also one that has nothing to send in a round meets the others on its device.
         device = next(part.device for part in (*parts.values(), *into.values()))

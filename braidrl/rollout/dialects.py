@@ -43,6 +43,18 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Network:
+    """How servers of one make are sent weights over the network."""
+
+    workers: tuple[str, str]
+    """Where the number of its workers is found: a path, and a field of its answer."""
+    receive: Callable[[Json, str], Sequence[Call]]
+    """Has its workers receive what a notice speaks of, and calls it by a label. The first is made while the weights are sent."""
+    missing: Callable[[Json], str | None]
+    """What a server with these settings would have to be started with."""
+
+
+@dataclass(frozen=True)
 class Dialect:
     """How servers of one make are talked to."""
 
@@ -60,6 +72,8 @@ class Dialect:
     """What a server with these settings would have to be started with, for rows of so many tokens."""
     start: str
     """What makes a server say its settings."""
+    network: Network | None = None
+    """How it is sent weights; None where it can only read them from a folder."""
 
 
 def vllm_generate(part: Part) -> Call:
@@ -94,6 +108,14 @@ def vllm_missing(info: Json, tokens: int) -> str | None:
     return f"--max-model-len {tokens}" if model["max_model_len"] < tokens else None
 
 
+RECEIVES = "braidrl.rollout.vllm_worker.TakesWeights"
+
+
+def vllm_cannot_receive(info: Json) -> str | None:
+    extension = str(info["vllm_config"]["parallel_config"].get("worker_extension_cls", ""))
+    return None if extension == RECEIVES else f"--worker-extension-cls {RECEIVES}"
+
+
 VLLM = Dialect(
     generate=vllm_generate,
     read=vllm_read,
@@ -107,6 +129,14 @@ VLLM = Dialect(
     settings="/server_info?config_format=json",
     missing=vllm_missing,
     start="VLLM_SERVER_DEV_MODE=1",
+    network=Network(
+        workers=("/get_world_size", "world_size"),
+        receive=lambda notice, label: (
+            ("/collective_rpc", {"method": "receive_weights", "kwargs": {"notice": notice}}),
+            ("/update_weight_version", {"new_version": label}),
+        ),
+        missing=vllm_cannot_receive,
+    ),
 )
 
 

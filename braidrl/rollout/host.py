@@ -89,7 +89,9 @@ class Host:
             source, group, sample = message["uid"]
             return await self.engine.abort((source, group, sample))
         if method == "update_weights":
-            return await self.engine.update_weights(message["version"], WeightFile(message["path"]))
+            weights = WeightFile(message["path"])
+            weights.verify()
+            return await self.engine.update_weights(message["version"], weights)
         assert method in ("pause", "resume", "sleep", "wake", "recover"), method
         return await getattr(self.engine, method)()
 

@@ -10,14 +10,14 @@ Every token so has one version, and none is drawn from keys and values of weight
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.errors import UserError
@@ -27,13 +27,16 @@ from braidrl.rollout.partial import continued
 from braidrl.rollout.requests import Finished, Request, Uid
 from braidrl.rollout.row import Flight, row_of
 from braidrl.rollout.servers import Server
-from braidrl.rollout.shared_weights import ReadableFolder, WeightFolder
+from braidrl.rollout.shared_weights import ReadableFolder, SharedWeights, WeightFile, WeightFolder
 from braidrl.rollout.weights import check_shapes
 
 ABORT_AGAIN_S = 0.1
 """A request that is aborted may still be on its way to the server: it is aborted again until it is answered."""
 NOTHING_YET = -1
 """Version of a server that may have been started anew."""
+
+
+StoredFile = WeightFolder | SharedWeights
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class ServerSpec:
     """Rows that it is given at once."""
     max_sequence_tokens: int
     seed: int = 0
-    folder: Path | None = None
-    """Where weights are put for it to read; by default this machine's place for temporary files."""
+    store: Callable[[Iterable[tuple[str, Tensor]]], StoredFile] = WeightFolder
+    """Puts weights where the server reads them, or where they are sent to it from."""
 
 
 @dataclass
@@ -116,15 +119,15 @@ class HttpEngine:
         """Raises ValueError also without a source: a server shares no weights."""
         if source is None:
             raise ValueError(f"{self.server.url} is a server and shares no weights: give it a source")
-        if not isinstance(source, ReadableFolder):
-            with closing(WeightFolder(source.tensors(), self.spec.folder)) as stored:
+        if not isinstance(source, ReadableFolder | WeightFile):
+            with closing(self.spec.store(source.tensors())) as stored:
                 await self.update_weights(version, stored)
             return
-        check_shapes(source.shapes, self.spec.shapes)
+        check_shapes(source.shapes(), self.spec.shapes)
         self._updating = True
         try:
             await self._interrupt_all()
-            await self.server.load_weights(source.path)
+            await self.server.load_weights(source)
             self.version = version
         except EngineError as error:
             # no row may be drawn by weights that nobody knows

@@ -34,7 +34,12 @@ from braidrl.rollout.host import main
 main(int(sys.argv[1]))
 """
 """The interpreter's own packages come first: it may be that of another environment."""
-QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1",
+    # vLLM would bind each of its workers to a memory node of its own, and refuse more of them than there are
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}  # fmt: skip
+"""Of vLLM; what the run's own environment says goes before."""
 NOTHING_YET = -1
 """Version of an engine whose process was started anew."""
 
@@ -224,4 +229,4 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         return own
     # On the CPU vLLM computes eagerly, and would still compile small parts of its sampling with a C++ compiler.
     eager = {"TORCHDYNAMO_DISABLE": "1"} if spec.device == "cpu" else {}
-    return {**QUIET, **own, **eager}
+    return {**DEFAULTS, **own, **eager}

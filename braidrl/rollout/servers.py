@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
+import torch
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
 from braidrl.errors import UserError
-from braidrl.rollout.dialects import Dialect
+from braidrl.rollout.dialects import Call, Dialect
 from braidrl.rollout.engine import EngineError
+from braidrl.rollout.shared_weights import ReadableFolder, WeightFile
+from braidrl.rollout.weight_broadcast import BUCKET_BYTES, Broadcast, in_thread
+
+
+@dataclass(frozen=True)
+class Sending:
+    """How weights are sent over the network: the run's device, whether what arrives is checked, and bytes in a bucket."""
+
+    device: torch.device
+    checked: bool = False
+    bucket_bytes: int = BUCKET_BYTES
 
 
 class Server:
     """Belongs to the event loop in which it is reached. Whoever waits for an answer waits at most `limit_s` seconds."""
 
-    def __init__(self, url: str, dialect: Dialect, limit_s: float = 600.0) -> None:
-        self.url, self.dialect, self.limit_s = url.rstrip("/"), dialect, limit_s
+    def __init__(self, url: str, dialect: Dialect, limit_s: float = 600.0, sending: Sending | None = None) -> None:
+        """With `sending` it is sent weights over the network, else it reads them from a folder."""
+        self.url, self.dialect, self.limit_s, self.sending = url.rstrip("/"), dialect, limit_s, sending
         self.weights = secrets.token_hex(8)
         """What its weights are called: never twice the same, by whatever run."""
         self._given = False
@@ -37,6 +53,8 @@ class Server:
         except EngineError as error:
             raise UserError(f"{error}; start it, or correct rollout.servers") from error
         missing = self.dialect.missing(info, max_sequence_tokens)
+        if missing is None and self.sending is not None and self.dialect.network is not None:
+            missing = self.dialect.network.missing(info)
         if missing is not None:
             raise UserError(f"{told} is a server that Braid cannot train with: start it with {missing}")
 
@@ -44,15 +62,46 @@ class Server:
         if self._session is not None:
             await self._session.close()
 
-    async def load_weights(self, folder: Path) -> None:
+    async def load_weights(self, weights: ReadableFolder | WeightFile) -> None:
         """Raises EngineError where it does not take them: which it has is not known then."""
         label = secrets.token_hex(8)
         try:
-            for path, body in self.dialect.load_weights(str(folder), label):
-                await self.ask("POST", path, body)
+            if isinstance(weights, ReadableFolder):
+                for path, body in self.dialect.load_weights(str(weights.path), label):
+                    await self.ask("POST", path, body)
+            else:
+                await self._send(weights, label)
         except UserError as error:
             raise EngineError(f"the weights of {self.url} could not be changed: {error}") from error
         self.weights, self._given = label, True
+
+    async def _send(self, weights: WeightFile, label: str) -> None:
+        network, sending, host = self.dialect.network, self.sending, urlsplit(self.url).hostname
+        assert network is not None and sending is not None and host is not None, "checked when it was reached"
+        path, field = network.workers
+        workers = int((await self.ask("GET", path))[field])
+        broadcast = Broadcast(
+            weights, workers, host, sending.device, self.limit_s, sending.checked, sending.bucket_bytes
+        )
+        first, *others = network.receive(broadcast.notice.plain(), label)
+        await self._while_sent(first, broadcast)
+        for call in others:
+            await self.ask("POST", *call)
+
+    async def _while_sent(self, call: Call, broadcast: Broadcast) -> None:
+        """Asks the server to receive and sends; whichever of the two fails, the other is not waited for."""
+        asked, sent = asyncio.ensure_future(self.ask("POST", *call)), in_thread(broadcast.run)
+        try:
+            both: list[asyncio.Future[Any]] = [asked, sent]
+            await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+            for each in both:
+                if each.done():
+                    each.result()
+        finally:
+            broadcast.cancel()
+            asked.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await asked
 
     async def check_weights(self) -> None:
         """Raises EngineError where the server was started anew since it was given weights: others may have drawn its tokens."""

@@ -12,6 +12,7 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -32,16 +33,32 @@ class WeightFile:
         self.path = Path(path)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, a tied one under each of its names. Raises ValueError where a checksum was written and is not theirs."""
+        """Every tensor, a tied one under each of its names; of the file only what is looked at is read."""
         with safe_open(self.path, "pt") as file:
-            notes = dict(file.metadata() or {})
-            given = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        expected = notes.pop(CHECKSUM, None)
-        if expected is not None and expected != (found := checksum(given)):
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name)
+            for name, same in self._ties(file).items():
+                yield name, file.get_tensor(same)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of every tensor, a tied one under each of its names."""
+        with safe_open(self.path, "pt") as file:
+            found = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            return found | {name: found[same] for name, same in self._ties(file).items()}
+
+    def verify(self) -> None:
+        """Raises ValueError where a checksum was written and is not that of the tensors."""
+        with safe_open(self.path, "pt") as file:
+            expected = (file.metadata() or {}).get(CHECKSUM)
+            if expected is None:
+                return
+            found = checksum({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        if found != expected:
             raise ValueError(f"the weights that arrived have checksum {found}, and {expected} was sent")
-        yield from given.items()
-        for name, same in notes.items():
-            yield name, given[same]
+
+    @staticmethod
+    def _ties(file: Any) -> dict[str, str]:
+        return {name: same for name, same in (file.metadata() or {}).items() if name != CHECKSUM}
 
 
 class UnnamedWeights(WeightFile):
@@ -77,10 +94,13 @@ class ReadableFolder:
 
     def __init__(self, path: Path, shapes: Mapping[str, torch.Size]) -> None:
         """`shapes` are those of every tensor, a tied one under each of its names."""
-        self.path, self.shapes = path, shapes
+        self.path, self._shapes = path, shapes
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         return WeightFile(self.path / WEIGHTS).tensors()
+
+    def shapes(self) -> Mapping[str, torch.Size]:
+        return self._shapes
 
     def close(self) -> None:
         """Where another process has made the folder, that removes it."""

@@ -1,8 +1,9 @@
 """vLLM as an engine of this process: it computes the steps, Braid keeps the rows, and draws their tokens.
 
 add ──▶ waiting ──free slot──▶ vLLM ──step──▶ tokens, log-probs ──▶ Finished
+                               └── with tensor_parallel_size=2: two workers in processes of their own
 
-The only files that import vLLM are this one and `vllm_draws`.
+The only files that import vLLM are this one and `vllm_draws`; `vllm_worker` is what its workers have of Braid's.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from braidrl.errors import UserError
 from braidrl.rollout.draws import draws_of
-from braidrl.rollout.engine import WeightSource
+from braidrl.rollout.engine import EngineError, WeightSource
 from braidrl.rollout.requests import Finished, Uid
 from braidrl.rollout.row import Flight, Row
+from braidrl.rollout.shared_weights import WeightFile
 from braidrl.rollout.stepping import SteppingEngine
 from braidrl.rollout.stopping import end_ids_of
 from braidrl.rollout.vllm_draws import DrawByRow
-from braidrl.rollout.weights import check_tensors, shapes_of
+from braidrl.rollout.weights import check_shapes, shapes_of
 
 SETTINGS = {
-    # the engine's core in the process that holds the rows, where weights can be handed to it as they are
+    # the engine's core in the process that holds the rows, so that a step is one call
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # the newer runner has no place for what draws the tokens
     "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -63,6 +65,8 @@ class VllmEngine(SteppingEngine):
         self._waiting: deque[Row] = deque()
         self._flights: dict[str, Flight] = {}
         self._names = itertools.count()
+        self._failure: EngineError | None = None
+        """Why no token may be drawn any more: by what weights is not known."""
 
     @property
     def slots(self) -> int:
@@ -77,10 +81,15 @@ class VllmEngine(SteppingEngine):
         return len(self._waiting)
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Raises ValueError also without a source: vLLM shares no weights with anybody."""
-        given = dict(source.tensors()) if source is not None else {}
-        check_tensors(given, self._expected)
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(given.items())})
+        """Raises ValueError for a source that is no file: each of vLLM's workers reads its own part of that."""
+        if not isinstance(source, WeightFile):
+            raise ValueError("vLLM's workers take weights from a file, which each of them reads for itself")
+        check_shapes(source.shapes(), self._expected)
+        try:
+            self._engine.collective_rpc("take_weights", args=(str(source.path),))
+        except Exception as error:
+            self._failure = EngineError(f"vLLM could not take the weights of version {version}: {error}")
+            raise self._failure from error
         self.version = version
         for flight in list(self._flights.values()):
             if flight.tokens:
@@ -112,6 +121,15 @@ class VllmEngine(SteppingEngine):
                 self._waiting.remove(row)
                 return self._done([Flight(row).finished(aborted=True)])[0]
         raise KeyError(f"row {uid} is not under way")
+
+    def recover(self) -> int:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._engine.collective_rpc("check_health")
+        except Exception as error:
+            raise EngineError(f"vLLM cannot go on: {error}") from error
+        return self.version
 
     def clear(self, release: bool = True) -> None:
         for flight in list(self._flights.values()):
@@ -159,6 +177,7 @@ def start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, option
     arguments = {
         "model": str(folder), "skip_tokenizer_init": True, "dtype": dtype, "seed": 0, "max_num_seqs": slots,
         "max_model_len": max_sequence_tokens, "logits_processors": [DrawByRow], "logprobs_mode": "processed_logits",
+        "worker_extension_cls": "braidrl.rollout.vllm_worker.TakesWeights",
         "disable_log_stats": True, "async_scheduling": False, **({} if torch.cuda.is_available() else on_cpu),
     }  # fmt: skip
     os.environ.update(SETTINGS)

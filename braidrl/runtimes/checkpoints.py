@@ -13,13 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from safetensors import SafetensorError
-from torch.distributed.checkpoint.api import CheckpointException
-
 from braidrl.config import Config
 from braidrl.errors import UserError
 from braidrl.models.checkpoint import Write
-from braidrl.runtimes.checks import BESIDE
 from braidrl.runtimes.folders import (
     begin_whole,
     checkpoint_folder,
@@ -29,6 +25,7 @@ from braidrl.runtimes.folders import (
     partial_path,
 )
 from braidrl.runtimes.state import Keeper, RunState, keep_surplus, save_checkpoint, write_state
+from braidrl.runtimes.writing import TROUBLES, line_about, write
 
 
 class Stager(Keeper, Protocol):
@@ -42,7 +39,7 @@ class Checkpoints:
 
     def __init__(self, run: Path, config: Config, first: bool) -> None:
         self.run, self.keep, self.first = run, config.trainer.keep_checkpoints, first
-        self.beside = config.trainer.checkpoint_async and config.runtime in BESIDE
+        self.beside = config.trainer.checkpoint_async
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._begun: Future[None] | None = None
         self._step = 0
@@ -98,15 +95,8 @@ class Checkpoints:
         """Tells in one line of a checkpoint that could not be written."""
         try:
             yield
-        except (OSError, SafetensorError, CheckpointException) as error:
-            why = next(iter(str(error).splitlines()), type(error).__name__)
+        except TROUBLES as error:
             raise UserError(
-                f"the checkpoint of step {self._step} could not be written ({why}); the one before it is whole: "
+                f"the checkpoint of step {self._step} could not be written ({line_about(error)}); the one before it is whole: "
                 f"make room and go on with `braid train --resume {self.run}`"
             ) from error
-
-
-def write(parts: Sequence[Write]) -> None:
-    """Makes every call."""
-    for part in parts:
-        part()

@@ -35,8 +35,6 @@ from braidrl.runtimes.engines import pools_ranks
 ENGINES = ("embedded", "vllm", "http")
 LAID_OUT = ("distributed", "hybrid")
 """Runtimes whose processes of a role can divide its model."""
-BESIDE = ("eager", "distributed")
-"""Runtimes that can write a checkpoint while they go on."""
 
 
 def check_names(config: Config) -> None:
@@ -113,6 +111,10 @@ def check_servers(config: Config) -> None:
         )
     if servers.folder is not None and not servers.folder.is_dir():
         raise UserError(f"rollout.servers.folder: there is no folder {servers.folder}")
+    if servers.weights == "network" and DIALECTS[servers.dialect].network is None:
+        raise UserError(
+            f"rollout.servers.weights=network: servers of {servers.dialect} read weights from a folder; remove it"
+        )
     if importlib.util.find_spec("aiohttp") is None:
         raise UserError("rollout.engine=http needs aiohttp; install it with `pip install 'braidrl[endpoint]'`")
 
@@ -126,10 +128,6 @@ def without_effect(config: Config) -> list[str]:
         told.append(f"workers={config.workers} has no effect: the processes of runtime=streaming are streaming.workers")
     if config.trainer.resident_gib is not None and config.runtime == "streaming":
         told.append("trainer.resident_gib has no effect: each role has processes of its own under runtime=streaming")
-    if config.trainer.checkpoint_async and config.runtime not in BESIDE:
-        told.append(
-            f"trainer.checkpoint_async has no effect: under runtime={config.runtime} a checkpoint is written at once"
-        )
     if config.cluster.launcher is not None and config.runtime in ("eager", "hybrid"):
         told.append(
             f"cluster.launcher={config.cluster.launcher} has no effect: only runtime=distributed has ranks to start, "

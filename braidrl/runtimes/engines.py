@@ -90,7 +90,7 @@ def reach_servers(
     """The servers of this rank; of ranks that generate each has its own. Raises UserError for those that cannot be trained with."""
     # Imported here: only servers need aiohttp, which need not be installed.
     from braidrl.rollout.http_engine import HttpEngine, ServerSpec
-    from braidrl.rollout.servers import Server
+    from braidrl.rollout.servers import Sending, Server
 
     rollout, ranks = config.rollout, worker.ranks
     urls = rollout.servers.urls[ranks.rank :: ranks.size]
@@ -99,13 +99,15 @@ def reach_servers(
             f"rollout.servers: {len(rollout.servers.urls)} for {ranks.size} ranks that generate; name one for each, or more"
         )
     model = worker.path.expanduser()
+    sent = rollout.servers.weights == "network"
+    store = SharedWeights if sent else partial(WeightFolder, within=rollout.servers.folder)
+    sending = Sending(worker.device, rollout.check_weights) if sent else None
     spec = ServerSpec(
-        tokenizer, end_ids_of(model, tokenizer), shapes_of(model), rollout.slots, longest, config.seed,
-        rollout.servers.folder,
+        tokenizer, end_ids_of(model, tokenizer), shapes_of(model), rollout.slots, longest, config.seed, store,
     )  # fmt: skip
     limit_s, dialect = config.cluster.wait_limit_s, DIALECTS[rollout.servers.dialect]
-    engines = [HttpEngine(Server(url, dialect, limit_s), spec) for url in urls]
-    service = EngineService(engines, limit_s, partial(WeightFolder, within=rollout.servers.folder))
+    engines = [HttpEngine(Server(url, dialect, limit_s, sending), spec) for url in urls]
+    service = EngineService(engines, limit_s, store)
     # A server may still have the weights of the last run that asked it.
     service.publish(0, ModelWeights(load_decoder(worker.path, worker.dtype, torch.device("cpu"))))
     if failures := service.router.failures:

@@ -25,7 +25,7 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
 from braidrl.models.checkpoint import Write, staged_worker
 from braidrl.models.data_parallel import DataParallel
-from braidrl.models.following import follow, move_towards
+from braidrl.models.following import Following, move_towards
 from braidrl.models.layout_copy import InferenceCopy
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.role_settings import inference_layouts, with_layout
@@ -75,6 +75,7 @@ class StageExecutor:
         self.workers: dict[str, RoleWorker] = {}
         self.engines: dict[str, EmbeddedEngine | EngineService] = {}
         self.publications: dict[str, Publish] = {}
+        self.followings: dict[tuple[str, str], Following] = {}
         self.copies: dict[str, InferenceCopy] = {}
         """Of roles that infer in another layout than they train in."""
         self.residency = Residency(config, flow)
@@ -238,9 +239,16 @@ class StageExecutor:
         self.residency.before(stage)
         worker, source, decay = self.workers[str(stage.role)], stage.params["source"], stage.params.get("decay", 0.0)
         if weights is None:
-            follow(worker, self.workers[source], decay)
+            self._following(worker, source).move(decay)
         else:
             move_towards(worker, weights, source, decay)
+
+    def _following(self, worker: RoleWorker, source: str) -> Following:
+        """Made once for two roles: ranks have to agree on every move."""
+        found = self.followings.get((worker.role, source))
+        if found is None:
+            found = self.followings[worker.role, source] = Following(worker, self.workers[source])
+        return found
 
     def accumulate(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
         """Adds the gradient sums of `rows`; returns loss sums by denominator."""

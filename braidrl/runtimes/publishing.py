@@ -3,7 +3,7 @@
 engine with the trainer's own weights    they are there
 engine with a copy, whole or slices      box to box from the ranks that have divided them, adapters merged
 engines in processes of their own        one file on each machine, which its ranks write side by side
-servers                                  the same in a folder, which they read
+servers                                  the same in a folder, which they read, or sent to them from there
 """
 
 from __future__ import annotations
@@ -50,11 +50,14 @@ def through_file(worker: RoleWorker, engine: EngineService, config: Config) -> P
     # Of ranks that each have everything some may generate alone: those do not wait for the others.
     together = worker.ranks.divided or own is None or own.generate_workers is None
     ranks, rollout = worker.ranks if together else DataParallel(), config.rollout
-    served = rollout.engine == "http"
-    writer = WeightWriter(settled_parts(worker), ranks, rollout.check_weights and not served, repeat=served)
+    asks = rollout.engine == "http"
+    in_folder = asks and rollout.servers.weights == "folder"
+    # What servers are sent is checked on its way.
+    writer = WeightWriter(settled_parts(worker), ranks, rollout.check_weights and not asks, repeat=in_folder)
 
     def publish(version: int) -> None:
         parts = settled_parts(worker)
-        engine.publish(version, writer.in_folder(parts, rollout.servers.folder) if served else writer.in_memory(parts))
+        folder = rollout.servers.folder
+        engine.publish(version, writer.in_folder(parts, folder) if in_folder else writer.in_memory(parts))
 
     return publish

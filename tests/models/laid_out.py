@@ -8,6 +8,7 @@ from contextlib import closing
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +21,7 @@ from braidrl.data.rows import Rows
 from braidrl.models.checkpoint import divided_state, load_worker, save_worker, whole_weights
 from braidrl.models.contract import CHECKS, Subject
 from braidrl.models.divided import Ranks, load_divided
-from braidrl.models.following import follow
+from braidrl.models.following import Following
 from braidrl.models.footprint import activation_bytes, model_shape
 from braidrl.models.layout import ParallelLayout
 from braidrl.models.layout_copy import LayoutCopy, settled_parts
@@ -30,6 +31,7 @@ from braidrl.models.sharded import subgroup
 from braidrl.models.weight_transfer import LIMIT_BYTES, Traffic, WeightTransfer, weight_parts
 from braidrl.models.worker import DecoderWorker
 from braidrl.observe.metrics import Sums
+from braidrl.rollout import joint_weights
 from braidrl.rollout.joint_weights import FileLayout, WeightWriter
 from braidrl.runtimes.iteration import group_tokens
 from tests.models.activations import kept_bytes
@@ -205,7 +207,7 @@ def copied_weights(world: World, model: str, other: str, layouts: list[dict[str,
     )
     own, others = whole_weights(first), whole_weights(second)
     wanted = {name: tensor * 0.25 + others[name] * 0.75 for name, tensor in own.items()}
-    follow(first, second, 0.25)
+    Following(first, second).move(0.25)
     found = whole_weights(first)
     return {f"copied {layouts}": [n for n, t in found.items() if not torch.allclose(t, wanted[n], rtol=0, atol=1e-12)]}
 
@@ -264,6 +266,7 @@ def written(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) ->
     problems += [f"{name} is kept by a rank that does not write it" for name in whole_weights(worker, wanted=False)]
     if not read.keys() == again.keys() == folder.shapes.keys() == wanted.keys() or writer.traffic.sent:
         problems.append(f"the file has {sorted(read)}, and {writer.traffic.sent} bytes were sent for it on one machine")
+    problems += on_two_machines(world, worker, wanted, nearly)
     world.gather("read", b"")
     folder.close()
     world.gather("closed", b"")
@@ -275,6 +278,18 @@ def written(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) ->
     else:
         problems.append("a file for which there was no room was written")
     return problems + ["the folder is still there"] * folder.path.exists()
+
+
+def on_two_machines(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
+    """What is wrong with the files of machines of which each has every other rank, and gets from the other what it lacks."""
+    parts = weight_parts(worker.model)
+    with patch.object(joint_weights, "machine", lambda: f"machine {world.rank % 2}"):
+        writer = WeightWriter(parts, worker.ranks)
+    with closing(writer.in_memory(parts)) as file:
+        read = dict(file.tensors())
+        world.gather("read", b"")
+    problems = [f"{name} differs on two machines" for name, t in wanted.items() if not equal(read[name], t, nearly)]
+    return problems + traffic_problems(writer.transfer, writer.traffic, world.rank, LIMIT_BYTES)
 
 
 class FullLayout(FileLayout):

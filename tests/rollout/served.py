@@ -39,12 +39,13 @@ def write_served_model(folder: Path) -> Path:
     return folder
 
 
-def spec(kind: str, model: Path) -> EngineSpec:
+def spec(kind: str, model: Path, **options: Any) -> EngineSpec:
     """`tensor-parallel` is the embedded engine divided between two processes."""
     divided = kind == "tensor-parallel"
     return EngineSpec(
-        "embedded" if divided else kind, str(model), slots=16, max_sequence_tokens=LIMIT, tensor=1 + divided
-    )
+        "embedded" if divided else kind, str(model), slots=16, max_sequence_tokens=LIMIT, tensor=1 + divided,
+        options=options,
+    )  # fmt: skip
 
 
 def other_weights() -> ModelWeights:
@@ -87,10 +88,10 @@ def vllm_python() -> Path | None:
 class Served:
     """Processes of one kind of engine, and the loop that they belong to."""
 
-    def __init__(self, kind: str, model: Path, count: int = 1, limit_s: float = 120.0) -> None:
+    def __init__(self, kind: str, model: Path, count: int = 1, limit_s: float = 120.0, **options: Any) -> None:
         self.runner = asyncio.Runner()
         python = vllm_python() if kind == "vllm" else None
-        made = spec(kind, model)
+        made = spec(kind, model, **options)
         self.engines = [EngineProcess(made, f"engine {number}", python, limit_s) for number in range(count)]
         self.run(self._start())
 

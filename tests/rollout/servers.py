@@ -30,6 +30,7 @@ ARGUMENTS = (
     "--enforce-eager", "--dtype", "float32", "--max-model-len", str(LIMIT), "--max-num-seqs", "16",
     "--kv-cache-memory-bytes", str(8 << 20), "--logprobs-mode", "processed_logits",
     "--logits-processors", "braidrl.rollout.vllm_draws:DrawByRow",
+    "--worker-extension-cls", "braidrl.rollout.vllm_worker.TakesWeights",
 )  # fmt: skip
 SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1",

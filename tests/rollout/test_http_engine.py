@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +18,15 @@ from transformers import PreTrainedModel
 from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.rollout.contract import CHECKS, Subject, all_of, requests
-from braidrl.rollout.dialects import SGLANG, VLLM, Dialect
+from braidrl.rollout.contract import CHECKS, Subject, all_of, requests, weights_that_lack_a_tensor_are_refused
+from braidrl.rollout.dialects import RECEIVES, SGLANG, VLLM, Dialect
 from braidrl.rollout.embedded import EmbeddedEngine
 from braidrl.rollout.engine import EngineError, ModelWeights
 from braidrl.rollout.http_engine import HttpEngine, ServerSpec
 from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Finished, Request
-from braidrl.rollout.servers import Server
-from braidrl.rollout.shared_weights import WeightFolder
+from braidrl.rollout.servers import Sending, Server
+from braidrl.rollout.shared_weights import SharedWeights, WeightFolder
 from tests.rollout.served import LIMIT, LONG, largest_gap, other_weights, served_model, write_served_model
 from tests.rollout.servers import SglangSpeaker, VllmServer, in_a_thread
 from tests.rollout.tiny import END, make_tokenizer, training_log_probs
@@ -50,13 +52,14 @@ def speaker_of(model: PreTrainedModel) -> SglangSpeaker:
 class Asked:
     """An engine before a server, and the loop that it belongs to."""
 
-    def __init__(self, dialect: Dialect, url: str | None = None) -> None:
+    def __init__(self, dialect: Dialect, url: str | None = None, sending: Sending | None = None) -> None:
         self.runner = asyncio.Runner()
         self.speaker: SglangSpeaker | None = None
         if url is None:
             self.speaker = speaker_of(MODEL)
             url = self.runner.run(self.speaker.start())
-        self.engine = HttpEngine(Server(url, dialect, 120.0), SPEC)
+        spec = replace(SPEC, store=SharedWeights) if sending else SPEC
+        self.engine = HttpEngine(Server(url, dialect, 120.0, sending), spec)
         self.runner.run(self.engine.start())
 
     def close(self) -> None:
@@ -109,8 +112,34 @@ def test_a_stop_text_ends_a_row_with_the_token_that_completes_it(asked: Asked) -
     assert stopped.tokens.tolist() == free[:first].tolist() and stopped.finish_reason is FinishReason.STOP
 
 
+# Small buckets, so that there are many.
+SENDING = Sending(torch.device("cpu"), checked=True, bucket_bytes=4096)
+
+
+def test_a_server_that_is_sent_weights_over_the_network_has_the_trainers_after_each_update(
+    vllm_server: VllmServer,
+) -> None:
+    with closing(Asked(VLLM, vllm_server.url, SENDING)) as asked:
+        assert asked.runner.run(largest_gap(asked.engine, requests(subject(asked), 4))) < 1e-5
+        asked.runner.run(asked.engine.update_weights(0, ModelWeights(MODEL)))
+        asked.runner.run(weights_that_lack_a_tensor_are_refused(subject(asked)))
+
+
+def test_a_server_that_will_not_receive_weights_fails_before_anybody_waits_for_it(vllm_server: VllmServer) -> None:
+    assert VLLM.network is not None
+    deaf = replace(VLLM, network=replace(VLLM.network, receive=lambda notice, label: [("/no_such_place", notice)]))
+    with closing(Asked(deaf, vllm_server.url, SENDING)) as asked:
+        start = time.monotonic()
+        with pytest.raises(
+            EngineError, match=r"the weights of http://\S+ could not be changed: .*/no_such_place answers 404"
+        ):
+            asked.runner.run(asked.engine.update_weights(1, ModelWeights(MODEL)))
+        assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("weights", ["folder", "network"])
 def test_a_run_that_asks_a_server_trains_what_a_run_on_its_own_trains(
-    workshop: Workshop, vllm_server: VllmServer
+    workshop: Workshop, vllm_server: VllmServer, weights: str
 ) -> None:
     before = Asked(VLLM, vllm_server.url)
     before.runner.run(before.engine.update_weights(7, other_weights()))
@@ -121,7 +150,8 @@ def test_a_run_that_asks_a_server_trains_what_a_run_on_its_own_trains(
         "reward": {"verify": f"{workshop.folder}/parity.py:even"}, "algorithm": {"old": "recompute"},
     }  # fmt: skip
     room = {"max_sequence_tokens": 100}
-    run = workshop.run("http", **settings, rollout={"engine": "http", "servers": vllm_server.url, **room})
+    servers = {"urls": vllm_server.url, "weights": weights}
+    run = workshop.run("http", **settings, rollout={"engine": "http", "servers": servers, **room})
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["actor/grad_norm"] > 0 for line in lines)
@@ -222,6 +252,13 @@ def vllm_settings(processors: list[str], mode: str, room: int, ahead: bool) -> d
     return {"vllm_config": {"model_config": model, "scheduler_config": {"async_scheduling": ahead}}}
 
 
+def test_a_vllm_server_that_is_to_be_sent_weights_is_told_what_its_workers_lack() -> None:
+    assert VLLM.network is not None
+    for extension, missing in (("", f"--worker-extension-cls {RECEIVES}"), (RECEIVES, None)):
+        settings = {"vllm_config": {"parallel_config": {"worker_extension_cls": extension}}}
+        assert VLLM.network.missing(settings) == missing
+
+
 @pytest.mark.parametrize(
     ("settings", "missing"),
     [
@@ -239,7 +276,7 @@ def test_a_vllm_server_is_told_which_argument_it_lacks(settings: dict[str, Any],
 def test_weights_in_a_folder_hold_every_name_and_are_gone_when_closed(tmp_path: Path) -> None:
     stored = WeightFolder(ModelWeights(MODEL).tensors(), tmp_path)
     given = dict(stored.tensors())
-    assert given.keys() == stored.shapes.keys() == MODEL.state_dict().keys()
+    assert given.keys() == stored.shapes().keys() == MODEL.state_dict().keys()
     assert all(torch.equal(given[name], tensor) for name, tensor in MODEL.state_dict().items())
     stored.close()
     assert not list(tmp_path.iterdir())

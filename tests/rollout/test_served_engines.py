@@ -128,14 +128,16 @@ def written_by_its_rank() -> UnnamedWeights:
 )
 def test_weights_that_changed_on_their_way_are_refused(write: Callable[[], UnnamedWeights], tmp_path: Path) -> None:
     with closing(write()) as shared:
+        shared.verify()
         given = dict(shared.tensors())
+        assert shared.shapes() == {name: tensor.shape for name, tensor in MODEL.state_dict().items()}
         assert set(given) == set(MODEL.state_dict())
         assert all(torch.equal(given[name], tensor) for name, tensor in MODEL.state_dict().items())
         content = bytearray(shared.path.read_bytes())
     content[-1] ^= 1
     (tmp_path / "changed").write_bytes(content)
     with pytest.raises(ValueError, match="the weights that arrived have checksum"):
-        dict(WeightFile(tmp_path / "changed").tensors())
+        WeightFile(tmp_path / "changed").verify()
 
 
 def test_a_model_or_an_interpreter_that_cannot_be_used_is_the_users_mistake(tmp_path: Path) -> None:

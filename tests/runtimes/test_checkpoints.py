@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,10 @@ from safetensors.torch import load_file
 import braidrl.models.checkpoint as checkpoint
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.checks import without_effect
 from braidrl.runtimes.folders import latest_checkpoint, partial_path, run_config
 from braidrl.runtimes.run import TrainingRun
 from tests.runtimes.ranks import run_in_ranks
-from tests.tiny import Workshop, braid, metrics_without_times, weights_of
+from tests.tiny import Workshop, braid, metrics_without_times, wait_for_steps, weights_of
 
 LIMIT_S = 180.0
 SETTINGS: dict[str, Any] = {
@@ -166,6 +166,51 @@ def test_ranks_write_their_parts_beside_the_next_steps_too(workshop: Workshop) -
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_runtime_that_writes_at_once_says_so(workshop: Workshop) -> None:
-    (line,) = without_effect(workshop.config(**SETTINGS, runtime="hybrid"))
-    assert line == "trainer.checkpoint_async has no effect: under runtime=hybrid a checkpoint is written at once"
+PROCESSES = ["hybrid", "streaming"]
+HELD = str(Path(__file__).parent / "held_writing.yaml")
+
+
+def in_processes(runtime: str, **trainer: Any) -> dict[str, Any]:
+    return {**with_trainer(**trainer), "flow": HELD, "runtime": runtime, "dtype": "float64"}
+
+
+@pytest.mark.parametrize("runtime", PROCESSES)
+def test_workers_write_beside_the_next_steps_and_killed_meanwhile_a_run_goes_on_from_the_one_before(
+    workshop: Workshop, runtime: str
+) -> None:
+    sections = in_processes(runtime, checkpoint_every=1)
+    config, killed = workshop.config_file(f"killed-{runtime}", **sections), workshop.folder / f"killed-{runtime}"
+    held = workshop.folder / f"{killed.name}.step-2.held"
+    held.touch()
+    process = braid("train", config)
+    try:
+        wait_for_steps(killed, 3, process)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    partial = partial_path(killed / "checkpoints" / "step-2")
+    assert (partial / "actor" / "model.safetensors").is_file(), "it was being written"
+    assert latest_checkpoint(killed) == killed / "checkpoints" / "step-1"
+    held.unlink()
+    here = {"runtime": "eager"}
+    with TrainingRun(run_config(killed).model_copy(update=here), resume=killed) as run:
+        assert run.step == 1
+        run.train()
+    whole = workshop.run(f"whole-{runtime}", **{**sections, **here})
+    assert not partial.exists()
+    ours, theirs = saved(killed, 4), saved(whole, 4)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("runtime", PROCESSES)
+def test_what_a_worker_could_not_write_ends_the_run_in_one_line(workshop: Workshop, runtime: str) -> None:
+    config = workshop.config(f"full-{runtime}", **in_processes(runtime, steps=50, checkpoint_every=1))
+    (workshop.folder / f"full-{runtime}.full").touch()
+    message = r"the checkpoint of step 1 could not be written .*No space left"
+    with TrainingRun(config) as run, pytest.raises(UserError, match=message) as caught:
+        run.train()
+    assert "\n" not in str(caught.value) and 1 <= run.step <= 3
+    assert list((run.folder / "checkpoints").iterdir()) == []

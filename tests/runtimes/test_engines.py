@@ -126,6 +126,10 @@ def test_a_gap_ends_a_run_when_it_jumps_or_is_over_the_limit() -> None:
         ({"rollout": {"engine": "http", "servers": {"urls": SERVER, "dialect": "sgl"}}}, "sglang"),
         ({"rollout": {"engine": "http", "servers": {"urls": SERVER, "folder": "/no/folder"}}}, "there is no folder"),
         (
+            {"rollout": {"engine": "http", "servers": {"urls": SERVER, "dialect": "sglang", "weights": "network"}}},
+            "servers of sglang read weights from a folder; remove it",
+        ),
+        (
             {"runtime": "streaming", "rollout": {"engine": "http", "servers": SERVER}},
             "as many as streaming.workers says",
         ),

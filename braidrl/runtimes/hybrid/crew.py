@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.flow import is_optimized
+from braidrl.models.checkpoint import Write
 from braidrl.models.layout import ParallelLayout
 from braidrl.models.role_settings import inference_layouts, layout_of
 from braidrl.observe.metrics import Sums
@@ -33,6 +35,7 @@ from braidrl.runtimes.hybrid.handle import Deferred, Handle, Layer
 from braidrl.runtimes.hybrid.parts import columns_read, packed_rows
 from braidrl.runtimes.iteration import group_tokens
 from braidrl.runtimes.row_store import Admission, Origin
+from braidrl.runtimes.writing import check_written
 
 
 class HybridCrew:
@@ -157,6 +160,12 @@ class HybridCrew:
         for group in self.distinct:
             group.wait(group.call("save", folder.resolve(), aside=not self._divided(group.pool.roles)))
 
+    def stage(self, folder: Path) -> list[Write]:
+        """As `save`, but each worker goes on as soon as it has copies, and writes them in a thread."""
+        for group in self.distinct:
+            group.wait(group.call("stage", folder.resolve(), aside=not self._divided(group.pool.roles)))
+        return [partial(written, group) for group in self.distinct]
+
     def load(self, folder: Path, version: int) -> None:
         self.calls.everywhere("load", folder.resolve())
         self.calls.everywhere("publish", version)
@@ -252,3 +261,9 @@ class HybridCrew:
             for name, value in answer.result.items():
                 totals[name] = totals[name] + value if name in totals else value
         return totals
+
+
+def written(group: WorkerGroup) -> None:
+    """Waits until the workers have written what they staged. Raises OSError where one could not."""
+    for answer in group.wait(group.call("written", aside=True)):
+        check_written(answer.result)

@@ -41,6 +41,7 @@ from braidrl.runtimes.hybrid.failures import StageFailure, named_rows
 from braidrl.runtimes.hybrid.parts import Answer, Numbers, Part, as_rows, assemble, columns_read, packed_rows
 from braidrl.runtimes.row_store import Origin, with_added
 from braidrl.runtimes.setup import Prepared, set_up_torch
+from braidrl.runtimes.writing import Writing
 from braidrl.transfer.protocols import register
 
 
@@ -72,6 +73,7 @@ class HybridWorker:
         self.resources = ExitStack()
         self.trace: TraceWriter | None = None
         self.version = 0
+        self.writing = Writing()
 
     def perform(self, message: bytes, *answers: bytes) -> bytes:
         """Calls a method by name; `answers` are those of earlier calls that it needs. Raises StageFailure or UserError.
@@ -221,6 +223,16 @@ class HybridWorker:
     def save(self, folder: Path) -> None:
         """Rank 0 writes what is whole, and every rank its part of what they have divided."""
         self.executor.save(folder, self.seat.rank == 0)
+
+    @register(protocol="ONE_TO_ALL")
+    def stage(self, folder: Path) -> None:
+        """Begins to do as `save` does, from copies."""
+        self.writing.begin(self.executor.stage(folder, self.seat.rank == 0))
+
+    @register(protocol="ONE_TO_ALL")
+    def written(self) -> str:
+        """Waits for what `stage` began; why it could not be written, or nothing."""
+        return self.writing.trouble()
 
     @register(protocol="ONE_TO_ALL")
     def load(self, folder: Path) -> None:

@@ -31,8 +31,12 @@ from braidrl.runtimes.executor import record_update
 from braidrl.runtimes.iteration import group_tokens
 from braidrl.runtimes.streaming.weights import export, received
 from braidrl.runtimes.streaming.workplace import Workplace
+from braidrl.runtimes.writing import Writing
 from braidrl.transfer.queue.client import Client, StreamLoader, Work, Written, write_columns
 from braidrl.transfer.queue.data_plane import Block, Evicted
+
+SOON_S = 0.2
+"""How long a leader waits for work at most while others wait for what it writes."""
 
 
 class Modelling:
@@ -42,6 +46,9 @@ class Modelling:
         self.place, self.world, self.client = place, world, client
         self.losses: dict[str, dict[str, float]] = {}
         """Of each train stage the loss sums of the update that is being accumulated."""
+        self.writing = Writing()
+        self.asked: int | None = None
+        """The order to tell how writing has ended."""
 
     def lead(self) -> None:
         """Takes what there is until the run ends, for all ranks."""
@@ -50,10 +57,13 @@ class Modelling:
         self.place.progress.on_advance = lambda: client.renew(settings.lease_s / 3)
         whole = [name for name in self.place.group.stages if self._needs_whole_updates(self.place.stage(name))]
         most = settings.dispatch_rows * self.world.size
-        for work in StreamLoader(client, self.place.group.stages, most, settings.wait_s, whole):
+        stream = StreamLoader(client, self.place.group.stages, most, settings.wait_s, whole)
+        for work in stream:
             # Also when there is nothing to do: so the others know that the leader lives.
             self._told(packed(work))
             self._do(work)
+            self._tell_of_writing()
+            stream.wait_s = settings.wait_s if self.asked is None else min(SOON_S, settings.wait_s)
         self._told(msgpack.packb([{"kind": "stop"}, []]))
 
     def follow(self) -> None:
@@ -160,16 +170,30 @@ class Modelling:
             self.client.ask("given", stage=work.stage, blocks=blocks)
 
     def _obey(self, order: Mapping[str, Any]) -> None:
-        """Saves or loads a checkpoint; the leader says when it is done."""
-        folder = Path(order["folder"])
+        """Saves or loads a checkpoint, or begins to write one; the leader says when it is done."""
         if order["do"] == "load":
-            self.place.executor.load(folder)
+            self.place.executor.load(Path(order["folder"]))
             if self.client is not None and order["version"] is not None:
                 self._export(order["version"])
-        elif self.client is not None:
-            self.place.executor.save(folder)
+        elif self.client is None:
+            return
+        elif order["do"] == "save":
+            self.place.executor.save(Path(order["folder"]))
+        elif order["do"] == "stage":
+            self.writing.begin(self.place.executor.stage(Path(order["folder"])))
+        else:
+            # Not before it is written.
+            self.asked = order["order"]
+            return
         if self.client is not None:
             self.client.ask("ordered", order=order["order"], result={})
+
+    def _tell_of_writing(self) -> None:
+        """Says how writing has ended, once it has and somebody asked."""
+        assert self.client is not None
+        if self.asked is not None and not self.writing.goes_on:
+            self.client.ask("ordered", order=self.asked, result={"trouble": self.writing.trouble()})
+            self.asked = None
 
     def _export(self, version: int) -> None:
         assert self.client is not None and self.place.group.role

@@ -7,9 +7,9 @@ loader ──admit──▶ queue ◀──take, done── workers
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ from braidrl.flow.stage_state import State
 from braidrl.flow.updates import check_update_size
 from braidrl.flow.versions import admissible
 from braidrl.flow.waves import Sampling
+from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.iteration import IterationResult, Position
 from braidrl.runtimes.row_store import Admission, Origin, Recording, RowStore, Surplus, with_added
 from braidrl.runtimes.setup import Prepared
 from braidrl.runtimes.streaming.groups import check_streaming, worker_groups
+from braidrl.runtimes.streaming.orders import Orders
 from braidrl.runtimes.streaming.processes import Processes, worker_launcher
 from braidrl.runtimes.streaming.results import iteration_result
 from braidrl.transfer.queue.client import assembled
@@ -39,7 +41,6 @@ from braidrl.transfer.queue.server import Server
 from braidrl.transfer.queue.stream import Finished, Stream
 
 LOOK_EVERY_S = 0.05
-ORDER_LIMIT_S = 600.0
 
 
 class StreamingProgram:
@@ -68,6 +69,7 @@ class StreamingProgram:
             self.processes = Processes(config, folder, self.control, launcher, place)
             resources.callback(self.processes.kill)
             self.processes.start(self.groups)
+            self.orders = Orders(self.control, self.server, self.processes, self._wait)
             self.resources = resources.pop_all()
 
     def _open_queue(self, launcher: Launcher, resources: ExitStack) -> None:
@@ -100,10 +102,10 @@ class StreamingProgram:
         while not self.control.finished:
             self._admit()
             with self.control.changed:
-                due = self.control.allowed < iteration and self.stream.schedule.due_steps()
+                due = self.control.assignments.allowed < iteration and self.stream.schedule.due_steps()
             if due:
                 before_training()
-                self._change(lambda: setattr(self.control, "allowed", iteration))
+                self._change(lambda: setattr(self.control.assignments, "allowed", iteration))
             self._wait()
         finished = self.control.finished.popleft()
         assert finished.iteration == iteration
@@ -160,11 +162,16 @@ class StreamingProgram:
 
     def save(self, folder: Path) -> None:
         """Has every role that changes written by its leader."""
-        self._order({"do": "save", "folder": str(folder.resolve())})
+        self.orders.carry_out({"do": "save", "folder": str(folder.resolve())})
+
+    def stage(self, folder: Path) -> list[Write]:
+        """As `save`, but leaders go on as soon as they have copies, and write them in a thread."""
+        self.orders.carry_out({"do": "stage", "folder": str(folder.resolve())})
+        return [partial(self.orders.written, *given) for given in self.orders.give({"do": "tell"}).items()]
 
     def load(self, folder: Path, version: int) -> None:
         """Has every role that changes loaded; generation goes on with these weights, and the queue after iteration `version`."""
-        self._order({"do": "load", "folder": str(folder.resolve()), "version": version})
+        self.orders.carry_out({"do": "load", "folder": str(folder.resolve()), "version": version})
         state, surplus = self.restored
         with self.control.changed:
             versions = (
@@ -173,7 +180,7 @@ class StreamingProgram:
             self.stream.schedule.resume(version, Sampling.restored(state), versions)
             if surplus is not None:
                 self.stream.restore(surplus, self.data.write_rows(surplus))
-            self.control.engine_version = self.control.allowed = version
+            self.control.engine_version = self.control.assignments.allowed = version
         self.server.changed()
 
     def close(self) -> None:
@@ -246,24 +253,6 @@ class StreamingProgram:
         self.control.end_stream(self.evaluating)
         self.evaluating = None
         self._change(lambda: setattr(self.control, "pinned", False))
-
-    def _order(self, order: dict[str, Any]) -> None:
-        """Has the leaders of all trained roles do something. Raises WorkerFailed where one does not in time."""
-        limit, given = time.monotonic() + ORDER_LIMIT_S, {}
-        for holder, role in self.processes.trainers().items():
-            while holder not in self.control.holders:
-                self._wait_until(limit, holder)
-            version = order.get("version") if role in self.control.exported else None
-            given[self.control.give_order(holder, {**order, "version": version})] = holder
-        self.server.changed()
-        for number, holder in given.items():
-            while number not in self.control.results:
-                self._wait_until(limit, holder)
-
-    def _wait_until(self, limit: float, holder: str) -> None:
-        if time.monotonic() > limit:
-            raise WorkerFailed(f"{holder} did not answer within {ORDER_LIMIT_S:g} s")
-        self._wait()
 
     def _wait(self) -> None:
         """Until something changes at the queue, or shortly; raises what a worker, or the queue itself, has raised."""

@@ -8,7 +8,6 @@ Every method may be called by the server's thread and by the main program: one l
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
@@ -16,13 +15,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from braidrl.data.codec import decode, encode
+from braidrl.data.codec import decode
 from braidrl.data.frames import Frame
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow import Kind, Stage
-from braidrl.flow.flow import is_optimized
-from braidrl.transfer.leases import Lease
+from braidrl.transfer.queue.assignments import Assignments
 from braidrl.transfer.queue.data_plane import REQUESTS, Block, DataPlane
 from braidrl.transfer.queue.messages import Answer
 from braidrl.transfer.queue.stream import Finished, Stream
@@ -60,16 +58,14 @@ class ControlPlane:
         self.streams = [stream]
         self.holders: dict[str, Holder] = {}
         self.weights, self.copies = Versions(exported), Copies()
+        self.assignments = Assignments(stream, self.copies, lease_s)
         self.engine_version = 0
         """What engines hold or are about to load; prompts are admitted for rows of this version."""
-        self.allowed = 0
-        """The last iteration whose optimizer steps may be made."""
         self.pinned = False
         """While True engines keep their version: an evaluation runs."""
         self.stopping = False
         self.refused: UserError | None = None
         """Why the run cannot go on, where that is the user's to change: selection kept nothing for a whole epoch."""
-        self.stepping: set[str] = set()
         self.finished: deque[Finished] = deque()
         self.results: dict[int, dict[str, Any]] = {}
         self.orders_given = 0
@@ -120,7 +116,7 @@ class ControlPlane:
             for stream in self.streams:
                 # An evaluation speaks of one version alone.
                 if any(stage.name == name for stage in stream.flow.stages) and not (lags and stream.during is not None):
-                    answer = self._work(stream, stream.flow[name], request, holder.version)
+                    answer = self.assignments.next(stream, stream.flow[name], request, holder.version)
                     if answer is not None:
                         return {**answer[0], "lost": lost}, answer[1]
         return ({"kind": "lost", "lost": lost}, ()) if lost else None
@@ -148,7 +144,7 @@ class ControlPlane:
         schedule, name = self.training.schedule, request["stage"]
         iteration = schedule.published + 1
         schedule.stepped(name)
-        self.stepping.discard(name)
+        self.assignments.stepped(name)
         self.data.free(self.copies.taken(name))
         self.training.accounts[iteration].reports.append(request["report"])
         role = self.training.flow[name].role
@@ -273,62 +269,6 @@ class ControlPlane:
         self.changed.notify_all()
 
     # Inside
-
-    def _work(self, stream: Stream, stage: Stage, request: dict[str, Any], version: int | None) -> Answer | None:
-        if (wanted := self._copy_from(stage)) is not None:
-            self.copies.ask(wanted, request["holder"])
-            return {"kind": "give", "stage": wanted}, ()
-        if stage.kind is Kind.TRAIN and stage.name in stream.schedule.due_steps():
-            return self._step(stream, stage)
-        leases = self._leases(stream, stage, request, version if stream is self.training else None)
-        if not leases:
-            return None
-        uids = [uid for lease in leases for uid in lease.rows]
-        index, payload = stream.read(stage.name, uids)
-        iteration = stream.schedule.iteration_of[uids[0][1]] if stream.during is None else stream.during
-        numbers = [[lease.number, len(lease.rows)] for lease in leases]
-        answer = {
-            "kind": "rows", "stage": stage.name, "iteration": iteration, "leases": numbers, "payload": payload,
-            "state": stream.states.values.get(stage.name, {}),
-        }  # fmt: skip
-        return answer, encode(index)
-
-    def _step(self, stream: Stream, stage: Stage) -> Answer | None:
-        schedule = stream.schedule
-        iteration = schedule.published + 1
-        if iteration > self.allowed or stage.name in self.stepping:
-            return None
-        answer = {"kind": "step", "stage": stage.name, "iteration": iteration}
-        if not is_optimized(stage):
-            if (weights := self.copies.given(stage.name)) is None:
-                return None
-            self.stepping.add(stage.name)
-            return {**answer, "weights": weights}, ()
-        self.stepping.add(stage.name)
-        index, _ = stream.read(stage.name, schedule.batches[iteration].updates[stage.name][0].rows)
-        return answer, encode(index)
-
-    def _copy_from(self, stage: Stage) -> str | None:
-        """The update that is due and waits for the weights that whoever does this stage has."""
-        schedule, flow = self.training.schedule, self.training.flow
-        if stage.kind not in (Kind.INFER, Kind.TRAIN) or schedule.published + 1 > self.allowed:
-            return None
-        due = [flow[name] for name in schedule.due_steps() if name not in self.copies]
-        return next((copy.name for copy in due if copy.params.get("source", "") == stage.role), None)
-
-    def _leases(self, stream: Stream, stage: Stage, request: dict[str, Any], version: int | None) -> list[Lease]:
-        # What a trainer has accumulated cannot be taken back: it keeps its rows until it is known to be dead.
-        seconds = math.inf if stage.kind is Kind.TRAIN else self.lease_s
-        most, found = request["most"], []
-        for _ in range(most if request["single"] else 1):
-            lease = stream.schedule.take(
-                stage.name, request["holder"], time.monotonic(), seconds, 1 if request["single"] else most,
-                stage.name in request["whole"], version,
-            )  # fmt: skip
-            if lease is None:
-                break
-            found.append(lease)
-        return found
 
     def _part(self, stage: str, part: dict[str, Any], frames: Sequence[Frame]) -> Part:
         first, count = part["frames"]

@@ -115,7 +115,7 @@ def work_once(
 def main_program(control: ControlPlane, server: Server, iterations: int, limit_s: float = 60.0) -> list[Any]:
     """Admits what is wanted and lets steps be made until so many iterations are finished; those."""
     groups, seen, finished, deadline = 0, -1, [], time.monotonic() + limit_s
-    control.allowed = iterations
+    control.assignments.allowed = iterations
     while len(finished) < iterations:
         assert time.monotonic() < deadline, f"only {len(finished)} iterations came to their end"
         with control.changed:
@@ -139,7 +139,7 @@ def serve(pipe: Any, arguments: Mapping[str, Any]) -> None:
         server,
         owner,
     ):
-        control.allowed = arguments["iterations"]
+        control.assignments.allowed = arguments["iterations"]
         pipe.send_bytes(f"{server.address} {owner.run}".encode())
         pipe.recv_bytes()
 

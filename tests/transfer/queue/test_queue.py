@@ -447,7 +447,7 @@ def test_a_role_that_follows_another_is_sent_its_weights_also_when_the_first_tha
     ):
         first, second = client(server, owner, "first", generates=True), client(server, owner, "second")
         follower = client(server, owner, "follower")
-        control.allowed = 1
+        control.assignments.allowed = 1
         control.training.schedule.groups_wanted(0)
         control.admit(control.training, born([0, 1]))
         assert [work_once(first) for _ in range(5)] == ["rows"] * 4 + ["step"]
