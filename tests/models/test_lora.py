@@ -15,7 +15,7 @@ from braidrl.config import Config, LoraConfig
 from braidrl.errors import UserError
 from braidrl.models.checkpoint import load_worker, save_worker, whole_weights
 from braidrl.models.contract import CHECKS, Subject
-from braidrl.models.following import follow
+from braidrl.models.following import Following
 from braidrl.models.footprint import model_shape, resident_bytes
 from braidrl.models.layout import ParallelLayout
 from braidrl.models.lora import ADAPTER
@@ -166,7 +166,7 @@ def test_a_critics_head_is_trained_beside_its_adapters(tiny_models: dict[str, Pa
 def test_a_copied_reference_takes_the_merged_weights(tiny_models: dict[str, Path]) -> None:
     worker = started(adapted(tiny_models["qwen2"]))
     reference = DecoderWorker("reference", config_of(str(tiny_models["qwen2"])), train=False)
-    follow(reference, worker, 0.0)
+    Following(reference, worker).move(0.0)
     for name, tensor in whole_weights(worker).items():
         assert torch.equal(reference.model.state_dict()[name], tensor), name
 
