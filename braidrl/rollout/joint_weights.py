@@ -98,6 +98,14 @@ class WeightWriter:
     def _filled(self, path: Path, parts: Mapping[str, WeightPart]) -> int:
         """The handle of the file when everything is in it."""
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._fill(handle, parts)
+        except BaseException:
+            os.close(handle)
+            raise
+        return handle
+
+    def _fill(self, handle: int, parts: Mapping[str, WeightPart]) -> None:
         tensors = self.layout.tensors(handle)
         self.traffic = self.transfer.run(parts, {name: WeightPart([name], own) for name, own in tensors.items()})
         self._meet("what others write")
@@ -107,7 +115,6 @@ class WeightWriter:
                     tensors[name].copy_(tensors[same])
                 os.pwrite(handle, self.layout.header(checksum(tensors) if self.check else NO_CHECKSUM), 0)
             self._meet("the end of the file")
-        return handle
 
     def _begun(self, folder: Path | OSError | None, mode: int) -> Path:
         """The path of this machine's file, which the rank that leads makes."""

@@ -264,7 +264,7 @@ def written(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) ->
     problems = [n for n, t in wanted.items() if not (equal(read[n], t, nearly) and equal(again[n], t, nearly))]
     problems += traffic_problems(writer.transfer, writer.traffic, world.rank, LIMIT_BYTES)
     problems += [f"{name} is kept by a rank that does not write it" for name in whole_weights(worker, wanted=False)]
-    if not read.keys() == again.keys() == folder.shapes.keys() == wanted.keys() or writer.traffic.sent:
+    if not read.keys() == again.keys() == folder.shapes().keys() == wanted.keys() or writer.traffic.sent:
         problems.append(f"the file has {sorted(read)}, and {writer.traffic.sent} bytes were sent for it on one machine")
     problems += on_two_machines(world, worker, wanted, nearly)
     world.gather("read", b"")

@@ -83,7 +83,7 @@ def test_a_run_on_vllm_needs_one_value_and_has_the_trainers_log_probs_in_every_s
 def test_a_run_ends_with_an_explanation_when_weights_do_not_arrive(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EngineService, "publish", lambda service, version, source: None)
+    monkeypatch.setattr(EngineService, "publish", lambda service, version, source: source.close())
     trainer = {"steps": 4, "learning_rate": 3e-2}
     with pytest.raises(
         UserError, match=r"step 2: engine and trainer give the same tokens log-probs that are .* nats apart"
