@@ -123,7 +123,7 @@ RESHAPED: dict[int, list[tuple[str, list[dict[str, Any]], bool]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_weights_go_from_one_layout_to_another_and_to_files_block_by_block(models: dict[str, str], size: int) -> None:
     """To the bit, never more at a time than the bucket, and nothing where it is there already."""
     cases = [(models[name], layouts, lora) for name, layouts, lora in RESHAPED[size]]

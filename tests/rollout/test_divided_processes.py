@@ -101,6 +101,7 @@ def test_who_waits_for_a_lost_follower_is_told_which(service: EngineService) -> 
     service.publish(4, ModelWeights(MODEL))
 
 
+@pytest.mark.soak
 def test_a_follower_that_says_nothing_is_waited_for_so_long_and_no_longer(model: Path) -> None:
     """Twice as long, the run would give up its leader too, and not know for whom that waited."""
     engine = EngineProcess(replace(spec("tensor-parallel", model), limit_s=2 * WAIT_S), limit_s=LIMIT_S)

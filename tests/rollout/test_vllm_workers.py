@@ -90,6 +90,7 @@ def test_two_workers_draw_the_tokens_of_one_engine_and_log_probs_are_the_trainer
     assert divided.run(largest_gap(divided.engine, wanted[:4])) < 1e-5
 
 
+@pytest.mark.soak
 def test_when_one_worker_is_killed_its_engine_fails_and_comes_back_as_a_whole(divided: Served) -> None:
     engine, (request, *_) = divided.engine, requests(subject(divided), 1)
     divided.run(engine.update_weights(0, ModelWeights(MODEL)))

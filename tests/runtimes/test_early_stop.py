@@ -60,7 +60,7 @@ def assert_same_runs(ours: Path, theirs: Path) -> None:
     assert all((weights_of(ours)[name] == tensor).all() for name, tensor in weights_of(theirs).items())
 
 
-@pytest.mark.parametrize("engines", [{}, {"engines": 1}])
+@pytest.mark.parametrize("engines", [{}, pytest.param({"engines": 1}, marks=pytest.mark.soak)])
 def test_what_is_given_up_is_not_drawn_to_its_end_and_changes_nothing(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, engines: dict[str, int]
 ) -> None:

@@ -117,6 +117,7 @@ def test_an_exception_on_a_node_ends_the_run_with_its_traceback(workshop: Worksh
         assert part in errors
 
 
+@pytest.mark.soak
 def test_ctrl_c_saves_and_leaves_nothing_on_any_node(workshop: Workshop, cluster: TwoNodes) -> None:
     process = braid("train", workshop.config_file("interrupted", **cluster.run(**sections_of("grpo", 1000))))
     wait_for_steps(workshop.folder / "interrupted", 2, process, 250)
