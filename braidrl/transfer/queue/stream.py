@@ -10,9 +10,9 @@ from typing import Any
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.columns import ADMISSION
+from braidrl.flow.compute import State
 from braidrl.flow.readiness import Uid, waits_for
 from braidrl.flow.sizes import Sizes
-from braidrl.flow.stage_state import State
 from braidrl.flow.waves import Selection
 from braidrl.transfer.leases import Lease, LeaseLost
 from braidrl.transfer.queue.data_plane import Block
