@@ -62,7 +62,7 @@ def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Evaluate a model, or a checkpoint given as model=, on the sets under data.eval."""
     from braidrl.config import load_config
     from braidrl.runtimes.distributed.launch import is_reporting_rank
-    from braidrl.runtimes.run import evaluate_model
+    from braidrl.runtimes.evaluation import evaluate_model
 
     # Whatever trained the model: any flow that generates and verifies evaluates it.
     metrics = evaluate_model(load_config(*split_config(config, overrides), flow="grpo"))

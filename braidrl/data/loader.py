@@ -1,4 +1,6 @@
-"""The next prompts: seeded, weighted over sources, resumable. Its whole state is one number.
+"""The next prompts, and the rows that they become: seeded, weighted over sources, resumable. Its whole state is one number.
+
+Each admitted prompt becomes a group of rows, one per sample; no later stage creates rows.
 
 Everything follows from the admission number: `peek` answers for any number without the ones before it, so that each rank of a
 distributed run draws only its slice under one global shuffle, and a resumed run goes on where the other stopped.
@@ -10,10 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from braidrl.algorithms.ragged import Ragged
 from braidrl.data.order import WeightedDraw, permutation
 from braidrl.data.prompts import LoadedSource
+from braidrl.data.rows import Column, Objects, Rows
 from braidrl.data.sources import Example
 from braidrl.errors import UserError
 
@@ -118,3 +123,50 @@ class PromptLoader:
             "prompts": [len(source) for source in self.sources],
             "weights": [source.weight for source in self.sources],
         }
+
+
+def eval_rows(source: LoadedSource, samples: int, max_prompts: int | None = None, number: int = 0) -> Rows:
+    """Every prompt of a held-out set, or the first `max_prompts`, in file order; `group` is the prompt's place, `source` is `number`."""
+    count = len(source) if max_prompts is None else min(max_prompts, len(source))
+    return as_rows([Admitted.of(source, i, number, 0, i) for i in range(count)], samples)
+
+
+def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
+    """Rows in the order of `admitted`, the samples of a group one after the other.
+
+    Writes source, group, sample, prompt_length (B,) int64; prompt, int64 token ids; metadata, with "prompt" and "answer" as the
+    file has them in place of any fields of these names; response, int64 token ids, where the sources have been read with it. A pair of
+    given responses makes two rows whatever `samples` is: sample 0 has the chosen one and sample 1 the rejected.
+    """
+    if any(a.rejected is not None for a in admitted):
+        samples = 2
+    each = torch.arange(len(admitted)).repeat_interleave(samples)
+    prompts = Ragged.from_rows([a.prompt for a in admitted], torch.int64).take(each)
+    metadata = [a.example.metadata | {"prompt": a.example.prompt, "answer": a.example.answer} for a in admitted]
+    columns: dict[str, Column] = {
+        "source": torch.tensor([a.source for a in admitted], dtype=torch.int64)[each],
+        "group": torch.tensor([a.number for a in admitted], dtype=torch.int64)[each],
+        "sample": torch.arange(samples).repeat(len(admitted)),
+        "prompt": prompts,
+        "prompt_length": prompts.lengths,
+        "metadata": Objects(tuple(metadata)).take(each),
+    }
+    better = [a.response for a in admitted if a.response is not None]
+    worse = [a.rejected for a in admitted if a.rejected is not None]
+    if worse:
+        both = [response for pair in zip(better, worse, strict=True) for response in pair]
+        columns["response"] = Ragged.from_rows(both, torch.int64)
+    elif better:
+        columns["response"] = Ragged.from_rows(better, torch.int64).take(each)
+    return Rows(columns)
+
+
+def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows:
+    """The rows with `ptx_tokens`, int64, and `ptx_length`: one pre-training text each, in the texts' own seeded order.
+
+    Row (group, sample) gets text group * samples_per_prompt + sample, whichever rows are asked for together and in any order.
+    """
+    numbers: Tensor = rows["group"] * samples_per_prompt + rows["sample"]
+    tokens = [admitted.prompt for admitted in texts.peek(numbers.tolist())]
+    joined = Ragged.from_rows(tokens, torch.int64)
+    return rows.with_columns({"ptx_tokens": joined, "ptx_length": joined.lengths})

@@ -71,6 +71,14 @@ def keywords(stage: Stage, totals: Mapping[str, Tensor] | None = None) -> dict[s
     return given
 
 
+def of_namespace(rows: Rows, namespace: str | None) -> Rows:
+    """Return the rows with a namespace's columns under their plain names: the second response in place of the first."""
+    if namespace is None:
+        return rows
+    prefix = f"{namespace}."
+    return rows.with_columns({n.removeprefix(prefix): column for n, column in rows.items() if n.startswith(prefix)})
+
+
 def initial_states(flow: Flow) -> dict[str, State]:
     """Return every stateful stage's values before the first iteration, by its name."""
     return {stage.name: dict(stage.state) for stage in flow.stages if stage.state}

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from braidrl.flow.readiness import Uid
-from braidrl.flow.updates import update_plan
-from braidrl.flow.waves import GroupSelector
+from braidrl.flow.waves import GroupSelector, update_plan
 
 
 class Update(NamedTuple):

@@ -4,40 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from braidrl.algorithms.metrics import avg_at_k, pass_at_k
-from braidrl.config import Config, EvaluationConfig
+from braidrl.cluster.world import World
+from braidrl.config import Config, EvaluationConfig, parse_config
 from braidrl.data.rows import Rows
-from braidrl.flow import Flow, Kind
-from braidrl.flow.stages import make_stage
+from braidrl.errors import UserError
+from braidrl.flow import Flow
 from braidrl.observe.metrics import Sums
+from braidrl.observe.progress import Progress, silent_progress
 from braidrl.runtimes.backend import Backend, T
+from braidrl.runtimes.distributed.launch import in_ranks
+from braidrl.runtimes.prepare.checks import without_effect
+from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
 from braidrl.runtimes.saving.row_store import HeldOut
+from braidrl.runtimes.start import RunContext, start_backend
 
 SHARE_RIGHT = re.compile(r"eval/.+/(avg@\d+|pair_accuracy)")
-
-
-def evaluation_flow(config: Config, flow: Flow) -> Flow:
-    """Generation by the flow's first generating role at the evaluation's settings, checked or played as in the flow.
-
-    Where the flow trains a model that only scores, it scores held-out pairs instead.
-    """
-    if flow.trains_on_pairs and flow.roles[0] in flow.scalar_roles:
-        joined = make_stage("data.join_response", None, id="evaluation.join_response")
-        return Flow("evaluation", [joined, make_stage("score", flow.roles[0], id="evaluation.score")])
-    role = next((s.role for s in flow.stages if s.kind is Kind.GENERATE), flow.roles[0])
-    checks = next((s.params for s in flow.stages if s.type == "verify"), {})
-    scores = {"correct_score": checks.get("correct_score", 1.0), "wrong_score": checks.get("wrong_score", 0.0)}
-    settings = config.evaluation
-    sampling = {
-        "temperature": settings.temperature or 1.0, "greedy": settings.temperature == 0,
-        "top_p": settings.top_p, "top_k": settings.top_k, "purpose": "evaluation",
-    }  # fmt: skip
-    environment = next((s.params.get("environment") for s in flow.stages if s.kind is Kind.GENERATE), None)
-    generate = make_stage("generate", role, {**sampling, "environment": environment}, id="evaluation.generate")
-    if environment is not None:
-        return Flow("evaluation", [generate])
-    return Flow("evaluation", [generate, make_stage("verify", "reward", scores, id="evaluation.verify")])
 
 
 def evaluation_metrics(name: str, index: Rows, samples: int) -> dict[str, float]:
@@ -80,3 +64,35 @@ def evaluated_sets(
         for stage in flow.stages:
             table = backend.run(stage, table, step, Sums())
         yield name, table, evaluation_metrics(name, backend.index(table), settings.samples)
+
+
+def evaluate_model(config: Config) -> dict[str, float]:
+    """Metrics of every set under `data.eval` with the model as it is; what `braid eval` prints."""
+    if config.runtime == "distributed":
+        metrics: dict[str, float] = in_ranks(config, "braidrl.runtimes.evaluation:evaluate_rank", {})
+        return metrics
+    return evaluated(config, Progress())
+
+
+def evaluate_rank(world: World, task: dict[str, Any]) -> dict[str, float]:
+    """One rank's part of an evaluation."""
+    progress = Progress() if world.first else silent_progress()
+    return evaluated(parse_config(task["config"]), progress, world)
+
+
+def evaluated(config: Config, progress: Progress, world: World | None = None) -> dict[str, float]:
+    """The evaluation itself, in one process or as one rank."""
+    prepared = prepare_together(config, world or World(), train=False)
+    if not prepared.eval_sources:
+        raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")
+    for line in without_effect(config):
+        progress.print(line)
+    set_up_torch(config)
+    backend = start_backend(RunContext(prepared, progress, world=world or World()))
+    metrics: dict[str, float] = {}
+    try:
+        for _, _, found in evaluated_sets(backend, prepared.evaluation, prepared.eval_sources, config.evaluation, 0):
+            metrics |= found
+    finally:
+        backend.close()
+    return metrics

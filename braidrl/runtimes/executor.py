@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from braidrl.config import Config
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Flow, Kind, Scope, Stage
-from braidrl.flow.compute import computed, dropped, summed
+from braidrl.flow.compute import computed, dropped, of_namespace, summed
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.signatures import is_reward
 from braidrl.models.checkpoint import Write, saving_tasks
@@ -248,11 +248,3 @@ class StageExecutor:
     def close(self) -> None:
         """End the processes of engines and checks."""
         self.generation.close()
-
-
-def of_namespace(rows: Rows, namespace: str | None) -> Rows:
-    """The rows with a namespace's columns under their plain names: the second response in place of the first."""
-    if namespace is None:
-        return rows
-    prefix = f"{namespace}."
-    return rows.with_columns({n.removeprefix(prefix): column for n, column in rows.items() if n.startswith(prefix)})

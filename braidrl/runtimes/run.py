@@ -25,11 +25,10 @@ from braidrl.runtimes.evaluation import evaluated_sets, good_enough
 from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 from braidrl.runtimes.prepare.checks import rows_may_be_stale, without_effect
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
-from braidrl.runtimes.saving.checkpoints import Checkpoints
+from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint
 from braidrl.runtimes.saving.folders import latest_checkpoint, new_run_folder
 from braidrl.runtimes.saving.row_store import Recording, Surplus
-from braidrl.runtimes.saving.state import RunState, load_checkpoint
-from braidrl.runtimes.start import RunContext, check_runtime, start_backend, start_controller
+from braidrl.runtimes.start import RunContext, check_runtime, start_controller
 from braidrl.runtimes.step_metrics import GapWatch, step_metrics, summary
 
 Metrics = dict[str, float | int | None]
@@ -230,35 +229,3 @@ def train_rank(world: World, task: dict[str, Any]) -> str:
     with TrainingRun(parse_config(task["config"]), **options, world=world) as run:
         run.train()
     return str(run.folder)
-
-
-def evaluate_model(config: Config) -> dict[str, float]:
-    """Metrics of every set under `data.eval` with the model as it is; what `braid eval` prints."""
-    if config.runtime == "distributed":
-        metrics: dict[str, float] = in_ranks(config, "braidrl.runtimes.run:evaluate_rank", {})
-        return metrics
-    return evaluated(config, Progress())
-
-
-def evaluate_rank(world: World, task: dict[str, Any]) -> dict[str, float]:
-    """One rank's part of an evaluation."""
-    progress = Progress() if world.first else silent_progress()
-    return evaluated(parse_config(task["config"]), progress, world)
-
-
-def evaluated(config: Config, progress: Progress, world: World | None = None) -> dict[str, float]:
-    """The evaluation itself, in one process or as one rank."""
-    prepared = prepare_together(config, world or World(), train=False)
-    if not prepared.eval_sources:
-        raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")
-    for line in without_effect(config):
-        progress.print(line)
-    set_up_torch(config)
-    backend = start_backend(RunContext(prepared, progress, world=world or World()))
-    metrics: dict[str, float] = {}
-    try:
-        for _, _, found in evaluated_sets(backend, prepared.evaluation, prepared.eval_sources, config.evaluation, 0):
-            metrics |= found
-    finally:
-        backend.close()
-    return metrics

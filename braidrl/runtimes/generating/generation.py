@@ -3,11 +3,18 @@
 rows ──requests_of──▶ engine ──finished rows──▶ EarlyChecks, EarlyStop ──▶ columns
      ──play────────▶ episodes on the same engine ─────────────────────▶
 trained weights ──publish──▶ engines
+
+How a version of the weights comes to an engine, whatever the layout that it is trained in:
+
+engine with the trainer's own weights    they are there
+engine with a copy, whole or slices      box to box from the ranks that have divided them, adapters merged
+engines in processes of their own        one file on each machine, which its ranks write side by side
+servers                                  the same in a folder, which they read, or sent to them from there
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,7 +26,10 @@ from braidrl.config import Config
 from braidrl.data.rows import Column, Rows
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Stage
+from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.roles.base import RoleWorker
+from braidrl.models.weights.mirror import LayoutCopy, settled_parts
+from braidrl.models.weights.transfer import weight_parts
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
 from braidrl.rewards.verify import RuleRewards
@@ -28,11 +38,14 @@ from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.requests import Request, Response, SamplingParams, Uid
 from braidrl.rollout.routing.service import EngineService
 from braidrl.rollout.trajectories import to_rows
+from braidrl.rollout.weights.joint_file import WeightWriter
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.engines import start_engine
 from braidrl.runtimes.generating.episodes import play
-from braidrl.runtimes.generating.publishing import Publish, publication
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks, early_verify_stages, verified
+
+Publish = Callable[[int], None]
+"""Has an engine generate with the weights of now, under a version's number; all ranks that generate for the role call it together."""
 
 
 class Generation:
@@ -154,3 +167,42 @@ def leaders(uids: Sequence[Uid]) -> dict[Uid, Uid]:
     """Return for each row the first one of its prompt."""
     first: dict[tuple[int, int], Uid] = {}
     return {uid: first.setdefault(uid[:2], uid) for uid in uids}
+
+
+def publication(worker: RoleWorker, engine: EmbeddedEngine | EngineService, config: Config) -> Publish:
+    """Return how one engine gets new weights; all ranks that generate for the role call this at the same time."""
+    if isinstance(engine, EmbeddedEngine):
+        pooled = isinstance(engine, PooledEngine)
+        return into_copy(worker, engine) if pooled or not worker.holds_its_weights else engine.publish
+    return through_file(worker, engine, config)
+
+
+def into_copy(worker: RoleWorker, engine: EmbeddedEngine) -> Publish:
+    """The engine's own weights take the worker's, a bounded number of bytes at a time."""
+    slices = engine.slices if isinstance(engine, PooledEngine) else None
+    copy = LayoutCopy(worker, lambda: weight_parts(engine.model, slices), divided=slices is not None)
+
+    def publish(version: int) -> None:
+        copy.refresh()
+        engine.publish(version)
+
+    return publish
+
+
+def through_file(worker: RoleWorker, engine: EngineService, config: Config) -> Publish:
+    """Processes of engines, and servers, read what the ranks of their machine have written."""
+    own = config.roles.get(worker.role)
+    # Of ranks that each have everything some may generate alone: those do not wait for the others.
+    all_ranks = worker.ranks.divided or own is None or own.generate_workers is None
+    ranks, rollout = worker.ranks if all_ranks else DataParallel(), config.rollout
+    asks = rollout.engine == "http"
+    in_folder = asks and rollout.servers.weights == "folder"
+    # What servers are sent is checked on its way.
+    writer = WeightWriter(settled_parts(worker), ranks, rollout.check_weights and not asks, repeat=in_folder)
+
+    def publish(version: int) -> None:
+        parts = settled_parts(worker)
+        folder = rollout.servers.folder
+        engine.publish(version, writer.in_folder(parts, folder) if in_folder else writer.in_memory(parts))
+
+    return publish

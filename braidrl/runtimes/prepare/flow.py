@@ -20,7 +20,6 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
 from braidrl.flow.stages import make_stage
-from braidrl.flow.updates import check_update_size
 from braidrl.models.role_settings import lora_of
 from braidrl.rollout.episodes.environments import check_environment
 
@@ -39,6 +38,46 @@ def build_flow(config: Config) -> Flow:
         config.trainer.prompts_per_step, config.rollout.samples_per_prompt, config.trainer.rows_per_update
     )
     return Flow(flow.name, [resolve(stage, config) for stage in flow.stages])
+
+
+def evaluation_flow(config: Config, flow: Flow) -> Flow:
+    """Generation by the flow's first generating role at the evaluation's settings, checked or played as in the flow.
+
+    Where the flow trains a model that only scores, it scores held-out pairs instead.
+    """
+    if flow.trains_on_pairs and flow.roles[0] in flow.scalar_roles:
+        joined = make_stage("data.join_response", None, id="evaluation.join_response")
+        return Flow("evaluation", [joined, make_stage("score", flow.roles[0], id="evaluation.score")])
+    role = next((s.role for s in flow.stages if s.kind is Kind.GENERATE), flow.roles[0])
+    checks = next((s.params for s in flow.stages if s.type == "verify"), {})
+    scores = {"correct_score": checks.get("correct_score", 1.0), "wrong_score": checks.get("wrong_score", 0.0)}
+    settings = config.evaluation
+    sampling = {
+        "temperature": settings.temperature or 1.0, "greedy": settings.temperature == 0,
+        "top_p": settings.top_p, "top_k": settings.top_k, "purpose": "evaluation",
+    }  # fmt: skip
+    environment = next((s.params.get("environment") for s in flow.stages if s.kind is Kind.GENERATE), None)
+    generate = make_stage("generate", role, {**sampling, "environment": environment}, id="evaluation.generate")
+    if environment is not None:
+        return Flow("evaluation", [generate])
+    return Flow("evaluation", [generate, make_stage("verify", "reward", scores, id="evaluation.verify")])
+
+
+def check_update_size(prompts_per_step: int, samples_per_prompt: int, rows_per_update: int | None) -> int:
+    """Return the rows of one optimizer step (None is the whole batch). Raises UserError unless a batch is a whole number of updates."""
+    rows = prompts_per_step * samples_per_prompt
+    if rows_per_update is None:
+        return rows
+    if rows % rows_per_update:
+        divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+        below = max(n for n in divisors if n < rows_per_update)
+        above = min((n for n in divisors if n > rows_per_update), default=rows)
+        raise UserError(
+            f"trainer.rows_per_update={rows_per_update} does not divide the {rows} rows of a batch "
+            f"(trainer.prompts_per_step={prompts_per_step} × rollout.samples_per_prompt={samples_per_prompt}); "
+            f"write {' or '.join(str(n) for n in dict.fromkeys((below, above)))}"
+        )
+    return rows_per_update
 
 
 def in_environment(flow: Flow, config: Config) -> Flow:

@@ -21,18 +21,16 @@ from braidrl.models.loading import check_scorer, load_tokenizer
 from braidrl.models.role_settings import model_path
 from braidrl.placement.pools import check_copies, place
 from braidrl.rewards.verify import RuleRewards
-from braidrl.runtimes.evaluation import evaluation_flow
 from braidrl.runtimes.prepare.checks import (
     check_adapters,
-    check_answers,
     check_divided_engines,
     check_generating_ranks,
     check_layouts,
-    check_lengths,
     check_names,
     check_roles,
 )
-from braidrl.runtimes.prepare.flow import build_flow
+from braidrl.runtimes.prepare.data import check_answers, check_lengths
+from braidrl.runtimes.prepare.flow import build_flow, evaluation_flow
 from braidrl.runtimes.saving.row_store import RowStore
 
 

@@ -1,4 +1,6 @@
-"""Writes a run's checkpoints one at a time: at once, or from copies in a thread while the next steps are made.
+"""A run's checkpoints: what they hold beside the models, and how they are written, one at a time.
+
+They are written at once, or from copies in a thread while the next steps are made:
 
 step N ──copies──▶ thread: write ─▶ sync ─▶ rename ─▶ `latest`
 step N + 1 ...         │
@@ -7,9 +9,11 @@ step N + 2 ◀──error?───┘
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,26 @@ from braidrl.runtimes.saving.folders import (
     finish_checkpoint,
     finish_whole,
     partial_path,
+    read_state,
+    whole_folder,
 )
-from braidrl.runtimes.saving.state import RunState, save_checkpoint, save_surplus, write_state
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The run after `step` complete iterations; the same under every runtime.
+
+    `surplus` are tables of the backend, or the files that hold them in a checkpoint.
+    """
+
+    step: int
+    version: int
+    loader: dict[str, Any]
+    sampling: dict[str, Any]
+    surplus: list[Any] = field(default_factory=list)
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -95,3 +117,47 @@ class Checkpoints:
                 f"the checkpoint of step {self._step} could not be written ({line_about(error)}); the one before it is whole: "
                 f"make room and go on with `braid train --resume {self.run}`"
             ) from error
+
+
+def save_checkpoint(run: Path, state: RunState, backend: Backend[Any], keep: int, write: bool = True) -> None:
+    """Writes a checkpoint whole, points `latest` at it and removes the oldest. Raises OSError where the disk is full.
+
+    Ranks that do not `write` give what they hold to the one that does, or write their part of it beside.
+    """
+    if not write:
+        backend.save(partial_path(checkpoint_folder(run, state.step)))
+        save_surplus(checkpoint_folder(run, state.step), state, backend)
+        return
+    with whole_folder(checkpoint_folder(run, state.step)) as folder:
+        backend.save(folder)
+        save_surplus(folder, state, backend)
+        write_state(folder, state)
+    finish_checkpoint(run, state.step, keep)
+
+
+def save_surplus(folder: Path, state: RunState, backend: Backend[Any]) -> None:
+    """Puts the rows that no batch has had room for into a checkpoint."""
+    for number, table in enumerate(state.surplus):
+        backend.save_rows(surplus_path(folder, number), table)
+
+
+def write_state(folder: Path, state: RunState) -> None:
+    """Writes the rest of it."""
+    plain = {"format": FORMAT, "step": state.step, "version": state.version, "surplus": len(state.surplus)}
+    parts = {"loader": state.loader, "sampling": state.sampling, "stages": state.stages}
+    (folder / "state.json").write_text(json.dumps({**plain, **parts}))
+
+
+def load_checkpoint(folder: Path) -> tuple[Path, RunState]:
+    """The folder and the state in it. Raises UserError for a folder that is no checkpoint of this format."""
+    state = read_state(folder)
+    if state.get("format") != FORMAT:
+        raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads {FORMAT}")
+    surplus = [surplus_path(folder, number) for number in range(state["surplus"])]
+    return folder, RunState(
+        state["step"], state["version"], state["loader"], state["sampling"], surplus, state.get("stages", {})
+    )
+
+
+def surplus_path(folder: Path, number: int) -> Path:
+    return folder / f"surplus-{number}.rows"

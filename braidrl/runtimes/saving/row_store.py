@@ -12,10 +12,9 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.config import Config
-from braidrl.data.admission import as_rows, eval_rows, join_texts
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import join, split
-from braidrl.data.loader import PromptLoader
+from braidrl.data.loader import PromptLoader, as_rows, eval_rows, join_texts
 from braidrl.data.prompts import LoadedSource
 from braidrl.data.rows import Rows
 from braidrl.observe.rollouts import read_rollouts, write_rollouts

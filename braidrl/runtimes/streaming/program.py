@@ -20,12 +20,12 @@ from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow import Stage
 from braidrl.flow.sizes import Sizes
-from braidrl.flow.updates import check_update_size
 from braidrl.flow.versions import admissible
 from braidrl.flow.waves import GroupSelector
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.backend import IterationResult, Position
+from braidrl.runtimes.prepare.flow import check_update_size
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.saving.row_store import Admission, Origin, Recording, RowStore, Surplus, with_added
 from braidrl.runtimes.streaming.groups import check_streaming, worker_groups

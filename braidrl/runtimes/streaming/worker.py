@@ -15,9 +15,8 @@ from braidrl.cluster.world import World
 from braidrl.config import parse_config
 from braidrl.models.loading import load_tokenizer
 from braidrl.observe.trace import TraceWriter
-from braidrl.runtimes.evaluation import evaluation_flow
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.prepare.flow import build_flow
+from braidrl.runtimes.prepare.flow import build_flow, evaluation_flow
 from braidrl.runtimes.prepare.setup import rule_rewards, set_up_torch
 from braidrl.runtimes.streaming.context import LeaseProgress, WorkerContext
 from braidrl.runtimes.streaming.groups import Group

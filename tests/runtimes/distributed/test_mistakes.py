@@ -11,7 +11,8 @@ import pytest
 
 from braidrl.config import parse_config
 from braidrl.errors import UserError
-from braidrl.runtimes.run import evaluate_model, train
+from braidrl.runtimes.evaluation import evaluate_model
+from braidrl.runtimes.run import train
 from tests.tiny import Workshop, braid
 
 FAILING = Path(__file__).parents[1] / "failing.yaml"
