@@ -55,14 +55,14 @@ def dropped(stage: Stage, index: Rows) -> dict[int, str]:
 
 
 def arguments(stage: Stage, rows: Rows) -> Sequence[Column | None]:
-    """The columns that a registered function asks for, in its order."""
+    """Return the columns that a registered function asks for, in its order."""
     entry = compute_entry(stage.type)
     required = [rows[entry.column(parameter)] for parameter in entry.reads]
     return required + [rows.get(entry.column(parameter)) for parameter in entry.optional]
 
 
 def keywords(stage: Stage, totals: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-    """What a compute stage's function is given after columns: settings, its state, and totals where its scope is the batch."""
+    """Return what a compute stage's function is given after columns: settings, its state, and totals where its scope is the batch."""
     given = dict(stage.settings)
     if stage.state:
         given["state"] = {name: float(stage.params.get(name, value)) for name, value in stage.state.items()}

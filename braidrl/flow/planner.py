@@ -19,13 +19,13 @@ class Plan:
 
 
 def plan(flow: Flow) -> Plan:
-    """The chain in which one model is active at a time, switched as rarely as going on with the active one allows."""
+    """Return the chain in which one model is active at a time, switched as rarely as going on with the active one allows."""
     chain = serial_chain(flow)
     return Plan(chain, live_columns(flow, chain))
 
 
 def serial_chain(flow: Flow) -> tuple[Stage, ...]:
-    """A deterministic topological order: of the stages that may come next, the first in list order that needs no other model.
+    """Return a deterministic topological order: of the stages that may come next, the first in list order that needs no other model.
 
     The stages up to a `select` stay in front: they run in waves, the others once.
     """
@@ -46,7 +46,7 @@ def serial_chain(flow: Flow) -> tuple[Stage, ...]:
 
 
 def constraints(flow: Flow) -> dict[str, set[str]]:
-    """For each stage those that must have run before it when a column's next version takes the place of the last."""
+    """Return, for each stage, those that must have run before it when a column's next version takes the place of the last."""
     before: dict[str, set[str]] = {stage.name: set() for stage in flow.stages}
     for edge in flow.edges:
         if edge.source != ADMISSION:
@@ -60,13 +60,13 @@ def constraints(flow: Flow) -> dict[str, set[str]]:
 
 
 def parallel_groups(flow: Flow) -> tuple[tuple[Stage, ...], ...]:
-    """Stages by depth: those of one group need nothing of each other and may run at the same time."""
+    """Return the stages by depth: those of one group need nothing of each other and may run at the same time."""
     deepest = max(flow.depth.values())
     return tuple(tuple(s for s in flow.stages if flow.depth[s.name] == d) for d in range(1, deepest + 1))
 
 
 def live_columns(flow: Flow, order: Sequence[Stage]) -> tuple[frozenset[ColumnVersion], ...]:
-    """For each stage of an order, the columns written by then that a later one still reads; the others can be forgotten."""
+    """Return, for each stage of an order, the columns written by then that a later one still reads; the others can be forgotten."""
     live = []
     written = {ADMISSION}
     for i, stage in enumerate(order):

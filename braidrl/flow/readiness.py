@@ -29,7 +29,7 @@ class Consumer(NamedTuple):
 
 
 def waits_for(flow: Flow) -> dict[str, tuple[str, ...]]:
-    """For each stage, the stages that must have written a row before it: writers of its columns, `after`, and earlier selects."""
+    """Return, for each stage, those that must have written a row before it: writers of its columns, `after`, and earlier selects."""
     waits: dict[str, tuple[str, ...]] = {}
     selects: list[str] = []
     for stage in flow.stages:
@@ -41,7 +41,7 @@ def waits_for(flow: Flow) -> dict[str, tuple[str, ...]]:
 
 
 def weights_wait_for(flow: Flow) -> dict[str, tuple[str, ...]]:
-    """For each stage that infers or trains, the stages that must be done with the whole batch before it uses or changes weights.
+    """Return, for each stage that infers or trains, those that must be done with the whole batch before it uses or changes weights.
 
     They are those before it in the list with which it shares a role's weights that one of the two changes. For a train stage it is
     the first optimizer step that waits; accumulating gradients does not. Generation is left out: an engine has its own weights,
@@ -53,19 +53,19 @@ def weights_wait_for(flow: Flow) -> dict[str, tuple[str, ...]]:
 
 
 def ready_rows(written: Sequence[Bits], consumed: Bits) -> Bits:
-    """Rows (R,) that are written in all of `written` and not consumed."""
+    """Return the rows (R,) that are written in all of `written` and not consumed."""
     return np.logical_and.reduce([*written, ~consumed])
 
 
 def complete_groups(ready: Bits, groups: NDArray[np.int64]) -> Bits:
-    """Rows (R,) of the groups of which every row is ready; `groups` (R,) names the group of each."""
+    """Return the rows (R,) of the groups of which every row is ready; `groups` (R,) names the group of each."""
     _, group, size = np.unique(groups, return_inverse=True, return_counts=True)
     complete = np.bincount(group, weights=ready, minlength=len(size)) == size
     return complete[group]
 
 
 def complete_sets(ready: Bits, sets: Iterable[Sequence[int]]) -> list[int]:
-    """Numbers of the sets of row positions (updates, batches) of which every row is ready."""
+    """Return the numbers of the sets of row positions (updates, batches) of which every row is ready."""
     return [number for number, positions in enumerate(sets) if bool(ready[list(positions)].all())]
 
 
@@ -88,7 +88,7 @@ class StageProgress:
         self.consumed = {consumer: np.empty(0, dtype=np.bool_) for consumer in self.consumers}
 
     def admit(self, uids: Sequence[Uid]) -> None:
-        """Rows are born. Raises ValueError for one that is known."""
+        """Add new rows. Raises ValueError for one that is known."""
         for uid in uids:
             if uid in self.position:
                 raise ValueError(f"row {uid} is admitted twice")
@@ -101,31 +101,31 @@ class StageProgress:
         self.written[ADMISSION][:] = True
 
     def write(self, stage: str, uids: Sequence[Uid]) -> None:
-        """Notes that the stage's columns of these rows are there. Raises ValueError where they were: columns do not change."""
+        """Note that the stage's columns of these rows are there. Raises ValueError where they were: columns do not change."""
         positions = self._positions(uids)
         if self.written[stage][positions].any():
             raise ValueError(f"{stage} writes a row of {list(uids)[:4]}... for the second time")
         self.written[stage][positions] = True
 
     def consume(self, consumer: Consumer, uids: Sequence[Uid]) -> None:
-        """Notes that a consumer has these rows. Raises ValueError where they are not ready for it."""
+        """Note that a consumer has these rows. Raises ValueError where they are not ready for it."""
         positions = self._positions(uids)
         if not self._ready(consumer)[positions].all():
             raise ValueError(f"{consumer} takes a row of {list(uids)[:4]}... that is not ready for it")
         self.consumed[consumer][positions] = True
 
     def skip(self, stage: str, uids: Sequence[Uid]) -> None:
-        """Notes that a stage leaves these rows out (`when`): nobody waits for it, and it takes none of them."""
+        """Note that a stage leaves these rows out (`when`): nobody waits for it, and it takes none of them."""
         positions = self._positions(uids)
         self.written[stage][positions] = True
         self.consumed[Consumer(stage)][positions] = True
 
     def give_back(self, consumer: Consumer, uids: Sequence[Uid]) -> None:
-        """Notes that a consumer lost these rows before it was done; they are ready again."""
+        """Note that a consumer lost these rows before it was done; they are ready again."""
         self.consumed[consumer][self._positions(uids)] = False
 
     def ready(self, consumer: Consumer, among: Iterable[Uid] | None = None) -> list[Uid]:
-        """Rows that the consumer can take, in order: any (row scope), of complete groups, or nothing until all `among` are ready.
+        """Return the rows that the consumer can take, in order: any (row scope), of complete groups, or none until all `among` are ready.
 
         `among` are the rows of one batch or update; a stage of batch scope needs it. Rows that are gone are ready for nobody.
         """
@@ -143,22 +143,22 @@ class StageProgress:
         return [self.uids[position] for position in sorted(chosen) if ready[position]]
 
     def is_written(self, stage: str, uids: Sequence[Uid]) -> bool:
-        """True if the stage has written all of these rows."""
+        """Return True if the stage has written all of these rows."""
         return bool(self.written[stage][self._positions(uids)].all())
 
     def is_consumed(self, consumer: Consumer, uids: Sequence[Uid]) -> bool:
-        """True if the consumer has taken all of these rows."""
+        """Return True if the consumer has taken all of these rows."""
         return bool(self.consumed[consumer][self._positions(uids)].all())
 
     def forget(self, uids: Iterable[Uid]) -> None:
-        """Rows that are dropped, or that every stage is done with, leave."""
-        keep = np.ones(len(self.uids), dtype=np.bool_)
-        keep[self._positions(list(uids))] = False
-        self.uids = [uid for position, uid in enumerate(self.uids) if keep[position]]
+        """Forget rows that were dropped, or that every stage is done with."""
+        staying = np.ones(len(self.uids), dtype=np.bool_)
+        staying[self._positions(list(uids))] = False
+        self.uids = [uid for position, uid in enumerate(self.uids) if staying[position]]
         self.position = {uid: position for position, uid in enumerate(self.uids)}
-        self.groups = self.groups[keep]
-        self.written = {stage: bits[keep] for stage, bits in self.written.items()}
-        self.consumed = {consumer: bits[keep] for consumer, bits in self.consumed.items()}
+        self.groups = self.groups[staying]
+        self.written = {stage: bits[staying] for stage, bits in self.written.items()}
+        self.consumed = {consumer: bits[staying] for consumer, bits in self.consumed.items()}
 
     def _ready(self, consumer: Consumer) -> Bits:
         return ready_rows([self.written[stage] for stage in self.waits[consumer.stage]], self.consumed[consumer])

@@ -33,13 +33,13 @@ class Sizes:
     over_sampling: float = 1.0
 
     def sampling(self) -> GroupSelector:
-        """Selection at the run's beginning."""
+        """Return the state of selection at the run's beginning."""
         return GroupSelector(
             self.prompts_per_step, self.epoch_groups, self.surplus, self.max_staleness, self.over_sampling
         )
 
     def updates(self, iteration: int, uids: Sequence[Uid]) -> list[Update]:
-        """The optimizer steps of a batch, in order."""
+        """Return the optimizer steps of a batch, in order."""
         plan = update_plan(
             [uid[1] for uid in uids],
             [uid[2] for uid in uids],

@@ -17,12 +17,12 @@ class TooStale(RuntimeError):
 
 
 def trained_on(iteration: int) -> int:
-    """The version whose weights iteration `iteration` (from 1) starts from."""
+    """Return the version whose weights iteration `iteration` (from 1) starts from."""
     return iteration - 1
 
 
 def latest_admissible(engine_version: int, max_staleness: int) -> int:
-    """The last iteration for which prompts may be admitted while the engine holds `engine_version`.
+    """Return the last iteration for which prompts may be admitted while the engine holds `engine_version`.
 
     A row begun now has tokens of this version or later ones, whatever is loaded while it is generated.
     """
@@ -30,17 +30,17 @@ def latest_admissible(engine_version: int, max_staleness: int) -> int:
 
 
 def admissible(iteration: int, engine_version: int, max_staleness: int) -> bool:
-    """True if prompts for the batch of `iteration` may be admitted while the engine holds `engine_version`."""
+    """Return True if prompts for the batch of `iteration` may be admitted while the engine holds `engine_version`."""
     return iteration <= latest_admissible(engine_version, max_staleness)
 
 
 def staleness(iteration: int, versions: Sequence[int]) -> list[int]:
-    """For each row of the batch of `iteration`, how many versions lie between its oldest token (`versions`) and its training."""
+    """Return for each row of the batch of `iteration`, how many versions lie between its oldest token (`versions`) and its training."""
     return [trained_on(iteration) - version for version in versions]
 
 
 def check_staleness(iteration: int, versions: Sequence[int], max_staleness: int, uids: Sequence[Any]) -> int:
-    """The largest staleness in a batch. Raises TooStale, naming the row, if it is over the bound or a version not yet published."""
+    """Return the largest staleness in a batch. Raises TooStale, naming the row, if it is over the bound or a version not yet published."""
     oldest = 0
     for uid, behind, version in zip(uids, staleness(iteration, versions), versions, strict=True):
         if not 0 <= behind <= max_staleness:

@@ -25,7 +25,7 @@ SHARE_RIGHT = re.compile(r"eval/.+/(avg@\d+|pair_accuracy)")
 
 
 def evaluation_metrics(name: str, index: Rows, samples: int) -> dict[str, float]:
-    """avg@k for k = `samples`, pass@k for the powers of two up to it, mean length and score; for pairs, how many are told apart."""
+    """Return avg@k for k = `samples`, pass@k for the powers of two up to it, mean length and score; for pairs, how many are told apart."""
     if "correct" not in index:
         return pair_metrics(name, index)
     correct, group = index["correct"], index["group"]
@@ -40,13 +40,13 @@ def evaluation_metrics(name: str, index: Rows, samples: int) -> dict[str, float]
 
 
 def good_enough(metrics: Mapping[str, float | int | None], stop_at: float | None) -> bool:
-    """True where an evaluation is among the metrics, and the share of right answers of every set is at least `stop_at`."""
+    """Return True where an evaluation is among the metrics, and the share of right answers of every set is at least `stop_at`."""
     shares = [value for key, value in metrics.items() if SHARE_RIGHT.fullmatch(key) and value is not None]
     return stop_at is not None and bool(shares) and min(shares) >= stop_at
 
 
 def pair_metrics(name: str, index: Rows) -> dict[str, float]:
-    """The share of pairs whose chosen response (sample 0) has the higher score, and by how much on average."""
+    """Return the share of pairs whose chosen response (sample 0) has the higher score, and by how much on average."""
     scores = index["score" if "score" in index else "cost"].double()
     margin = scores[index["sample"] == 0] - scores[index["sample"] == 1]
     return {
@@ -58,7 +58,7 @@ def pair_metrics(name: str, index: Rows) -> dict[str, float]:
 def evaluated_sets(
     backend: Backend[T], flow: Flow, names: Iterable[str], settings: EvaluationConfig, step: int
 ) -> Iterator[tuple[str, T, dict[str, float]]]:
-    """Each set's name, its rows and its metrics under the current weights."""
+    """Yield each set's name, its rows and its metrics under the current weights."""
     for name in names:
         table = backend.read(HeldOut(name))
         for stage in flow.stages:
@@ -67,7 +67,7 @@ def evaluated_sets(
 
 
 def evaluate_model(config: Config) -> dict[str, float]:
-    """Metrics of every set under `data.eval` with the model as it is; what `braid eval` prints."""
+    """Return the metrics of every set under `data.eval` with the model as it is; what `braid eval` prints."""
     if config.runtime == "distributed":
         metrics: dict[str, float] = in_ranks(config, "braidrl.runtimes.evaluation:evaluate_rank", {})
         return metrics
@@ -75,13 +75,13 @@ def evaluate_model(config: Config) -> dict[str, float]:
 
 
 def evaluate_rank(world: World, task: dict[str, Any]) -> dict[str, float]:
-    """One rank's part of an evaluation."""
+    """Evaluate as one rank of several."""
     progress = Progress() if world.first else silent_progress()
     return evaluated(parse_config(task["config"]), progress, world)
 
 
 def evaluated(config: Config, progress: Progress, world: World | None = None) -> dict[str, float]:
-    """The evaluation itself, in one process or as one rank."""
+    """Evaluate in one process, or as one rank; return the metrics of every set."""
     prepared = prepare_together(config, world or World(), train=False)
     if not prepared.eval_sources:
         raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")

@@ -96,7 +96,7 @@ class TrainingRun:
             self.metrics.close()
 
     def train(self) -> None:
-        """Runs to `trainer.steps`. On Ctrl-C the last complete step is saved, then KeyboardInterrupt goes on."""
+        """Run to `trainer.steps`. On Ctrl-C the last complete step is saved, then KeyboardInterrupt goes on."""
         trainer = self.config.trainer
         with self.interrupts.active():
             snapshot = self._snapshot()
@@ -144,7 +144,7 @@ class TrainingRun:
             self.gaps.check(metrics)
 
     def _recorded(self, step: int) -> Any:
-        """The rows of an earlier run's step as they were when they were sampled, without what its later stages added."""
+        """Return the rows of an earlier run's step as they were when they were sampled, without what its later stages added."""
         if self.replay is None:
             return None
         count = self.flow.recorded_stages
@@ -174,7 +174,7 @@ class TrainingRun:
                 self.progress.print(summary({"step": 0, **metrics}))
 
     def _evaluate(self) -> Metrics:
-        """Every evaluation set under the current weights; the rows are recorded too."""
+        """Evaluate every set under the current weights and record its rows; return the metrics."""
         prepared, metrics = self.prepared, Metrics()
         for name, table, found in evaluated_sets(
             self.backend, prepared.evaluation, prepared.eval_sources, self.config.evaluation, self.step
@@ -185,7 +185,7 @@ class TrainingRun:
         return metrics
 
     def _snapshot(self) -> RunState:
-        """What a resumed run needs beside the weights, as of the last complete step."""
+        """Return what a resumed run needs beside the weights, as of the last complete step."""
         return RunState(self.step, self.version, *self.controller.position())
 
     def _save(self, state: RunState) -> None:
@@ -203,7 +203,7 @@ class TrainingRun:
 
 
 def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
-    """Raises UserError where a run to be replayed has not recorded every step."""
+    """Raise UserError where a run to be replayed has not recorded every step."""
     if rollout_only:
         raise UserError("--replay trains on recorded rows and --rollout-only records rows without training; choose one")
     missing = sorted(set(range(1, steps + 1)) - set(recorded_steps(replay)))
@@ -215,7 +215,7 @@ def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
 
 
 def train(config: Config, **options: Any) -> Path:
-    """Runs a configuration to its end and returns the run folder; what `braid train` does."""
+    """Run a configuration to its end and return the run folder; what `braid train` does."""
     if config.runtime == "distributed":
         return Path(in_ranks(config, "braidrl.runtimes.run:train_rank", options))
     with TrainingRun(config, **options) as run:
@@ -224,7 +224,7 @@ def train(config: Config, **options: Any) -> Path:
 
 
 def train_rank(world: World, task: dict[str, Any]) -> str:
-    """One rank's part of a distributed run; the run folder."""
+    """Train as one rank of several; return the run folder."""
     options: dict[str, Any] = {n: Path(v) if n in ("resume", "replay") and v else v for n, v in task["options"].items()}
     with TrainingRun(parse_config(task["config"]), **options, world=world) as run:
         run.train()

@@ -24,7 +24,7 @@ from braidrl.runtimes.prepare.flow import build_flow
 
 
 def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
-    """Runs `module:function(world, task)` on every rank; what it returned on rank 0, a JSON value.
+    """Run `module:function(world, task)` on every rank; what it returned on rank 0, a JSON value.
 
     Raises UserError, before anything starts, for what the ranks could not place.
     """
@@ -42,7 +42,7 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
 
 
 def launcher_of(config: Config) -> str:
-    """Who starts the ranks. Raises UserError where the configuration says otherwise than what has happened."""
+    """Return who starts the ranks. Raises UserError where the configuration says otherwise than what has happened."""
     wanted, started = config.cluster.launcher, "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if wanted == "torchrun" and not started:
         raise UserError(
@@ -55,7 +55,7 @@ def launcher_of(config: Config) -> str:
 
 
 def ranks_of(config: Config) -> RankLauncher:
-    """Ranks on Ray's cluster. Raises UserError where Ray is not installed."""
+    """Return what starts ranks on Ray's cluster. Raises UserError where Ray is not installed."""
     import_ray("cluster.launcher=ray")
     # Imported here: Ray is an extra, and importing it takes a second.
     from braidrl.cluster.ray_ranks import RayRanks
@@ -64,7 +64,7 @@ def ranks_of(config: Config) -> RankLauncher:
 
 
 def joined(config: Config, entry: str, task: dict[str, Any]) -> Any:
-    """This process is a rank already: it does its part, and has rank 0's result as all others have.
+    """Do this process's part, which is a rank already; return rank 0's result, as all others do.
 
     Raises WorkerError for a failure of its own; a rank that only noticed another's says so in one line and ends.
     """
@@ -84,12 +84,12 @@ def joined(config: Config, entry: str, task: dict[str, Any]) -> Any:
 
 
 def is_reporting_rank() -> bool:
-    """True for the one process of those that `torchrun` has started whose words are meant for the user."""
+    """Return True for the one process of those that `torchrun` has started whose words are meant for the user."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def check_ranks(config: Config, flow: Flow, size: int) -> None:
-    """Raises UserError where roles or devices do not fit `size` ranks."""
+    """Raise UserError where roles or devices do not fit `size` ranks."""
     if config.placement != PlacementConfig():
         raise UserError(
             "runtime=distributed keeps every role on every rank; write placement=colocate, or runtime=hybrid for pools"
@@ -122,7 +122,7 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
 
 
 def generating_ranks(config: Config, role: str, size: int) -> int:
-    """How many ranks generate for a role. Raises UserError where they are more than there are."""
+    """Return how many ranks generate for a role. Raises UserError where they are more than there are."""
     own = config.roles.get(role)
     wanted = own.generate_workers if own else None
     if wanted is not None and wanted > size:

@@ -31,7 +31,7 @@ from braidrl.rollout.weights.shared_file import SharedWeights, WeightFolder
 def start_engine(
     worker: RoleWorker, config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> EmbeddedEngine | EngineService:
-    """What generates with the weights of `worker`. Raises UserError for a model that the engine cannot use."""
+    """Return what generates with the weights of `worker`. Raises UserError for a model that the engine cannot use."""
     rollout, longest = config.rollout, config.max_sequence_tokens
     longest = min(longest, getattr(worker.model.config, "max_position_embeddings", None) or longest)
     model, dtype = worker.model, DTYPES[rollout.dtype] if rollout.dtype else None
@@ -62,7 +62,7 @@ def start_engine(
 
 
 def pooled_engine(worker: RoleWorker, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int) -> PooledEngine:
-    """What neighbouring ranks decode with together; all ranks call this at the same time. Raises UserError as `start_engine`."""
+    """Return what neighbouring ranks decode with together; all ranks call this at the same time. Raises UserError as `start_engine`."""
     rollout = config.rollout
     group = subgroup(torch.arange(worker.ranks.size).view(-1, rollout.tensor))
     assert group is not None
@@ -72,7 +72,7 @@ def pooled_engine(worker: RoleWorker, config: Config, tokenizer: PreTrainedToken
 
 
 def on_devices(spec: EngineSpec, count: int) -> list[EngineSpec]:
-    """So many engines, each on CUDA devices of its own where several processes divide it. Raises UserError for too few devices."""
+    """Return a spec for each engine, on CUDA devices of its own where processes divide it. Raises UserError for too few devices."""
     if spec.tensor == 1 or spec.device != "cuda":
         return [spec] * count
     needed, found = count * spec.tensor, torch.cuda.device_count()
@@ -87,7 +87,7 @@ def on_devices(spec: EngineSpec, count: int) -> list[EngineSpec]:
 def reach_servers(
     worker: RoleWorker, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int
 ) -> EngineService:
-    """The servers of this rank; of ranks that generate each has its own. Raises UserError for those that cannot be trained with."""
+    """Return the servers of this rank; of ranks that generate each has its own. Raises UserError for those that cannot be trained with."""
     # Imported here: only servers need aiohttp, which need not be installed.
     from braidrl.rollout.http.engine import HttpEngine, ServerSpec
     from braidrl.rollout.http.servers import GenerationServer, Sending
@@ -117,11 +117,11 @@ def reach_servers(
 
 
 def pools_ranks(config: Config) -> bool:
-    """True where ranks decode together, of which each has slices of the model."""
+    """Return True where ranks decode together, of which each has slices of the model."""
     return config.rollout.tensor > 1 and not engine_processes(config)
 
 
 def engine_processes(config: Config) -> int:
-    """Processes of their own, or servers, that generate for whoever would generate itself; 0 where it does."""
+    """Return how many processes or servers generate in place of this process; 0 where it generates itself."""
     asked = len(config.rollout.servers.urls) if config.rollout.engine == "http" else config.rollout.engines
     return int(config.rollout.engine != "embedded") if asked is None else asked

@@ -36,7 +36,7 @@ def play(
     sums: Sums,
     bar: Bar,
 ) -> tuple[Mapping[str, Column], list[str]]:
-    """The stage's columns, and a line for each kind of failure; counts and turns go to `sums`."""
+    """Return the stage's columns, and a line for each kind of failure; counts and turns go to `sums`."""
 
     def finished(episode: Episode) -> None:
         bar.update(1, episode.trajectory.action_tokens, engine.in_flight)
@@ -83,7 +83,7 @@ async def show(bar: Bar, engine: SteppingEngine | EngineService) -> None:
 
 
 def limits_of(config: Config, max_sequence_tokens: int) -> Limits:
-    """What ends a trajectory; a right answer is worth 1 unless the configuration says otherwise."""
+    """Return what ends a trajectory; a right answer is worth 1 unless the configuration says otherwise."""
     environment, right = config.rollout.environment, config.reward.correct_score
     return Limits(
         environment.at_once, environment.timeout_s, environment.max_turns, max_sequence_tokens,
@@ -92,6 +92,6 @@ def limits_of(config: Config, max_sequence_tokens: int) -> Limits:
 
 
 def failure_line(reason: str, count: int, played: Sequence[Episode]) -> str:
-    """How many trajectories failed in this way, and the first of them."""
+    """Return how many trajectories failed in this way, and the first of them."""
     first = next(episode for episode in played if episode.failure == reason)
     return f"{count} of {len(played)} trajectories ended by {reason}; row {first.trajectory.uid}: {first.detail}"

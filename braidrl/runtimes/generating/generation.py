@@ -117,7 +117,7 @@ class Generation:
         return self._named(stage, to_rows(rows, finished))
 
     def _named(self, stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
-        """What was generated, under the stage's names, and how often each row reconsiders itself."""
+        """Return what was generated, under the stage's names, and how often each row reconsiders itself."""
         into, tokens, mask = stage.params.get("into"), columns["tokens"], columns["action_mask"]
         assert isinstance(tokens, Ragged) and isinstance(mask, Ragged)
         reflections = torch.zeros(len(tokens), dtype=torch.int64)
@@ -178,7 +178,7 @@ def publication(worker: RoleWorker, engine: EmbeddedEngine | EngineService, conf
 
 
 def into_copy(worker: RoleWorker, engine: EmbeddedEngine) -> Publish:
-    """The engine's own weights take the worker's, a bounded number of bytes at a time."""
+    """Return the call that copies the worker's weights into the engine's own, a bounded number of bytes at a time."""
     slices = engine.slices if isinstance(engine, PooledEngine) else None
     copy = LayoutCopy(worker, lambda: weight_parts(engine.model, slices), divided=slices is not None)
 
@@ -190,7 +190,7 @@ def into_copy(worker: RoleWorker, engine: EmbeddedEngine) -> Publish:
 
 
 def through_file(worker: RoleWorker, engine: EngineService, config: Config) -> Publish:
-    """Processes of engines, and servers, read what the ranks of their machine have written."""
+    """Return the call that writes the weights to a file, which processes of engines, and servers, read."""
     own = config.roles.get(worker.role)
     # Of ranks that each have everything some may generate alone: those do not wait for the others.
     all_ranks = worker.ranks.divided or own is None or own.generate_workers is None

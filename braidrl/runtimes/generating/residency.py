@@ -49,7 +49,7 @@ class Residency:
         self._lock = threading.RLock()
 
     def add(self, worker: RoleWorker, engine: Any, inferring: RoleWorker | None = None) -> None:
-        """Takes charge of a role that was just loaded, with what it infers with, and puts it away: the next one needs the room."""
+        """Take charge of a role that was just loaded, with what it infers with, and put it away: the next one needs the room."""
         if self.budget is None:
             return
         found = held_by(worker)
@@ -65,24 +65,24 @@ class Residency:
         self._move(NOTHING)
 
     def begin(self) -> None:
-        """When all roles are there: brings what stays throughout. Raises UserError for a stage that alone is over the budget."""
+        """Load what stays throughout, once all roles are there. Raises UserError for a stage that alone is over the budget."""
         sizes = {asset: held.size for asset, held in self.held.items()}
         self.kept = residency_plan(self.flow, sizes, self.budget, self.shared, self.copied).kept
         self._move(NOTHING)
 
     def before(self, stage: Stage) -> None:
-        """Brings what a stage needs; one that needs no model leaves all where it is."""
+        """Load what a stage needs; one that needs no model leaves all where it is."""
         if needed := stage_needs(stage, self.shared, self.copied):
             self._move(frozenset(needed))
 
     def before_publishing(self) -> None:
-        """Brings what goes from trainers to engines of their own."""
+        """Load the weights that go from trainers to engines with weights of their own."""
         if needed := needed_assets(self.flow, self.shared)[PUBLISH]:
             self._move(needed)
 
     @contextmanager
     def all_of(self, role: str) -> Iterator[None]:
-        """Has a role's weights and optimizer here beside what the stage at hand needs; no stage begins meanwhile."""
+        """Hold a role's weights and optimizer on the device in addition to what the current stage needs; no stage begins meanwhile."""
         with self._lock:
             before = self.current
             self._move(before | {Asset(role, "weights"), Asset(role, "optimizer")})
@@ -90,7 +90,7 @@ class Residency:
             self._move(before)
 
     def _move(self, needed: frozenset[Asset]) -> None:
-        """Leaves on the device what is kept and what is needed; first what is to leave goes."""
+        """Move to and from the device so that it has what is kept and what is needed; what leaves goes first."""
         if self.budget is None:
             return
         with self._lock:
@@ -107,7 +107,7 @@ class Residency:
 
 
 def held_by(worker: RoleWorker) -> dict[Asset, Held]:
-    """A role's weights and, where it is trained, masters, moments and the gradients that a step needs room for."""
+    """Return a role's weights and, where it is trained, masters, moments and the gradients that a step needs room for."""
     found = {Asset(worker.role, "weights"): held_weights(worker)}
     if worker.optimizer is not None:
         found[Asset(worker.role, "optimizer")] = Held(worker.optimizer.bytes_in_use, worker.movable["optimizer"])
@@ -115,13 +115,13 @@ def held_by(worker: RoleWorker) -> dict[Asset, Held]:
 
 
 def held_weights(worker: RoleWorker) -> Held:
-    """A worker's weights alone."""
+    """Return a worker's weights alone."""
     size = sum(storage.nbytes() for storage in storages(worker.model.parameters()))
     return Held(size, worker.movable["weights"])
 
 
 def held_by_engine(worker: RoleWorker, engine: EmbeddedEngine) -> Held:
-    """An engine's keys and values, and its weights where they are not the trainer's."""
+    """Return an engine's keys and values, and its weights where they are not the trainer's."""
     model = engine.model
     own = [] if model is worker.model else list(model.parameters())
     cache = cache_bytes(model.config, model.dtype.itemsize, engine.slots, engine.max_sequence_tokens)

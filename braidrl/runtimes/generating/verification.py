@@ -37,14 +37,14 @@ class Checks:
         self.shown: set[tuple[str, str]] = set()
 
     def begin(self, stage: Stage, rows: Rows) -> Pending:
-        """Hands rows to the reward processes before the stage has its turn."""
+        """Hand rows to the reward processes before the stage has its turn."""
         assert self.rewards is not None, "no answer is checked in this process"
         begun = self.rewards.submit(rows, stage.params.get("of"))
         self.pending.setdefault(stage.name, []).append((rows, begun))
         return begun
 
     def results(self, stage: Stage, rows: Rows, sums: Sums) -> Rows:
-        """What the checks of `rows` found, in their order; those that were not begun are begun now."""
+        """Return what the checks of `rows` found, in their order; those that were not begun are begun now."""
         if stage.name not in self.pending:
             self.begin(stage, rows)
         begun = self.pending.pop(stage.name)
@@ -62,7 +62,7 @@ class Checks:
         return checked.take([place[uid] for uid in rows.uids()]).without(IDENTITY)
 
     def _show_once(self, failure: CheckFailure) -> None:
-        """Says why a check came to nothing, the first time that a verifier fails in this way; later ones are only counted."""
+        """Say why a check came to nothing, the first time that a verifier fails in this way; later ones are only counted."""
         kind = (failure.label, failure.reason)
         if kind not in self.shown:
             self.shown.add(kind)
@@ -71,7 +71,7 @@ class Checks:
             )
 
     def close(self) -> None:
-        """Ends the reward processes."""
+        """End the reward processes."""
         if self.rewards is not None:
             self.rewards.close()
 
@@ -99,7 +99,7 @@ class EarlyChecks:
         self.waiting: list[Response] = []
 
     def add(self, finished: Response) -> None:
-        """Called by the engine for each row, in the order in which they end."""
+        """Take a row from the engine, which calls this in the order in which they end."""
         self.bar.update(1, len(finished.tokens), self.engine.in_flight)
         if self.verify:
             self.waiting.append(finished)
@@ -107,7 +107,7 @@ class EarlyChecks:
                 self.flush()
 
     def flush(self) -> None:
-        """Begins the checks of all rows that are waiting."""
+        """Begin the checks of all rows that are waiting."""
         if not self.waiting:
             return
         part = self.rows.take([self.place[row.uid] for row in self.waiting])

@@ -34,7 +34,7 @@ LAID_OUT = ("distributed", "hybrid")
 
 
 def check_names(config: Config) -> None:
-    """Raises UserError for a rollout engine or a placement that there is not, whatever the runtime."""
+    """Raise UserError for a rollout engine or a placement that there is not, whatever the runtime."""
     engine, placement = config.rollout.engine, config.placement.name
     if engine not in ENGINES:
         raise UserError(f"rollout.engine: no engine is called {engine!r}. {suggest(engine, ENGINES)}")
@@ -46,7 +46,7 @@ def check_names(config: Config) -> None:
 
 
 def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
-    """Raises UserError for engines of several processes that cannot be so, with the stages of a run."""
+    """Raise UserError for engines of several processes that cannot be so, with the stages of a run."""
     generating = {str(stage.role): stage for stage in stages if stage.kind is Kind.GENERATE}
     ranks, rollout = config.rollout.tensor, config.rollout
     if ranks == 1:
@@ -61,7 +61,7 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
 
 
 def check_pooled_engines(config: Config, generating: Iterable[str], environments: bool) -> None:
-    """Raises UserError where ranks that train cannot decode together."""
+    """Raise UserError where ranks that train cannot decode together."""
     key = f"rollout.tensor={config.rollout.tensor}"
     if config.runtime not in LAID_OUT:
         raise UserError(
@@ -80,7 +80,7 @@ def check_pooled_engines(config: Config, generating: Iterable[str], environments
 
 
 def check_generating_ranks(config: Config, devices: int) -> None:
-    """Raises UserError where ranks that decode together do not divide those that generate."""
+    """Raise UserError where ranks that decode together do not divide those that generate."""
     if pools_ranks(config) and devices % config.rollout.tensor:
         raise UserError(
             f"rollout.tensor={config.rollout.tensor}: {devices} ranks generate, which it does not divide; "
@@ -89,7 +89,7 @@ def check_generating_ranks(config: Config, devices: int) -> None:
 
 
 def check_servers(config: Config) -> None:
-    """Raises UserError for servers that are named and not asked, or the other way round."""
+    """Raise UserError for servers that are named and not asked, or the other way round."""
     engine, servers = config.rollout.engine, config.rollout.servers
     if servers.dialect not in DIALECTS:
         raise UserError(
@@ -116,7 +116,7 @@ def check_servers(config: Config) -> None:
 
 
 def without_effect(config: Config) -> list[str]:
-    """A line for each setting of processes that this runtime does not look at; a run goes on without it."""
+    """Return a line for each setting of processes that this runtime does not look at; a run goes on without it."""
     lines = []
     if config.workers != 1 and config.runtime == "eager":
         lines.append(f"workers={config.workers} has no effect: runtime=eager is this one process")
@@ -146,7 +146,7 @@ def rows_may_be_stale(config: Config) -> bool:
 
 
 def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
-    """Raises UserError for settings of a role that no stage uses a model of."""
+    """Raise UserError for settings of a role that no stage uses a model of."""
     known = list(roles)
     for role in config.roles:
         if role not in known:
@@ -158,7 +158,7 @@ def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
 
 
 def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int | None = None) -> None:
-    """Raises UserError for a layout that the runtime or the number of devices does not allow, or that does not divide a role's model."""
+    """Raise UserError for a layout that the runtime or the number of devices does not allow, or that does not divide a role's model."""
     check_inference_layouts(config, flow)
     inferring = inference_layouts(config, flow)
     pairs = [(role, layout_of(role, config), layout_key(role, config)) for role in roles]
@@ -178,7 +178,7 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int
 
 
 def check_inference_layouts(config: Config, flow: Flow) -> None:
-    """Raises UserError for a layout to infer in that no role would use."""
+    """Raise UserError for a layout to infer in that no role would use."""
     infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}
     for role, own in config.roles.items():
         if own.inference_layout and role not in flow.trained_roles:
@@ -194,7 +194,7 @@ def check_inference_layouts(config: Config, flow: Flow) -> None:
 
 
 def check_adapters(config: Config, flow: Flow) -> None:
-    """Raises UserError for adapters of a role that is not trained, or that its model does not allow."""
+    """Raise UserError for adapters of a role that is not trained, or that its model does not allow."""
     for role, own in config.roles.items():
         if own.lora and role not in flow.trained_roles:
             raise UserError(f"roles.{role}.lora: flow {flow.name} does not train {role}; remove it")
@@ -204,7 +204,7 @@ def check_adapters(config: Config, flow: Flow) -> None:
 
 
 def model_settings(model: Path) -> Mapping[str, Any]:
-    """What a model's directory says of its sizes."""
+    """Return what a model's directory says of its sizes."""
     path = model.expanduser() / "config.json"
     found: Mapping[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return found

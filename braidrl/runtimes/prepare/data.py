@@ -17,7 +17,7 @@ from braidrl.runtimes.prepare.checks import model_settings
 
 
 def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Sequence[SourceConfig]) -> None:
-    """Raises UserError, with its line, for the first example without the answer that a verifier compares with."""
+    """Raise UserError, with its line, for the first example without the answer that a verifier compares with."""
     for source, own in zip(sources, settings, strict=True):
         verifiers = [resolve(v.name, v.params) for v in (config.reward.verify if own.verify is None else own.verify)]
         needy = next((verifier for verifier in verifiers if needs_answer(verifier)), None)
@@ -31,14 +31,14 @@ def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Seq
 
 
 def needs_answer(verifier: Verifier) -> bool:
-    """True where the verifier asks for the answer and has no default for it."""
+    """Return True where the verifier asks for the answer and has no default for it."""
     if "answer" not in verifier.reads:
         return False
     return inspect.signature(verifier.function).parameters["answer"].default is inspect.Parameter.empty
 
 
 def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], held_out: Sequence[LoadedSource]) -> None:
-    """Raises UserError for prompts that leave no room for a response in a micro-batch, or in the model."""
+    """Raise UserError for prompts that leave no room for a response in a micro-batch, or in the model."""
     generates = any(stage.kind is Kind.GENERATE for stage in flow.stages)
     responses = config.rollout.max_response_tokens
     trained = longest(train, responses if generates else 0)
@@ -62,7 +62,7 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
 
 
 def longest(sources: Sequence[LoadedSource], added: int) -> int:
-    """Tokens of the longest row of prompt and given response, or where none is given of prompt and `added` sampled tokens."""
+    """Return the tokens of the longest row of prompt and given response, or where none is given of prompt and `added` sampled tokens."""
     found = 0
     for source in sources:
         # A rank that leaves the filter to another has not tokenised its prompts.

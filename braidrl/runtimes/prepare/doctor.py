@@ -21,7 +21,7 @@ LEAST_DISK = 1 << 30
 
 
 def examine(say: Callable[[str], None]) -> bool:
-    """Says a line per finding and returns False where something would keep a run from working."""
+    """Say a line per finding and return False where something would keep a run from working."""
     say(f"python {platform.python_version()} on {platform.platform()}")
     for name in PACKAGES:
         say(f"{name} {version(name)}")
@@ -52,7 +52,7 @@ def enough_room(room: int, say: Callable[[str], None]) -> bool:
 
 
 def trains(say: Callable[[str], None]) -> bool:
-    """One forward and backward pass of a random model through the attention and log-probs that runs use."""
+    """Run one forward and backward pass of a random model through the attention and log-probs that runs use."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Variable-length attention on CUDA takes half precision only.
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

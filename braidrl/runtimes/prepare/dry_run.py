@@ -63,7 +63,7 @@ class Footprint:
 
 
 def dry_run(config: Config, console: Console | None = None) -> list[tuple[DeviceGroup, list[Footprint]]]:
-    """Checks a configuration as a run does, and prints what each device would hold. Raises UserError as a run does."""
+    """Check a configuration as a run does, and print what each device would hold. Raises UserError as a run does."""
     prepared = prepare(config)
     check_runtime(config, prepared.flow, generates=True, trains=True)
     groups = device_groups(prepared)
@@ -73,7 +73,7 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
 
 
 def device_groups(prepared: Prepared) -> list[DeviceGroup]:
-    """Every process of the run that has a device, with the roles whose models it holds."""
+    """Return every process of the run that has a device, with the roles whose models it holds."""
     config, roles, trained = prepared.config, prepared.roles(), prepared.flow.trained_roles
 
     def seat(role: str) -> RoleUse:
@@ -95,7 +95,7 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
 
 
 def footprint(seat: RoleUse, prepared: Prepared, devices: int) -> Footprint:
-    """One role's parts on each of its devices. Raises UserError for a layout that does not fit them or the model."""
+    """Return one role's parts on each of its devices. Raises UserError for a layout that does not fit them or the model."""
     config, role = prepared.config, seat.role
     rollout, own = config.rollout, config.roles.get(role)
     dtype = DTYPES[(own and own.dtype) or config.dtype]
@@ -130,7 +130,7 @@ def footprint(seat: RoleUse, prepared: Prepared, devices: int) -> Footprint:
 def working_bytes(
     shape: Shape, trainer: TrainerConfig, layout: ParallelLayout, trained: bool, scalar: bool
 ) -> dict[str, int]:
-    """What a role takes beside what stays, by part, while it computes a micro-batch."""
+    """Return the bytes that a role takes while it computes a micro-batch, in addition to what stays, by part."""
     tokens, working = trainer.max_tokens_per_device, {}
     if gathered := gathered_bytes(shape, layout):
         working["weights gathered"] = gathered
@@ -144,7 +144,7 @@ def working_bytes(
 
 
 def peak(footprints: list[Footprint], resident: int | None = None) -> int:
-    """Bytes of one device: what stays there, and the most that any role needs while it works; roles take turns.
+    """Return the bytes of one device: what stays there, and the most that any role needs while it works; roles take turns.
 
     `resident` says how much stays there where not everything does.
     """
@@ -153,7 +153,7 @@ def peak(footprints: list[Footprint], resident: int | None = None) -> int:
 
 
 def moving(prepared: Prepared, footprints: list[Footprint]) -> tuple[int | None, list[Asset]]:
-    """Under `trainer.resident_gib` the most bytes that are on a device at a time, and what has to leave it for others.
+    """Return, under `trainer.resident_gib`, the most bytes that are on a device at a time, and what has to leave it for others.
 
     Raises UserError for a stage that alone needs more.
     """
@@ -169,7 +169,7 @@ def moving(prepared: Prepared, footprints: list[Footprint]) -> tuple[int | None,
 
 
 def assets(one: Footprint) -> dict[Asset, int]:
-    """A role's parts as they move, in bytes."""
+    """Return a role's parts as they move, in bytes."""
     parts = {"weights": "weights", ENGINE: "engine", CACHE: "engine", INFERENCE: "inference"}
     found: dict[Asset, int] = {}
     for name, size in one.resident.items():
@@ -179,7 +179,7 @@ def assets(one: Footprint) -> dict[Asset, int]:
 
 
 def show(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], console: Console) -> None:
-    """Prints a table for each group of devices, and the sizes of a batch."""
+    """Print a table for each group of devices, and the sizes of a batch."""
     config = prepared.config
     console.print(f"flow {prepared.flow.name}, runtime {config.runtime}: nothing was trained, no weights were read")
     for group, footprints in found:
@@ -207,12 +207,12 @@ def show(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], c
 
 
 def in_units(size: int) -> str:
-    """Bytes as people say them."""
+    """Return the bytes as people say them."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
 
 
 def batch_lines(config: Config) -> list[str]:
-    """The sizes of a step and of a micro-batch."""
+    """Return the sizes of a step and of a micro-batch."""
     trainer, longest = config.trainer, config.max_sequence_tokens
     rows = trainer.prompts_per_step * config.rollout.samples_per_prompt
     return [

@@ -27,7 +27,7 @@ TRUNCATED = {"name": "truncated"}
 
 
 def build_flow(config: Config) -> Flow:
-    """The validated flow of a run. Raises UserError for anything that could not run."""
+    """Return the validated flow of a run. Raises UserError for anything that could not run."""
     defaults = {
         "max_response_tokens": config.rollout.max_response_tokens,
         "samples_per_prompt": config.rollout.samples_per_prompt,
@@ -41,7 +41,7 @@ def build_flow(config: Config) -> Flow:
 
 
 def evaluation_flow(config: Config, flow: Flow) -> Flow:
-    """Generation by the flow's first generating role at the evaluation's settings, checked or played as in the flow.
+    """Return generation by the flow's first generating role at the evaluation's settings, checked or played as in the flow.
 
     Where the flow trains a model that only scores, it scores held-out pairs instead.
     """
@@ -81,7 +81,7 @@ def check_update_size(prompts_per_step: int, samples_per_prompt: int, rows_per_u
 
 
 def in_environment(flow: Flow, config: Config) -> Flow:
-    """The flow with generation in the configuration's environment, whose rewards take the place of verification.
+    """Return the flow with generation in the configuration's environment, whose rewards take the place of verification.
 
     Raises UserError for an environment that does not exist.
     """
@@ -100,7 +100,7 @@ def in_environment(flow: Flow, config: Config) -> Flow:
 
 
 def check_given_responses(flow: Flow, config: Config) -> None:
-    """Raises UserError where given responses would be trained on several times, or those of a pair torn apart."""
+    """Raise UserError where given responses would be trained on several times, or those of a pair torn apart."""
     samples, rows = config.rollout.samples_per_prompt, config.trainer.rows_per_update
     if "response" not in flow.needs_from_data() or any(stage.kind is Kind.GENERATE for stage in flow.stages):
         return
@@ -140,7 +140,7 @@ def check_temperature(stage: Stage, config: Config) -> None:
 
 
 def verify_params(stage: Stage, config: Config) -> dict[str, Any]:
-    """The configuration's scores win over the recipe's, which win over 1 for right and 0 for wrong."""
+    """Return the scores of right and wrong answers: the configuration's, else the recipe's, else 1 and 0."""
     right, wrong = config.reward.correct_score, config.reward.wrong_score
     return {
         "correct_score": stage.params.get("correct_score", 1.0) if right is None else right,
@@ -149,7 +149,7 @@ def verify_params(stage: Stage, config: Config) -> dict[str, Any]:
 
 
 def update_params(stage: Stage, config: Config) -> dict[str, Any]:
-    """`old` by the rule of one update, one epoch and no staleness; a correction where others drew the tokens than what is trained."""
+    """Return `old` by the rule of one update, one epoch and no staleness, and a correction where others drew the tokens."""
     filled: dict[str, Any] = {}
     if "old" not in stage.params:
         filled["old"] = "self" if single_update(config) else "recompute"
@@ -165,14 +165,14 @@ def update_params(stage: Stage, config: Config) -> dict[str, Any]:
 
 
 def single_update(config: Config) -> bool:
-    """True when each batch is trained on in one optimizer step by the weights that generated it."""
+    """Return True when each batch is trained on in one optimizer step by the weights that generated it."""
     rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
     one_step = config.trainer.rows_per_update in (None, rows) and config.trainer.epochs == 1
     return one_step and config.trainer.max_staleness == 0
 
 
 def drawn_by_trained(config: Config, role: str) -> bool:
-    """True when tokens are drawn by the weights that a batch is trained on, and by the trainer's arithmetic."""
+    """Return True when tokens are drawn by the weights that a batch is trained on, and by the trainer's arithmetic."""
     same = config.rollout.engine == "embedded" and config.rollout.dtype in (None, config.dtype)
     # Merged into bfloat16 weights, adapters are rounded.
     exact = lora_of(role, config) is None or config.dtype != "bfloat16"
@@ -187,7 +187,7 @@ def with_params(stage: Stage, params: dict[str, Any]) -> Stage:
 
 
 def flow_by_name(name: str, overrides: Sequence[str]) -> Flow:
-    """What `braid flow` shows: the flow of a configuration file, resolved; or a recipe, YAML flow or function as written.
+    """Return what `braid flow` shows: the flow of a configuration file, resolved; or a recipe, YAML flow or function as written.
 
     `overrides` are those of a configuration for a file, else the recipe's parameters.
     """

@@ -47,7 +47,7 @@ class Prepared:
     texts: LoadedSource | None = None
 
     def __post_init__(self) -> None:
-        """Raises UserError for parts that do not fit together."""
+        """Raise UserError for parts that do not fit together."""
         config, held_out = self.config, list(self.eval_sources.values())
         check_names(config)
         check_layouts(config, self.flow, self.flow.roles)
@@ -63,26 +63,26 @@ class Prepared:
 
     @property
     def generating(self) -> tuple[str, ...]:
-        """Roles that need an engine."""
+        """Return the roles that need an engine."""
         stages = [*self.flow.stages, *(self.evaluation.stages if self.eval_sources else ())]
         return tuple(dict.fromkeys(s.role for s in stages if s.type == "generate" and s.role))
 
     def roles(self, train: bool = True) -> tuple[str, ...]:
-        """Roles that need a model: in training those of the flow too."""
+        """Return the roles that need a model: in training those of the flow too."""
         return tuple(dict.fromkeys([*(self.flow.roles if train else ()), *self.generating]))
 
     def store(self) -> RowStore:
-        """Where the run's rows come from and go to."""
+        """Return what makes and writes the run's rows."""
         return RowStore(self.config, self.tokenizer, self.sources, self.eval_sources, self.texts)
 
     def rewards(self) -> RuleRewards | None:
-        """The verifiers of the run, or None where nothing is verified. Evaluation sets are numbered after the sources."""
+        """Return the verifiers of the run, or None where nothing is verified. Evaluation sets are numbered after the sources."""
         evaluated = self.evaluation.stages if self.eval_sources else ()
         return rule_rewards(self.config, [*self.flow.stages, *evaluated], self.tokenizer)
 
 
 def rule_rewards(config: Config, stages: Sequence[Stage], tokenizer: PreTrainedTokenizerBase) -> RuleRewards | None:
-    """The verifiers of a run with the scores that its `verify` stages give, or None where there is none of these.
+    """Return the verifiers of a run with the scores that its `verify` stages give, or None where there is none of these.
 
     Its processes start when something is first checked.
     """
@@ -96,7 +96,7 @@ def rule_rewards(config: Config, stages: Sequence[Stage], tokenizer: PreTrainedT
 
 
 def prepare_together(config: Config, world: World, train: bool = True) -> Prepared:
-    """As `prepare`; one rank tokenises every prompt to see which are short enough, the others then only those that they draw."""
+    """Do as `prepare`; one rank tokenises every prompt to see which are short enough, the others then only those that they draw."""
     if world.first:
         try:
             prepared = prepare(config, train)
@@ -114,7 +114,7 @@ def prepare_together(config: Config, world: World, train: bool = True) -> Prepar
 
 
 def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None = None) -> Prepared:
-    """Raises UserError for the first thing that could not run; without `train` only evaluation data is read.
+    """Raise UserError for the first thing that could not run; without `train` only evaluation data is read.
 
     `kept` says of the sources of `train` and `eval` which examples another process has kept of them, and of `texts`.
     """
@@ -147,7 +147,7 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
 
 
 def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises UserError for a role whose model lacks the head that it needs, or was trained on other tokens."""
+    """Raise UserError for a role whose model lacks the head that it needs, or was trained on other tokens."""
     for role in flow.roles:
         path = model_path(role, config)
         if role in flow.scalar_roles:
@@ -159,7 +159,7 @@ def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase)
 
 
 def set_up_torch(config: Config) -> None:
-    """Threads, seeds and determinism of this process."""
+    """Set this process's threads, seeds and determinism."""
     transformers_logging.disable_progress_bar()
     if config.threads is not None:
         torch.set_num_threads(config.threads)

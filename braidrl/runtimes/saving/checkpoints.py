@@ -55,24 +55,24 @@ class Checkpoints:
     """Of one rank; the `first` one writes what is written once."""
 
     def __init__(self, run: Path, config: Config, first: bool) -> None:
-        self.run, self.keep, self.first = run, config.trainer.keep_checkpoints, first
-        self.beside = config.trainer.checkpoint_async
+        self.run, self.keep_last, self.first = run, config.trainer.keep_checkpoints, first
+        self.in_background = config.trainer.checkpoint_async
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._begun: Future[None] | None = None
         self._step = 0
 
     def save(self, state: RunState, backend: Backend[Any]) -> None:
-        """Writes a checkpoint, or begins to. Raises UserError where it, or the one before it, could not be written."""
+        """Write a checkpoint, or begin to. Raises UserError where it, or the one before it, could not be written."""
         self.wait()
         self._step = state.step
-        with self._told():
-            if self.beside:
+        with self._explained():
+            if self.in_background:
                 self._begin(state, backend)
             else:
-                save_checkpoint(self.run, state, backend, self.keep, self.first)
+                save_checkpoint(self.run, state, backend, self.keep_last, self.first)
 
     def check(self) -> None:
-        """Raises UserError where what was begun has failed by now."""
+        """Raise UserError where what was begun has failed by now."""
         if self._begun is not None and self._begun.done():
             self.wait()
 
@@ -80,7 +80,7 @@ class Checkpoints:
         """Returns when what was begun is written. Raises UserError where it could not be."""
         if self._begun is None:
             return
-        with self._told():
+        with self._explained():
             # An interrupt leaves it to the next call.
             error = self._begun.exception()
             self._begun = None
@@ -105,11 +105,11 @@ class Checkpoints:
         with discarded_on_error(partial_path(path)):
             write(parts)
             finish_whole(path)
-        finish_checkpoint(self.run, step, self.keep)
+        finish_checkpoint(self.run, step, self.keep_last)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Tells in one line of a checkpoint that could not be written."""
+    def _explained(self) -> Iterator[None]:
+        """Raise UserError, in one line, for a checkpoint that could not be written."""
         try:
             yield
         except TROUBLES as error:
@@ -119,8 +119,8 @@ class Checkpoints:
             ) from error
 
 
-def save_checkpoint(run: Path, state: RunState, backend: Backend[Any], keep: int, write: bool = True) -> None:
-    """Writes a checkpoint whole, points `latest` at it and removes the oldest. Raises OSError where the disk is full.
+def save_checkpoint(run: Path, state: RunState, backend: Backend[Any], keep_last: int, write: bool = True) -> None:
+    """Write a checkpoint whole, point `latest` at it and remove the oldest. Raises OSError where the disk is full.
 
     Ranks that do not `write` give what they hold to the one that does, or write their part of it beside.
     """
@@ -132,24 +132,24 @@ def save_checkpoint(run: Path, state: RunState, backend: Backend[Any], keep: int
         backend.save(folder)
         save_surplus(folder, state, backend)
         write_state(folder, state)
-    finish_checkpoint(run, state.step, keep)
+    finish_checkpoint(run, state.step, keep_last)
 
 
 def save_surplus(folder: Path, state: RunState, backend: Backend[Any]) -> None:
-    """Puts the rows that no batch has had room for into a checkpoint."""
+    """Put the rows that no batch has had room for into a checkpoint."""
     for number, table in enumerate(state.surplus):
         backend.save_rows(surplus_path(folder, number), table)
 
 
 def write_state(folder: Path, state: RunState) -> None:
-    """Writes the rest of it."""
+    """Write counters and states into a checkpoint."""
     plain = {"format": FORMAT, "step": state.step, "version": state.version, "surplus": len(state.surplus)}
     parts = {"loader": state.loader, "sampling": state.sampling, "stages": state.stages}
     (folder / "state.json").write_text(json.dumps({**plain, **parts}))
 
 
 def load_checkpoint(folder: Path) -> tuple[Path, RunState]:
-    """The folder and the state in it. Raises UserError for a folder that is no checkpoint of this format."""
+    """Return the folder and the state in it. Raises UserError for a folder that is no checkpoint of this format."""
     state = read_state(folder)
     if state.get("format") != FORMAT:
         raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads {FORMAT}")

@@ -69,7 +69,7 @@ class RowStore:
         self.texts = PromptLoader([texts], config.seed, config.data.shuffle) if texts else None
 
     def make(self, origin: Origin) -> Rows:
-        """The rows that `origin` names. Raises UserError for a file that is not there."""
+        """Return the rows that `origin` names. Raises UserError for a file that is not there."""
         match origin:
             case Admission(numbers):
                 assert self.loader is not None, "no training data was loaded"
@@ -87,7 +87,7 @@ class RowStore:
                 return decode(split(path.read_bytes()))
 
     def record(self, path: Path, rows: Rows) -> None:
-        """Writes rows with their texts, to be read by people and replayed."""
+        """Write rows with their texts, to be read by people and replayed."""
         prompts = [self.tokenizer.decode(rows["prompt"][i].tolist()) for i in range(len(rows))]
         write_rollouts(path, rows, prompts, responses(rows, self.tokenizer))
 
@@ -97,5 +97,5 @@ class RowStore:
 
 
 def with_added(rows: Rows, later: Rows) -> Rows:
-    """The rows with the columns that later stages added under names that are new; a replay begins from the former."""
+    """Return the rows with the columns that later stages added under names that are new; a replay begins from the former."""
     return rows.with_columns({name: column for name, column in later.items() if name not in rows})
