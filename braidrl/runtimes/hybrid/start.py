@@ -14,7 +14,8 @@ from braidrl.observe.progress import Progress
 from braidrl.placement.pools import Pool, place
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.backend import HybridBackend
-from braidrl.runtimes.hybrid.group import DriverTraffic, Future, WorkerGroup
+from braidrl.runtimes.hybrid.group import DriverTraffic, WorkerGroup
+from braidrl.runtimes.hybrid.handles import Future
 from braidrl.runtimes.hybrid.worker import HybridWorker, WorkerSpec
 from braidrl.runtimes.prepare.setup import Prepared
 

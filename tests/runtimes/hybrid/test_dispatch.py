@@ -17,9 +17,9 @@ from tests.tiny import Workshop
 
 def test_whole_groups_are_kept_together_at_the_price_of_balance() -> None:
     index = Rows({"group": torch.tensor([0, 0, 1, 1, 2, 2]), "length": torch.tensor([10, 1, 1, 10, 6, 6])})
-    apart, whole = by_length(index)(2), by_length(index, whole_groups=True)(2)
-    tokens = [[int(index["length"][rows].sum()) for rows in deal] for deal in (apart, whole)]
-    groups = [[set(index["group"][rows].tolist()) for rows in deal] for deal in (apart, whole)]
+    apart, whole = by_length(index, 2), by_length(index, 2, whole_groups=True)
+    tokens = [[int(index["length"][rows].sum()) for rows in part] for part in (apart, whole)]
+    groups = [[set(index["group"][rows].tolist()) for rows in part] for part in (apart, whole)]
     assert tokens[0] == [17, 17] and groups[0][0] & groups[0][1]
     assert sorted(tokens[1]) in ([11, 23], [12, 22]) and not groups[1][0] & groups[1][1]
 

@@ -18,7 +18,7 @@ from braidrl.errors import UserError
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
 from braidrl.placement.pools import Pool
-from braidrl.runtimes.hybrid.parts import Answer, Numbers, Part
+from braidrl.runtimes.hybrid.handles import Answer, Numbers, Part
 from braidrl.runtimes.hybrid.worker import HybridWorker
 from braidrl.transfer.protocols import register
 from tests.runtimes.patience import patient
@@ -70,8 +70,8 @@ class RehearsingWorker(HybridWorker):
         return executor is None or not any(worker.ranks.together for worker in executor.workers.values())
 
     def held(self) -> int:
-        """Chunks that are kept here."""
-        return len(self.chunks)
+        """Return how many calls' rows are kept here."""
+        return len(self.kept)
 
     def given_out(self) -> list[int]:
         """Rows of each fetch that was answered."""
