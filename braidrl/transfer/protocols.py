@@ -137,7 +137,7 @@ def by_rows(mesh: Mesh, rows: Table, *arguments: Any) -> Calls:
 
 def in_order_of_ranks(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
     """Return the rows of all ranks as one table where the results are tables, else the list of results."""
-    return results[0].cat(results) if isinstance(results[0], Table) else results
+    return results[0].cat(results) if results and isinstance(results[0], Table) else results
 
 
 def of_rank_zero(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:

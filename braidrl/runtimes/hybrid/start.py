@@ -16,7 +16,7 @@ from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.backend import HybridBackend
 from braidrl.runtimes.hybrid.group import DriverTraffic, WorkerGroup
 from braidrl.runtimes.hybrid.handles import Future
-from braidrl.runtimes.hybrid.worker import HybridWorker, WorkerSpec
+from braidrl.runtimes.hybrid.worker import HybridWorker, WorkerSpec, method_class
 from braidrl.runtimes.prepare.setup import Prepared
 
 
@@ -32,6 +32,8 @@ def start_hybrid_backend(
     Raises UserError for a placement that does not fit.
     """
     config = prepared.config
+    for role in config.roles:
+        method_class(config, role)
     pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
     if loader is None:
         pools = only(pools, prepared.roles(train=False))
