@@ -31,7 +31,6 @@ from braidrl.flow.stage import Signature
 from braidrl.models.checkpoint import Write
 from braidrl.models.role_settings import layout_of
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.controller import group_tokens
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import Needless, Segment
 from braidrl.runtimes.generating.engines import pools_ranks
@@ -54,7 +53,7 @@ from braidrl.transfer.protocols import registered
 
 
 class HybridBackend:
-    """Implements `controller.Backend` with handles. Every role has a worker group; rows are made by rank 0 of `home`."""
+    """Implements `SerialBackend` with handles. Every role has a worker group; rows are made by rank 0 of `home`."""
 
     def __init__(
         self,
@@ -83,9 +82,9 @@ class HybridBackend:
 
     def admit(self, groups: int) -> Handle:
         assert self.loader is not None, "this backend only evaluates"
-        return self.bring(Admission(tuple(self.loader.advance(groups))))
+        return self.read(Admission(tuple(self.loader.advance(groups))))
 
-    def bring(self, origin: Origin) -> Handle:
+    def read(self, origin: Origin) -> Handle:
         while self.forgotten:
             group, worker, key = self.forgotten.popleft()
             group.release(worker, key)
@@ -134,11 +133,8 @@ class HybridBackend:
         index, whole_groups = self.index(table), self.executor.objective(stage).whole_groups
         for update in updates:
             rows = index.take(update)
-            counted = {"group_tokens": group_tokens(rows)}
-            parts = by_length(rows, group.mesh.size, whole_groups)
-            chosen = replace(table.take(update).with_columns(counted), parts=parts)
-            packed = packed_rows(rows.with_columns(counted))
-            futures = group.call("update", chosen, packed, stage, iteration, reads=columns_read(stage))
+            chosen = replace(table.take(update), parts=by_length(rows, group.mesh.size, whole_groups))
+            futures = group.call("update", chosen, packed_rows(rows), stage, iteration, reads=columns_read(stage))
             self.training.append(Output(stage, None, iteration, sums, group, futures))
 
     def publish(self, version: int) -> None:
@@ -203,7 +199,7 @@ class HybridBackend:
         self.index(final)
         self.home.wait([self.home.call("record", path.resolve(), table, final.without(table))])
 
-    def keep(self, path: Path, table: Handle) -> None:
+    def save_rows(self, path: Path, table: Handle) -> None:
         self.index(table)
         self.home.wait([self.home.call("keep", path.resolve(), table, aside=True)])
 
@@ -294,21 +290,13 @@ class HybridBackend:
         stage, table = output.stage, output.table
         assert table is not None
         group, parts = self._place(stage, table)
-        computed = self._computed_here(stage, table.index) if group is None else None
-        if computed is not None:
-            output.index, output.table = computed, None
+        columns = self.executor.run(stage, table.index, Sums()) if group is None else {}
+        if columns and all(isinstance(column, Tensor) for column in columns.values()):
+            output.index, output.table = Rows(columns), None
         elif stage.scope is Scope.BATCH:
             self._begin(output, group, parts, "apply", self._totals(output, group, parts))
         else:
             self._begin(output, group, parts, "execute")
-
-    def _computed_here(self, stage: Stage, index: Rows) -> Rows | None:
-        """Return the index columns that a stage makes of index columns; None where it makes payload."""
-        if stage.scope is Scope.BATCH:
-            columns = self.executor.apply(stage, index, self.executor.sums(stage, index))
-        else:
-            columns = self.executor.execute(stage, index, Sums())
-        return Rows(columns) if all(isinstance(column, Tensor) for column in columns.values()) else None
 
     def _totals(self, output: Output, group: WorkerGroup | None, parts: Partition) -> dict[str, Tensor]:
         """Return what a stage adds up over all rows, each part where it lies."""

@@ -38,7 +38,6 @@ from braidrl.placement.pools import Pool
 from braidrl.rollout.requests import Uid
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
-from braidrl.runtimes.generating.verification import checked_beside
 from braidrl.runtimes.hybrid.handles import Answer, Numbers, Part, assemble, columns_read, packed_rows, unpacked_rows
 from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
 from braidrl.runtimes.saving.background import BackgroundWriter
@@ -207,12 +206,8 @@ class HybridWorker:
 
     @register(protocol="DP")
     def execute(self, part: Part, stage: Stage, iteration: int, key: int) -> Answer:
-        """Keep the columns that a stage writes; without rows join the collectives of other ranks, where they have any."""
-        if not len(part) and self.executor.meets(stage):
-            with self._span(stage, self._gather(part, stage, iteration), iteration):
-                self.executor.join_collectives(stage)
-        beside = checked_beside(self.flow, stage) if stage.type == "generate" and stage in self.flow.stages else ()
-        return self._write(part, stage, iteration, key, lambda r, sums: self.executor.execute(stage, r, sums, beside))
+        """Keep the columns that a stage writes."""
+        return self._write(part, stage, iteration, key, lambda rows, sums: self.executor.run(stage, rows, sums))
 
     @register(protocol="DP")
     def generate_needed(
@@ -221,10 +216,8 @@ class HybridWorker:
         """As `execute`, for rows of a wave with the rows `uids`: those of groups that are not needed end with what they have."""
         if self.notices is not None:
             self.notices.begin(str(key))
-        stop = EarlyStop.of(segment, needless, self.executor.verified, uids, self.notices)
-        beside = checked_beside(self.flow, stage)
-        run = lambda rows, sums: self.executor.execute(stage, rows, sums, beside, stop)  # noqa: E731
-        return self._write(part, stage, iteration, key, run)
+        stop = EarlyStop.of(segment, needless, self.flow, uids, self.notices)
+        return self._write(part, stage, iteration, key, lambda rows, sums: self.executor.run(stage, rows, sums, stop))
 
     @register(protocol="DP")
     def sums(self, part: Part, stage: Stage, iteration: int) -> Answer:
@@ -239,7 +232,9 @@ class HybridWorker:
     @register(protocol="DP")
     def apply(self, part: Part, stage: Stage, iteration: int, key: int, totals: Mapping[str, Tensor]) -> Answer:
         """Keep the columns of a stage of scope batch, computed by the sums over all rows."""
-        return self._write(part, stage, iteration, key, lambda rows, _: self.executor.apply(stage, rows, totals))
+        return self._write(
+            part, stage, iteration, key, lambda rows, _: self.executor.apply(stage, rows, totals) if rows else {}
+        )
 
     def call_own(self, stage: Stage, iteration: int, key: int, *arguments: Any) -> Answer:
         """Call a method of the user's class for a role, with rows in the place of a part, and keep the columns that it writes.
@@ -250,27 +245,20 @@ class HybridWorker:
         self.executor.residency.before(stage)
         if not (arguments and isinstance(arguments[0], Part)):
             return Answer(result=call(*arguments))
-        rows = self._gather(arguments[0], stage, iteration)
-        if not len(rows) and not self.executor.meets(stage):
+        part, *more = arguments
+        if stage.writes:
+            return self._write(part, stage, iteration, key, lambda rows, _: checked(stage, call(rows, *more)))
+        if not len(part) and not self.executor.is_collective(stage):
             return Answer()
-        with self._span(stage, rows, iteration) as span:
-            result = call(rows, *arguments[1:])
-        if not stage.writes:
-            return Answer(result=result, seconds=span.seconds)
-        if set(result) != set(stage.writes):
-            raise UserError(f"{stage.name} returned {sorted(result)} and is registered with writes={stage.writes}")
-        return replace(self._keep(key, Rows(result)), seconds=span.seconds)
+        return Answer(result=call(self._gather(part, stage, iteration), *more))
 
     @register(protocol="DP")
     def update(self, part: Part, index: bytes, stage: Stage, iteration: int) -> Answer:
         """Make one optimizer step with the other ranks, each by its own rows; `index` has the index columns of all rows."""
         rows, sums = self._gather(part, stage, iteration), Sums()
-        with (
-            self._span(stage, rows, iteration) as span,
-            self.executor.progress.stage(stage.name, len(rows)) as bar,
-        ):
-            counted = self.spec.rank == 0
-            self.executor.optimize(stage, unpacked_rows(index), rows, iteration, sums, bar, counted)
+        with self._span(stage, rows, iteration) as span:
+            update = nullcontext((unpacked_rows(index), rows))
+            self.executor.train(stage, [update], iteration, sums, len(rows), counted=self.spec.rank == 0)
         return Answer(sums=sums.pairs(), seconds=span.seconds)
 
     @register(protocol="ONE_TO_ALL")
@@ -310,12 +298,13 @@ class HybridWorker:
     @register(protocol="RANK_ZERO")
     def keep(self, path: Path, part: Part) -> None:
         """Write rows into a checkpoint."""
-        self.rows.keep(path, self._rows_of(part, None))
+        self.rows.save(path, self._rows_of(part, None))
 
     def _write(
         self, part: Part, stage: Stage, iteration: int, key: int, run: Callable[[Rows, Sums], Mapping[str, Column]]
     ) -> Answer:
-        if not len(part):
+        """Keep what `run` returns. A rank without rows is left out where no other rank waits for it."""
+        if not len(part) and not self.executor.is_collective(stage):
             return Answer()
         rows, sums = self._gather(part, stage, iteration), Sums()
         with self._span(stage, rows, iteration) as span:
@@ -374,6 +363,13 @@ class HybridWorker:
                 timer.count(rows)
             yield timer
         timer.seconds = time.perf_counter() - start
+
+
+def checked(stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
+    """Return the columns that a user's method returned. Raises UserError where they are not those that it is registered with."""
+    if set(columns) != set(stage.writes):
+        raise UserError(f"{stage.name} returned {sorted(columns)} and is registered with writes={stage.writes}")
+    return columns
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from braidrl.flow import Flow
-from braidrl.flow.stage_state import State, initial_states, next_state
+from braidrl.flow.compute import State, initial_states, next_state
 
 
 class StageStates:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from braidrl.flow import Kind, Scope
-from braidrl.flow.stage_state import with_state
+from braidrl.flow import Kind
+from braidrl.flow.compute import with_state
 from braidrl.runtimes.streaming.context import WorkerContext
 from braidrl.transfer.queue.client import Client, StreamLoader, WorkItem
 from braidrl.transfer.queue.data_plane import Evicted
@@ -34,10 +34,7 @@ def compute_rows(context: WorkerContext, client: Client, work: WorkItem) -> None
         return
     with context.busy(stage.name, work.iteration, work.index.uids()) as report:
         rows = work.rows()
-        if stage.scope is Scope.BATCH:
-            columns = context.executor.apply(stage, rows, context.executor.sums(stage, rows))
-        else:
-            columns = context.executor.execute(stage, rows, report.sums)
+        columns = context.executor.run(stage, rows, report.sums)
         written = client.write(rows.uids(), columns)
         followed = context.executor.sums(stage, rows) if stage.state else {}
     totals = {name: float(total) for name, total in followed.items()}
