@@ -26,7 +26,7 @@ from braidrl.flow.stage import Signature
 from braidrl.observe.metrics import Sums
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.group import WorkerGroup
-from braidrl.runtimes.hybrid.handles import BY_VALUE, Answer, Handle, Output, unpacked_rows
+from braidrl.runtimes.hybrid.handles import READ, Answer, Handle, Output, unpacked_rows
 from braidrl.runtimes.hybrid.start import start_groups
 from braidrl.runtimes.hybrid.worker import HybridWorker
 from braidrl.transfer.protocols import PROTOCOLS, register
@@ -95,7 +95,7 @@ class Lying:
         share, key = DISPATCHED // size, next(self.keys)
         firsts = [share * rank for rank in range(size)]
         made = group.call("load_models", [tokens] * size, firsts, [first + share for first in firsts], [key] * size)
-        output = Output(BY_VALUE)
+        output = Output(READ)
         output.begin(group, made, [range(first, first + share) for first in firsts])
         output.finish(group.wait(made))
         before = [(rank - 1) % size * share for rank in range(size)]

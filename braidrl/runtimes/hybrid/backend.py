@@ -34,10 +34,10 @@ from braidrl.observe.metrics import Sums
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import Needless, Segment
 from braidrl.runtimes.generating.engines import pools_ranks
-from braidrl.runtimes.hybrid.dispatch import Partition, by_group, by_length, by_number, by_prompt, in_place
+from braidrl.runtimes.hybrid.dispatch import Partition, by_length, by_number, place
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import (
-    BY_VALUE,
+    READ,
     Answer,
     Future,
     Handle,
@@ -91,7 +91,7 @@ class HybridBackend:
         key = next(self.keys)
         future = self.home.call("make", origin, key)
         answers = self.home.wait([future])
-        output = Output(BY_VALUE)
+        output = Output(READ)
         self._note(output, key, self.home, [future], [range(len(unpacked_rows(answers[0].index)))])
         output.finish(answers)
         return Handle((output,), torch.arange(len(output.future))[None])
@@ -167,7 +167,7 @@ class HybridBackend:
         stage = Stage(f"{role}.{method}", method, role, Signature(Kind.INFER, own.reads, own.writes))
         for table in arguments:
             if isinstance(table, Handle):
-                self._begin_deferred(stage, table)
+                self._begin_deferred(table.writers(own.reads))
         calls = own.protocol.distribute(group.mesh, *arguments)
         called = [(rank, call) for rank, call in enumerate(calls) if call is not None]
         futures = [
@@ -235,34 +235,12 @@ class HybridBackend:
         return not all(layout.over(group.mesh.size).copies for layout in layouts)
 
     def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup | None, Partition]:
-        """Return the group that runs a stage and the rows of each rank; for None they are those of `home`.
-
-        A compute stage runs where the payload lies that it reads; None where it reads index columns alone. The rows of a group have to
-        be in one place, and are brought to `home`.
-        """
-        self._begin_deferred(stage, table)
+        """Begin, or for a compute stage wait for, what a stage reads; then return what `place` does."""
+        writers = table.writers(columns_read(stage))
+        self._begin_deferred(writers)
         if stage.role is None:
-            reads = columns_read(stage)
-            self._wait(table.writers(reads))
-            holders = [output for output in table.outputs if output.holds(reads)]
-            if holders and stage.scope is not Scope.GROUP:
-                return self._where(table, holders)
-            divide = by_group if stage.scope is Scope.GROUP else by_length
-            return self.home if holders else None, divide(table.index, self.home.mesh.size)
-        if stage.type == "verify":
-            # Checks were begun where the rows were generated.
-            tokens = f"{stage.params['of']}.tokens" if "of" in stage.params else "tokens"
-            generated = [o for o in table.outputs if o.stage.type == "generate" and tokens in o.stage.writes]
-            if generated:
-                return self._where(table, generated)
-        group = self.home if stage.type == "verify" else self.groups[stage.role]
-        divide = by_prompt if stage.type == "generate" else by_length
-        return group, divide(table.index, group.mesh.size)
-
-    def _where(self, table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGroup, Partition]:
-        """Return the group that computes the first of these outputs, and each row where one of them lies."""
-        group: WorkerGroup = outputs[0].group
-        return group, in_place(table.workers(outputs), group.first, group.mesh.size)
+            self._wait(writers)
+        return place(stage, table, self.groups, self.home)
 
     def _begin(self, output: Output, group: WorkerGroup | None, parts: Partition, method: str, *more: Any) -> None:
         """Send a stage that writes columns to a group, to `home` for None."""
@@ -279,9 +257,8 @@ class HybridBackend:
         for future in futures:
             weakref.finalize(future, self.forgotten.append, (group, future.worker, key)).atexit = False
 
-    def _begin_deferred(self, stage: Stage, table: Handle) -> None:
-        """Begin the deferred stages that write what a stage reads."""
-        for output in table.writers(columns_read(stage)):
+    def _begin_deferred(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
             if output.deferred:
                 self._compute(output)
 
@@ -311,11 +288,9 @@ class HybridBackend:
                 totals[name] = totals[name] + value if name in totals else value
         return totals
 
-    def _wait(self, outputs: Iterable[Output]) -> None:
+    def _wait(self, outputs: Sequence[Output]) -> None:
         """Begin what is deferred of these outputs, then wait for all of them."""
-        for output in outputs:
-            if output.deferred:
-                self._compute(output)
+        self._begin_deferred(outputs)
         for output in outputs:
             if output.index is None:
                 output.finish(self._answers(output))

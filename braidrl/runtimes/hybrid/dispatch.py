@@ -1,14 +1,53 @@
-"""Which rank of a group gets which rows of a table: pure functions of index columns and of where rows lie."""
+"""Which group runs a stage, and which of its ranks gets which rows: pure functions of index columns and of where rows lie."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from braidrl.data.partition import balanced_partition, in_turn
 from braidrl.data.rows import Rows
+from braidrl.flow import Scope, Stage
+from braidrl.runtimes.hybrid.group import WorkerGroup
+from braidrl.runtimes.hybrid.handles import Handle, Output, columns_read
 
 Partition = Sequence[Sequence[int]]
 """The row positions of each rank, rising."""
+
+
+def place(
+    stage: Stage, table: Handle, groups: Mapping[str, WorkerGroup], home: WorkerGroup
+) -> tuple[WorkerGroup | None, Partition]:
+    """Return the group that runs a stage, and the rows of each of its ranks.
+
+    Args:
+        stage: A stage that writes columns; of a compute stage all that it reads is there.
+        table: The rows that it reads.
+        groups: The worker group of each role.
+        home: The group that runs what has no other place.
+
+    Returns:
+        A compute stage runs where the payload lies that it reads, with the rows of a group in one place, at `home`; the group is None
+        where it reads index columns alone, and the rows are those of `home`. Answers are checked where they were generated.
+    """
+    if stage.role is None:
+        holders = [output for output in table.outputs if output.holds(columns_read(stage))]
+        if holders and stage.scope is not Scope.GROUP:
+            return _where(table, holders)
+        divide = by_group if stage.scope is Scope.GROUP else by_length
+        return home if holders else None, divide(table.index, home.mesh.size)
+    if stage.type == "verify":
+        tokens = f"{stage.params['of']}.tokens" if "of" in stage.params else "tokens"
+        generated = [o for o in table.outputs if o.stage.type == "generate" and tokens in o.stage.writes]
+        return _where(table, generated) if generated else (home, by_length(table.index, home.mesh.size))
+    group = groups[stage.role]
+    divide = by_prompt if stage.type == "generate" else by_length
+    return group, divide(table.index, group.mesh.size)
+
+
+def _where(table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGroup, Partition]:
+    """Return the group that computes the first of these outputs, and each row where one of them lies."""
+    group: WorkerGroup = outputs[0].group
+    return group, in_place(table.workers(outputs), group.first, group.mesh.size)
 
 
 def by_length(index: Rows, ranks: int, whole_groups: bool = False) -> Partition:

@@ -27,8 +27,8 @@ from braidrl.flow.stage import Signature
 from braidrl.observe.metrics import Sums
 
 Numbers = NDArray[np.int64]
-BY_VALUE = Stage("by value", "by_value", None, Signature(Kind.COMPUTE))
-"""In the place of a stage, where the driver itself made index columns."""
+READ = Stage("read", "read", None, Signature(Kind.COMPUTE))
+"""In the place of a stage, for rows that are read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,10 +187,6 @@ class Handle:
     def with_output(self, output: Output) -> Handle:
         """Return the same rows with what a stage writes for them."""
         return Handle((*self.outputs, output), torch.cat([self.rows, torch.arange(len(self))[None]]))
-
-    def with_columns(self, columns: Mapping[str, Column]) -> Handle:
-        """Return the same rows with index columns of the driver."""
-        return self.with_output(Output(BY_VALUE, index=Rows(columns)))
 
     def without(self, other: Handle) -> Handle:
         """Return the same rows with what the other table lacks."""

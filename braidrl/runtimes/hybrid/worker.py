@@ -10,9 +10,9 @@ import pickle
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -222,12 +222,7 @@ class HybridWorker:
     @register(protocol="DP")
     def sums(self, part: Part, stage: Stage, iteration: int) -> Answer:
         """Return this part's share of what a stage of scope batch adds up."""
-        if not len(part):
-            return Answer()
-        rows = self._gather(part, stage, iteration)
-        with self._span(stage, rows, iteration) as span:
-            totals = self.executor.sums(stage, rows)
-        return Answer(result=totals, seconds=span.seconds)
+        return self._compute(part, stage, iteration, lambda rows, _: self.executor.sums(stage, rows) if rows else {})
 
     @register(protocol="DP")
     def apply(self, part: Part, stage: Stage, iteration: int, key: int, totals: Mapping[str, Tensor]) -> Answer:
@@ -250,16 +245,17 @@ class HybridWorker:
             return self._write(part, stage, iteration, key, lambda rows, _: checked(stage, call(rows, *more)))
         if not len(part) and not self.executor.is_collective(stage):
             return Answer()
-        return Answer(result=call(self._gather(part, stage, iteration), *more))
+        return self._compute(part, stage, iteration, lambda rows, _: call(rows, *more))
 
     @register(protocol="DP")
     def update(self, part: Part, index: bytes, stage: Stage, iteration: int) -> Answer:
         """Make one optimizer step with the other ranks, each by its own rows; `index` has the index columns of all rows."""
-        rows, sums = self._gather(part, stage, iteration), Sums()
-        with self._span(stage, rows, iteration) as span:
+
+        def train(rows: Rows, sums: Sums) -> None:
             update = nullcontext((unpacked_rows(index), rows))
             self.executor.train(stage, [update], iteration, sums, len(rows), counted=self.spec.rank == 0)
-        return Answer(sums=sums.pairs(), seconds=span.seconds)
+
+        return self._compute(part, stage, iteration, train)
 
     @register(protocol="ONE_TO_ALL")
     def copy_weights(self, stage: Stage) -> None:
@@ -306,16 +302,26 @@ class HybridWorker:
         """Keep what `run` returns. A rank without rows is left out where no other rank waits for it."""
         if not len(part) and not self.executor.is_collective(stage):
             return Answer()
-        rows, sums = self._gather(part, stage, iteration), Sums()
-        with self._span(stage, rows, iteration) as span:
-            columns = Rows(run(rows, sums))
-            span.count(columns)
-        return replace(self._keep(key, columns), sums=sums.pairs(), seconds=span.seconds)
+        computed = self._compute(part, stage, iteration, run)
+        return replace(self._keep(key, Rows(computed.result)), sums=computed.sums, seconds=computed.seconds)
 
     def _keep(self, key: int, rows: Rows) -> Answer:
         """Keep payload, and answer with the rest."""
         self.kept[key] = rows.payload
         return Answer(packed_rows(rows.index), tuple(rows.payload), self.spec.number, key)
+
+    def _compute(self, part: Part, stage: Stage, iteration: int, run: Callable[[Rows, Sums], Any]) -> Answer:
+        """Answer with what `run` returns for the rows of a part, the sums that it adds, and the seconds that it takes."""
+        rows, sums, role = self._gather(part, stage, iteration), Sums(), stage.role or "compute"
+        span = (
+            self.trace.span(role, stage.name, iteration, rows=len(rows), version=self.version) if self.trace else None
+        )
+        start = time.perf_counter()
+        with span or nullcontext(Done()) as done:
+            result = run(rows, sums)
+            written = Rows(result) if stage.writes and result else rows
+            done.tokens = tokens_of(written) or tokens_of(rows)
+        return Answer(result=result, sums=sums.pairs(), seconds=time.perf_counter() - start)
 
     def _gather(self, part: Part, stage: Stage, iteration: int) -> Rows:
         """Return the part's rows with the columns that the stage may read."""
@@ -350,35 +356,9 @@ class HybridWorker:
         everything = len(rows) == len(kept) and bool((rows == np.arange(len(rows))).all())
         return kept if everything else kept.take(torch.tensor(rows))
 
-    @contextmanager
-    def _span(self, stage: Stage, rows: Rows, iteration: int) -> Iterator[SpanTimer]:
-        """Time a stage, and write it to the trace."""
-        timer, start = SpanTimer(), time.perf_counter()
-        with ExitStack() as spans:
-            if self.trace is not None:
-                role, count = stage.role or "compute", len(rows)
-                timer.done = spans.enter_context(
-                    self.trace.span(role, stage.name, iteration, rows=count, version=self.version)
-                )
-                timer.count(rows)
-            yield timer
-        timer.seconds = time.perf_counter() - start
-
 
 def checked(stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
     """Return the columns that a user's method returned. Raises UserError where they are not those that it is registered with."""
     if set(columns) != set(stage.writes):
         raise UserError(f"{stage.name} returned {sorted(columns)} and is registered with writes={stage.writes}")
     return columns
-
-
-@dataclass
-class SpanTimer:
-    """Seconds that a block took, once it has ended; `done` is what the trace says of it."""
-
-    seconds: float = 0.0
-    done: Done = field(default_factory=Done)
-
-    def count(self, rows: Rows) -> None:
-        """Note how many tokens the rows have."""
-        self.done.tokens = tokens_of(rows) or self.done.tokens
