@@ -270,10 +270,9 @@ class HybridBackend:
         columns = self.executor.run(stage, table.index, Sums()) if group is None else {}
         if columns and all(isinstance(column, Tensor) for column in columns.values()):
             output.index, output.table = Rows(columns), None
-        elif stage.scope is Scope.BATCH:
-            self._begin(output, group, parts, "apply", self._totals(output, group, parts))
         else:
-            self._begin(output, group, parts, "execute")
+            totals = self._totals(output, group, parts) if stage.scope is Scope.BATCH else None
+            self._begin(output, group, parts, "execute", totals)
 
     def _totals(self, output: Output, group: WorkerGroup | None, parts: Partition) -> dict[str, Tensor]:
         """Return what a stage adds up over all rows, each part where it lies."""

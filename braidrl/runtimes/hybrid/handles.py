@@ -9,7 +9,6 @@ Answer    what the worker replies: index columns by value, the names of the payl
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,16 +41,6 @@ class Answer:
     sums: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     seconds: float = 0.0
     result: Any = None
-
-    def packed(self) -> bytes:
-        return pickle.dumps(self)
-
-    @staticmethod
-    def unpacked(packed: bytes) -> Answer:
-        """Return the answer from `packed`, which came from a worker of this run."""
-        answer = pickle.loads(packed)
-        assert isinstance(answer, Answer)
-        return answer
 
 
 @dataclass(frozen=True, eq=False)

@@ -115,7 +115,7 @@ class HybridWorker:
         for key in released:
             self.kept.pop(key, None)
         self.call.asked = {}
-        self.call.answers = [Answer.unpacked(packed) for packed in answers]
+        self.call.answers = [pickle.loads(packed) for packed in answers]
         self.call.doing = (self.spec.pool.name, method, Part())
         try:
             answer = getattr(self, method)(*arguments)
@@ -125,14 +125,14 @@ class HybridWorker:
             role, doing, part = self.call.doing
             who = f"{role} rank {self.spec.rank}"
             raise StageFailure(f"{who} failed in {doing}{named_rows(part.uids())}:\n{traceback.format_exc()}") from None
-        return (answer if isinstance(answer, Answer) else Answer(result=answer)).packed()
+        return pickle.dumps(answer if isinstance(answer, Answer) else Answer(result=answer))
 
     def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> list[Numbers]:
         """Return columns of some of the rows that are kept here, encoded: as arrays, which Ray copies only once.
 
         Args:
-            key: The number of the call that wrote them.
-            rows: Row numbers (n,) in what it wrote.
+            key: The number of the call that has written them.
+            rows: Row numbers (n,) in what it has written.
             columns: Names of payload columns.
         """
         return [np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(key, rows, columns))]
@@ -205,9 +205,17 @@ class HybridWorker:
         return self._keep(key, self.rows.make(origin))
 
     @register(protocol="DP")
-    def execute(self, part: Part, stage: Stage, iteration: int, key: int) -> Answer:
-        """Keep the columns that a stage writes."""
-        return self._write(part, stage, iteration, key, lambda rows, sums: self.executor.run(stage, rows, sums))
+    def execute(
+        self, part: Part, stage: Stage, iteration: int, key: int, totals: Mapping[str, Tensor] | None = None
+    ) -> Answer:
+        """Keep the columns that a stage writes; for one of scope batch `totals` are its sums over all rows."""
+
+        def run(rows: Rows, sums: Sums) -> Mapping[str, Column]:
+            if totals is None:
+                return self.executor.run(stage, rows, sums)
+            return self.executor.apply(stage, rows, totals) if len(rows) else {}
+
+        return self._write(part, stage, iteration, key, run)
 
     @register(protocol="DP")
     def generate_needed(
@@ -222,13 +230,8 @@ class HybridWorker:
     @register(protocol="DP")
     def sums(self, part: Part, stage: Stage, iteration: int) -> Answer:
         """Return this part's share of what a stage of scope batch adds up."""
-        return self._compute(part, stage, iteration, lambda rows, _: self.executor.sums(stage, rows) if rows else {})
-
-    @register(protocol="DP")
-    def apply(self, part: Part, stage: Stage, iteration: int, key: int, totals: Mapping[str, Tensor]) -> Answer:
-        """Keep the columns of a stage of scope batch, computed by the sums over all rows."""
-        return self._write(
-            part, stage, iteration, key, lambda rows, _: self.executor.apply(stage, rows, totals) if rows else {}
+        return self._compute(
+            part, stage, iteration, lambda rows, _: self.executor.sums(stage, rows) if len(rows) else {}
         )
 
     def call_own(self, stage: Stage, iteration: int, key: int, *arguments: Any) -> Answer:

@@ -36,7 +36,7 @@ class RehearsingWorker(HybridWorker):
         self.orders = dict(orders)
 
     @register(protocol="DP")
-    def execute(self, part: Part, stage: Stage, iteration: int, key: int) -> Answer:
+    def execute(self, part: Part, stage: Stage, iteration: int, key: int, *totals: Any) -> Answer:
         order, seconds = self.orders.get(stage.name, ("", 0.0))
         if order == "wait":
             return self._write(part, stage, iteration, key, lambda rows, sums: waited(stage, rows, sums, seconds))
@@ -49,7 +49,7 @@ class RehearsingWorker(HybridWorker):
             raise UserError("a row is too long; write trainer.max_tokens_per_device=64")
         if order == "die":
             os._exit(3)
-        return super().execute(part, stage, iteration, key)
+        return super().execute(part, stage, iteration, key, *totals)
 
     @register(protocol="DP")
     def generate_needed(self, part: Part, *arguments: Any) -> Answer:
