@@ -1,12 +1,12 @@
 """Rows are done once each, whoever dies, expires or answers late."""
 
 import pytest
+from braidrl.transfer.leases import LeaseLost, Leases
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from braidrl.flow.readiness import Consumer, Uid
-from braidrl.transfer.leases import LeaseLost, Leases
 
 ROWS = [(0, group, sample) for group in range(3) for sample in range(2)]
 CONSUMERS = [Consumer("actor.update"), Consumer("actor.update", 1), Consumer("critic.values")]

@@ -1,8 +1,9 @@
 """A worker's side of the queue: take what is ready, read it as views, write columns, acknowledge.
 
-for work in StreamLoader(client, ["actor.log_probs", "actor.update"], most=64):
+for work in StreamLoader(client, ["actor.log_probs"], most=64):
     rows = work.rows()
-    client.done(work, {"old_log_probs": ...})
+    written = client.write(rows.uids(), {"old_log_probs": ...})
+    client.done(work.stage, [number for number, _ in work.leases], [written], report={})
 """
 
 from __future__ import annotations
@@ -10,16 +11,15 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from braidrl.data.codec import decode, encode
+from braidrl.data.codec import decode
 from braidrl.data.frames import Frame
 from braidrl.data.rows import Column, Rows
-from braidrl.flow.readiness import Uid
-from braidrl.transfer.queue.data_plane import Block, DataPlane
-from braidrl.transfer.queue.messages import Answer, Connection
-from braidrl.transfer.queue.table import in_order
+from braidrl.transfer.queue.storage import Block, DataPlane
+from braidrl.transfer.queue.table import Row, StoredPart, in_order
+from braidrl.transfer.queue.transport import Answer, Connection
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,6 @@ class WorkItem:
         return assembled(self.data, self.index, self.message["payload"], places)
 
 
-@dataclass
-class Written:
-    """What one process wrote for some leased rows: index columns as frames, payload in a block."""
-
-    uids: list[Uid]
-    block: Block | None
-    columns: list[str]
-    frames: Sequence[Frame] = field(default_factory=list)
-
-
 class Client:
     """One worker's connection. For one thread."""
 
@@ -81,21 +71,23 @@ class Client:
         return self._connection.ask(message, frames, wait_s)
 
     def take(
-        self, stages: Sequence[str], most: int, wait_s: float, single: bool = False, whole: Collection[str] = ()
-    ) -> WorkItem:
-        """The next thing to do for one of the stages; of kind `stop` at the run's end, and `wait` if nothing came.
+        self, stages: Sequence[str], most: int, wait_s: float, single: bool = False, whole: Collection[str] = (),
+        ranks: int = 1,
+    ) -> WorkItem:  # fmt: skip
+        """Return the next thing to do for one of the stages: of kind `stop` at the run's end, and `wait` if nothing came.
 
-        With `single` each row is a lease of its own; train stages in `whole` are given all rows of an update at once.
+        Args:
+            stages: those that this worker does, the most urgent first.
+            most: rows at most.
+            wait_s: seconds to wait where there is nothing to do.
+            single: make each row a lease of its own.
+            whole: train stages that are given all rows of an update at once.
+            ranks: the processes that share the rows.
         """
         answer, frames = self.ask(
-            "take",
-            wait_s=wait_s,
-            stages=list(stages),
-            most=most,
-            single=single,
-            whole=list(whole),
+            "take", wait_s=wait_s, stages=list(stages), most=most, single=single, whole=list(whole), ranks=ranks,
             held=sorted(self.held),
-        )
+        )  # fmt: skip
         lost = tuple(answer.get("lost", ()))
         self.held.difference_update(lost)
         kind = "wait" if answer.get("waited") else answer["kind"]
@@ -103,44 +95,38 @@ class Client:
             self.held.update(number for number, _ in answer["leases"])
         return WorkItem(kind, self.data, answer, decode(frames) if frames else Rows({}), lost)
 
-    def write(self, uids: Sequence[Uid], columns: Mapping[str, Column]) -> Written:
-        """Puts the payload of new columns where others can read it."""
+    def write(self, uids: Sequence[Row], columns: Mapping[str, Column]) -> StoredPart:
+        """Put the payload of new columns of these rows where others can read it; `done` tells the queue of it."""
         return write_columns(self.data, uids, columns)
 
     def done(
-        self,
-        stage: str,
-        leases: Sequence[int],
-        written: Sequence[Written],
-        report: Mapping[str, Any],
+        self, stage: str, leases: Sequence[int], written: Sequence[StoredPart], report: Mapping[str, Any],
         totals: Mapping[str, float] | None = None,
-    ) -> list[int]:
-        """The leases' rows are done, and have these columns; the numbers of those that were lost.
+    ) -> list[int]:  # fmt: skip
+        """Say that the leases' rows are done.
 
-        `totals` are the sums over the rows that the stage's state follows.
+        Args:
+            stage: what was done.
+            leases: their numbers.
+            written: the columns that these rows have now.
+            report: what goes into the iteration's metrics.
+            totals: the sums over the rows that the stage's state follows.
+
+        Returns:
+            The numbers of leases that were lost, whose rows are somebody else's by now.
         """
         frames: list[Frame] = []
-        parts = []
-        for part in written:
-            parts.append(
-                {
-                    "uids": part.uids,
-                    "block": part.block,
-                    "columns": part.columns,
-                    "frames": [len(frames), len(part.frames)],
-                }
-            )
-            frames += part.frames
+        parts = [part.message(frames) for part in written]
         return self._done(stage, leases, {"parts": parts, "totals": dict(totals or {})}, report, frames)
 
     def selected(
         self, stage: str, lease: int, reasons: Mapping[int, str | None], report: Mapping[str, Any]
     ) -> list[int]:
-        """A select stage's verdicts by group; None keeps."""
+        """Give a select stage's verdicts by group; None keeps."""
         return self._done(stage, [lease], {"reasons": list(reasons.items()), "parts": []}, report, ())
 
     def renew(self, every_s: float = 0.0) -> list[int]:
-        """Says that this worker is alive, if it has not for `every_s` seconds; the leases that were lost nevertheless."""
+        """Say that this worker is alive, if it has not for `every_s` seconds; return the leases that were lost nevertheless."""
         if time.monotonic() - self._renewed < every_s:
             return []
         self._renewed = time.monotonic()
@@ -153,13 +139,9 @@ class Client:
         self.data.close()
 
     def _done(
-        self,
-        stage: str,
-        leases: Sequence[int],
-        content: Mapping[str, Any],
-        report: Mapping[str, Any],
+        self, stage: str, leases: Sequence[int], content: Mapping[str, Any], report: Mapping[str, Any],
         frames: Sequence[Frame],
-    ) -> list[int]:
+    ) -> list[int]:  # fmt: skip
         answer, _ = self.ask("done", frames, stage=stage, leases=list(leases), report=dict(report), **content)
         self.held.difference_update(leases)
         return list(answer["lost"])
@@ -169,31 +151,42 @@ class StreamLoader:
     """Iterates over what there is to do for some stages, until the run ends."""
 
     def __init__(
-        self, client: Client, stages: Sequence[str], most: int, wait_s: float = 5.0, whole: Collection[str] = ()
-    ) -> None:
-        self.client, self.stages, self.most, self.wait_s, self.whole = client, stages, most, wait_s, whole
+        self, client: Client, stages: Sequence[str], most: int, wait_s: float = 5.0, whole: Collection[str] = (),
+        ranks: int = 1,
+    ) -> None:  # fmt: skip
+        """Ask as `Client.take` does."""
+        self.client, self.stages, self.most, self.wait_s = client, stages, most, wait_s
+        self.whole, self.ranks = whole, ranks
 
     def __iter__(self) -> Iterator[WorkItem]:
         while True:
-            work = self.client.take(self.stages, self.most, self.wait_s, whole=self.whole)
+            work = self.client.take(self.stages, self.most, self.wait_s, whole=self.whole, ranks=self.ranks)
             if work.kind == "stop":
                 return
             yield work
 
 
-def write_columns(data: DataPlane, uids: Sequence[Uid], columns: Mapping[str, Column]) -> Written:
-    """Puts the payload of new columns of these rows where others can read it."""
+def write_columns(data: DataPlane, uids: Sequence[Row], columns: Mapping[str, Column]) -> StoredPart:
+    """Put the payload of new columns of these rows where others can read it."""
     rows = Rows(columns)
-    return Written(list(uids), data.write_rows(rows), list(rows.payload), encode(rows.index))
+    places = {uid: place for place, uid in enumerate(uids)}
+    return StoredPart("", rows.index, data.write_rows(rows), tuple(rows.payload), len(places), places)
 
 
 def assembled(
-    data: DataPlane,
-    index: Rows,
-    payload: Sequence[Mapping[str, Any]],
-    places: Sequence[int] | None = None,
+    data: DataPlane, index: Rows, payload: Sequence[Mapping[str, Any]], places: Sequence[int] | None = None
 ) -> Rows:
-    """Index columns with payload from its blocks; all rows, or those at some places in the order given. Raises Evicted."""
+    """Return index columns with payload from its blocks.
+
+    Args:
+        data: where blocks are read.
+        index: the index columns.
+        payload: pieces of blocks, as `Table.payload` names them.
+        places: the rows that are wanted, in this order; None is all.
+
+    Raises:
+        Evicted: a block is gone.
+    """
     asked = range(len(index)) if places is None else places
     standing = {place: number for number, place in enumerate(asked)}
     found: defaultdict[tuple[str, ...], list[tuple[Rows, list[int]]]] = defaultdict(list)

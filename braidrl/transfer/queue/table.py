@@ -7,14 +7,15 @@ writer wrote for some rows at once, and looks columns up by writer. A part's mem
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from braidrl.data.codec import decode, encode
+from braidrl.data.frames import Frame
 from braidrl.data.rows import Column, Rows
-from braidrl.flow.readiness import Uid
-from braidrl.transfer.queue.data_plane import Block
+from braidrl.transfer.queue.storage import Block
 
 
 @dataclass(eq=False)
@@ -27,25 +28,41 @@ class StoredPart:
     columns: tuple[str, ...]
     size: int
     """Rows that were written, of which some may have left."""
-    rows: dict[Uid, int] = field(default_factory=dict)
+    rows: dict[Row, int] = field(default_factory=dict)
     """The place of each row that has not left."""
 
+    def message(self, frames: list[Frame]) -> dict[str, Any]:
+        """Return the part as a message holds it; appends the index columns to the message's frames."""
+        own, first = encode(self.index), len(frames)
+        frames += own
+        return {"uids": list(self.rows), "block": self.block, "columns": self.columns, "frames": [first, len(own)]}
 
-Detached = list[tuple[Uid, StoredPart]]
+    @staticmethod
+    def received(writer: str, message: Mapping[str, Any], frames: Sequence[Frame]) -> StoredPart:
+        """Return the part that a message with these frames holds."""
+        first, count = message["frames"]
+        rows = {tuple(uid): place for place, uid in enumerate(message["uids"])}
+        block = Block(*message["block"]) if message["block"] else None
+        index = decode(list(frames[first : first + count]))
+        return StoredPart(writer, index, block, tuple(message["columns"]), len(rows), rows)
+
+
+Row = Any
+Detached = list[tuple[Row, StoredPart]]
 
 
 class Table:
     """All parts of the rows in work."""
 
     def __init__(self) -> None:
-        self.parts: dict[str, dict[Uid, StoredPart]] = {}
+        self.parts: dict[str, dict[Row, StoredPart]] = {}
         self.detached: list[Detached] = []
 
     def add(self, part: StoredPart) -> None:
         """Notes what was written."""
         self.parts.setdefault(part.writer, {}).update(dict.fromkeys(part.rows, part))
 
-    def index(self, uids: Sequence[Uid], writers: Sequence[str]) -> Rows:
+    def index(self, uids: Sequence[Row], writers: Sequence[str]) -> Rows:
         """The index columns of these rows in the order given; of one name, that of the last writer.
 
         A writer that has not written every one of the rows is left out.
@@ -55,7 +72,7 @@ class Table:
             columns.update(self._gathered(uids, writer).items())
         return Rows(columns)
 
-    def payload(self, uids: Sequence[Uid], writers: Sequence[str], wanted: set[str] | None) -> list[dict[str, Any]]:
+    def payload(self, uids: Sequence[Row], writers: Sequence[str], wanted: set[str] | None) -> list[dict[str, Any]]:
         """Where to read the wanted payload columns (None: all): pieces of blocks, with `places` among `uids`."""
         source: dict[str, str] = {}
         for writer in self._writers_of(uids, writers):
@@ -72,11 +89,11 @@ class Table:
                 )  # fmt: skip
         return pieces
 
-    def evict(self, uids: Iterable[Uid]) -> list[Block]:
+    def evict(self, uids: Iterable[Row]) -> list[Block]:
         """Rows leave; the blocks that held no others."""
         return self.drop(self.detach(uids))
 
-    def detach(self, uids: Iterable[Uid]) -> Detached:
+    def detach(self, uids: Iterable[Row]) -> Detached:
         """Rows leave the table, but what they have written stays where it is until it is dropped."""
         places = [(uid, part) for uid in uids for parts in self.parts.values() if (part := parts.pop(uid, None))]
         self.detached.append(places)
@@ -98,16 +115,16 @@ class Table:
         detached = (part for places in self.detached for _, part in places)
         return {part.block for part in chain(attached, detached) if part.block is not None}
 
-    def _writers_of(self, uids: Sequence[Uid], writers: Sequence[str]) -> list[str]:
+    def _writers_of(self, uids: Sequence[Row], writers: Sequence[str]) -> list[str]:
         return [w for w in writers if w in self.parts and uids and all(uid in self.parts[w] for uid in uids)]
 
-    def _by_part(self, uids: Sequence[Uid], writer: str) -> dict[StoredPart, list[int]]:
+    def _by_part(self, uids: Sequence[Row], writer: str) -> dict[StoredPart, list[int]]:
         places: defaultdict[StoredPart, list[int]] = defaultdict(list)
         for place, uid in enumerate(uids):
             places[self.parts[writer][uid]].append(place)
         return dict(places)
 
-    def _gathered(self, uids: Sequence[Uid], writer: str) -> Rows:
+    def _gathered(self, uids: Sequence[Row], writer: str) -> Rows:
         found, order = [], []
         for part, places in self._by_part(uids, writer).items():
             found.append(part.index.take([part.rows[uids[place]] for place in places]))

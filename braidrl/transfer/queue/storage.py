@@ -2,22 +2,32 @@
 
 same node     read ──▶ segment, as views
 another node  read ──▶ that node's server ──▶ the named columns of the rows that are asked for, as frames
+
+A segment is a file /dev/shm/braid-<run>-<writer>-<n>: written once by whoever makes it, read as views, unlinked when it is evicted.
 """
 
 from __future__ import annotations
 
+import itertools
+import mmap
+import os
+import re
+import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from braidrl.data.codec import decode, encode
-from braidrl.data.frames import Frame
+from braidrl.data.frames import Frame, laid_out, split
 from braidrl.data.rows import Rows
-from braidrl.transfer.queue.messages import Answer, Peers
-from braidrl.transfer.queue.segments import Segments
+from braidrl.transfer.queue.transport import Answer, Peers
 
 REQUESTS = ("frames", "rows", "served", "free", "abandon")
 """What a node's server answers by its data plane."""
+SHARED = Path("/dev/shm")
+PREFIX = "braid-"
+NAME = re.compile(r"braid-[0-9a-f]+-[A-Za-z0-9_.]+-[0-9]+")
 
 
 class Block(NamedTuple):
@@ -39,6 +49,66 @@ class Place(NamedTuple):
 
 class Evicted(LookupError):
     """A block is gone: its rows were dropped, so that whatever was to be made of them is not needed."""
+
+
+def shared_folder() -> Path:
+    """Where files live in memory; a system without such a place has them on disk."""
+    return SHARED if SHARED.is_dir() else Path(tempfile.gettempdir())
+
+
+class Segments:
+    """Makes and reads the segments of one run on this node. `writer` tells the segments of processes apart."""
+
+    def __init__(self, run: str, writer: str, folder: Path | None = None) -> None:
+        self.run, self.folder = run, folder or shared_folder()
+        self.writer = re.sub(r"[^A-Za-z0-9_.]", ".", writer)
+        self._numbers = itertools.count()
+
+    def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
+        """A new segment with these frames; its name and size in bytes. Raises OSError where memory is full."""
+        size, pieces = laid_out(frames)
+        name = f"{PREFIX}{self.run}-{self.writer}-{next(self._numbers)}"
+        handle = os.open(self.folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            # Not through a mapping: that fills every page with zeros first, and full memory ends the process by SIGBUS.
+            os.ftruncate(handle, size)
+            for start, piece in pieces:
+                written = 0
+                while written < piece.nbytes:
+                    written += os.pwrite(handle, piece[written:], start + written)
+        except BaseException:
+            self.unlink([name])
+            raise
+        finally:
+            os.close(handle)
+        return name, size
+
+    def read(self, name: str) -> list[memoryview]:
+        """The frames of a segment as read-only views, which keep the memory even when the segment is unlinked.
+
+        Raises FileNotFoundError for one that was evicted, ValueError for what is no segment's name.
+        """
+        handle = os.open(self._path(name), os.O_RDONLY)
+        try:
+            return split(memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ)))
+        finally:
+            os.close(handle)
+
+    def unlink(self, names: Collection[str]) -> None:
+        """Frees segments once their last reader lets go; those that are gone already are left at that."""
+        for name in names:
+            self._path(name).unlink(missing_ok=True)
+
+    def names(self, writer: str | None = None) -> list[str]:
+        """All segments of the run on this node, or those of one writer."""
+        chosen = "*" if writer is None else re.sub(r"[^A-Za-z0-9_.]", ".", writer)
+        return sorted(path.name for path in self.folder.glob(f"{PREFIX}{self.run}-{chosen}-*"))
+
+    def _path(self, name: str) -> Path:
+        # A name comes over the wire: it must not lead anywhere else.
+        if not NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no segment's name")
+        return self.folder / name
 
 
 class DataPlane:
