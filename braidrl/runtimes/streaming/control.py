@@ -317,9 +317,7 @@ class ControlPlane:
         return next((stream for stream in self.streams if stage in stream.stages), None)
 
     def _lost(self, held: Sequence[int]) -> list[int]:
-        return [
-            number for number in held if not any(number in s.schedule.tasks.leases.held for s in self.streams)
-        ]
+        return [number for number in held if not any(number in s.schedule.tasks.leases.held for s in self.streams)]
 
     def _load(self, holder: Holder) -> dict[str, Any]:
         """The weights that take an engine from what it holds to the version that it should have."""

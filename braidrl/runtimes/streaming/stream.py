@@ -100,9 +100,7 @@ class Stream:
         writers = self.readable[stage]
         return self.table.index(uids, writers), self.table.payload(uids, writers, wanted)
 
-    def take(
-        self, stage: Stage, request: Mapping[str, Any], seconds: float, version: int | None
-    ) -> Answer | None:
+    def take(self, stage: Stage, request: Mapping[str, Any], seconds: float, version: int | None) -> Answer | None:
         """Return rows under leases as a worker asked for them, or None.
 
         Args:
@@ -216,7 +214,7 @@ class Stream:
         return {name: dict(ran.get(name, values)) for name, values in self.states.values.items()}
 
     def _follow(self, lease: Lease, totals: Mapping[str, float]) -> None:
-        name, iteration = lease.consumer.stage, self.schedule.iteration_of[lease.rows[0][1]]
+        name, iteration = lease.task.stage, self.schedule.iteration_of[lease.rows[0][1]]
         self.states.add(name, totals)
         if self.schedule.turn(name) > iteration:
             self.record_of(iteration).states[name] = self.states.advance(name)

@@ -9,7 +9,8 @@ version between two decode steps, all tensors at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgpack
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from braidrl.data.codec import DTYPES
 from braidrl.data.frames import Frame
-from braidrl.transfer.queue.data_plane import Block, DataPlane
+from braidrl.transfer.queue.storage import Block, DataPlane
 
 BUCKET_BYTES = 64 << 20
 

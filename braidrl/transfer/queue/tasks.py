@@ -370,8 +370,8 @@ class Tasks:
     def forget(self, rows: Iterable[Row]) -> list[Lease]:
         """Let rows leave; leases that hold any of them are given up, with their other rows free again."""
         gone = [row for row in rows if row in self.rows]
-        held = {task.lease.get(row) for task in self.tasks.values() for row in gone} - {None}
-        lost = self.give_up(self.leases.held[number] for number in sorted(held) if number is not None)
+        held = {number for task in self.tasks.values() for row in gone if (number := task.lease.get(row)) is not None}
+        lost = self.give_up(self.leases.held[number] for number in sorted(held))
         for row in gone:
             del self.rows[row]
             for task in self.tasks.values():
