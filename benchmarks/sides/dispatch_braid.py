@@ -38,7 +38,7 @@ ECHO = Stage("echo", "echo", None, Signature(Kind.COMPUTE, COLUMNS, (*COLUMNS, "
 class Echo:
     """In an executor's place: reads what it is given and gives it back."""
 
-    def execute(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage]) -> dict[str, Column]:
+    def run(self, stage: Stage, rows: Rows, sums: Sums) -> dict[str, Column]:
         read(rows[name].values for name in COLUMNS)
         return {**{name: rows[name] for name in COLUMNS}, "score": rows["sample"]}
 

@@ -25,7 +25,6 @@ from braidrl.models.checkpoint import Write
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.role_settings import inference_layouts, layout_of
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.controller import group_tokens
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import Needless, Segment
 from braidrl.runtimes.generating.engines import pools_ranks
@@ -113,9 +112,7 @@ class HybridBackend:
         size, whole_groups = group.mesh.size, self.executor.objective(stage).whole_groups
         for update in updates:
             rows = index.take(update)
-            rows = rows.with_columns({"group_tokens": group_tokens(rows)})
-            chosen = table.take(update).with_index(dict(rows.items()))
-            parts = Dealt(chosen, by_length(rows, whole_groups), columns_read(stage)).divide(size)
+            parts = Dealt(table.take(update), by_length(rows, whole_groups), columns_read(stage)).divide(size)
             futures = group.call("update", parts, [packed_rows(rows)] * size, [stage] * size, [iteration] * size)
             self.training.append(Work(stage, group, futures, [], sums))
 
@@ -240,10 +237,7 @@ class HybridBackend:
     def _computed_here(self, asked: Deferred, table: Handle) -> Mapping[str, Column] | None:
         """The index columns that a stage makes of index columns; None where it makes payload."""
         stage, index = asked.stage, table.index
-        if stage.scope is Scope.BATCH:
-            columns = self.executor.apply(stage, index, self.executor.sums(stage, index))
-        else:
-            columns = self.executor.execute(stage, index, Sums())
+        columns = self.executor.run(stage, index, Sums())
         return columns if all(isinstance(column, Tensor) for column in columns.values()) else None
 
     def _computed_there(self, asked: Deferred, table: Handle, group: WorkerGroup, deal: Deal) -> Layer:

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +36,6 @@ from braidrl.placement.pools import Pool
 from braidrl.rollout.requests import Uid
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
-from braidrl.runtimes.generating.verification import checked_beside
 from braidrl.runtimes.hybrid.failures import StageFailure, named_rows
 from braidrl.runtimes.hybrid.parts import Answer, Numbers, Part, as_rows, assemble, columns_read, packed_rows
 from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
@@ -159,8 +158,7 @@ class HybridWorker:
     @register(protocol="DP")
     def execute(self, part: Part, stage: Stage, iteration: int, key: int) -> Answer:
         """The columns that a stage writes, kept here."""
-        beside = checked_beside(self.flow, stage) if stage.type == "generate" and stage in self.flow.stages else ()
-        return self._write(part, stage, iteration, key, lambda r, sums: self.executor.execute(stage, r, sums, beside))
+        return self._write(part, stage, iteration, key, lambda rows, sums: self.executor.run(stage, rows, sums))
 
     @register(protocol="DP")
     def generate_needed(
@@ -169,10 +167,8 @@ class HybridWorker:
         """As `execute`, of one wave with the rows `uids`: those of groups that are not needed end with what they have."""
         if self.notices is not None:
             self.notices.begin(str(key))
-        stop = EarlyStop.of(segment, needless, self.executor.verified, uids, self.notices)
-        beside = checked_beside(self.flow, stage)
-        run = lambda rows, sums: self.executor.execute(stage, rows, sums, beside, stop)  # noqa: E731
-        return self._write(part, stage, iteration, key, run)
+        stop = EarlyStop.of(segment, needless, self.flow, uids, self.notices)
+        return self._write(part, stage, iteration, key, lambda rows, sums: self.executor.run(stage, rows, sums, stop))
 
     @register(protocol="DP_TOGETHER")
     def execute_together(self, part: Part, stage: Stage, iteration: int, key: int) -> Answer:
@@ -180,7 +176,7 @@ class HybridWorker:
         if len(part):
             return self.execute(part, stage, iteration, key)
         with self._span(stage, self._gather(part, stage, iteration), iteration):
-            self.executor.join_collectives(stage)
+            self.executor.run(stage, Rows({}), Sums())
         return Answer()
 
     @register(protocol="DP")
@@ -200,12 +196,9 @@ class HybridWorker:
     def update(self, part: Part, index: bytes, stage: Stage, iteration: int) -> Answer:
         """One optimizer step together with the other ranks, each by its own rows; `index` has those of all."""
         rows, sums = self._gather(part, stage, iteration), Sums()
-        with (
-            self._span(stage, rows, iteration) as span,
-            self.executor.progress.stage(stage.name, len(rows)) as bar,
-        ):
-            counted = self.spec.rank == 0
-            self.executor.optimize(stage, as_rows(index), rows, iteration, sums, bar, counted)
+        with self._span(stage, rows, iteration) as span:
+            update = nullcontext((as_rows(index), rows))
+            self.executor.train(stage, [update], iteration, sums, len(rows), counted=self.spec.rank == 0)
         return Answer(sums=sums.pairs(), seconds=span.seconds)
 
     @register(protocol="ONE_TO_ALL")

@@ -17,7 +17,7 @@ from braidrl.data.rows import Rows
 from braidrl.flow.readiness import Uid
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.requests import Response
-from braidrl.runtimes.generating.requests import requests_of
+from braidrl.runtimes.generating.generation import requests_of
 from braidrl.runtimes.streaming.weights import WeightReceiver
 from braidrl.runtimes.streaming.worker import BusySpan, WorkerContext
 from braidrl.transfer.queue.client import Client, WorkItem
@@ -97,7 +97,7 @@ class GenerateLoop:
             return
         stage, rows = self.context.stage(work.stage), Rows.cat([row for _, row in given])
         with self.context.busy(stage.name, work.iteration, rows.uids(), self.engine.version) as span:
-            columns = self.context.executor.execute(stage, rows, span.sums)
+            columns = self.context.executor.run(stage, rows, span.sums)
             written = self.client.write(rows.uids(), columns)
         self.client.done(stage.name, [lease for lease, _ in given], [written], span.report())
 
@@ -137,7 +137,7 @@ class GenerateLoop:
         assert self.span is not None, "the engine has had rows"
         stage, together = self.context.stage(name), Rows.cat(rows)
         report = self.context.count(self.span, name, len(rows))
-        columns = self.context.executor.generated(stage, together, finished)
+        columns = self.context.executor.generation.columns(stage, together, finished)
         self.client.done(name, leases, [self.client.write(together.uids(), columns)], report)
         self._resume_postponed()
 

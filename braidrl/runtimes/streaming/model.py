@@ -24,11 +24,8 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.readiness import Uid
 from braidrl.flow.versions import trained_on
 from braidrl.models.checkpoint import whole_weights
-from braidrl.models.objective import denominators
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar
-from braidrl.runtimes.controller import group_tokens
-from braidrl.runtimes.executor import record_update
 from braidrl.runtimes.saving.background import BackgroundWriter
 from braidrl.runtimes.streaming.weights import export, received
 from braidrl.runtimes.streaming.worker import WorkerContext
@@ -114,7 +111,7 @@ class ModelLoop:
             with suppress(Evicted):
                 if places:
                     rows = work.rows(places)
-                    columns = self.context.executor.execute(stage, rows, span.sums)
+                    columns = self.context.executor.run(stage, rows, span.sums)
                     written = packed_part(write_columns(self.context.data, rows.uids(), columns))
         parts = self.world.gather("columns", written)
         if self.client is not None:
@@ -122,16 +119,13 @@ class ModelLoop:
             self.client.done(stage.name, [number for number, _ in work.leases], found, span.report())
 
     def _forward_backward(self, stage: Stage, work: WorkItem) -> None:
-        index = work.index
-        if self._needs_whole_updates(stage):
-            index = index.with_columns({"group_tokens": group_tokens(index)})
-        places = self._own_places(index)
+        places = self._own_places(work.index)
         with self.context.busy(stage.name, work.iteration, self._uids(work.index, places), self._version(work)) as span:
             losses: dict[str, float] = {}
             if places:
-                rows = WorkItem(work.kind, work.data, work.message, index).rows(places)
                 bar = Bar(stage.name, len(places), 0.0, self.context.progress.advanced)
-                losses = self.context.executor.forward_backward(stage, rows, span.sums, bar)
+                rows = work.rows(places)
+                losses = self.context.executor.forward_backward(stage, work.index, rows, span.sums, bar)
         parts = [
             msgpack.unpackb(part) for part in self.world.gather("loss sums", msgpack.packb([losses, span.sums.pairs()]))
         ]
@@ -146,7 +140,8 @@ class ModelLoop:
     def _optim_step(self, stage: Stage, work: WorkItem) -> None:
         with self.context.busy(stage.name, work.iteration, version=self._version(work)) as span:
             if is_optimized(stage):
-                self._optimize(stage, work, span.sums)
+                losses = self.losses.pop(stage.name, {})
+                self.context.executor.optim_step(stage, losses, work.index, work.iteration, span.sums)
             else:
                 self.context.executor.copy_weights(stage, received(work.message["weights"], self.context.data))
                 # The weights are freed once the leader says that the step is made: by then every rank must have them.
@@ -155,13 +150,6 @@ class ModelLoop:
             version = self.client.ask("stepped", stage=stage.name, report=span.report())[0]["export"]
             if version is not None:
                 self._export(version)
-
-    def _optimize(self, stage: Stage, work: WorkItem, sums: Sums) -> None:
-        counts = denominators(work.index)
-        record_update(stage, self.losses.pop(stage.name, {}), counts, sums)
-        norm = self.context.executor.optim_step(stage, counts, work.iteration)
-        if norm is not None:
-            sums.add(f"{stage.role}/grad_norm", norm)
 
     def _give(self, work: WorkItem) -> None:
         """Hands the role's weights to the update of another role that asked for them."""

@@ -14,9 +14,9 @@ from braidrl.data.codec import encode
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.columns import ADMISSION
+from braidrl.flow.compute import State, initial_states, next_state
 from braidrl.flow.readiness import Uid, waits_for
 from braidrl.flow.sizes import Sizes
-from braidrl.flow.stage_state import State, initial_states, next_state
 from braidrl.flow.waves import Selection
 from braidrl.transfer.queue.samplers import Sampler
 from braidrl.transfer.queue.storage import Block

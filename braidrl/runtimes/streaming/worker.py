@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from braidrl.config import StreamingConfig
-from braidrl.flow import Flow, Kind, Scope, Stage
+from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.compute import with_state
 from braidrl.flow.readiness import Uid
-from braidrl.flow.stage_state import with_state
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.observe.trace import Span, State, TraceWriter
@@ -155,10 +155,7 @@ def compute_rows(context: WorkerContext, client: Client, work: WorkItem) -> None
         return
     with context.busy(stage.name, work.iteration, work.index.uids()) as span:
         rows = work.rows()
-        if stage.scope is Scope.BATCH:
-            columns = context.executor.apply(stage, rows, context.executor.sums(stage, rows))
-        else:
-            columns = context.executor.execute(stage, rows, span.sums)
+        columns = context.executor.run(stage, rows, span.sums)
         written = client.write(rows.uids(), columns)
         followed = context.executor.sums(stage, rows) if stage.state else {}
     totals = {name: float(total) for name, total in followed.items()}
