@@ -18,8 +18,8 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import encode
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.flow.sizes import Sizes
 from braidrl.flow.stage import Signature
+from braidrl.flow.updates import Sizes
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.stream import Stream
 from braidrl.transfer.queue.client import Client

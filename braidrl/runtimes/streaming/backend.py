@@ -18,8 +18,7 @@ from braidrl.config import Config
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow import Stage
-from braidrl.flow.sizes import Sizes
-from braidrl.flow.updates import check_update_size
+from braidrl.flow.updates import Sizes, check_update_size
 from braidrl.flow.waves import GroupSelector
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums

@@ -22,7 +22,7 @@ from braidrl.data.rows import Rows
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.readiness import Uid
-from braidrl.flow.versions import trained_on
+from braidrl.flow.updates import trained_on
 from braidrl.models.checkpoint import whole_weights
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar

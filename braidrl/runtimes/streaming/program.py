@@ -13,7 +13,7 @@ from pathlib import Path
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow
-from braidrl.flow.versions import admissible
+from braidrl.flow.updates import admissible
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.backend import IterationResult, Position
 from braidrl.runtimes.controller import needed

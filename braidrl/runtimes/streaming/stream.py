@@ -16,7 +16,7 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.compute import State, initial_states, next_state
 from braidrl.flow.readiness import Uid, waits_for
-from braidrl.flow.sizes import Sizes
+from braidrl.flow.updates import Sizes
 from braidrl.flow.waves import Selection
 from braidrl.transfer.queue.samplers import Sampler
 from braidrl.transfer.queue.storage import Block

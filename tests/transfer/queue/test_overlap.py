@@ -14,7 +14,7 @@ import pytest
 from braidrl.data.partition import balanced_partition
 from braidrl.flow import Flow, Kind
 from braidrl.flow.readiness import Uid
-from braidrl.flow.sizes import Sizes
+from braidrl.flow.updates import Sizes
 from braidrl.placement.simulator import simulate
 from braidrl.placement.workload import Workload, long_tailed
 from braidrl.runtimes.streaming.control import ControlPlane
