@@ -18,7 +18,7 @@ class Consumer(NamedTuple):
 
 
 def waits_for(flow: Flow) -> dict[str, tuple[str, ...]]:
-    """For each stage, the stages that must have written a row before it: writers of its columns, `after`, and earlier selects."""
+    """Return for each stage the stages that must have written a row before it: writers of its columns, `after`, and earlier selects."""
     waits: dict[str, tuple[str, ...]] = {}
     selects: list[str] = []
     for stage in flow.stages:
@@ -30,7 +30,7 @@ def waits_for(flow: Flow) -> dict[str, tuple[str, ...]]:
 
 
 def weights_wait_for(flow: Flow) -> dict[str, tuple[str, ...]]:
-    """For each stage that infers or trains, the stages that must be done with the whole batch before it uses or changes weights.
+    """Return for each stage that infers or trains the stages that must be done with the whole batch before it uses or changes weights.
 
     They are those before it in the list with which it shares a role's weights that one of the two changes. For a train stage it is
     the first optimizer step that waits; accumulating gradients does not. Generation is left out: an engine has its own weights,

@@ -62,7 +62,7 @@ class StreamSchedule:
         self.max_staleness_seen = 0
 
     def resume(self, done: int, sampling: GroupSelector, surplus: Mapping[Uid, int]) -> None:
-        """Goes on after `done` iterations, with the selection's state and the versions of surplus rows that wait."""
+        """Go on after `done` iterations, with the selection's state and the versions of surplus rows that wait."""
         self.published = self.opened = done
         self.trained = dict.fromkeys(self.trained, done)
         self.sampling = sampling
@@ -77,7 +77,7 @@ class StreamSchedule:
     # Admission
 
     def groups_wanted(self, engine_version: int) -> int:
-        """How many groups to admit now, while engines begin rows with `engine_version` or later."""
+        """Return how many groups to admit now, while engines begin rows with `engine_version` or later."""
         if not self.is_open:
             opening = self.opened + 1
             if opening > self.sizes.iterations or not admissible(opening, engine_version, self.sizes.max_staleness):
@@ -87,7 +87,7 @@ class StreamSchedule:
         return self.sampling.next_wave()
 
     def admit(self, uids: Sequence[Uid]) -> None:
-        """The rows of a wave are born; group numbers rise."""
+        """Let the rows of a wave be born; group numbers rise."""
         self._be_born(uids, self.opened)
         groups = list(dict.fromkeys(group for _, group, _ in uids))
         for uid in uids:
@@ -100,7 +100,7 @@ class StreamSchedule:
             self.sampling.decide({group: Verdict() for group in groups})
 
     def close(self) -> Selection | None:
-        """Ends selection for the open batch if it is complete; the rows of released groups are forgotten."""
+        """End selection for the open batch if it is complete; the rows of released groups are forgotten."""
         if not self.is_open or not self.decided:
             return None
         self.decided = False
@@ -127,7 +127,7 @@ class StreamSchedule:
         return outcome
 
     def is_generation_over(self) -> bool:
-        """True between two batches: nothing is being generated or could be, so that all engines can load weights at once."""
+        """Return whether nothing is being generated or could be, between two batches: then all engines can load weights at once."""
         stages = [stage.name for stage in self.flow.stages if stage.kind is Kind.GENERATE]
         return not self.is_open and all(self.is_done(name) for name in stages)
 

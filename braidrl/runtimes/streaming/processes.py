@@ -59,17 +59,18 @@ class Member:
     started: float = field(default_factory=time.monotonic)
 
     def is_late(self, control: ControlPlane) -> bool:
-        """True if it should long have said hello; ranks that do not lead say nothing to the queue."""
+        """Return whether it should long have said hello; ranks that do not lead say nothing to the queue."""
         leads = not self.group.trained or self.number == 0
         return leads and self.holder not in control.holders and time.monotonic() - self.started > READY_LIMIT_S
 
     @property
     def holder(self) -> str:
+        """Return its name at the queue."""
         return f"{self.group.name}.{self.number}.{self.starts}"
 
 
 def worker_launcher(config: Config) -> Launcher:
-    """Who starts the workers: this process, or Ray. Raises UserError where there is no Ray, or no cluster."""
+    """Return who starts the workers: this process, or Ray. Raises UserError where there is no Ray, or no cluster."""
     if config.cluster.launcher != "ray":
         return LocalLauncher()
     import_ray("cluster.launcher=ray")
@@ -83,7 +84,7 @@ class Processes:
     """All worker processes of a run."""
 
     def __init__(self, config: Config, folder: Path, control: ControlPlane, launcher: Launcher, place: Place) -> None:
-        """`place` is the main program's, where the queue is."""
+        """Start nothing yet; `place` is the main program's, where the queue is."""
         self.config, self.folder, self.control, self.launcher = config, folder, control, launcher
         self.queue = place.address
         self.places = {place.host: place}
@@ -92,7 +93,7 @@ class Processes:
         self._store: dist.TCPStore | None = None
 
     def start(self, groups: Sequence[Group]) -> None:
-        """Starts every process of these groups. Raises UserError where there is no room for them."""
+        """Start every process of these groups. Raises UserError where there is no room for them."""
         pools = [Pool((group.name,), group.processes, device=group.kind != "compute") for group in groups]
         threads = self.launcher.reserve(pools)
         self.config = self.config.model_copy(update={"threads": self.config.threads or threads})
@@ -103,11 +104,11 @@ class Processes:
                 self.members.append(Member(group, number, 0, self._start(group, number, 0)))
 
     def trainers(self) -> dict[str, str]:
-        """Who leads which trained role, by the name at the queue."""
+        """Return who leads which trained role, by the name at the queue."""
         return {m.holder: str(m.group.role) for m in self.members if m.group.trained and m.number == 0}
 
     def watch(self) -> None:
-        """Replaces a worker that was killed, and kills one that hangs.
+        """Replace a worker that was killed, and kill one that hangs.
 
         Raises what a worker has raised, and WorkerFailed for a trainer that is gone or a worker that does not get ready.
         """
@@ -146,14 +147,14 @@ class Processes:
         member.process.raise_failure()
 
     def close(self) -> None:
-        """Waits for all to end, which the queue tells them to, and kills those that do not in time."""
+        """Wait for all to end, which the queue tells them to, and kill those that do not in time."""
         limit = time.monotonic() + END_LIMIT_S
         while self.members:
             self.members[-1].process.close(max(0.0, limit - time.monotonic()))
             self.members.pop()
 
     def kill(self) -> None:
-        """Ends those that are left at once."""
+        """End those that are left at once."""
         for member in self.members:
             member.process.close(0.0)
         # A traceback would keep the store, and with it its port.

@@ -73,18 +73,18 @@ class Stream:
 
     @property
     def recorded_writers(self) -> list[str]:
-        """Who has written a row when it is recorded."""
+        """Return who has written a row when it is recorded."""
         return [ADMISSION, *(stage.name for stage in self.flow.stages[: self.flow.recorded_stages])]
 
     def admit(self, index: Rows, block: Block | None, columns: tuple[str, ...]) -> None:
-        """Rows are born, with these index columns and a block with these payload columns."""
+        """Let rows be born, with these index columns and a block with these payload columns."""
         uids = index.uids()
         self.schedule.admit(uids)
         self._note_lengths(uids, index)
         self._write(ADMISSION, uids, index, block, columns)
 
     def restore(self, rows: Rows, block: Block | None) -> None:
-        """Puts surplus rows of a checkpoint back as if their stages had written them here."""
+        """Put surplus rows of a checkpoint back as if their stages had written them here."""
         uids = rows.uids()
         checks = next((s.name for s in self.flow.sampling_segment if s.type == "verify"), ADMISSION)
         last: dict[str, str] = {name: ADMISSION if name in BORN_WITH else checks for name in rows}
@@ -95,7 +95,7 @@ class Stream:
             self._write(writer, uids, part.index, block, tuple(part.payload))
 
     def read(self, stage: str, uids: Sequence[Uid]) -> tuple[Rows, list[dict[str, Any]]]:
-        """What a stage works on: index columns, and where the payload that it declares lies."""
+        """Return what a stage works on: index columns, and where the payload that it declares lies."""
         wanted = {column.name for column in self.flow.inputs[stage]}
         writers = self.readable[stage]
         return self.table.index(uids, writers), self.table.payload(uids, writers, wanted)
@@ -132,7 +132,7 @@ class Stream:
     def acknowledge(
         self, leases: Sequence[int], parts: Sequence[StoredPart], now: float, totals: Mapping[str, float] | None = None
     ) -> list[int]:
-        """Work is done and written; the numbers of leases that were lost, whose rows are left out.
+        """Note work that is done and written; return the numbers of leases that were lost, whose rows are left out.
 
         `totals` are the sums of a lease's rows that the stage's state follows.
         """
@@ -157,7 +157,7 @@ class Stream:
         return lost
 
     def select(self, number: int, reasons: Mapping[int, str | None], now: float) -> list[int]:
-        """A select stage's verdicts by group; the lease's number if it was lost."""
+        """Note a select stage's verdicts by group; return the lease's number if it was lost."""
         try:
             self.schedule.select(number, now, dict(reasons))
         except LeaseLost:
@@ -165,7 +165,7 @@ class Stream:
         return []
 
     def close(self) -> list[Block] | None:
-        """Ends selection if it is over; blocks that are free now, or None."""
+        """End selection if it is over; return the blocks that are free now, or None."""
         outcome = self.schedule.close()
         if outcome is None:
             return None
@@ -203,13 +203,13 @@ class Stream:
         return self.table.index(uids, writers), self.table.payload(uids, writers, None)
 
     def report(self, lease: Lease, report: Report) -> None:
-        """Notes a report under the iteration that the lease's rows belong to."""
+        """Note a report under the iteration that the lease's rows belong to."""
         iteration = self.schedule.iteration_of.get(lease.rows[0][1])
         if iteration is not None:
             self.record_of(iteration).reports.append(report)
 
     def states_before(self, iteration: int) -> dict[str, State]:
-        """The states that an iteration began with, or will begin with if it is the next one."""
+        """Return the states that an iteration began with, or will begin with if it is the next one."""
         ran = self.record_of(iteration).states
         return {name: dict(ran.get(name, values)) for name, values in self.states.values.items()}
 
@@ -237,7 +237,7 @@ BORN_WITH = ("source", "group", "sample", "prompt", "prompt_length", "metadata",
 
 
 def writers_before(flow: Flow, stage: Stage) -> list[str]:
-    """Everybody who has written a row when it is ready for a stage, in list order."""
+    """Return everybody who has written a row when it is ready for a stage, in list order."""
     waits, found, open_names = waits_for(flow), {ADMISSION}, [stage.name]
     while open_names:
         for name in waits[open_names.pop()]:
@@ -248,7 +248,7 @@ def writers_before(flow: Flow, stage: Stage) -> list[str]:
 
 
 def oldest(part: StoredPart) -> dict[Uid, int]:
-    """The `version` column of what a generate stage wrote, in whatever namespace; nothing of other stages."""
+    """Return the `version` column of what a generate stage wrote, in whatever namespace; nothing of other stages."""
     name = next((name for name in part.index if name.rsplit(".", 1)[-1] == "version"), None)
     return dict(zip(part.rows, part.index[name].tolist(), strict=True)) if name else {}
 
@@ -262,12 +262,12 @@ class StageStates:
         self.totals: dict[str, dict[str, float]] = {name: {} for name in self.values}
 
     def add(self, name: str, totals: Mapping[str, float]) -> None:
-        """Counts some rows."""
+        """Count some rows."""
         known = self.totals[name]
         self.totals[name] = known | {sum_: known.get(sum_, 0.0) + total for sum_, total in totals.items()}
 
     def advance(self, name: str) -> State:
-        """All rows of the batch are counted; the values that it was done with, which give way to the next batch's."""
+        """Return the values that the batch was done with, all of whose rows are counted; they give way to the next batch's."""
         before, totals = self.values[name], self.totals[name]
         self.values[name], self.totals[name] = next_state(self.flow[name], before, totals), {}
         return before

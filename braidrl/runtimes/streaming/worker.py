@@ -40,6 +40,7 @@ class LeaseProgress(Progress):
 
     @contextmanager
     def stage(self, name: str, total_rows: int | None = None) -> Iterator[Bar]:
+        """Show a bar to nobody."""
         yield Bar(name, total_rows, time.monotonic(), self.advanced)
 
 

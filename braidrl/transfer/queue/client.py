@@ -36,19 +36,21 @@ class WorkItem:
 
     @property
     def stage(self) -> str:
+        """Return the stage that is to be done."""
         return str(self.message["stage"])
 
     @property
     def iteration(self) -> int:
+        """Return the iteration that the work belongs to."""
         return int(self.message["iteration"])
 
     @property
     def leases(self) -> list[tuple[int, int]]:
-        """Number and rows of each lease, in the order of the rows."""
+        """Return number and rows of each lease, in the order of the rows."""
         return [(number, rows) for number, rows in self.message["leases"]]
 
     def rows(self, places: Sequence[int] | None = None) -> Rows:
-        """The leased rows with all columns that the stage reads, or those at some places."""
+        """Return the leased rows with all columns that the stage reads, or those at some places. Raises Evicted."""
         return assembled(self.data, self.index, self.message["payload"], places)
 
 
@@ -58,7 +60,7 @@ class Client:
     def __init__(
         self, address: str, holder: str, data: DataPlane, limit_s: float = 60.0, generates: bool = False
     ) -> None:
-        """Says hello. Raises QueueTimeout where no queue is at the address."""
+        """Say hello. Raises QueueTimeout where no queue is at the address."""
         self.holder, self.data = holder, data
         self.held: set[int] = set()
         self._connection = Connection(address, limit_s)
@@ -66,7 +68,7 @@ class Client:
         self.ask("hello", generates=generates, address=data.address)
 
     def ask(self, request: str, frames: Sequence[Frame] = (), wait_s: float = 0.0, **fields: Any) -> Answer:
-        """One request of this worker, and its answer."""
+        """Send one request of this worker and return its answer."""
         message = {"request": request, "holder": self.holder, "wait_s": wait_s, **fields}
         return self._connection.ask(message, frames, wait_s)
 
@@ -135,6 +137,7 @@ class Client:
         return lost
 
     def close(self) -> None:
+        """Close the connection."""
         self._connection.close()
         self.data.close()
 

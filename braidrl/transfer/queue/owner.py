@@ -21,7 +21,7 @@ class Owner:
     """Owns a run's shared memory on this node: makes the run's name, and at the end leaves nothing of it."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Removes what killed runs have left, first."""
+        """Remove what killed runs have left, first."""
         self.folder = folder or shared_folder()
         remove_abandoned(self.folder)
         self.run = secrets.token_hex(6)
@@ -30,23 +30,24 @@ class Owner:
         fcntl.flock(self._handle, fcntl.LOCK_EX)
 
     def close(self) -> None:
-        """Unlinks every segment of the run, whoever wrote it. The run's processes must have ended."""
+        """Free every segment of the run, whoever wrote it. The run's processes must have ended."""
         remove_run(self.folder, self.run)
         os.close(self._handle)
 
 
 def owner_path(folder: Path, run: str) -> Path:
+    """Return the file whose lock says that a run lives."""
     return folder / f"{PREFIX}{run}.owner"
 
 
 def remove_run(folder: Path, run: str) -> None:
-    """Unlinks everything that carries the run's name."""
+    """Free everything that carries the run's name."""
     Segments(run, "remover", folder).unlink(Segments(run, "remover", folder).names())
     owner_path(folder, run).unlink(missing_ok=True)
 
 
 def remove_abandoned(folder: Path) -> list[str]:
-    """Unlinks what runs have left whose owner is gone; returns their names."""
+    """Free what runs have left whose owner is gone; return their names."""
     removed = []
     for path in folder.glob(f"{PREFIX}*.owner"):
         run = path.name.removeprefix(PREFIX).removesuffix(".owner")
@@ -72,18 +73,18 @@ class StorageNode:
     """Lives as long as the run. Each node's memory has a name of its own, also where two of them are one machine."""
 
     def __init__(self, host: str, ip: str) -> None:
-        """`host` is what the run calls the node, `ip` where others reach it."""
+        """Serve a node; `host` is what the run calls it, `ip` where others reach it."""
         self.owner = Owner()
         self.data = DataPlane(Segments(self.owner.run, "node"), "", host)
         self.server = QueueServer(lambda request, frames: self.data.answer(request), address=f"tcp://{ip}:*")
         self.data.address = self.server.address
 
     def place(self) -> Place:
-        """What processes of this node have to know."""
+        """Return what processes of this node have to know."""
         return Place(self.data.host, self.owner.run, self.server.address)
 
     def close(self) -> None:
-        """Leaves neither memory nor port. The run's processes on this node must have ended."""
+        """Leave neither memory nor port. The run's processes on this node must have ended."""
         self.server.close()
         self.data.close()
         self.owner.close()

@@ -52,7 +52,7 @@ class Evicted(LookupError):
 
 
 def shared_folder() -> Path:
-    """Where files live in memory; a system without such a place has them on disk."""
+    """Return where files live in memory; a system without such a place has them on disk."""
     return SHARED if SHARED.is_dir() else Path(tempfile.gettempdir())
 
 
@@ -65,7 +65,7 @@ class Segments:
         self._numbers = itertools.count()
 
     def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
-        """A new segment with these frames; its name and size in bytes. Raises OSError where memory is full."""
+        """Write a new segment with these frames; return its name and size in bytes. Raises OSError where memory is full."""
         size, pieces = laid_out(frames)
         name = f"{PREFIX}{self.run}-{self.writer}-{next(self._numbers)}"
         handle = os.open(self.folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -84,7 +84,7 @@ class Segments:
         return name, size
 
     def read(self, name: str) -> list[memoryview]:
-        """The frames of a segment as read-only views, which keep the memory even when the segment is unlinked.
+        """Return the frames of a segment as read-only views, which keep the memory even when the segment is unlinked.
 
         Raises FileNotFoundError for one that was evicted, ValueError for what is no segment's name.
         """
@@ -95,12 +95,12 @@ class Segments:
             os.close(handle)
 
     def unlink(self, names: Collection[str]) -> None:
-        """Frees segments once their last reader lets go; those that are gone already are left at that."""
+        """Free segments once their last reader lets go; those that are gone already are left at that."""
         for name in names:
             self._path(name).unlink(missing_ok=True)
 
     def names(self, writer: str | None = None) -> list[str]:
-        """All segments of the run on this node, or those of one writer."""
+        """Return the names of all segments of the run on this node, or those of one writer."""
         chosen = "*" if writer is None else re.sub(r"[^A-Za-z0-9_.]", ".", writer)
         return sorted(path.name for path in self.folder.glob(f"{PREFIX}{self.run}-{chosen}-*"))
 
@@ -123,34 +123,34 @@ class DataPlane:
 
     @staticmethod
     def at(place: Place, writer: str) -> DataPlane:
-        """That of a process at a place."""
+        """Return the view of a process at a place."""
         return DataPlane(Segments(place.run, writer), place.address, place.host)
 
     def write(self, frames: Sequence[Frame]) -> Block:
-        """Puts frames into a segment of this node. Raises OSError where memory is full."""
+        """Put frames into a segment of this node. Raises OSError where memory is full."""
         name, size = self.segments.write(frames)
         return Block(self.host, self.address, name, size)
 
     def write_rows(self, rows: Rows) -> Block | None:
-        """The payload columns as a block; None where there are none."""
+        """Write the payload columns as a block; None where there are none."""
         payload = rows.payload
         return self.write(encode(payload)) if list(payload) else None
 
     def read(self, block: Block) -> Sequence[Frame]:
-        """The block's frames: views on shared memory, or bytes from its node. Raises Evicted."""
+        """Return the block's frames: views on shared memory, or bytes from its node. Raises Evicted."""
         if block.host == self.host:
             return self._here(block.name)
         return self._from(block, {"request": "frames", "name": block.name})
 
     def read_rows(self, block: Block, columns: Sequence[str], positions: Sequence[int] | None = None) -> Rows:
-        """The named payload columns of a block, of all its rows or of those at some positions. Raises Evicted."""
+        """Return the named payload columns of a block, of all its rows or of those at some positions. Raises Evicted."""
         if block.host == self.host:
             return chosen(self._here(block.name), columns, positions)
         wanted = {"columns": list(columns), "positions": positions}
         return decode(self._from(block, {"request": "rows", "name": block.name, **wanted}))
 
     def free(self, blocks: Iterable[Block]) -> None:
-        """Evicts blocks, on whatever node they are; nobody waits for other nodes."""
+        """Free blocks, on whatever node they are; nobody waits for other nodes."""
         by_address: defaultdict[str, list[str]] = defaultdict(list)
         for block in blocks:
             if block.host == self.host:
@@ -161,7 +161,7 @@ class DataPlane:
             self._told.tell(address, {"request": "free", "names": names})
 
     def abandon(self, address: str, writer: str, known: Collection[str]) -> None:
-        """Evicts what a process of the node at `address` has written, but for the segments that are `known`: it is gone."""
+        """Free what a process of the node at `address` has written, but for the segments that are `known`: it is gone."""
         request = {"request": "abandon", "writer": writer, "known": sorted(known)}
         if address == self.address:
             self.answer(request)
@@ -169,7 +169,7 @@ class DataPlane:
             self._told.tell(address, request)
 
     def served_by(self, address: str) -> int:
-        """Bytes that the node at `address` has given to others so far."""
+        """Return the bytes that the node at `address` has given to others so far."""
         return (
             self.served
             if address == self.address
@@ -177,7 +177,7 @@ class DataPlane:
         )
 
     def answer(self, request: dict[str, Any]) -> Answer:
-        """What this node's server says to others: frames or rows of a block, or that blocks are freed."""
+        """Answer another node: with frames or rows of a block, or that blocks are freed."""
         if request["request"] == "served":
             return {"bytes": self.served}, ()
         if request["request"] == "free":
@@ -196,6 +196,7 @@ class DataPlane:
         return {}, frames
 
     def close(self) -> None:
+        """Close the connections to other nodes."""
         self._read_from.close()
         self._told.close()
 
@@ -213,6 +214,6 @@ class DataPlane:
 
 
 def chosen(frames: Sequence[Frame], columns: Sequence[str], positions: Sequence[int] | None) -> Rows:
-    """The named columns of encoded rows, of all or of those at some positions."""
+    """Return the named columns of encoded rows, of all or of those at some positions."""
     rows = decode(frames, columns)
     return rows if positions is None else rows.take(positions)

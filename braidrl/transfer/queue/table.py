@@ -59,11 +59,11 @@ class Table:
         self.detached: list[Detached] = []
 
     def add(self, part: StoredPart) -> None:
-        """Notes what was written."""
+        """Note what was written."""
         self.parts.setdefault(part.writer, {}).update(dict.fromkeys(part.rows, part))
 
     def index(self, uids: Sequence[Row], writers: Sequence[str]) -> Rows:
-        """The index columns of these rows in the order given; of one name, that of the last writer.
+        """Return the index columns of these rows in the order given; of one name, that of the last writer.
 
         A writer that has not written every one of the rows is left out.
         """
@@ -73,7 +73,7 @@ class Table:
         return Rows(columns)
 
     def payload(self, uids: Sequence[Row], writers: Sequence[str], wanted: set[str] | None) -> list[dict[str, Any]]:
-        """Where to read the wanted payload columns (None: all): pieces of blocks, with `places` among `uids`."""
+        """Return where to read the wanted payload columns (None: all): pieces of blocks, with `places` among `uids`."""
         source: dict[str, str] = {}
         for writer in self._writers_of(uids, writers):
             columns = self.parts[writer][uids[0]].columns
@@ -90,17 +90,17 @@ class Table:
         return pieces
 
     def evict(self, uids: Iterable[Row]) -> list[Block]:
-        """Rows leave; the blocks that held no others."""
+        """Let rows leave; return the blocks that held no others."""
         return self.drop(self.detach(uids))
 
     def detach(self, uids: Iterable[Row]) -> Detached:
-        """Rows leave the table, but what they have written stays where it is until it is dropped."""
+        """Let rows leave the table; what they have written stays where it is until it is dropped."""
         places = [(uid, part) for uid in uids for parts in self.parts.values() if (part := parts.pop(uid, None))]
         self.detached.append(places)
         return places
 
     def drop(self, places: Detached) -> list[Block]:
-        """Detached rows are not needed any more; the blocks that held no others."""
+        """Drop detached rows that are not needed any more; return the blocks that held no others."""
         self.detached = [known for known in self.detached if known is not places]
         freed = []
         for uid, part in places:
@@ -110,7 +110,7 @@ class Table:
         return freed
 
     def blocks(self) -> set[Block]:
-        """All blocks that may still be read."""
+        """Return all blocks that may still be read."""
         attached = (part for parts in self.parts.values() for part in parts.values())
         detached = (part for places in self.detached for _, part in places)
         return {part.block for part in chain(attached, detached) if part.block is not None}
@@ -133,7 +133,7 @@ class Table:
 
 
 def in_order(rows: Rows, places: Sequence[int]) -> Rows:
-    """Rows that stand for these places, from the first place to the last."""
+    """Return rows that stand for these places, from the first place to the last."""
     if list(places) == sorted(places):
         return rows
     return rows.take(sorted(range(len(places)), key=places.__getitem__))

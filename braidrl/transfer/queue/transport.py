@@ -34,12 +34,13 @@ class QueueTimeout(TimeoutError):
 
 
 def pack(message: Mapping[str, Any]) -> bytes:
+    """Return a message as one frame."""
     packed: bytes = msgpack.packb(dict(message))
     return packed
 
 
 def unpack(frame: Frame) -> dict[str, Any]:
-    """Raises ValueError for bytes that are no map."""
+    """Return the message in a frame. Raises ValueError for bytes that are no map."""
     message = msgpack.unpackb(frame, strict_map_key=False)
     if not isinstance(message, dict):
         raise ValueError(f"a message is a map, not {type(message).__name__}")
@@ -60,7 +61,17 @@ class Connection:
         self._number = 0
 
     def ask(self, request: Mapping[str, Any], frames: Sequence[Frame] = (), wait_s: float = 0.0) -> Answer:
-        """The answer. Raises QueueError for a refusal, and QueueTimeout after the limit (and `wait_s`, which a reader parks)."""
+        """Send a request and return its answer.
+
+        Args:
+            request: a map of plain values.
+            frames: raw bytes that go with it.
+            wait_s: how long the server may park it, in seconds, beyond the connection's own limit.
+
+        Raises:
+            QueueError: the request was refused.
+            QueueTimeout: nothing came within the limits.
+        """
         self._number += 1
         self._socket.send_multipart([pack({**request, "number": self._number}), *frames], copy=False)
         limit = self.limit_s + wait_s
@@ -75,13 +86,14 @@ class Connection:
         raise QueueTimeout(f"{self.address} did not answer {request['request']!r} within {limit:g} s")
 
     def tell(self, request: Mapping[str, Any]) -> None:
-        """Sends a request whose answer nobody waits for."""
+        """Send a request whose answer nobody waits for."""
         while self._socket.poll(0):
             self._socket.recv_multipart(copy=False)
         self._number += 1
         self._socket.send_multipart([pack({**request, "number": self._number})])
 
     def close(self) -> None:
+        """Close the socket."""
         self._socket.close()
         self._context.term()
 
@@ -95,16 +107,17 @@ class Peers:
         self._lock = threading.Lock()
 
     def ask(self, address: str, request: Mapping[str, Any]) -> Answer:
-        """As `Connection.ask`."""
+        """Ask as `Connection.ask` does."""
         with self._lock:
             return self._to(address).ask(request)
 
     def tell(self, address: str, request: Mapping[str, Any]) -> None:
-        """As `Connection.tell`."""
+        """Tell as `Connection.tell` does."""
         with self._lock:
             self._to(address).tell(request)
 
     def close(self) -> None:
+        """Close all connections."""
         with self._lock:
             while self._connections:
                 self._connections.popitem()[1].close()
@@ -129,7 +142,7 @@ class QueueServer:
     def __init__(
         self, handle: Handler, tick: Callable[[], None] | None = None, address: str = "tcp://127.0.0.1:*"
     ) -> None:
-        """`tick` is called several times a second. Raises zmq.ZMQError where the address cannot be bound."""
+        """Serve from a thread; `tick` is called several times a second. Raises zmq.ZMQError where the address cannot be bound."""
         self._handle, self._tick = handle, tick
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -148,12 +161,12 @@ class QueueServer:
         self._thread.start()
 
     def changed(self) -> None:
-        """Has parked readers asked again; for changes that came by other ways than a request."""
+        """Have parked readers asked again; for changes that came by other ways than a request."""
         with self._outside_lock:
             self._outside.send(b"")
 
     def close(self) -> None:
-        """Ends the thread and frees the port."""
+        """End the thread and free the port."""
         self._closing = True
         self.changed()
         self._thread.join()
