@@ -9,7 +9,6 @@ Every method may be called by the server's thread and by the main program: one l
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -24,27 +23,24 @@ from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
 from braidrl.runtimes.streaming.weights import Copies, Versions
-from braidrl.transfer.queue.storage import REQUESTS, Block, DataPlane
+from braidrl.transfer.queue.controller import Controller, Holder
+from braidrl.transfer.queue.storage import Block, DataPlane
 from braidrl.transfer.queue.table import StoredPart
+from braidrl.transfer.queue.tasks import Tasks
 from braidrl.transfer.queue.transport import Answer
 
 
 @dataclass
-class Holder:
+class WorkerHolder(Holder):
     """A worker, or the leader of a group of them. `version` is what its engine has loaded; None where it has none."""
 
-    name: str
-    address: str
-    """Of its node's server."""
     version: int | None = None
     loading: int | None = None
     """What it was told to load and has not yet."""
     orders: deque[dict[str, Any]] = field(default_factory=deque)
-    heard: float = field(default_factory=time.monotonic)
-    """When it last asked for anything."""
 
 
-class ControlPlane:
+class ControlPlane(Controller):
     """All streams of a run: the training flow, and an evaluation's while there is one."""
 
     def __init__(
@@ -59,10 +55,11 @@ class ControlPlane:
             exported: the trained roles that also generate, whose weights must have come before a version is published.
             together: all engines load a version when a batch's generation is over; else each when it has no rows left.
         """
-        self.training, self.data, self.lease_s, self.together = stream, data, lease_s, together
+        super().__init__(data, lease_s)
+        self.training, self.together = stream, together
         self.exported = frozenset(exported)
         self.streams = [stream]
-        self.holders: dict[str, Holder] = {}
+        self.holders: dict[str, WorkerHolder] = {}
         self.weights, self.copies = Versions(exported), Copies()
         self.allowed = 0
         """The last iteration whose optimizer steps may be made."""
@@ -72,42 +69,33 @@ class ControlPlane:
         """What engines hold or are about to load; prompts are admitted for rows of this version."""
         self.pinned = False
         """While True engines keep their version: an evaluation runs."""
-        self.stopping = False
         self.refused: UserError | None = None
         """Why the run cannot go on, where that is the user's to change: selection kept nothing for a whole epoch."""
         self.finished: deque[IterationRecord] = deque()
         self.results: dict[int, dict[str, Any]] = {}
         self.orders_given = 0
-        self.changes = 0
-        """Counts what may interest the main program."""
-        self.changed = threading.Condition(threading.RLock())
+
+    @property
+    def queues(self) -> list[Tasks]:
+        """Return the tasks of all streams."""
+        return [stream.schedule.tasks for stream in self.streams]
 
     # Requests
 
     def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
-        """Answer one request; None lets its sender wait. Raises KeyError for a request that there is none of."""
-        if request["request"] in REQUESTS:
-            return self.data.answer(request)
-        handler = getattr(self, f"on_{request['request']}")
-        with self.changed:
-            if request.get("holder") in self.holders and not request.get("parked"):
-                self.holders[request["holder"]].heard = time.monotonic()
-            try:
-                answer: Answer | None = handler(request, frames)
-                if request["request"] != "take":
-                    self.advance()
-            except UserError as error:
-                # Not the worker's mistake, and not for it to report.
+        """Answer one request; None lets its sender wait. What is the user's mistake, and no worker's, ends the run."""
+        try:
+            return super().handle(request, frames)
+        except UserError as error:
+            with self.changed:
                 self.refused, self.stopping = error, True
-                self.changes += 1
-                self.changed.notify_all()
-                raise
-        return answer
+                super().advance()
+            raise
 
     def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Note a worker that is there; an engine begins with the model's own weights."""
         name, version = request["holder"], 0 if request["generates"] else None
-        self.holders[name] = Holder(name, request["address"], version)
+        self.holders[name] = WorkerHolder(name, request["address"], version=version)
         return {}, ()
 
     def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
@@ -115,7 +103,7 @@ class ControlPlane:
         holder = self.holders.get(request["holder"])
         if holder is None or self.stopping:
             return {"kind": "stop"}, ()
-        lost = self._lost(request["held"])
+        lost = self.lost(request["held"])
         if holder.orders:
             return {**holder.orders.popleft(), "kind": "order", "lost": lost}, ()
         lags = holder.version is not None and holder.version != self.engine_version
@@ -189,16 +177,6 @@ class ControlPlane:
         self.results[request["order"]] = request["result"]
         return {}, ()
 
-    def on_renew(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Note that a worker is alive and slow: what it holds stays its own, but for what has run out already."""
-        now = time.monotonic()
-        for stream in self.streams:
-            stream.schedule.expire(now)
-            leases = stream.schedule.tasks.leases
-            for lease in leases.of(request["holder"]):
-                leases.renew(lease.number, now, max(self.lease_s, lease.deadline - now))
-        return {"lost": self._lost(request["held"])}, ()
-
     def on_admit(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Let rows be born; a batch is opened where one may be. Refused with ValueError for groups that are known."""
         block = Block(*request["block"]) if request["block"] else None
@@ -219,12 +197,6 @@ class ControlPlane:
         """Free a finished iteration's payload, which has been read."""
         with self.changed:
             self.data.free(self.training.table.drop(finished.places))
-
-    def wait(self, seen: int, seconds: float) -> int:
-        """Wait until there are more changes than `seen`, or for so long; return how many there are."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.changes != seen, seconds)
-            return self.changes
 
     def give_order(self, holder: str, order: dict[str, Any]) -> int:
         """Have a worker do something between two pieces of work; return the number under which its result will be."""
@@ -250,19 +222,6 @@ class ControlPlane:
             if gone is not None:
                 self.data.abandon(gone.address, holder, self._known_segments(gone.address))
 
-    def silent(self, seconds: float) -> list[str]:
-        """Return workers that have said nothing for so long: they hang, for one that works or waits speaks up now and then."""
-        now = time.monotonic()
-        with self.changed:
-            return [holder.name for holder in self.holders.values() if now - holder.heard > seconds]
-
-    def tick(self) -> None:
-        """Free what has been held for too long."""
-        now = time.monotonic()
-        with self.changed:
-            for stream in self.streams:
-                stream.schedule.expire(now)
-
     def advance(self) -> None:
         """Decide everything that can be decided now: the end of selection, publications, and that engines may load."""
         for stream in self.streams:
@@ -274,8 +233,7 @@ class ControlPlane:
         may_load = not self.pinned and (not self.together or schedule.is_generation_over())
         if may_load and self.engine_version < schedule.published:
             self.engine_version = schedule.published
-        self.changes += 1
-        self.changed.notify_all()
+        super().advance()
 
     # Inside
 
@@ -316,10 +274,7 @@ class ControlPlane:
     def _stream_of(self, stage: str) -> Stream | None:
         return next((stream for stream in self.streams if stage in stream.stages), None)
 
-    def _lost(self, held: Sequence[int]) -> list[int]:
-        return [number for number in held if not any(number in s.schedule.tasks.leases.held for s in self.streams)]
-
-    def _load(self, holder: Holder) -> dict[str, Any]:
+    def _load(self, holder: WorkerHolder) -> dict[str, Any]:
         """The weights that take an engine from what it holds to the version that it should have."""
         holder.loading = self.engine_version
         return {"version": holder.loading, "weights": self.weights.between(holder.version or 0, holder.loading)}

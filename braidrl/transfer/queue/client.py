@@ -9,7 +9,7 @@ for work in StreamLoader(client, ["actor.log_probs"], most=64):
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,26 +55,33 @@ class WorkItem:
 
 
 class Client:
-    """One worker's connection. For one thread."""
+    """One process's connections, one for each thread that asks at the same time."""
 
     def __init__(
         self, address: str, holder: str, data: DataPlane, limit_s: float = 60.0, generates: bool = False
     ) -> None:
         """Say hello. Raises QueueTimeout where no queue is at the address."""
-        self.holder, self.data = holder, data
+        self.address, self.holder, self.data, self.limit_s = address, holder, data, limit_s
         self.held: set[int] = set()
-        self._connection = Connection(address, limit_s)
+        self._idle: deque[Connection] = deque()
         self._renewed = time.monotonic()
         self.ask("hello", generates=generates, address=data.address)
 
     def ask(self, request: str, frames: Sequence[Frame] = (), wait_s: float = 0.0, **fields: Any) -> Answer:
-        """Send one request of this worker and return its answer."""
+        """Send one request of this process and return its answer; `wait_s` is how long the queue may park it."""
         message = {"request": request, "holder": self.holder, "wait_s": wait_s, **fields}
-        return self._connection.ask(message, frames, wait_s)
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = Connection(self.address, self.limit_s)
+        try:
+            return connection.ask(message, frames, wait_s)
+        finally:
+            self._idle.append(connection)
 
     def take(
         self, stages: Sequence[str], most: int, wait_s: float, single: bool = False, whole: Collection[str] = (),
-        ranks: int = 1,
+        ranks: int = 1, **fields: Any,
     ) -> WorkItem:  # fmt: skip
         """Return the next thing to do for one of the stages: of kind `stop` at the run's end, and `wait` if nothing came.
 
@@ -85,10 +92,11 @@ class Client:
             single: make each row a lease of its own.
             whole: train stages that are given all rows of an update at once.
             ranks: the processes that share the rows.
+            fields: what else the queue is told.
         """
         answer, frames = self.ask(
             "take", wait_s=wait_s, stages=list(stages), most=most, single=single, whole=list(whole), ranks=ranks,
-            held=sorted(self.held),
+            held=sorted(self.held), **fields,
         )  # fmt: skip
         lost = tuple(answer.get("lost", ()))
         self.held.difference_update(lost)
@@ -137,8 +145,9 @@ class Client:
         return lost
 
     def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
+        """Close all connections."""
+        while self._idle:
+            self._idle.pop().close()
         self.data.close()
 
     def _done(

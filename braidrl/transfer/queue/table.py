@@ -17,6 +17,9 @@ from braidrl.data.frames import Frame
 from braidrl.data.rows import Column, Rows
 from braidrl.transfer.queue.storage import Block
 
+Row = Any
+"""A row's name: a number, a string or a tuple of these."""
+
 
 @dataclass(eq=False)
 class StoredPart:
@@ -41,13 +44,17 @@ class StoredPart:
     def received(writer: str, message: Mapping[str, Any], frames: Sequence[Frame]) -> StoredPart:
         """Return the part that a message with these frames holds."""
         first, count = message["frames"]
-        rows = {tuple(uid): place for place, uid in enumerate(message["uids"])}
+        rows = {row_name(uid): place for place, uid in enumerate(message["uids"])}
         block = Block(*message["block"]) if message["block"] else None
         index = decode(list(frames[first : first + count]))
         return StoredPart(writer, index, block, tuple(message["columns"]), len(rows), rows)
 
 
-Row = Any
+def row_name(name: Any) -> Row:
+    """Return a row's name from what came over the wire, where tuples are lists."""
+    return tuple(name) if isinstance(name, list) else name
+
+
 Detached = list[tuple[Row, StoredPart]]
 
 
@@ -58,9 +65,10 @@ class Table:
         self.parts: dict[str, dict[Row, StoredPart]] = {}
         self.detached: list[Detached] = []
 
-    def add(self, part: StoredPart) -> None:
-        """Note what was written."""
-        self.parts.setdefault(part.writer, {}).update(dict.fromkeys(part.rows, part))
+    def add(self, part: StoredPart, writers: Sequence[str] = ()) -> None:
+        """Note what was written, under its writer's name or under several."""
+        for writer in writers or (part.writer,):
+            self.parts.setdefault(writer, {}).update(dict.fromkeys(part.rows, part))
 
     def index(self, uids: Sequence[Row], writers: Sequence[str]) -> Rows:
         """Return the index columns of these rows in the order given; of one name, that of the last writer.
@@ -82,12 +90,16 @@ class Table:
         for writer in dict.fromkeys(source.values()):
             names = [name for name, chosen in source.items() if chosen == writer]
             for part, places in self._by_part(uids, writer).items():
-                assert part.block is not None
-                positions = [part.rows[uids[place]] for place in places]
-                pieces.append(
-                    {"columns": names, "block": part.block, "rows": part.size, "positions": positions, "places": places}
-                )  # fmt: skip
+                pieces.append(piece(part, names, places, uids))
         return pieces
+
+    def columns(self, rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return where to read columns that were noted under their own names, as `payload` does. Raises KeyError where one is missing."""
+        found: dict[tuple[StoredPart, tuple[int, ...]], list[str]] = {}
+        for name in names:
+            for part, places in self._by_part(rows, name).items():
+                found.setdefault((part, tuple(places)), []).append(name)
+        return [piece(part, columns, list(places), rows) for (part, places), columns in found.items()]
 
     def evict(self, uids: Iterable[Row]) -> list[Block]:
         """Let rows leave; return the blocks that held no others."""
@@ -95,7 +107,10 @@ class Table:
 
     def detach(self, uids: Iterable[Row]) -> Detached:
         """Let rows leave the table; what they have written stays where it is until it is dropped."""
-        places = [(uid, part) for uid in uids for parts in self.parts.values() if (part := parts.pop(uid, None))]
+        places = []
+        for uid in uids:
+            found = (parts.pop(uid, None) for parts in self.parts.values())
+            places += [(uid, part) for part in dict.fromkeys(found) if part is not None]
         self.detached.append(places)
         return places
 
@@ -130,6 +145,13 @@ class Table:
             found.append(part.index.take([part.rows[uids[place]] for place in places]))
             order += places
         return in_order(Rows.cat(found), order)
+
+
+def piece(part: StoredPart, columns: Sequence[str], places: Sequence[int], rows: Sequence[Row]) -> dict[str, Any]:
+    """Return where columns of one part lie for those of `rows` that stand at `places`."""
+    assert part.block is not None
+    positions = [part.rows[rows[place]] for place in places]
+    return {"columns": columns, "block": part.block, "rows": part.size, "positions": positions, "places": places}
 
 
 def in_order(rows: Rows, places: Sequence[int]) -> Rows:

@@ -17,9 +17,8 @@ from itertools import count
 from typing import Any
 
 from braidrl.transfer.queue.samplers import FIRST_IN, Candidate, Sampler, checked
+from braidrl.transfer.queue.table import Row
 
-Row = Any
-"""A row's name: a number, a string or a tuple of these."""
 PATIENCE = 8
 """How often a sampler may pass over the oldest row that it is shown before that row is given anyway."""
 
@@ -229,6 +228,8 @@ class Task:
         if self.whole_groups:
             most = max(1, most // len(self._groups[self.group[ready.first(1)[0]]]))
         shown = ready.first(most * sampler.looks_at)
+        if sampler is FIRST_IN and not self.whole_groups:
+            return shown
         chosen = checked(sampler, [self._described(row, facts) for row in shown], most, ranks)
         self._passed[table] = 0 if 0 in chosen else self._passed[table] + 1
         if self._passed[table] >= PATIENCE:

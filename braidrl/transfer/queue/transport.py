@@ -19,10 +19,14 @@ import zmq
 from braidrl.data.frames import Frame
 
 Answer = tuple[dict[str, Any], Sequence[Frame]]
-Handler = Callable[[dict[str, Any], list[Frame]], Answer | None]
+Handler = Callable[[dict[str, Any], Sequence[Frame]], Answer | None]
 """Answers a request, or says by None that its sender has to wait."""
 TICK_S = 0.1
 """How late an expired lease or a reader's limit may be noticed."""
+FRAME_BYTES = 1 << 31
+"""A sender of a larger frame loses its connection."""
+REFUSED = 1024
+"""How many senders of malformed messages are remembered."""
 
 
 class QueueError(RuntimeError):
@@ -147,6 +151,7 @@ class QueueServer:
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES)
         self._router.bind(address)
         self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._inside = self._context.socket(zmq.PULL)
@@ -155,6 +160,8 @@ class QueueServer:
         self._outside.connect("inproc://changed")
         self._outside_lock = threading.Lock()
         self._parked: list[Parked] = []
+        self._refused: dict[bytes, None] = {}
+        """Senders of malformed messages, the last ones."""
         self._closing = False
         self.failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="queue-server", daemon=True)
@@ -197,15 +204,22 @@ class QueueServer:
             self._inside.close()
 
     def _receive(self) -> None:
-        sender, first, *frames = self._router.recv_multipart(copy=False)
+        sender, *frames = (frame.buffer for frame in self._router.recv_multipart(copy=False))
+        name = bytes(sender)
+        if name in self._refused:
+            return
         try:
-            request = unpack(first.buffer)
-        except ValueError:
-            return  # Not from one of ours: it has no number to answer to.
-        answered = self._attempt(bytes(sender.buffer), request, [frame.buffer for frame in frames])
-        if not answered:
+            request = unpack(frames[0])
             until = time.monotonic() + float(request.get("wait_s", 0.0))
-            self._parked.append(Parked(bytes(sender.buffer), {**request, "parked": True}, until))
+            number = int(request["number"])
+        except (ValueError, TypeError, LookupError):
+            # Not from one of ours: it has no number to answer to, and nothing that it sends is read any more.
+            self._refused[name] = None
+            while len(self._refused) > REFUSED:
+                self._refused.pop(next(iter(self._refused)))
+            return
+        if not self._attempt(name, {**request, "number": number}, frames[1:]):
+            self._parked.append(Parked(name, {**request, "parked": True}, until))
 
     def _ask_parked(self) -> None:
         waiting, self._parked = self._parked, []
@@ -217,7 +231,7 @@ class QueueServer:
             else:
                 self._parked.append(parked)
 
-    def _attempt(self, sender: bytes, request: dict[str, Any], frames: list[Frame]) -> bool:
+    def _attempt(self, sender: bytes, request: dict[str, Any], frames: Sequence[Frame]) -> bool:
         try:
             answer = self._handle(request, frames)
         except Exception as error:

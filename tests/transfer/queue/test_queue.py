@@ -252,7 +252,7 @@ def test_rows_that_lie_on_ones_own_node_do_not_travel() -> None:
     with two_nodes() as (_, near, far, node):
         assert work_once(far, ["generate"]) == "rows"
         before = node.data.served
-        other = Client(near._connection.address, "beside", DataPlane.at(node.place(), "beside"), 10.0)
+        other = Client(near.address, "beside", DataPlane.at(node.place(), "beside"), 10.0)
         assert len(other.take(["check"], 8, 1.0).rows()["tokens"].values) == len(born([0, 1])["prompt"].values)
         assert node.data.served == before
         other.close()
