@@ -116,13 +116,6 @@ class Flow:
             depth[stage.name] = 1 + max((depth[name] for name in before), default=0)
         return depth
 
-    def live_after(self, stage: Stage) -> frozenset[ColumnVersion]:
-        """Return the columns written so far that a later stage still reads; the others can be forgotten."""
-        position = self.stages.index(stage)
-        done = {ADMISSION, *(s.name for s in self.stages[: position + 1])}
-        needed = (c for later in self.stages[position + 1 :] for c in self.inputs[later.name])
-        return frozenset(column for column in needed if column.writer in done)
-
     def needs_from_data(self) -> tuple[str, ...]:
         """Return the columns that the data files must provide beyond the prompt."""
         read = {c.name for inputs in self.inputs.values() for c in inputs if c.writer == ADMISSION}

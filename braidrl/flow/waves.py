@@ -1,4 +1,4 @@
-"""Selection with refill: how many prompts to admit, which groups make the batch, which rows each optimizer step.
+"""Selection with refill: how many prompts to admit, which groups make the batch, what happens to those that are over.
 
     begin ─▶ next_wave ─▶ admit ─▶ (generate, verify, select) ─▶ decide ─▶ enough kept? ─▶ batch, finish
                  ▲                                                              │ no
@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from braidrl.algorithms.random import permutation
 from braidrl.errors import UserError
 
 SURPLUS = "surplus"
@@ -221,27 +220,3 @@ def nothing_to_learn(dropped: Mapping[str, int]) -> str:
         "a group whose answers all have the same score teaches nothing; use prompts that the model sometimes gets right, "
         "raise rollout.samples_per_prompt, or check reward.verify against a few answers"
     )
-
-
-def update_plan(
-    groups: Sequence[int], samples: Sequence[int], *, rows_per_update: int, epochs: int, seed: int, iteration: int
-) -> list[list[int]]:
-    """Return the row positions of each optimizer step, epoch after epoch; rows of one step are in the order of (group, sample).
-
-    Which rows belong to which step is decided by group number and a seeded shuffle, never by who arrived first. `groups` and `samples`
-    are the index columns of the batch, in any order. Raises ValueError when the rows are no whole number of updates or when two rows
-    have one identity.
-    """
-    identities = list(zip(groups, samples, strict=True))
-    if len(set(identities)) < len(identities):
-        raise ValueError("two rows of the batch have the same group and sample")
-    if len(identities) % rows_per_update:
-        raise ValueError(f"{len(identities)} rows are no whole number of updates of {rows_per_update} rows")
-    updates, distinct = list[list[int]](), sorted(set(groups))
-    for epoch in range(epochs):
-        shuffle = permutation((seed, "updates", iteration, epoch), len(distinct)).tolist()
-        place = {distinct[number]: i for i, number in enumerate(shuffle)}
-        shuffled = sorted(range(len(identities)), key=lambda row: (place[groups[row]], samples[row]))
-        for start in range(0, len(shuffled), rows_per_update):
-            updates.append(sorted(shuffled[start : start + rows_per_update], key=identities.__getitem__))
-    return updates

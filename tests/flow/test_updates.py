@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.errors import UserError
-from braidrl.flow.waves import update_plan
-from braidrl.runtimes.prepare.flow import check_update_size
+from braidrl.flow.updates import check_update_size, update_plan
 
 
 @st.composite

@@ -25,7 +25,7 @@ from braidrl.data.loader import PromptLoader
 from braidrl.data.partition import in_turn
 from braidrl.data.rows import Column, Rows, tokens_of
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.flow.waves import update_plan
+from braidrl.flow.updates import update_plan
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path

@@ -20,6 +20,7 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
 from braidrl.flow.stages import make_stage
+from braidrl.flow.updates import check_update_size
 from braidrl.models.role_settings import lora_of
 from braidrl.rollout.episodes.environments import check_environment
 
@@ -61,23 +62,6 @@ def evaluation_flow(config: Config, flow: Flow) -> Flow:
     if environment is not None:
         return Flow("evaluation", [generate])
     return Flow("evaluation", [generate, make_stage("verify", "reward", scores, id="evaluation.verify")])
-
-
-def check_update_size(prompts_per_step: int, samples_per_prompt: int, rows_per_update: int | None) -> int:
-    """Return the rows of one optimizer step (None is the whole batch). Raises UserError unless a batch is a whole number of updates."""
-    rows = prompts_per_step * samples_per_prompt
-    if rows_per_update is None:
-        return rows
-    if rows % rows_per_update:
-        divisors = [n for n in range(1, rows + 1) if rows % n == 0]
-        below = max(n for n in divisors if n < rows_per_update)
-        above = min((n for n in divisors if n > rows_per_update), default=rows)
-        raise UserError(
-            f"trainer.rows_per_update={rows_per_update} does not divide the {rows} rows of a batch "
-            f"(trainer.prompts_per_step={prompts_per_step} × rollout.samples_per_prompt={samples_per_prompt}); "
-            f"write {' or '.join(str(n) for n in dict.fromkeys((below, above)))}"
-        )
-    return rows_per_update
 
 
 def in_environment(flow: Flow, config: Config) -> Flow:
