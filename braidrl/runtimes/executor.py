@@ -206,10 +206,8 @@ class StageExecutor:
         self.residency.before(stage)
         worker, source, decay = self.workers[str(stage.role)], stage.params["source"], stage.params.get("decay", 0.0)
         if weights is not None:
-            move_towards(worker, weights, source, decay)
-            return
-        if (worker.role, source) not in self.followings:
-            # Made once for two roles: ranks have to agree on every move.
+            return move_towards(worker, weights, source, decay)
+        if (worker.role, source) not in self.followings:  # once: ranks have to agree on every move
             self.followings[worker.role, source] = Following(worker, self.workers[source])
         self.followings[worker.role, source].move(decay)
 
@@ -242,9 +240,9 @@ class StageExecutor:
                 worker.load(folder / worker.role)
 
     def _changed(self, write: bool = True) -> list[RoleWorker]:
-        """The roles here that change; of a rank that does not `write` those whose weights ranks have divided."""
-        workers = [self.workers[role] for role in self.flow.changed_roles if role in self.workers]
-        return [worker for worker in workers if write or worker.ranks.divided]
+        """The roles here that change; of a rank that does not `write`, those whose weights ranks have divided."""
+        changed = [self.workers[role] for role in self.flow.changed_roles if role in self.workers]
+        return changed if write else [worker for worker in changed if worker.ranks.divided]
 
     def close(self) -> None:
         """End the processes of engines and checks."""
