@@ -65,8 +65,7 @@ class StageExecutor:
         self.engines = self.generation.engines
         self.workers: dict[str, RoleWorker] = {}
         self.followings: dict[tuple[str, str], Following] = {}
-        # Of roles that infer in another layout than they train in.
-        self.copies: dict[str, InferenceCopy] = {}
+        self.copies: dict[str, InferenceCopy] = {}  # of roles that infer in another layout than they train in
         self.residency = Residency(config, flow)
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
         for role in roles:
@@ -206,7 +205,8 @@ class StageExecutor:
         self.residency.before(stage)
         worker, source, decay = self.workers[str(stage.role)], stage.params["source"], stage.params.get("decay", 0.0)
         if weights is not None:
-            return move_towards(worker, weights, source, decay)
+            move_towards(worker, weights, source, decay)
+            return
         if (worker.role, source) not in self.followings:  # once: ranks have to agree on every move
             self.followings[worker.role, source] = Following(worker, self.workers[source])
         self.followings[worker.role, source].move(decay)
