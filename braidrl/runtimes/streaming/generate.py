@@ -14,15 +14,15 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from braidrl.data.rows import Rows
+from braidrl.flow.readiness import Uid
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.requests import Response
 from braidrl.runtimes.generating.generation import requests_of
-from braidrl.runtimes.streaming.context import BusySpan, WorkerContext
 from braidrl.runtimes.streaming.weights import WeightReceiver
+from braidrl.runtimes.streaming.worker import BusySpan, WorkerContext
 from braidrl.transfer.queue.client import Client, WorkItem
-from braidrl.transfer.queue.data_plane import Block, Evicted
+from braidrl.transfer.queue.storage import Block, Evicted
 
-Uid = tuple[int, int, int]
 ASK_EVERY_S = 0.02
 """How often a worker with free slots that is decoding asks for more rows."""
 LOOK_EVERY_S = 0.1
@@ -54,7 +54,7 @@ class GenerateLoop:
         """The stretch of time in which the engine has had rows."""
 
     def run(self) -> None:
-        """Generates until the run ends."""
+        """Generate until the run ends."""
         self.context.progress.on_advance = lambda: self.client.renew(self.context.settings.lease_s / 3)
         while True:
             if self._wants_rows():
@@ -96,10 +96,10 @@ class GenerateLoop:
         if not given:
             return
         stage, rows = self.context.stage(work.stage), Rows.cat([row for _, row in given])
-        with self.context.busy(stage.name, work.iteration, rows.uids(), self.engine.version) as report:
-            columns = self.context.executor.run(stage, rows, report.sums)
+        with self.context.busy(stage.name, work.iteration, rows.uids(), self.engine.version) as span:
+            columns = self.context.executor.run(stage, rows, span.sums)
             written = self.client.write(rows.uids(), columns)
-        self.client.done(stage.name, [lease for lease, _ in given], [written], report.plain())
+        self.client.done(stage.name, [lease for lease, _ in given], [written], span.report())
 
     def _begin(self, lease: int, work: WorkItem, row: Rows) -> None:
         (uid,) = row.uids()
@@ -138,7 +138,7 @@ class GenerateLoop:
         stage, together = self.context.stage(name), Rows.cat(rows)
         report = self.context.count(self.span, name, len(rows))
         columns = self.context.executor.generation.columns(stage, together, finished)
-        self.client.done(name, leases, [self.client.write(together.uids(), columns)], report.plain())
+        self.client.done(name, leases, [self.client.write(together.uids(), columns)], report)
         self._resume_postponed()
 
     def _resume_postponed(self) -> None:
@@ -193,7 +193,7 @@ class GenerateLoop:
 
 
 def leased_rows(work: WorkItem) -> list[tuple[int, Rows]]:
-    """Each lease with its row. A row that selection has dropped meanwhile is gone, and its lease with it."""
+    """Return each lease with its row. A row that selection has dropped meanwhile is gone, and its lease with it."""
     numbers = [number for number, _ in work.leases]
     with suppress(Evicted):
         rows = work.rows()

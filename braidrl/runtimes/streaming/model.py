@@ -22,15 +22,16 @@ from braidrl.data.rows import Rows
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.readiness import Uid
-from braidrl.flow.versions import trained_on
+from braidrl.flow.updates import trained_on
 from braidrl.models.checkpoint import whole_weights
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar
 from braidrl.runtimes.saving.background import BackgroundWriter
-from braidrl.runtimes.streaming.context import WorkerContext
 from braidrl.runtimes.streaming.weights import export, received
-from braidrl.transfer.queue.client import Client, StreamLoader, WorkItem, Written, write_columns
-from braidrl.transfer.queue.data_plane import Block, Evicted
+from braidrl.runtimes.streaming.worker import WorkerContext
+from braidrl.transfer.queue.client import Client, StreamLoader, WorkItem, write_columns
+from braidrl.transfer.queue.storage import Evicted
+from braidrl.transfer.queue.table import StoredPart
 
 SOON_S = 0.2
 """How long a leader waits for work at most while others wait for what it writes."""
@@ -48,13 +49,13 @@ class ModelLoop:
         """The order to tell how writing has ended."""
 
     def lead(self) -> None:
-        """Takes what there is until the run ends, for all ranks."""
+        """Take what there is until the run ends, for all ranks."""
         assert self.client is not None
         client, settings = self.client, self.context.settings
         self.context.progress.on_advance = lambda: client.renew(settings.lease_s / 3)
         whole = [name for name in self.context.group.stages if self._needs_whole_updates(self.context.stage(name))]
         most = settings.dispatch_rows * self.world.size
-        stream = StreamLoader(client, self.context.group.stages, most, settings.wait_s, whole)
+        stream = StreamLoader(client, self.context.group.stages, most, settings.wait_s, whole, self.world.size)
         for work in stream:
             # Also when there is nothing to do: so the others know that the leader lives.
             self._told(packed(work))
@@ -64,7 +65,7 @@ class ModelLoop:
         self._told(msgpack.packb([{"kind": "stop"}, []]))
 
     def follow(self) -> None:
-        """Does what the leader says until the run ends."""
+        """Do what the leader says until the run ends."""
         while (work := unpacked(self._told(), self.context)).kind != "stop":
             self._do(work)
 
@@ -104,54 +105,49 @@ class ModelLoop:
 
     def _forward(self, stage: Stage, work: WorkItem) -> None:
         places = self._own_places(work.index)
-        with self.context.busy(
-            stage.name, work.iteration, self._uids(work.index, places), self._version(work)
-        ) as report:
-            written = None
+        with self.context.busy(stage.name, work.iteration, self._uids(work.index, places), self._version(work)) as span:
+            written = b""
             # Rows of a group that selection has dropped meanwhile are gone, and the lease with them.
             with suppress(Evicted):
                 if places:
                     rows = work.rows(places)
-                    columns = self.context.executor.run(stage, rows, report.sums)
-                    written = write_columns(self.context.data, rows.uids(), columns)
-        parts = self.world.gather("columns", pack_written(written))
+                    columns = self.context.executor.run(stage, rows, span.sums)
+                    written = packed_part(write_columns(self.context.data, rows.uids(), columns))
+        parts = self.world.gather("columns", written)
         if self.client is not None:
-            found = [part for part in map(unpack_written, parts) if part is not None]
-            self.client.done(stage.name, [number for number, _ in work.leases], found, report.plain())
+            found = [unpacked_part(stage.name, part) for part in parts if len(part)]
+            self.client.done(stage.name, [number for number, _ in work.leases], found, span.report())
 
     def _forward_backward(self, stage: Stage, work: WorkItem) -> None:
         places = self._own_places(work.index)
-        with self.context.busy(
-            stage.name, work.iteration, self._uids(work.index, places), self._version(work)
-        ) as report:
+        with self.context.busy(stage.name, work.iteration, self._uids(work.index, places), self._version(work)) as span:
             losses: dict[str, float] = {}
             if places:
                 bar = Bar(stage.name, len(places), 0.0, self.context.progress.advanced)
                 rows = work.rows(places)
-                losses = self.context.executor.forward_backward(stage, work.index, rows, report.sums, bar)
+                losses = self.context.executor.forward_backward(stage, work.index, rows, span.sums, bar)
         parts = [
-            msgpack.unpackb(part)
-            for part in self.world.gather("loss sums", msgpack.packb([losses, report.sums.pairs()]))
+            msgpack.unpackb(part) for part in self.world.gather("loss sums", msgpack.packb([losses, span.sums.pairs()]))
         ]
         totals = self.losses.setdefault(stage.name, {})
         for found, _ in parts:
             for name, loss in found.items():
                 totals[name] = totals.get(name, 0.0) + loss
-        report.sums = Sums.merged(Sums(pairs) for _, pairs in parts)
+        span.sums = Sums.merged(Sums(pairs) for _, pairs in parts)
         if self.client is not None:
-            self.client.done(stage.name, [number for number, _ in work.leases], [], report.plain())
+            self.client.done(stage.name, [number for number, _ in work.leases], [], span.report())
 
     def _optim_step(self, stage: Stage, work: WorkItem) -> None:
-        with self.context.busy(stage.name, work.iteration, version=self._version(work)) as report:
+        with self.context.busy(stage.name, work.iteration, version=self._version(work)) as span:
             if is_optimized(stage):
                 losses = self.losses.pop(stage.name, {})
-                self.context.executor.optim_step(stage, losses, work.index, work.iteration, report.sums)
+                self.context.executor.optim_step(stage, losses, work.index, work.iteration, span.sums)
             else:
                 self.context.executor.copy_weights(stage, received(work.message["weights"], self.context.data))
                 # The weights are freed once the leader says that the step is made: by then every rank must have them.
                 self.world.gather("weights of another role", b"")
         if self.client is not None:
-            version = self.client.ask("stepped", stage=stage.name, report=report.plain())[0]["export"]
+            version = self.client.ask("stepped", stage=stage.name, report=span.report())[0]["export"]
             if version is not None:
                 self._export(version)
 
@@ -196,29 +192,26 @@ class ModelLoop:
 
 
 def packed(work: WorkItem) -> bytes:
-    """A piece of work as the other ranks get it: what the queue said, and the index columns."""
+    """Return a piece of work as the other ranks get it: what the queue said, and the index columns."""
     frames = [bytes(frame) for frame in encode(work.index)] if len(work.index) else []
     answer: bytes = msgpack.packb([dict(work.message) | {"kind": work.kind}, frames])
     return answer
 
 
 def unpacked(message: bytes, context: WorkerContext) -> WorkItem:
+    """Return the piece of work that `packed` was given."""
     answer, frames = msgpack.unpackb(message)
     return WorkItem(answer["kind"], context.data, answer, decode(frames) if frames else Rows({}))
 
 
-def pack_written(written: Written | None) -> bytes:
-    """Where a rank's columns lie, for the leader to acknowledge; empty for a rank that had no rows."""
-    if written is None:
-        return b""
-    frames = [bytes(frame) for frame in written.frames]
-    result: bytes = msgpack.packb([written.uids, written.block, written.columns, frames])
+def packed_part(part: StoredPart) -> bytes:
+    """Return where a rank's columns lie, for the leader to acknowledge."""
+    frames: list[Frame] = []
+    result: bytes = msgpack.packb([part.message(frames), [bytes(frame) for frame in frames]])
     return result
 
 
-def unpack_written(message: Frame) -> Written | None:
-    if not len(message):
-        return None
-    uids, block, columns, frames = msgpack.unpackb(message)
-    known: Sequence[Any] = uids
-    return Written([(s, g, n) for s, g, n in known], Block(*block) if block else None, columns, frames)
+def unpacked_part(stage: str, packed: Frame) -> StoredPart:
+    """Return what `packed_part` was given."""
+    message, frames = msgpack.unpackb(packed)
+    return StoredPart.received(stage, message, frames)

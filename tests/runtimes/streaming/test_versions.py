@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from braidrl.transfer.queue.data_plane import Block
-from braidrl.transfer.queue.versions import Copies, Versions
+from braidrl.runtimes.streaming.weights import Copies, Versions
+from braidrl.transfer.queue.storage import Block
 
 
 def block(name: str) -> Block:
