@@ -322,8 +322,7 @@ class HybridWorker:
         start = time.perf_counter()
         with span or nullcontext(Done()) as done:
             result = run(rows, sums)
-            written = Rows(result) if stage.writes and result else rows
-            done.tokens = tokens_of(written) or tokens_of(rows)
+            done.tokens = tokens_of(Rows(result) if "length" in stage.writes and result else rows)
         return Answer(result=result, sums=sums.pairs(), seconds=time.perf_counter() - start)
 
     def _gather(self, part: Part, stage: Stage, iteration: int) -> Rows:
