@@ -1,127 +1,94 @@
-"""Processes on this machine: started quickly, watched, and ended with the process that started them.
+"""What a launcher is, and the one that starts processes on this machine.
 
-They come from multiprocessing's fork server, a process that has imported the code once and has computed nothing: a worker, or one
-that takes a dead one's place, is there in a moment, and no thread or device of the run's own process is copied into it.
+reserve(pools) ──▶ start(pool, number, spec) ──▶ Process: works ──▶ has ended, has failed, was killed
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import sys
-import threading
-import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import wait
+from typing import Any, Protocol
 
-import msgpack
-
-from braidrl.cluster.rank_process import LOOPBACK
-from braidrl.cluster.workers import END_LIMIT_S, Arguments, Main, RankFailure, Worker, failure_of
+from braidrl.cluster.devices import Devices, assign_devices, device_count
+from braidrl.cluster.process import LocalProcess, Process, ProcessSpec, default_threads, from_server, spawn
 from braidrl.placement.pools import Pool
 
+LOOPBACK = "127.0.0.1"
 
-class LocalProcess(Worker):
-    """A worker that is a process of this machine."""
 
-    def __init__(self, name: str, main: Main, arguments: Arguments, orphaned: Main | None = None) -> None:
-        """`orphaned(arguments)` runs there when the process that started it is gone, just before the worker ends too."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([main.__module__])
-        self.name = name
-        self._told, theirs = context.Pipe(duplex=False)
-        self._process = context.Process(
-            target=_run, args=(main, dict(arguments), orphaned, theirs), name=name, daemon=False
-        )
-        with main_module_hidden():
-            self._process.start()
-        theirs.close()
-        self._failure: RankFailure | None = None
+class Launcher(Protocol):
+    """Starts the processes of a run, each with the devices that it is to see."""
 
     @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
+    def ip(self) -> str:
+        """Return the address at which the processes reach this one."""
 
     @property
-    def alive(self) -> bool:
-        return self._process.is_alive()
+    def node(self) -> str:
+        """Return the name of this process's node."""
 
-    @property
-    def failure(self) -> RankFailure | None:
-        if self._failure is None and not self._told.closed and self._told.poll():
-            try:
-                self._failure = msgpack.unpackb(self._told.recv_bytes())
-            except EOFError:
-                self._told.close()
-        return self._failure
+    def reserve(self, pools: Sequence[Pool]) -> int | None:
+        """See to devices for every process of the pools, and return the threads of each; None where the environment says them.
 
-    def describe_end(self) -> str:
-        code = self._process.exitcode
-        return f"killed by signal {-code}" if code is not None and code < 0 else f"exit status {code}"
+        Raises UserError where there are too few devices.
+        """
 
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
+    def node_of(self, pool: str, number: int) -> str:
+        """Return the name of the node on which a process of a pool will be."""
 
-    def close(self, limit_s: float = END_LIMIT_S) -> None:
-        self._process.join(limit_s)
-        if self.alive:
-            self.kill()
-        self._told.close()
-        self._process.close()
+    def serve(self, service: type) -> list[Any]:
+        """Make `service(node, ip)` on every reserved node but this one, closed in the end; return what `place()` of each is."""
+
+    def start(self, pool: str, number: int, spec: ProcessSpec, copied: bool = False) -> Process:
+        """Start a process of a pool.
+
+        Args:
+            pool: The pool's name.
+            number: The process's number there.
+            spec: What it does, with `arguments`; threads and devices are the launcher's to say.
+            copied: The process may be a copy of one that has imported the code: it is there sooner.
+        """
+
+    def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
+        """Return those that have said their last word or are gone; wait at most so many seconds for the first of them."""
+
+    def close(self) -> None:
+        """Free what was reserved. Each process is closed by whoever has started it."""
 
 
 class LocalLauncher:
-    """Workers on this machine."""
+    """Starts processes on this machine, whose cores they share."""
 
     ip = LOOPBACK
     node = "here"
 
+    def __init__(self, device: str = "cpu") -> None:
+        """`device` is what the configuration says: cpu, cuda or auto."""
+        self._devices = device_count(device)
+        self._table: dict[str, Devices] = {}
+        self._threads: int | None = None
+
     def reserve(self, pools: Sequence[Pool]) -> int | None:
-        """All share the machine's cores."""
-        return max(1, (os.cpu_count() or 1) // sum(pool.workers for pool in pools))
+        if self._devices is not None:
+            self._table = assign_devices(pools, self._devices)
+        self._threads = default_threads(sum(pool.workers for pool in pools))
+        return self._threads
+
+    def node_of(self, pool: str, number: int) -> str:
+        return self.node
 
     def serve(self, service: type) -> list[Any]:
         return []
 
-    def start(
-        self, pool: str, number: int, main: Main, arguments: Callable[[str], Arguments], orphaned: Main | None
-    ) -> Worker:
-        return LocalProcess(f"{pool}-{number}", main, arguments(self.node), orphaned)
+    def start(self, pool: str, number: int, spec: ProcessSpec, copied: bool = False) -> Process:
+        given = self._table.get(f"{pool}-{number}")
+        spec = replace(spec, threads=self._threads, devices=given.every if given else None)
+        return from_server(spec) if copied else spawn(spec)
+
+    def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
+        lines = {each.connection: each for each in processes if isinstance(each, LocalProcess)}
+        return [lines[line] for line in wait(list(lines), seconds)]  # type: ignore[index]
 
     def close(self) -> None:
-        """Each worker is closed by whoever has started it."""
-
-
-@contextmanager
-def main_module_hidden() -> Iterator[None]:
-    """Keeps multiprocessing from running the user's main script again in every worker, which asks scripts for a guard."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-def _run(main: Main, arguments: Arguments, orphaned: Main | None, told: Connection) -> None:
-    # Ctrl-C reaches every process of a terminal; the one that started this one decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_watch_parent, args=(orphaned, arguments), daemon=True).start()
-    failure = failure_of(main, arguments)
-    if failure is not None:
-        told.send_bytes(msgpack.packb(failure))
-    told.close()
-
-
-def _watch_parent(orphaned: Main | None, arguments: Arguments) -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    if orphaned is not None:
-        orphaned(arguments)
-    os._exit(1)
+        """Nothing was reserved that others could want."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from braidrl.cluster.workers import WorkerFailed
+from braidrl.errors import WorkerError
 from braidrl.runtimes.saving.background import check_written
 from braidrl.runtimes.streaming.processes import Processes
 from braidrl.transfer.queue.control import ControlPlane
@@ -28,14 +28,14 @@ class Orders:
         self.control, self.server, self.processes, self.wait = control, server, processes, wait
 
     def carry_out(self, order: dict[str, Any]) -> None:
-        """Returns when every leader has done it. Raises WorkerFailed where one does not in time."""
+        """Returns when every leader has done it. Raises WorkerError where one does not in time."""
         limit = time.monotonic() + ORDER_LIMIT_S
         for number, holder in self.give(order).items():
             while number not in self.control.results:
                 self._wait_until(limit, holder)
 
     def give(self, order: dict[str, Any]) -> dict[int, str]:
-        """Whom the order was given to, by its number. Raises WorkerFailed for a leader that is not there in time."""
+        """Whom the order was given to, by its number. Raises WorkerError for a leader that is not there in time."""
         limit, given = time.monotonic() + ORDER_LIMIT_S, {}
         for holder, role in self.processes.trainers().items():
             while holder not in self.control.holders:
@@ -56,5 +56,5 @@ class Orders:
 
     def _wait_until(self, limit: float, holder: str) -> None:
         if time.monotonic() > limit:
-            raise WorkerFailed(f"{holder} did not answer within {ORDER_LIMIT_S:g} s")
+            raise WorkerError(f"{holder} did not answer within {ORDER_LIMIT_S:g} s")
         self.wait()

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from braidrl.cluster.local import LocalLauncher
-from braidrl.cluster.ray_cluster import import_ray
-from braidrl.cluster.workers import END_LIMIT_S, Launcher, Worker, WorkerFailed
-from braidrl.cluster.world import LostPeers
+from braidrl.cluster.groups import open_store
+from braidrl.cluster.local import Launcher, LocalLauncher
+from braidrl.cluster.process import END_LIMIT_S, Failure, Process, ProcessSpec
+from braidrl.cluster.ray_cluster import RayLauncher
 from braidrl.config import Config
-from braidrl.placement.pools import Pool
-from braidrl.runtimes.streaming.groups import Group
-from braidrl.runtimes.streaming.worker import orphaned, work
+from braidrl.errors import WorkerError
+from braidrl.runtimes.streaming.groups import Group, pools_of
+from braidrl.runtimes.streaming.worker import RANKS_LIMIT_S
 from braidrl.transfer.queue.control import ControlPlane
 from braidrl.transfer.queue.data_plane import Place
 from braidrl.transfer.queue.node import StorageNode
@@ -25,6 +25,7 @@ READY_LIMIT_S = 600.0
 """How long a worker may take until its models are loaded."""
 PEERS_LIMIT_S = 2.0
 """How long a rank that has lost its peers waits for them to say why."""
+WORKER = "braidrl.runtimes.streaming.worker"
 RESTARTS = 5
 """How often a worker may be killed before the run ends: what kills it again and again is no accident."""
 
@@ -36,7 +37,7 @@ class Member:
     group: Group
     number: int
     starts: int
-    process: Worker
+    process: Process
     started: float = field(default_factory=time.monotonic)
 
     def is_late(self, control: ControlPlane) -> bool:
@@ -51,13 +52,9 @@ class Member:
 
 def worker_launcher(config: Config) -> Launcher:
     """Who starts the workers: this process, or Ray. Raises UserError where there is no Ray, or no cluster."""
-    if config.cluster.launcher != "ray":
-        return LocalLauncher()
-    import_ray("cluster.launcher=ray")
-    # Imported here: Ray is an extra, and importing it takes a second.
-    from braidrl.cluster.ray_workers import RayLauncher
-
-    return RayLauncher(config.cluster, config.device)
+    if config.cluster.launcher == "ray":
+        return RayLauncher(config.cluster, config.device)
+    return LocalLauncher(config.device)
 
 
 class Processes:
@@ -74,11 +71,10 @@ class Processes:
 
     def start(self, groups: Sequence[Group]) -> None:
         """Starts every process of these groups. Raises UserError where there is no room for them."""
-        pools = [Pool((group.name,), group.processes, device=group.kind != "compute") for group in groups]
-        threads = self.launcher.reserve(pools)
+        threads = self.launcher.reserve(pools_of(groups, self.config))
         self.config = self.config.model_copy(update={"threads": self.config.threads or threads})
         self.places |= {place.host: place for place in self.launcher.serve(StorageNode)}
-        self._store = dist.TCPStore(self.launcher.ip, 0, is_master=True, wait_for_workers=False)
+        self._store = open_store(self.launcher.ip, RANKS_LIMIT_S)
         for group in groups:
             for number in range(group.processes):
                 self.members.append(Member(group, number, 0, self._start(group, number, 0)))
@@ -90,7 +86,7 @@ class Processes:
     def watch(self) -> None:
         """Replaces a worker that was killed, and kills one that hangs.
 
-        Raises what a worker has raised, and WorkerFailed for a trainer that is gone or a worker that does not get ready.
+        Raises what a worker has raised, and WorkerError for a trainer that is gone or a worker that does not get ready.
         """
         settings = self.config.streaming
         silent = self.control.silent(settings.lease_s + settings.wait_s)
@@ -98,33 +94,33 @@ class Processes:
             if member.process.alive and member.holder in silent:
                 member.process.kill()
             if member.process.alive and member.is_late(self.control):
-                raise WorkerFailed(f"{member.process.name} was not ready within {READY_LIMIT_S:g} s")
+                raise WorkerError(f"{member.process.name} was not ready within {READY_LIMIT_S:g} s")
             if member.process.alive:
                 continue
             self._raise_failure(member)
             self.control.fail(member.holder)
             name = f"{member.group.name} {member.number}"
             if member.group.trained:
-                raise WorkerFailed(
+                raise WorkerError(
                     f"{name}, which holds weights that have changed, is gone ({member.process.describe_end()}); "
                     "go on from the last checkpoint"
                 )
             if member.starts == RESTARTS:
-                raise WorkerFailed(f"{name} is gone for the {RESTARTS + 1}th time ({member.process.describe_end()})")
+                raise WorkerError(f"{name} is gone for the {RESTARTS + 1}th time ({member.process.describe_end()})")
             member.process.close()
             member.starts, member.started = member.starts + 1, time.monotonic()
             member.process = self._start(member.group, member.number, member.starts)
 
     def _raise_failure(self, member: Member) -> None:
         """Raises what a process has raised; where it only lost its peers, what one of those raised."""
-        failure, limit = member.process.failure, time.monotonic() + PEERS_LIMIT_S
-        while failure is not None and LostPeers.__name__ in failure["text"] and time.monotonic() < limit:
-            for peer in self.members:
-                cause = None if peer.process.alive else peer.process.failure
-                if cause is not None and LostPeers.__name__ not in cause["text"]:
-                    peer.process.raise_failure()
+        failure, limit = failure_of(member), time.monotonic() + PEERS_LIMIT_S
+        while failure is not None and failure.follows and time.monotonic() < limit:
+            causes = [cause for peer in self.members if (cause := failure_of(peer)) and cause.is_cause]
+            if causes:
+                raise causes[0].error()
             time.sleep(0.05)
-        member.process.raise_failure()
+        if failure is not None:
+            raise failure.error()
 
     def close(self) -> None:
         """Waits for all to end, which the queue tells them to, and kills those that do not in time."""
@@ -140,13 +136,19 @@ class Processes:
         # A traceback would keep the store, and with it its port.
         self._store = None
 
-    def _start(self, group: Group, number: int, starts: int) -> Worker:
+    def _start(self, group: Group, number: int, starts: int) -> Process:
         assert self._store is not None
         arguments = {
             "config": self.config.model_dump(mode="json"), "group": asdict(group), "rank": number if group.trained else 0,
             "name": f"{group.name}-{number}", "holder": f"{group.name}.{number}.{starts}", "queue": self.queue,
             "folder": str(self.folder.resolve()), "meeting": [self.launcher.ip, self._store.port],
+            "place": self.places[self.launcher.node_of(group.name, number)],
         }  # fmt: skip
-        return self.launcher.start(
-            group.name, number, work, lambda node: {**arguments, "place": self.places[node]}, orphaned
-        )
+        spec = ProcessSpec(f"{group.name}-{number}", f"{WORKER}:work", arguments, f"{WORKER}:orphaned")
+        return self.launcher.start(group.name, number, spec, copied=True)
+
+
+def failure_of(member: Member) -> Failure | None:
+    """Return what a process that has ended has raised."""
+    outcome = None if member.process.alive else member.process.outcome
+    return outcome.failure if outcome else None

@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from braidrl.cluster.workers import Launcher, WorkerFailed
+from braidrl.cluster.local import Launcher
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
-from braidrl.errors import UserError
+from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Stage
 from braidrl.flow.sizes import Sizes
 from braidrl.flow.stage_state import State
@@ -260,7 +260,7 @@ class StreamingProgram:
             raise self.control.refused
         self.processes.watch()
         if self.server.failure is not None:
-            raise WorkerFailed(f"the queue's server failed:\n{self.server.failure}")
+            raise WorkerError(f"the queue's server failed:\n{self.server.failure}")
         self.seen = self.control.wait(self.seen, LOOK_EVERY_S)
 
     def _change(self, change: Callable[[], object]) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from braidrl.cluster.rank_process import LOOPBACK
+from braidrl.cluster.devices import choose_device
+from braidrl.cluster.groups import connect_store, join_group
 from braidrl.cluster.world import World
 from braidrl.config import parse_config
 from braidrl.models.loading import load_tokenizer
@@ -40,7 +39,7 @@ def work(arguments: Mapping[str, Any]) -> None:
     flow = build_flow(config)
     evaluation = evaluation_flow(config, flow)
     tokenizer, progress = load_tokenizer(config.model), LeaseProgress()
-    world = join_ranks(group, arguments["rank"], arguments["meeting"])
+    world = join_ranks(group, arguments["rank"], arguments["meeting"], choose_device(config.device).type == "cuda")
     data = DataPlane.at(Place(*arguments["place"]), arguments["holder"])
     executor = StageExecutor(
         config, flow, (group.role,) if group.role else (), tokenizer,
@@ -57,17 +56,14 @@ def work(arguments: Mapping[str, Any]) -> None:
         executor.close()
 
 
-def join_ranks(group: Group, rank: int, meeting: tuple[str, int]) -> World:
+def join_ranks(group: Group, rank: int, meeting: tuple[str, int], cuda: bool) -> World:
     """The processes of a trained role, which meet at a store; a world of its own for one that shares its role with nobody."""
     if group.ranks == 1:
         return World()
     host, port = meeting
-    if host == LOOPBACK:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    limit = timedelta(seconds=RANKS_LIMIT_S)
-    store = dist.PrefixStore(group.name, dist.TCPStore(host, port, is_master=False, timeout=limit))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=group.ranks, timeout=limit)
-    return World(rank, group.ranks, dist.group.WORLD, dist.PrefixStore("places", store))
+    store = dist.PrefixStore(group.name, connect_store(host, port, RANKS_LIMIT_S))
+    everyone = join_group(store, rank, group.ranks, RANKS_LIMIT_S, cuda, host)
+    return World(rank, group.ranks, everyone, dist.PrefixStore("places", store))
 
 
 def run_loop(context: WorkerContext, world: World, arguments: Mapping[str, Any]) -> None:
