@@ -11,11 +11,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from braidrl.cluster.process import Failure
+from braidrl.cluster.process import Failure, Outcome
 from braidrl.errors import LostPeers, UserError
 
 FAILED = 1
@@ -50,10 +49,9 @@ def serve(connection: Connection) -> NoReturn:
         result = function_of(task["entry"])(task["arguments"])
     except BaseException as error:
         failure = error.failure if isinstance(error, TaskFailed) else failure_of(f"{task['name']} failed", error)
-    answer = {"result": result, "failure": asdict(failure) if failure else None}
     # Failed or not, this is the last word; the starter may be gone before it is heard.
     with contextlib.suppress(OSError):
-        connection.send_bytes(json.dumps(answer).encode())
+        connection.send_bytes(Outcome(result, failure).encode())
     end_at_once(FAILED if failure else 0)
 
 

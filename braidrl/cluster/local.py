@@ -1,60 +1,216 @@
-"""What a launcher is, and the one that starts processes on this machine.
+"""Processes of this machine: the three ways to start one, and the launcher that gives each its share of the machine.
 
-reserve(pools) ──▶ start(pool, number, spec) ──▶ Process: works ──▶ has ended, has failed, was killed
+spawn        a fresh interpreter, perhaps of another environment                    ranks, engines, verifiers
+from_server  a copy of a process that has imported the code and computed nothing    workers that are there in a moment
+fork         a copy of this process, which must have computed nothing yet           the followers of an engine
+
+starter ◀──connection──▶ process        whose end is the end of whoever is at its other end; output goes where the starter's goes
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from multiprocessing.connection import wait
-from typing import Any, Protocol
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
 
+from braidrl.cluster.child import serve
 from braidrl.cluster.devices import Devices, assign_devices, device_count
-from braidrl.cluster.process import LocalProcess, Process, ProcessSpec, default_threads, from_server, spawn
+from braidrl.cluster.groups import LOOPBACK
+from braidrl.cluster.process import END_LIMIT_S, Outcome, Process, ProcessSpec, default_threads, environment_of
 from braidrl.placement.pools import Pool
 
-LOOPBACK = "127.0.0.1"
+BOOT = """
+import importlib, json, sys
+descriptor, module, function, path = json.loads(sys.argv[1])
+sys.path[:] = path
+getattr(importlib.import_module(module), function)(descriptor)
+"""
+BOOT_ELSEWHERE = BOOT.replace("sys.path[:] = path", "sys.path += [place for place in path if place not in sys.path]")
+"""For the interpreter of another environment, whose own packages come first."""
+LOOK_EVERY_S = 0.02
 
 
-class Launcher(Protocol):
-    """Starts the processes of a run, each with the devices that it is to see."""
+class LocalProcess(Process):
+    """A process of this machine, with the starter's end of the connection to it."""
+
+    def __init__(self, name: str, connection: Connection, pid: int) -> None:
+        self.name, self.connection, self._pid = name, connection, pid
+        self._outcome: Outcome | None = None
 
     @property
-    def ip(self) -> str:
-        """Return the address at which the processes reach this one."""
+    def pid(self) -> int:
+        return self._pid
 
     @property
-    def node(self) -> str:
-        """Return the name of this process's node."""
+    @abstractmethod
+    def status(self) -> int | None:
+        """Return the exit status, minus the signal for a process that was killed; None while it runs."""
 
-    def reserve(self, pools: Sequence[Pool]) -> int | None:
-        """See to devices for every process of the pools, and return the threads of each; None where the environment says them.
+    @property
+    def alive(self) -> bool:
+        return self.status is None
 
-        Raises UserError where there are too few devices.
-        """
+    @property
+    def outcome(self) -> Outcome | None:
+        if self._outcome is None and not self.connection.closed and self.connection.poll():
+            with contextlib.suppress(EOFError, OSError):
+                self._outcome = Outcome.decode(self.connection.recv_bytes())
+        return self._outcome
 
-    def node_of(self, pool: str, number: int) -> str:
-        """Return the name of the node on which a process of a pool will be."""
+    def describe_end(self) -> str:
+        self.wait(END_LIMIT_S)
+        status = self.status
+        return f"killed by signal {-status}" if status is not None and status < 0 else f"exit status {status}"
 
-    def serve(self, service: type) -> list[Any]:
-        """Make `service(node, ip)` on every reserved node but this one, closed in the end; return what `place()` of each is."""
+    def interrupt(self) -> None:
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGINT)
 
-    def start(self, pool: str, number: int, spec: ProcessSpec, copied: bool = False) -> Process:
-        """Start a process of a pool.
+    def hang_up(self) -> None:
+        # Also while another thread waits for its word, for which a mere `close` would wait too.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)
 
-        Args:
-            pool: The pool's name.
-            number: The process's number there.
-            spec: What it does, with `arguments`; threads and devices are the launcher's to say.
-            copied: The process may be a copy of one that has imported the code: it is there sooner.
-        """
+    def wait(self, limit_s: float) -> bool:
+        """Wait until it has ended; return False where it has not within so many seconds."""
+        deadline = time.monotonic() + limit_s
+        while self.alive and time.monotonic() < deadline:
+            time.sleep(LOOK_EVERY_S)
+        return not self.alive
 
-    def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
-        """Return those that have said their last word or are gone; wait at most so many seconds for the first of them."""
+    def close(self, limit_s: float = END_LIMIT_S) -> None:
+        self.wait(limit_s)
+        self.kill()
+        self.connection.close()
 
-    def close(self) -> None:
-        """Free what was reserved. Each process is closed by whoever has started it."""
+
+class Spawned(LocalProcess):
+    """A fresh interpreter in a session of its own: what it started is killed with it, and a terminal's Ctrl-C does not reach it."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        ours, theirs = Pipe()
+        module, _, function = (spec.entry if spec.arguments is None else "braidrl.cluster.child:main").partition(":")
+        boot = BOOT if spec.python == sys.executable else BOOT_ELSEWHERE
+        self._process = subprocess.Popen(
+            [spec.python, "-c", boot, json.dumps([theirs.fileno(), module, function, sys.path])],
+            stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
+            env=environment_of(spec, os.environ),
+        )  # fmt: skip
+        theirs.close()
+        send_task(ours, spec)
+        super().__init__(spec.name, ours, self._process.pid)
+
+    @property
+    def status(self) -> int | None:
+        if self._process.returncode is not None:
+            return self._process.returncode
+        # Looked at without reaping it, so that its number cannot have become another's when its group is killed.
+        seen = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return None if seen is None else seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+
+    def kill_group(self) -> None:
+        """Kill it and all that it started, and do not wait."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        self.kill_group()
+        self._process.wait()
+
+
+class Forked(LocalProcess):
+    """A copy of this process or of the fork server."""
+
+    def __init__(self, name: str, connection: Connection, process: BaseProcess) -> None:
+        assert process.pid is not None, "it was started"
+        super().__init__(name, connection, process.pid)
+        self._process = process
+
+    @property
+    def status(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def spawn(spec: ProcessSpec) -> Spawned:
+    """Start a fresh interpreter. Nothing of torch's threads is copied, and the user's main script does not run again."""
+    return Spawned(spec)
+
+
+def from_server(spec: ProcessSpec) -> Forked:
+    """Start a copy of the fork server, a process that has imported the module of the entry; no thread or device is copied."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([spec.entry.partition(":")[0]])
+    ours, theirs = context.Pipe()
+    own = {name: value for name, value in environment_of(spec, os.environ).items() if os.environ.get(name) != value}
+    process = context.Process(target=_copied, args=(theirs, own), name=spec.name, daemon=False)
+    with _main_module_hidden():
+        process.start()
+    theirs.close()
+    send_task(ours, spec)
+    return Forked(spec.name, ours, process)
+
+
+def fork(name: str, run: Callable[[Connection], None], kept_here: Sequence[int] = ()) -> Forked:
+    """Start a copy of this process, in which `run` is called with its end of the connection.
+
+    It closes the descriptors `kept_here`: what it kept of this process's would hide this one's end from others.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_forked, args=(run, theirs, [*kept_here, ours.fileno()]), name=name)
+    process.start()
+    theirs.close()
+    return Forked(name, ours, process)
+
+
+def send_task(connection: Connection, spec: ProcessSpec) -> None:
+    """Send a process of `child` its task."""
+    if spec.arguments is not None:
+        with contextlib.suppress(OSError):  # A process that is gone already shows when its last word is awaited.
+            connection.send_bytes(spec.task())
+
+
+@contextlib.contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """Keep multiprocessing from running the user's main script again in the process, which asks scripts for a guard."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _copied(connection: Connection, environment: Mapping[str, str]) -> None:
+    os.setsid()
+    os.environ.update(environment)
+    serve(connection)
+
+
+def _forked(run: Callable[[Connection], None], connection: Connection, kept_by_starter: Sequence[int]) -> None:
+    for descriptor in kept_by_starter:
+        os.close(descriptor)
+    run(connection)
 
 
 class LocalLauncher:

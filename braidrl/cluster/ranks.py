@@ -19,8 +19,8 @@ from typing import Any
 
 from braidrl.cluster.child import TaskFailed, failure_of, function_of
 from braidrl.cluster.groups import open_store
-from braidrl.cluster.local import Launcher, LocalLauncher
-from braidrl.cluster.process import Failure, Outcome, Process, ProcessSpec
+from braidrl.cluster.local import LocalLauncher
+from braidrl.cluster.process import Failure, Launcher, Outcome, Process, ProcessSpec
 from braidrl.cluster.world import World, join
 from braidrl.errors import UserError
 from braidrl.placement.pools import Pool

@@ -10,7 +10,8 @@ import socket
 import struct
 from multiprocessing.connection import Connection
 
-from braidrl.cluster.process import ProcessSpec, spawn
+from braidrl.cluster.local import spawn
+from braidrl.cluster.process import ProcessSpec
 from braidrl.rewards.verifier import Verifier
 from braidrl.rewards.worker import LOAD_LIMIT_S, Message, encode, receive
 

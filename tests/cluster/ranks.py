@@ -23,6 +23,16 @@ def words(world: World, task: dict[str, Any]) -> dict[str, Any]:
     return {"gathered": gathered, "exchanged": exchanged, "shared": shared, "task": task}
 
 
+def devices(world: World, task: dict[str, Any]) -> list[str]:
+    """What each rank was told of its devices before it imported torch."""
+    return [bytes(seen).decode() for seen in world.gather("devices", os.environ["CUDA_VISIBLE_DEVICES"].encode())]
+
+
+def device_of_a_worker(arguments: dict[str, Any]) -> str:
+    """What a worker sees."""
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
 def failing(world: World, task: dict[str, Any]) -> None:
     """One rank ends as the task says, the others wait for it."""
     world.at("step 3, reward.verify")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from braidrl.cluster.ranks import run_ranks
-from braidrl.cluster.ray_cluster import RayLauncher
+from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.config import ClusterConfig, parse_config
 from braidrl.errors import UserError, WorkerError
 from braidrl.runtimes.run import train

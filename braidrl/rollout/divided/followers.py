@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 import msgpack
 
-from braidrl.cluster.process import LOOK_EVERY_S, Forked, fork
+from braidrl.cluster.local import LOOK_EVERY_S, Forked, fork
 from braidrl.rollout.divided.leader import Command, follow
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 

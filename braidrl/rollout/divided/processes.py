@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from braidrl.cluster.devices import see_only
-from braidrl.cluster.groups import connect_store, join_group, open_store
-from braidrl.cluster.local import LOOPBACK
+from braidrl.cluster.groups import LOOPBACK, connect_store, join_group, open_store
 from braidrl.models.cpu.malloc import keep_freed_memory
 from braidrl.models.loading import load_tokenizer
 from braidrl.models.parallel.decoding import TensorRanks, load_divided

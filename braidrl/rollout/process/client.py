@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from braidrl.cluster.process import ProcessSpec, Spawned, spawn
+from braidrl.cluster.local import Spawned, spawn
+from braidrl.cluster.process import ProcessSpec
 from braidrl.errors import UserError
 from braidrl.rollout.engine import EngineError, Load, WeightSource
 from braidrl.rollout.process.server import READY

@@ -12,7 +12,7 @@ from braidrl.cluster.child import end_at_once, function_of
 from braidrl.cluster.devices import choose_device, device_count, devices_each
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.ranks import rank_failure, run_ranks
-from braidrl.cluster.ray_cluster import RayLauncher
+from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.cluster.world import join
 from braidrl.config import Config, PlacementConfig
 from braidrl.errors import LostPeers, UserError, WorkerError

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from braidrl.cluster.groups import open_store
-from braidrl.cluster.local import Launcher, LocalLauncher
-from braidrl.cluster.process import END_LIMIT_S, Failure, Process, ProcessSpec
-from braidrl.cluster.ray_cluster import RayLauncher
+from braidrl.cluster.local import LocalLauncher
+from braidrl.cluster.process import END_LIMIT_S, Failure, Launcher, Process, ProcessSpec
+from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.config import Config
 from braidrl.errors import WorkerError
 from braidrl.runtimes.streaming.groups import Group, pools_of
