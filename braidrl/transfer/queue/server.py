@@ -7,6 +7,7 @@ worker ────┤                                      └── None ─�
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import traceback
@@ -58,8 +59,9 @@ class QueueServer:
 
     def changed(self) -> None:
         """Has parked readers asked again; for changes that came by other ways than a request."""
-        with self._outside_lock:
-            self._outside.send(b"")
+        # Not waited for: the thread may have ended, or has more to read already than it needs to wake up.
+        with self._outside_lock, contextlib.suppress(zmq.Again):
+            self._outside.send(b"", zmq.NOBLOCK)
 
     def close(self) -> None:
         """Ends the thread and frees the port."""
