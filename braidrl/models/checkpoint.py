@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoTokenizer
 
+from braidrl.cluster.groups import background_group
 from braidrl.errors import UserError
 from braidrl.models.lora import (
     ADAPTER,
@@ -72,7 +72,7 @@ def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, beside: bo
         state, place = divided_state(worker.optimizer), folder / PARTS
         if beside:
             # Threads of several roles meet their ranks at once: each role in a group of its own.
-            worker.background = worker.background or dist.new_group(backend="gloo")
+            worker.background = worker.background or background_group()
             begun = dcp.async_save(state, checkpoint_id=place, process_group=worker.background)
             assert isinstance(begun, Future)
             parts.append(begun.result)

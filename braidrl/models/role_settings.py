@@ -13,13 +13,6 @@ from braidrl.models.parallel.layout import ParallelLayout
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` takes the CUDA device where there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
 def model_path(role: str, config: Config) -> Path:
     """The directory that a role's model comes from: its own, or the run's."""
     own = config.roles.get(role)

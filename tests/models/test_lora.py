@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from braidrl.cluster.processes import run_ranks
+from braidrl.cluster.ranks import run_ranks
 from braidrl.config import Config, LoraConfig
 from braidrl.errors import UserError
 from braidrl.models.checkpoint import load_worker, save_worker, whole_weights

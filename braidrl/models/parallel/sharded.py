@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -30,6 +30,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from braidrl.cluster.groups import mesh_of, subgroup
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import join, split
 from braidrl.data.rows import Rows
@@ -213,7 +214,7 @@ def laid_out(layout: ParallelLayout, everyone: DataParallel, device: torch.devic
     neighbours = grid.movedim(AXES.index("sequence"), -1).flatten(0, -2)
     different = everyone.size // (layout.pipeline * layout.nodes * layout.tensor)
     shape = (layout.pipeline, layout.nodes, different, layout.tensor)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "node", "shard", "tensor"))
+    mesh = mesh_of(device.type, shape, ("pipeline", "node", "shard", "tensor"))
     pipeline = None
     if layout.pipeline > 1:
         # Groups of their own: that of a mesh on CUDA may have no way to send what lies on the host.
@@ -221,12 +222,6 @@ def laid_out(layout: ParallelLayout, everyone: DataParallel, device: torch.devic
         assert pipeline_ranks is not None
         pipeline = Pipeline(pipeline_ranks, ends, layout.sequence * layout.tensor, device)
     return Sharded(everyone.group, layout, everyone, mesh, subgroup(pools), subgroup(neighbours), pipeline)
-
-
-def subgroup(ranks: Tensor) -> dist.ProcessGroup | None:
-    """Of groups of ranks, one in each row, the one that this rank is in; None where it is in none."""
-    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-    return group
 
 
 def those(known: Sequence[Tensor], tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from braidrl.cluster.devices import choose_device
 from braidrl.config import Config
 from braidrl.models.compute.packed import Packed
 from braidrl.models.cpu.layers import compile_layers
@@ -24,7 +25,7 @@ from braidrl.models.parallel.pipeline import HIDDEN
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.parallel.sharded import laid_out
 from braidrl.models.parallel.shards import shapes_of
-from braidrl.models.role_settings import DTYPES, choose_device, layout_of, lora_of, model_path
+from braidrl.models.role_settings import DTYPES, layout_of, lora_of, model_path
 from braidrl.models.roles.likelihood import Likelihood
 from braidrl.models.weight_files import Filling
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from braidrl.cluster.devices import see_only
+from braidrl.cluster.groups import LOOPBACK, connect_store, join_group, open_store
 from braidrl.models.cpu.malloc import keep_freed_memory
 from braidrl.models.loading import load_tokenizer
 from braidrl.models.parallel.decoding import TensorRanks, load_divided
-from braidrl.rollout.divided.followers import LOOPBACK, ForkedFollowers, join, open_port
+from braidrl.rollout.divided.followers import ForkedFollowers
 from braidrl.rollout.divided.leader import LeadingEngine
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.process.spec import EngineSpec
@@ -28,10 +29,9 @@ def lead(spec: EngineSpec, followers: ForkedFollowers) -> LeadingEngine:
 
     Raises UserError for a model that cannot be used, and EngineError for a follower that fails.
     """
-    store = open_port(spec.tensor, wait_s(spec))
+    store = open_store(LOOPBACK, wait_s(spec))
     followers.meet(store.port)
-    ranks = join(store, 0, spec.tensor, wait_s(spec), device_of(spec, 0))
-    engine = LeadingEngine(**_parts(spec, ranks), followers=followers)
+    engine = LeadingEngine(**_parts(spec, 0, store), followers=followers)
     engine.await_followers()
     return engine
 
@@ -39,24 +39,20 @@ def lead(spec: EngineSpec, followers: ForkedFollowers) -> LeadingEngine:
 def _follower(spec: EngineSpec, rank: int, port: int) -> EmbeddedEngine:
     torch.set_num_threads(spec.threads)
     keep_freed_memory()
-    limit = timedelta(seconds=wait_s(spec))
-    store = dist.TCPStore(LOOPBACK, port, spec.tensor, is_master=False, timeout=limit)
-    return EmbeddedEngine(**_parts(spec, join(store, rank, spec.tensor, wait_s(spec), device_of(spec, rank))))
+    return EmbeddedEngine(**_parts(spec, rank, connect_store(LOOPBACK, port, wait_s(spec))))
 
 
-def _parts(spec: EngineSpec, ranks: TensorRanks) -> dict[str, Any]:
-    """What every rank's engine is made of."""
-    model, slices = load_divided(spec.model, getattr(torch, spec.dtype), device_of(spec, ranks.rank), ranks)
+def _parts(spec: EngineSpec, rank: int, store: dist.Store) -> dict[str, Any]:
+    """What every rank's engine is made of, once the ranks have met."""
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        see_only(rank)
+    group = join_group(store, rank, spec.tensor, wait_s(spec), device.type == "cuda", LOOPBACK)
+    model, slices = load_divided(spec.model, getattr(torch, spec.dtype), device, TensorRanks(group))
     return {
         "model": model, "tokenizer": load_tokenizer(spec.model), "slots": spec.slots,
         "max_sequence_tokens": spec.max_sequence_tokens, "seed": spec.seed, "slices": slices, **spec.options,
     }  # fmt: skip
-
-
-def device_of(spec: EngineSpec, rank: int) -> torch.device:
-    """Of a rank: the leader's, or one as many further."""
-    device = torch.device(spec.device)
-    return device if device.type == "cpu" else torch.device(device.type, (device.index or 0) + rank)
 
 
 def wait_s(spec: EngineSpec) -> float:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from braidrl.cluster.local import Spawned, spawn
+from braidrl.cluster.process import ProcessSpec
 from braidrl.errors import UserError
 from braidrl.rollout.engine import EngineError, Load, WeightSource
 from braidrl.rollout.process.server import READY
@@ -27,13 +26,6 @@ from braidrl.rollout.requests import Request, Response, Uid
 from braidrl.rollout.weights.shared_file import SharedWeights, WeightFile
 from braidrl.rollout.wire import Message, error_of, packed, plain_request, receive, response_of
 
-BOOT = """
-import json, sys
-sys.path += [place for place in json.loads(sys.argv[2]) if place not in sys.path]
-from braidrl.rollout.process.server import main
-main(int(sys.argv[1]))
-"""
-"""The interpreter's own packages come first: it may be that of another environment."""
 DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1",
     # vLLM would bind each of its workers to a memory node of its own, and refuse more of them than there are
@@ -53,7 +45,7 @@ class EngineProcess:
         """`python` is the interpreter that has what the engine needs; by default this process's."""
         self.spec, self.name, self.limit_s = spec, name, limit_s
         self._python = str(python or sys.executable)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Spawned | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
         self._answers: dict[int | None, asyncio.Future[Any]] = {}
@@ -77,14 +69,10 @@ class EngineProcess:
         """Returns when the model is loaded. Raises UserError for one that cannot be used, EngineError as `submit`."""
         if shutil.which(self._python) is None:
             raise UserError(f"rollout.python: {self._python} is no interpreter that can be run")
-        ours, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [self._python, "-c", BOOT, str(theirs.fileno()), json.dumps(sys.path)],
-            stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
-            env=environment(self.spec),
-        )  # fmt: skip
-        theirs.close()
-        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._process = spawn(process_spec(self.spec, self.name, self._python))
+        line = socket.socket(fileno=os.dup(self._process.connection.fileno()))
+        self._process.connection.close()
+        reader, self._writer = await asyncio.open_connection(sock=line)
         ready = self._answers[READY] = asyncio.get_running_loop().create_future()
         self._listener = asyncio.create_task(self._listen(reader, self._writer))
         self._writer.write(packed(self.spec.plain()))
@@ -211,22 +199,20 @@ class EngineProcess:
             return
         self._writer.close()
         self._writer = None
-        # The number cannot have become another's: nobody has waited for the process yet.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        status = self._process.wait()
-        self._end = f"(process {self._process.pid}) {why}; its exit status is {status}"
+        self._process.kill()
+        self._end = f"(process {self._process.pid}) {why}; its exit status is {self._process.status}"
         answers, self._answers = self._answers, {}
         for answer in answers.values():
             if not answer.done():
                 answer.set_exception(EngineError(f"{self.name} {self._end}"))
 
 
-def environment(spec: EngineSpec) -> dict[str, str]:
-    """Of an engine's process."""
-    own = {**os.environ, "OMP_NUM_THREADS": str(spec.threads)}
-    if spec.kind != "vllm":
-        return own
-    # On the CPU vLLM computes eagerly, and would still compile small parts of its sampling with a C++ compiler.
-    eager = {"TORCHDYNAMO_DISABLE": "1"} if spec.device == "cpu" else {}
-    return {**DEFAULTS, **own, **eager}
+def process_spec(spec: EngineSpec, name: str, python: str) -> ProcessSpec:
+    """Return how the process of an engine is started."""
+    own = {}
+    if spec.kind == "vllm":
+        own = {name: value for name, value in DEFAULTS.items() if name not in os.environ}
+        # On the CPU vLLM computes eagerly, and would still compile small parts of its sampling with a C++ compiler.
+        own |= {"TORCHDYNAMO_DISABLE": "1"} if spec.device == "cpu" else {}
+    entry = "braidrl.rollout.process.server:main"
+    return ProcessSpec(name, entry, python=python, threads=spec.threads, devices=spec.devices, environment=own)

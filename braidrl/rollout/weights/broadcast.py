@@ -17,13 +17,13 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from braidrl.cluster.groups import connect_store, group_apart, open_store
 from braidrl.rollout.engine import EngineError, WeightSource
 
 BUCKET_BYTES = 256 << 20
@@ -92,8 +92,8 @@ class Broadcast:
     ) -> None:  # fmt: skip
         """`peer` is a host of the engine's, to be met under this machine's address that it sees; `device` is the run's."""
         self._weights, self._device, self._cancelled = weights, device, threading.Event()
-        host, limit = address_towards(peer), timedelta(seconds=limit_s)
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        host = address_towards(peer)
+        self._store = open_store(host, limit_s)
         tensors = [Sent(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in weights.tensors()]
         self.notice = Notice(host, self._store.port, workers, limit_s, device.type, checked, bucket_bytes, tensors)
 
@@ -136,7 +136,7 @@ def received(plain: Mapping[str, Any], worker: int, device: torch.device) -> Ite
     that is not what was sent.
     """
     notice = Notice.of(plain)
-    store = dist.TCPStore(notice.host, notice.port, is_master=False, timeout=timedelta(seconds=notice.limit_s))
+    store = connect_store(notice.host, notice.port, notice.limit_s)
     store.add("here", 1)
     group = join(store, worker + 1, notice)
     for bucket in notice.buckets():
@@ -171,15 +171,8 @@ def in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
 
 def join(store: dist.Store, rank: int, notice: Notice) -> Any:
     """A group of the sender, rank 0, and the workers; of no other group's world."""
-    limit, store = timedelta(seconds=notice.limit_s), dist.PrefixStore("group", store)
-    if notice.device == "cuda":
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, notice.workers + 1, nccl)
-    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._timeout = limit
-    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(notice.host))]
-    return dist.ProcessGroupGloo(store, rank, notice.workers + 1, gloo)
+    address = address_towards(notice.host)
+    return group_apart(store, rank, notice.workers + 1, notice.limit_s, notice.device == "cuda", address)
 
 
 def packed(tensors: Sequence[Tensor], bucket: Sequence[Sent], device: torch.device, checked: bool) -> Tensor:

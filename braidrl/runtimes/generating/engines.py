@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from braidrl.cluster.devices import device_count, own_devices
+from braidrl.cluster.groups import subgroup
 from braidrl.config import Config
 from braidrl.errors import UserError
 from braidrl.models.loading import load_decoder
 from braidrl.models.parallel.decoding import TensorRanks, load_divided
-from braidrl.models.parallel.sharded import subgroup
 from braidrl.models.role_settings import DTYPES
 from braidrl.models.roles.base import RoleWorker
+from braidrl.placement.pools import Pool
 from braidrl.rollout.divided.pooled import PooledEngine
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.engine import ModelWeights
@@ -72,16 +75,26 @@ def pooled_engine(worker: RoleWorker, config: Config, tokenizer: PreTrainedToken
 
 
 def on_devices(spec: EngineSpec, count: int) -> list[EngineSpec]:
-    """Return a spec for each engine, on CUDA devices of its own where processes divide it. Raises UserError for too few devices."""
-    if spec.tensor == 1 or spec.device != "cuda":
+    """Return so many engines, each with CUDA devices of its own. Raises UserError for too few devices."""
+    available = device_count(spec.device)
+    if available is None:
         return [spec] * count
-    needed, found = count * spec.tensor, torch.cuda.device_count()
-    if needed > found:
-        raise UserError(
-            f"rollout.engines={count} of rollout.tensor={spec.tensor} devices need {needed}, and there are {found}; "
-            "write numbers whose product is at most that"
-        )
-    return [replace(spec, device=f"cuda:{number * spec.tensor}") for number in range(count)]
+    return [replace(spec, devices=devices) for devices in own_devices(available, count, spec.tensor).engines]
+
+
+def with_engines(pools: Sequence[Pool], generating: Collection[str], config: Config) -> tuple[Pool, ...]:
+    """Return the pools with the engine processes that those of them start which generate."""
+    return tuple(
+        replace(pool, engines=own_engines(config), engine_devices=config.rollout.tensor)
+        if set(generating) & set(pool.roles)
+        else pool
+        for pool in pools
+    )
+
+
+def own_engines(config: Config) -> int:
+    """Return how many engine processes whoever generates starts beside itself; servers were started by somebody else."""
+    return 0 if config.rollout.engine == "http" else engine_processes(config)
 
 
 def reach_servers(

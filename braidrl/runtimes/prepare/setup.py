@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from braidrl.cluster.world import LostPeers, World
+from braidrl.cluster.world import World
 from braidrl.config import Config, VerifierConfig
 from braidrl.data.prompts import LoadedSource, load_eval, load_texts, load_train
-from braidrl.errors import UserError
+from braidrl.errors import LostPeers, UserError
 from braidrl.flow import Flow, Stage
 from braidrl.flow.planner import serial_chain
 from braidrl.models.loading import check_scorer, load_tokenizer

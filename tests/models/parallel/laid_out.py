@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.groups import subgroup
 from braidrl.cluster.world import World
 from braidrl.config import Config, LoraConfig, parse_config
 from braidrl.data.rows import Rows
@@ -24,7 +25,6 @@ from braidrl.models.memory.footprint import activation_bytes, model_shape
 from braidrl.models.objective import Objective, denominators, with_group_tokens
 from braidrl.models.parallel.decoding import TensorRanks, load_divided
 from braidrl.models.parallel.layout import ParallelLayout
-from braidrl.models.parallel.sharded import subgroup
 from braidrl.models.parallel.shards import local_part, whole
 from braidrl.models.roles.decoder import DecoderWorker
 from braidrl.models.weights.following import Following

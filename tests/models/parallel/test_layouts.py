@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from braidrl.cluster.processes import run_ranks
+from braidrl.cluster.ranks import run_ranks
 from braidrl.errors import UserError
 from braidrl.models.checkpoint import load_worker
 from braidrl.models.contract import CHECKS, BackendUnderTest

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from braidrl.cluster import notices
 from braidrl.cluster.notices import Notices
-from braidrl.cluster.processes import run_ranks
+from braidrl.cluster.ranks import run_ranks
 from braidrl.data.rows import Column, Rows
 from braidrl.errors import UserError
 from braidrl.flow import Stage

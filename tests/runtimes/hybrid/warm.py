@@ -95,7 +95,7 @@ class WarmCluster(RayCluster):
         super().__init__(ClusterConfig(start_limit_s=120, wait_limit_s=60), "cpu")
         self.spare: list[Any] = []
 
-    def seats(self, pools: Sequence[Pool]) -> list[list[Any]]:
+    def reserve(self, pools: Sequence[Pool]) -> list[list[Any]]:
         return [[None] * pool.workers for pool in pools]
 
     def start(self, worker: type, seat: Any) -> Any:
