@@ -38,7 +38,7 @@ from braidrl.models.lora import (
     save_adapters,
 )
 from braidrl.models.optimizer import MasterOptimizer
-from braidrl.models.parallel.shards import as_part, local_part, part_of, whole
+from braidrl.models.parallel.shards import as_dtensor, full_tensor, local_shard, shard_of
 from braidrl.models.roles.model import RoleModel
 from braidrl.models.weight_files import WeightFiles, shapes_in
 
@@ -63,12 +63,12 @@ def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, beside: bo
     They have copies in host memory then; what ranks write together has begun, and its call waits for it.
     """
     kept = copied if beside else dict[str, Tensor]
-    weights = whole_weights(worker, wanted=write)
-    adapters = whole_adapters(worker) if worker.lora else {}
+    weights = full_state_dict(worker, wanted=write)
+    adapters = full_adapters(worker) if worker.lora else {}
     parts: list[Write] = []
     if write:
         parts.append(partial(write_model, worker, folder, kept(weights), kept(adapters)))
-    if worker.optimizer is not None and worker.ranks.divided:
+    if worker.optimizer is not None and worker.ranks.is_sharded:
         state, place = divided_state(worker.optimizer), folder / PARTS
         if beside:
             # Threads of several roles meet their ranks at once: each role in a group of its own.
@@ -103,38 +103,38 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: found.setdefault(id(t), t.detach().to("cpu", copy=True).contiguous()) for name, t in tensors.items()}
 
 
-def whole_weights(worker: RoleModel, wanted: bool = True) -> dict[str, Tensor]:
+def full_state_dict(worker: RoleModel, wanted: bool = True) -> dict[str, Tensor]:
     """Every tensor of the model by its name, adapters merged, tied ones the same; none on a rank where they are not `wanted`.
 
     All ranks that have divided it call this at the same time. What is no tensor of the model itself goes to host memory, so that a
     device has one whole tensor at a time.
     """
-    worker.ranks.settle(worker.model)
+    worker.ranks.reshard(worker.model)
     named = plain_names(worker.model, worker.model.state_dict(keep_vars=True))
     found: dict[str, Tensor] = {}
-    for names, tensor in worker.ranks.whole_tensors(named, merged):
+    for names, tensor in worker.ranks.full_tensors(named, merged):
         if wanted:
-            found |= dict.fromkeys(names, tensor if worker.holds_its_weights else tensor.cpu())
+            found |= dict.fromkeys(names, tensor if worker.has_full_weights else tensor.cpu())
     return found
 
 
-def whole_adapters(worker: RoleModel) -> dict[str, Tensor]:
+def full_adapters(worker: RoleModel) -> dict[str, Tensor]:
     """What is trained by peft's names; all ranks that have divided it call this at the same time."""
     named = adapter_parameters(worker.model)
-    return {name: tensor for names, tensor in worker.ranks.whole_tensors(named, whole) for name in names}
+    return {name: tensor for names, tensor in worker.ranks.full_tensors(named, full_tensor) for name in names}
 
 
 @torch.no_grad()
 def load_worker(worker: RoleModel, folder: Path) -> None:
     """Puts a saved worker's weights and optimizer into this one, in place. Raises UserError for another model's, or damaged ones."""
-    worker.ranks.settle(worker.model)
-    theirs = saved_parameters(worker, folder)
-    if kept_shapes(worker) != shapes_in(theirs):
+    worker.ranks.reshard(worker.model)
+    saved = saved_parameters(worker, folder)
+    if kept_shapes(worker) != shapes_in(saved):
         raise another_model(worker, folder)
     # Read before anything is overwritten: it may be damaged.
     state = optimizer_state(worker, folder) if worker.optimizer is not None else {}
     for name, parameter in kept_parameters(worker).items():
-        local_part(parameter).copy_(part_of(theirs[name], parameter))
+        local_shard(parameter).copy_(shard_of(saved[name], parameter))
     if worker.optimizer is not None:
         worker.optimizer.load_state(state)
 
@@ -160,7 +160,7 @@ def saved_parameters(worker: RoleModel, folder: Path) -> Mapping[str, Tensor]:
         )
     if worker.lora:
         return read_adapters(folder / ADAPTER)
-    return WeightFiles(folder) if worker.ranks.divided else dict(worker.load_model(folder).named_parameters())
+    return WeightFiles(folder) if worker.ranks.is_sharded else dict(worker.load_model(folder).named_parameters())
 
 
 def optimizer_state(worker: RoleModel, folder: Path) -> dict[str, Tensor]:
@@ -169,7 +169,7 @@ def optimizer_state(worker: RoleModel, folder: Path) -> dict[str, Tensor]:
     assert optimizer is not None
     if (folder / OPTIMIZER).is_file():
         tensors = {key: tensor for key, tensor in load_file(folder / OPTIMIZER).items() if ours(worker, key)}
-        return {key: part_of(tensor, owner(optimizer, key, tensor)) for key, tensor in tensors.items()}
+        return {key: shard_of(tensor, owner(optimizer, key, tensor)) for key, tensor in tensors.items()}
     try:
         known = dcp.FileSystemReader(folder / PARTS).read_metadata().state_dict_metadata
         wanted = {key: empty_part(optimizer, key, about) for key, about in known.items() if ours(worker, key)}
@@ -183,12 +183,12 @@ def optimizer_state(worker: RoleModel, folder: Path) -> dict[str, Tensor]:
         raise UserError(
             f"{folder / PARTS} is damaged or incomplete; resume from an older checkpoint, or copy it whole"
         ) from error
-    return {key: local_part(tensor) for key, tensor in wanted.items()}
+    return {key: local_shard(tensor) for key, tensor in wanted.items()}
 
 
 def divided_state(optimizer: MasterOptimizer) -> dict[str, Tensor]:
     """The optimizer's state with tensors that know the whole that they are a part of."""
-    return {key: as_part(tensor, owner(optimizer, key, tensor)) for key, tensor in optimizer.state().items()}
+    return {key: as_dtensor(tensor, owner(optimizer, key, tensor)) for key, tensor in optimizer.state().items()}
 
 
 def ours(worker: RoleModel, key: str) -> bool:
@@ -215,7 +215,7 @@ def empty_part(optimizer: MasterOptimizer, key: str, about: object) -> Tensor:
     parameter = optimizer.by_number[int(key.split(".")[0])]
     if parameter.shape != about.size:
         raise LookupError(f"{key} is {tuple(about.size)} and the parameter {tuple(parameter.shape)}")
-    return as_part(torch.empty_like(local_part(parameter), dtype=about.properties.dtype), parameter)
+    return as_dtensor(torch.empty_like(local_shard(parameter), dtype=about.properties.dtype), parameter)
 
 
 def another_model(worker: RoleModel, folder: Path) -> UserError:

@@ -38,18 +38,18 @@ def load_decoder(
     path: str | Path,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    unread: bool = False,
+    on_meta: bool = False,
 ) -> PreTrainedModel:
     """The causal decoder in a Hugging Face directory, with Braid's attention.
 
-    With `unread` its parameters are on the meta device, for `Filling`, unless the files have them under other names. Raises UserError
+    With `on_meta` its parameters are on the meta device, for `ParameterReader`, unless the files have them under other names. Raises UserError
     for a folder that is missing, incomplete or holds a model that cannot be trained here.
     """
     folder = _whole_model_folder(path)
-    model, missing = _load(AutoModelForCausalLM, folder, _config(folder), dtype, unread)
+    model, missing = _load(AutoModelForCausalLM, folder, _config(folder), dtype, on_meta)
     if missing:
         raise UserError(f"model: the weights in {folder} lack {_some(missing)}; copy the whole model")
-    return model if is_unread(model) else model.to(device)
+    return model if is_on_meta(model) else model.to(device)
 
 
 def load_scorer(
@@ -57,7 +57,7 @@ def load_scorer(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     fresh_head: bool = True,
-    unread: bool = False,
+    on_meta: bool = False,
 ) -> PreTrainedModel:
     """A decoder with one number as output, from a sequence-classification directory or, with `fresh_head`, from a causal decoder's.
 
@@ -68,7 +68,7 @@ def load_scorer(
     check_scorer(folder, fresh_head)
     config = _config(folder)
     config.num_labels = 1
-    model, missing = _load(AutoModelForSequenceClassification, folder, config, dtype, unread)
+    model, missing = _load(AutoModelForSequenceClassification, folder, config, dtype, on_meta)
     if lacking := set(missing) - {HEAD}:
         raise UserError(f"model: the weights in {folder} lack {_some(lacking)}; copy the whole model")
     if not hasattr(model, "score"):
@@ -77,7 +77,7 @@ def load_scorer(
         )
     if missing:
         torch.nn.init.zeros_(model.score.weight)
-    return model if is_unread(model) else model.to(device)
+    return model if is_on_meta(model) else model.to(device)
 
 
 def check_scorer(path: str | Path, fresh_head: bool) -> None:
@@ -102,14 +102,14 @@ def _whole_model_folder(path: str | Path) -> Path:
     return folder
 
 
-def is_unread(model: PreTrainedModel) -> bool:
+def is_on_meta(model: PreTrainedModel) -> bool:
     """True for a model whose parameters are still in its directory alone."""
     return next(model.parameters()).is_meta
 
 
-def _load(auto: Any, folder: Path, config: Any, dtype: torch.dtype, unread: bool) -> tuple[PreTrainedModel, list[str]]:
+def _load(auto: Any, folder: Path, config: Any, dtype: torch.dtype, on_meta: bool) -> tuple[PreTrainedModel, list[str]]:
     """The model and the names of the weights that the folder does not have."""
-    if unread:
+    if on_meta:
         model = _skeleton(auto, folder, config, dtype)
         missing = {name for name, _ in model.named_parameters()} - set(WeightFiles(folder))
         if missing <= {HEAD}:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from braidrl.config import LoraConfig
 from braidrl.errors import UserError, suggest
 from braidrl.models.parallel.boxes import Box
-from braidrl.models.parallel.shards import box_of, local_part, whole
+from braidrl.models.parallel.shards import box_of, full_tensor, local_shard
 from braidrl.models.weight_files import HEAD
 
 ADAPTER = "adapter"
@@ -105,17 +105,17 @@ class Adapted:
     @torch.no_grad()
     def merged(self) -> Tensor:
         """base + scaling · up down, rounded once; all ranks that have divided it call this at the same time."""
-        return self._added(whole(self.base), Box.whole(self.shape))
+        return self._added(full_tensor(self.base), Box.whole(self.shape))
 
     @torch.no_grad()
     def merged_part(self) -> Tensor:
         """This rank's part of the same, without the others'; all ranks that have divided it call this at the same time."""
-        return self._added(local_part(self.base), box_of(self.base))
+        return self._added(local_shard(self.base), box_of(self.base))
 
     def _added(self, base: Tensor, box: Box) -> Tensor:
         """A block of the base with what the adapter adds to it. The adapter itself is small, and brought together whole."""
         rows, columns = box.slices
-        up, down = whole(self.up)[rows], whole(self.down)[:, columns]
+        up, down = full_tensor(self.up)[rows], full_tensor(self.down)[:, columns]
         dtype = torch.promote_types(base.dtype, torch.float32)
         return torch.addmm(base.to(dtype), up.to(dtype), down.to(dtype), alpha=self.scaling).to(base.dtype)
 
@@ -138,7 +138,7 @@ def plain_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tens
 
 def merged(tensor: Tensor | Adapted) -> Tensor:
     """The whole tensor, with its adapter if it has one; all ranks that have divided it call this at the same time."""
-    return tensor.merged() if isinstance(tensor, Adapted) else whole(tensor)
+    return tensor.merged() if isinstance(tensor, Adapted) else full_tensor(tensor)
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:

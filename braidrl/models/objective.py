@@ -41,12 +41,12 @@ class Objective:
     kl: Mapping[str, Any] | None = None
     entropy_coef: float = 0.0
     correction: Mapping[str, Any] | None = None
-    beside: tuple[Likelihood, ...] = ()
+    auxiliary: tuple[Likelihood, ...] = ()
 
     @staticmethod
     def of(role: str, params: Mapping[str, Any]) -> Objective:
         """From the role and the parameters of an `update` stage."""
-        loss, aggregate = choice(params["loss"]), choice(params.get("aggregate", "token-mean"))
+        loss, aggregate = name_and_settings(params["loss"]), name_and_settings(params.get("aggregate", "token-mean"))
         return Objective(
             role,
             entry_of(registry.losses, loss.pop("name")),
@@ -54,9 +54,9 @@ class Objective:
             aggregate.pop("name"),
             aggregate,
             params.get("old", "self"),
-            choice(params["kl"]) if "kl" in params else None,
+            name_and_settings(params["kl"]) if "kl" in params else None,
             params.get("entropy_coef", 0.0),
-            choice(params["correction"]) if "correction" in params else None,
+            name_and_settings(params["correction"]) if "correction" in params else None,
             likelihoods(params),
         )
 
@@ -68,11 +68,11 @@ class Objective:
     @property
     def denominators(self) -> tuple[str, ...]:
         """Every global count that `step` needs: of this loss and of the terms beside it."""
-        return (self.denominator, *(term.denominator for term in self.beside))
+        return (self.denominator, *(term.denominator for term in self.auxiliary))
 
     def select(self, rows: Rows) -> Rows:
         """The rows that take part in this loss."""
-        return trained(rows)
+        return trained_rows(rows)
 
     @property
     def whole_groups(self) -> bool:
@@ -162,15 +162,15 @@ class Lookup:
             return self.predicted["log_probs"].detach()
         if name == "old_log_probs" and self.objective.old == "rollout":
             name = "rollout_log_probs"
-        return flat(self.rows, name, self.offsets)
+        return column_values(self.rows, name, self.offsets)
 
 
-def choice(value: str | Mapping[str, Any]) -> dict[str, Any]:
+def name_and_settings(value: str | Mapping[str, Any]) -> dict[str, Any]:
     """A name alone, or a name with settings, as a dict of its own."""
     return {"name": value} if isinstance(value, str) else dict(value)
 
 
-def flat(rows: Rows, column: str, offsets: Tensor) -> Tensor | None:
+def column_values(rows: Rows, column: str, offsets: Tensor) -> Tensor | None:
     """A column as losses take it: payload as flat values (A,), numbers per row as they are (B,); None where it is not there.
 
     `advantages` of one number per row are spread over the row's action tokens.
@@ -187,7 +187,7 @@ def flat(rows: Rows, column: str, offsets: Tensor) -> Tensor | None:
 
 def denominators(index: Rows) -> dict[str, float]:
     """Global counts of an optimizer step's rows after masking: what its loss sums are divided by."""
-    used = trained(index)
+    used = trained_rows(index)
     return {
         "tokens": float(used["action_tokens"].sum()),
         "rows": float(len(used)),
@@ -196,13 +196,13 @@ def denominators(index: Rows) -> dict[str, float]:
     }
 
 
-def trained(rows: Rows) -> Rows:
+def trained_rows(rows: Rows) -> Rows:
     """The rows that take part in the loss."""
-    taken = taking_part(rows)
+    taken = trained_mask(rows)
     return rows if bool(taken.all()) else rows.take(taken)
 
 
-def taking_part(index: Rows) -> Tensor:
+def trained_mask(index: Rows) -> Tensor:
     """Which rows have at least one action, are not masked out by `loss_mask` and did not fail, (B,) bool.
 
     What a trajectory scored before its environment failed says nothing of its actions.

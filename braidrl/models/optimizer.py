@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from braidrl.config import TrainerConfig
 from braidrl.models.parallel.replicated import DataParallel
-from braidrl.models.parallel.shards import local_gradient, local_part
+from braidrl.models.parallel.shards import local_gradient, local_shard
 
 
 def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:
@@ -49,7 +49,7 @@ class MasterOptimizer:
         self.by_number = {number: p for number, p in placed if p.requires_grad}
         self.parameters = list(self.by_number.values())
         self.config, self.peak = config, peak
-        parts = [local_part(p) for p in self.parameters]
+        parts = [local_shard(p) for p in self.parameters]
         self.masters = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in parts]
         self.optimizer = torch.optim.AdamW(
             self.masters, lr=peak, betas=config.betas, eps=config.epsilon, weight_decay=config.weight_decay, fused=True
@@ -108,11 +108,11 @@ class MasterOptimizer:
         if self.ranks.size == 1:
             return sums
         filled = [torch.zeros_like(m) if part is None else part for part, m in zip(sums, self.masters, strict=True)]
-        self.ranks.sum_(filled, self.parameters)
+        self.ranks.all_reduce_gradients(filled, self.parameters)
         return list(filled)
 
     def _clip(self) -> float:
-        norm = self.ranks.norm([master.grad for master in self.masters], self.parameters)
+        norm = self.ranks.gradient_norm([master.grad for master in self.masters], self.parameters)
         if not torch.isfinite(norm):
             raise RuntimeError(
                 f"gradient norm is {norm.item()} at optimizer step {self.steps + 1}; nothing was updated"
@@ -125,7 +125,7 @@ class MasterOptimizer:
     def _publish(self) -> None:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if parameter.dtype != master.dtype:
-                local_part(parameter).copy_(master)
+                local_shard(parameter).copy_(master)
 
     @property
     def bytes_in_use(self) -> int:

@@ -58,28 +58,28 @@ def shapes_in(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-class Filling:
+class ParameterReader:
     """Gives modules of a model what its directory has for them; of one that was loaded whole, nothing is left to be given."""
 
     def __init__(self, folder: Path, model: nn.Module, boxes: Mapping[str, Box] | None = None) -> None:
         """Of a tensor that has one of `boxes` only this part is read, and given."""
         self._folder, self._boxes = folder, boxes or {}
-        self._unread = {p: name for name, p in model.named_parameters() if p.is_meta}
+        self._on_meta = {p: name for name, p in model.named_parameters() if p.is_meta}
         # Known as long as they are whole, so that tied ones stay tied and none is kept beside its parts.
         self._read: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
-        self._files = WeightFiles(folder) if self._unread else {}
+        self._files = WeightFiles(folder) if self._on_meta else {}
 
     def __call__(self, module: nn.Module) -> None:
         """Reads what of a module's parameters is on the meta device."""
         for part in module.modules():
             for name, parameter in part.named_parameters(recurse=False):
-                if parameter in self._unread:
+                if parameter in self._on_meta:
                     setattr(part, name, self._filled(parameter))
 
     def _filled(self, parameter: nn.Parameter) -> nn.Parameter:
         found = self._read.get(parameter)
         if found is None:
-            found = self._read[parameter] = nn.Parameter(self._values(self._unread[parameter], parameter))
+            found = self._read[parameter] = nn.Parameter(self._values(self._on_meta[parameter], parameter))
         return found
 
     def _values(self, name: str, parameter: nn.Parameter) -> Tensor:

@@ -81,7 +81,7 @@ def pack(rows: Rows, device: torch.device) -> Packed:
     )
 
 
-def nothing(device: torch.device) -> Packed:
+def empty_packed(device: torch.device) -> Packed:
     """One token of no row, without an action: for a rank that takes part in what others compute."""
     none, one = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     return Packed(one, one, (1,), none, none, one, none)

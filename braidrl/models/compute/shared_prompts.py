@@ -142,7 +142,7 @@ def families_of(rows: Rows) -> list[Family] | None:
     ]
 
 
-def pays(rows: Rows) -> bool:
+def saves_enough(rows: Rows) -> bool:
     """True where sharing makes enough of the tokens go away."""
     if not len(rows):
         return False

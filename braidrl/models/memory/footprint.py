@@ -89,12 +89,12 @@ def resident_bytes(shape: Shape, trained: bool, layout: ParallelLayout = ALONE) 
     """What stays on the device from step to step, by part."""
     layers = shape.config.num_hidden_layers // layout.pipeline
     whole = layers * shape.layer_parameters + beside_layers(shape, layout)
-    own = whole // (layout.tensor * layout.sharding)
+    own = whole // (layout.tensor * layout.shard_ranks)
     parts = {"weights": own * shape.element_bytes}
     if trained:
         if shape.trained < shape.parameters:
             divided = (shape.trained - shape.copied) // layout.tensor
-            own = (divided + shape.copied) // (layout.pipeline * layout.sharding)
+            own = (divided + shape.copied) // (layout.pipeline * layout.shard_ranks)
         master = max(MASTER_BYTES, shape.element_bytes)
         parts["gradients"] = own * master
         if master > shape.element_bytes:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from braidrl.errors import UserError
-from braidrl.models.parallel.shards import local_part
+from braidrl.models.parallel.shards import local_shard
 
 Restore = Callable[[], None]
 """Brings back what was put away of one storage."""
@@ -27,11 +27,11 @@ Restore = Callable[[], None]
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """What is behind the tensors on this rank, each once."""
-    found = {(s := local_part(tensor).untyped_storage())._cdata: s for tensor in tensors}
+    found = {(s := local_shard(tensor).untyped_storage())._cdata: s for tensor in tensors}
     return list(found.values())
 
 
-class Movable:
+class OffloadableTensors:
     """The storages of some tensors, which are asked for whenever they leave: an optimizer's appear with its first step.
 
     A move that was broken off is completed by the next one, in either direction.

@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 
 from braidrl.errors import UserError
 from braidrl.models.cpu.linear import product
-from braidrl.models.loading import is_unread, load_decoder
+from braidrl.models.loading import is_on_meta, load_decoder
 from braidrl.models.parallel.boxes import Box
 from braidrl.models.parallel.slices import boxes_of, chunk, pattern_of
-from braidrl.models.parallel.tensor import whole_plan_of
-from braidrl.models.weight_files import Filling
+from braidrl.models.parallel.tensor import full_plan_of
+from braidrl.models.weight_files import ParameterReader
 
 KEY = "rollout.tensor"
 
@@ -37,7 +37,7 @@ class TensorRanks:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.rank, self.size = group, group.rank(), group.size()
 
-    def summed(self, part: Tensor) -> Tensor:
+    def all_reduce(self, part: Tensor) -> Tensor:
         """The sum of every rank's part, the same bits on all of them.
 
         On a CPU they are added in the order of ranks, so that a row's sum does not depend on how many rows there are.
@@ -45,45 +45,45 @@ class TensorRanks:
         if part.device.type != "cpu":
             dist.all_reduce(part, group=self._group)
             return part
-        first, *others = self._parts(part)
+        first, *others = self._gather(part)
         total = first.to(torch.promote_types(part.dtype, torch.float32))
         for other in others:
             total += other
         return total.to(part.dtype)
 
-    def joined(self, part: Tensor, width: int) -> Tensor:
+    def all_gather(self, part: Tensor, width: int) -> Tensor:
         """Every rank's part (..., chunk of width) side by side, (..., width), on all of them."""
         each = -(-width // self.size)
-        parts = self._parts(pad(part, (0, each - part.shape[-1])))
+        parts = self._gather(pad(part, (0, each - part.shape[-1])))
         return torch.cat(parts, -1)[..., :width].contiguous()
 
-    def _parts(self, part: Tensor) -> list[Tensor]:
+    def _gather(self, part: Tensor) -> list[Tensor]:
         part = part.contiguous()
         found = [torch.empty_like(part) for _ in range(self.size)]
         dist.all_gather(found, part, group=self._group)
         return found
 
 
-class SummedLinear(nn.Linear):
+class RowParallelLinear(nn.Linear):
     """A layer whose matrix is divided by its inputs; its bias is whole on each rank, and added once."""
 
     ranks: TensorRanks
 
     def forward(self, input: Tensor) -> Tensor:
-        total = self.ranks.summed(product(input, self.weight))
+        total = self.ranks.all_reduce(product(input, self.weight))
         return total if self.bias is None else total + self.bias
 
 
-class JoinedLinear(nn.Linear):
+class ParallelLMHead(nn.Linear):
     """An output layer of which each rank computes the logits of its part of the vocabulary."""
 
     ranks: TensorRanks
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.ranks.joined(product(input, self.weight, self.bias), self.out_features)
+        return self.ranks.all_gather(product(input, self.weight, self.bias), self.out_features)
 
 
-class SummedEmbedding(nn.Embedding):
+class VocabParallelEmbedding(nn.Embedding):
     """An embedding of which each rank knows its part of the vocabulary."""
 
     ranks: TensorRanks
@@ -92,10 +92,13 @@ class SummedEmbedding(nn.Embedding):
         start, count = chunk(self.num_embeddings, self.ranks.rank, self.ranks.size)
         known = (input >= start) & (input < start + count)
         found = embedding((input - start).where(known, 0), self.weight)
-        return self.ranks.summed(found.masked_fill(~known[..., None], 0.0))
+        return self.ranks.all_reduce(found.masked_fill(~known[..., None], 0.0))
 
 
-MEETING: dict[str, type[nn.Module]] = {"rowwise": SummedLinear, "embedding_rowwise": SummedEmbedding}
+PARALLEL_MODULES: dict[str, type[nn.Module]] = {
+    "rowwise": RowParallelLinear,
+    "embedding_rowwise": VocabParallelEmbedding,
+}
 """What a module of a style becomes; others compute their slices alone."""
 
 
@@ -107,24 +110,24 @@ class Slices:
     boxes: Mapping[str, Box]
 
 
-def load_divided(
+def load_tensor_parallel(
     path: str | Path, dtype: torch.dtype, device: torch.device | str, ranks: TensorRanks
 ) -> tuple[PreTrainedModel, Slices]:
     """This rank's part of the decoder in a Hugging Face directory, of which it reads no more.
 
     Raises UserError as `load_decoder`, and for a model that has no plan or does not divide among so many.
     """
-    model: Any = load_decoder(path, dtype, unread=True)
+    model: Any = load_decoder(path, dtype, on_meta=True)
     check_heads(model.config.to_dict(), ranks.size)
-    plan = whole_plan_of(model, KEY, f"{KEY}=1")
+    plan = full_plan_of(model, KEY, f"{KEY}=1")
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     boxes = boxes_of(shapes, plan, ranks.rank, ranks.size)
-    if is_unread(model):
-        Filling(Path(path), model, boxes)(model)
+    if is_on_meta(model):
+        ParameterReader(Path(path), model, boxes)(model)
     else:
-        _keep(model, boxes)
-    _meet(model, ranks, plan)
-    _say_heads(model.config, ranks.size)
+        _keep_local_slices(model, boxes)
+    _use_parallel_modules(model, ranks, plan)
+    _set_local_heads(model.config, ranks.size)
     return model.requires_grad_(False).eval().to(device), Slices(shapes, boxes)
 
 
@@ -138,7 +141,7 @@ def check_heads(settings: Mapping[str, Any], ranks: int) -> None:
             )
 
 
-def _keep(model: nn.Module, boxes: Mapping[str, Box]) -> None:
+def _keep_local_slices(model: nn.Module, boxes: Mapping[str, Box]) -> None:
     """Leaves a whole model with this rank's parts; tied tensors stay tied."""
     kept: dict[nn.Parameter, nn.Parameter] = {}
     for name, whole in list(model.named_parameters(remove_duplicate=False)):
@@ -148,16 +151,16 @@ def _keep(model: nn.Module, boxes: Mapping[str, Box]) -> None:
         setattr(model.get_submodule(module), own, kept[whole])
 
 
-def _meet(model: Any, ranks: TensorRanks, plan: Mapping[str, str]) -> None:
+def _use_parallel_modules(model: Any, ranks: TensorRanks, plan: Mapping[str, str]) -> None:
     """Lets the ranks meet where a module's output needs every part."""
     output = model.get_output_embeddings()
     for name, module in model.named_modules():
-        kind = JoinedLinear if module is output else MEETING.get(plan.get(pattern_of(name), ""))
+        kind = ParallelLMHead if module is output else PARALLEL_MODULES.get(plan.get(pattern_of(name), ""))
         if kind is not None:
             module.__class__, module.ranks = kind, ranks
 
 
-def _say_heads(config: Any, ranks: int) -> None:
+def _set_local_heads(config: Any, ranks: int) -> None:
     """The configuration of a divided model has the heads that a rank has: keys and values are kept for these."""
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     config.num_attention_heads //= ranks

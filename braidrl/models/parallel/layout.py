@@ -35,24 +35,24 @@ class ParallelLayout(BaseModel):
     """Groups of ranks along `data` that each have all shards: weights are gathered within a node, gradients alone cross between nodes."""
 
     @property
-    def replica(self) -> int:
+    def ranks_per_replica(self) -> int:
         """Devices that hold one copy of the model together and compute the same rows."""
         return self.pipeline * self.tensor * self.sequence
 
     @property
-    def copies(self) -> bool:
+    def is_replicated(self) -> bool:
         """True where every device has the whole model for itself."""
-        return self.replica == 1 and self.shard == "none"
+        return self.ranks_per_replica == 1 and self.shard == "none"
 
-    def over(self, devices: int, key: str = "trainer.layout") -> ParallelLayout:
+    def resolve(self, devices: int, key: str = "trainer.layout") -> ParallelLayout:
         """The layout with `data` filled in. Raises UserError, naming `key`, where it does not multiply to the devices."""
-        data = self.data or max(1, devices // self.replica)
+        data = self.data or max(1, devices // self.ranks_per_replica)
         filled = self.model_copy(update={"data": data})
-        if data * self.replica != devices:
+        if data * self.ranks_per_replica != devices:
             product = " · ".join(f"{axis} {getattr(filled, axis)}" for axis in AXES)
             raise UserError(
-                f"{key}: {product} make {data * self.replica} devices and there are {devices}; "
-                f"write numbers that multiply to {devices}, or workers={data * self.replica}"
+                f"{key}: {product} make {data * self.ranks_per_replica} devices and there are {devices}; "
+                f"write numbers that multiply to {devices}, or workers={data * self.ranks_per_replica}"
             )
         if self.nodes > 1 and (self.shard == "none" or data % self.nodes):
             why = f"does not divide data {data}" if data % self.nodes else "has no shards"
@@ -62,7 +62,7 @@ class ParallelLayout(BaseModel):
         return filled
 
     @property
-    def sharding(self) -> int:
+    def shard_ranks(self) -> int:
         """Devices that divide what is sharded; of a layout with `data` filled in."""
         return 1 if self.shard == "none" else (self.data or 1) * self.sequence // self.nodes
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from braidrl.models.compute.packed import Packed
-from braidrl.models.parallel.messages import gathered
-from braidrl.models.parallel.replicated import Predict, Then, by_tensor
+from braidrl.models.parallel.replicated import OnPrediction, Predict, all_gather_bytes, by_tensor
 
 RUN = 8
 """Micro-batches of one run of the schedule, for each pipeline rank: memory for its messages against time in which ranks wait."""
@@ -35,7 +34,7 @@ class Pipeline:
     """The pipeline ranks of one copy of the model, of which this process is one."""
 
     group: dist.ProcessGroup
-    ends: dist.ProcessGroup | None
+    embedding_group: dist.ProcessGroup | None
     """The first and the last of them, which both have weights that embedding and output layer share; None on the others."""
     divisor: int
     """Ranks that divide the tokens of a micro-batch."""
@@ -50,18 +49,27 @@ class Pipeline:
         return self.group.size()
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         return self.rank == self.size - 1
 
-    def over(self, model: Any, compute: Predict, micro_batches: Sequence[Packed], then: Then) -> None:
-        """As `DataParallel.over`, at least one micro-batch for each pipeline rank; `then` is called on the last pipeline rank alone.
+    def run_micro_batches(
+        self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction
+    ) -> None:
+        """As `DataParallel.run_micro_batches`, at least one micro-batch for each pipeline rank; `on_prediction` is called on the last pipeline rank alone.
 
         All ranks of the pipeline call this at the same time with the same micro-batches.
         """
         for numbers in runs(len(micro_batches), self.size):
-            self._run(model, compute, micro_batches, then, numbers)
+            self._run(model, compute, micro_batches, on_prediction, numbers)
 
-    def _run(self, model: Any, compute: Predict, micro_batches: Sequence[Packed], then: Then, numbers: Tensor) -> None:
+    def _run(
+        self,
+        model: Any,
+        compute: Predict,
+        micro_batches: Sequence[Packed],
+        on_prediction: OnPrediction,
+        numbers: Tensor,
+    ) -> None:
         train = torch.is_grad_enabled()
         longest = max(len(micro_batches[number].input_ids) for number in numbers.tolist())
         own = -(-longest // self.divisor)
@@ -69,9 +77,9 @@ class Pipeline:
         def forward(number: int, hidden: Tensor | None) -> Tensor:
             packed = replace(micro_batches[number].padded(own * self.divisor), hidden=hidden)
             predicted = compute(packed)
-            if not self.last:
+            if not self.is_last:
                 return predicted[HIDDEN]
-            loss = then(number, predicted)
+            loss = on_prediction(number, predicted)
             return torch.zeros(()) if loss is None else loss
 
         message = torch.empty(1, own, model.config.hidden_size, dtype=model.dtype, device="meta", requires_grad=train)
@@ -88,24 +96,26 @@ class Pipeline:
             # The schedule puts what a rank raises into words of its own, in which nobody finds a lost peer or a user's mistake.
             raise error.__cause__ or error from None
 
-    def whole_tensors(
-        self, named: Mapping[str, Any], whole: Callable[[Any], Tensor]
+    def full_tensors(
+        self, named: Mapping[str, Any], materialize: Callable[[Any], Tensor]
     ) -> Iterator[tuple[list[str], Tensor]]:
-        """As `DataParallel.whole_tensors`: each pipeline rank sends its own. A name may come twice, with equal numbers."""
+        """As `DataParallel.full_tensors`: each pipeline rank sends its own. A name may come twice, with equal numbers."""
         own = by_tensor(named)
         about = [(names, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for names, tensor in own]
-        of_all = [json.loads(bytes(part)) for part in gathered(bytearray(json.dumps(about).encode()), self.group)]
+        of_all = [
+            json.loads(bytes(part)) for part in all_gather_bytes(bytearray(json.dumps(about).encode()), self.group)
+        ]
         for rank, described in enumerate(of_all):
             for number, (names, shape, dtype) in enumerate(described):
                 tensor = (
-                    whole(own[number][1])
+                    materialize(own[number][1])
                     if rank == self.rank
                     else torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
                 )
                 dist.broadcast(tensor, group_src=rank, group=self.group)
                 yield names, tensor
 
-    def shared(self, values: Tensor) -> Tensor:
+    def broadcast_predictions(self, values: Tensor) -> Tensor:
         """The last pipeline rank's values on every pipeline rank; the others bring a tensor of its shape and type."""
         dist.broadcast(values, group_src=self.size - 1, group=self.group)
         return values
@@ -127,27 +137,27 @@ class RankModule(nn.Module):
         return self.run(int(number), hidden)
 
 
-class Elsewhere(nn.Module):
+class PassThrough(nn.Module):
     """A layer, norm, embedding or head that another pipeline rank has."""
 
     def forward(self, hidden: Tensor, **_: Any) -> Tensor:
         return hidden
 
 
-def cut(model: Any, rank: int, ranks: int) -> None:
+def split_layers(model: Any, rank: int, ranks: int) -> None:
     """Leaves a decoder or a scorer with the layers of one of `ranks` equal parts, in place; names stay those of the whole model."""
     body = model.base_model
     each = len(body.layers) // ranks
     for number in range(len(body.layers)):
         if number // each != rank:
-            body.layers[number] = Elsewhere()
+            body.layers[number] = PassThrough()
     head = next(name for name, child in model.named_children() if child is not body)
     tied = is_tied(model)
     if rank < ranks - 1:
-        body.norm = Elsewhere()
-        setattr(model, head, Elsewhere())
+        body.norm = PassThrough()
+        setattr(model, head, PassThrough())
     if rank > 0 and not (tied and rank == ranks - 1):
-        body.embed_tokens = Elsewhere()
+        body.embed_tokens = PassThrough()
 
 
 def is_tied(model: Any) -> bool:
@@ -156,6 +166,6 @@ def is_tied(model: Any) -> bool:
     return isinstance(output, nn.Linear) and isinstance(tokens, nn.Embedding) and output.weight is tokens.weight
 
 
-def own_layers(model: Any) -> list[nn.Module]:
+def local_layers(model: Any) -> list[nn.Module]:
     """The decoder layers that this rank has."""
-    return [layer for layer in model.base_model.layers if not isinstance(layer, Elsewhere)]
+    return [layer for layer in model.base_model.layers if not isinstance(layer, PassThrough)]

@@ -23,9 +23,9 @@ BUCKET_BYTES = 64 << 20
 Part = TypeVar("Part")
 """What a rank has of a tensor."""
 Predict = Callable[..., dict[str, Tensor]]
-Fill = Callable[[nn.Module], None]
+ReadParameters = Callable[[nn.Module], None]
 """Reads the weights of a module of the model."""
-Then = Callable[[int, dict[str, Tensor]], Tensor | None]
+OnPrediction = Callable[[int, dict[str, Tensor]], Tensor | None]
 """Gets a micro-batch's number and what is predicted of it; the loss to go backward from, or None."""
 
 
@@ -45,21 +45,21 @@ class DataParallel:
 
     @property
     def is_reporting_rank(self) -> bool:
-        """True for the one rank that counts the rows of `pooled` in losses and metrics."""
+        """True for the one rank that counts the rows of `gather_rows` in losses and metrics."""
         return True
 
     @property
-    def together(self) -> bool:
+    def forward_is_collective(self) -> bool:
         """True where a rank without rows takes part in what the others compute."""
         return False
 
     @property
-    def predicts(self) -> bool:
+    def has_predictions(self) -> bool:
         """True where this rank has the model's last layer, and what is predicted."""
         return True
 
     @property
-    def divided(self) -> bool:
+    def is_sharded(self) -> bool:
         """True where no rank has the whole model."""
         return False
 
@@ -67,53 +67,55 @@ class DataParallel:
         """Around a collective; who supervises the ranks says here who was missing."""
         return nullcontext()
 
-    def place(self, model: Any, predict: Predict, fill: Fill) -> Predict:
-        """Divides a model among the ranks, in place, and returns what to call for `predict` then; `fill` reads what is yet unread."""
-        fill(model)
+    def parallelize(self, model: Any, predict: Predict, read_parameters: ReadParameters) -> Predict:
+        """Divides a model among the ranks, in place, and returns what to call for `predict` then; `read_parameters` reads what is yet unread."""
+        read_parameters(model)
         return predict
 
-    def settle(self, model: Any) -> None:
+    def reshard(self, model: Any) -> None:
         """Leaves each rank with its own part of the model alone, after others' parts were brought to it."""
 
-    def pooled(self, rows: Rows) -> tuple[Rows, slice]:
+    def gather_rows(self, rows: Rows) -> tuple[Rows, slice]:
         """The rows that this rank computes, and where its own are among them."""
         return rows, slice(0, len(rows))
 
-    def rounds(self, micro_batches: int) -> int:
+    def num_micro_batches(self, micro_batches: int) -> int:
         """How many micro-batches this rank takes part in; what is over its own are empty ones."""
         return micro_batches
 
-    def over(self, model: Any, compute: Predict, micro_batches: Sequence[Packed], then: Then) -> None:
-        """Computes each micro-batch and calls `then` with what is predicted; goes backward from the loss that it returns.
+    def run_micro_batches(
+        self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction
+    ) -> None:
+        """Computes each micro-batch and calls `on_prediction` with what is predicted; goes backward from the loss that it returns.
 
-        Where the ranks divide the layers, `then` is called on those that predict.
+        Where the ranks divide the layers, `on_prediction` is called on those that predict.
         """
         for number, packed in enumerate(micro_batches):
-            loss = then(number, compute(packed))
+            loss = on_prediction(number, compute(packed))
             if loss is not None:
                 loss.backward()
 
-    def shared(self, values: Tensor) -> Tensor:
-        """What a rank that predicts has found, on those that do not too: these bring a tensor of its shape and type."""
+    def broadcast_predictions(self, values: Tensor) -> Tensor:
+        """What a rank that has_predictions has found, on those that do not too: these bring a tensor of its shape and type."""
         return values
 
-    def whole_tensors(
-        self, named: Mapping[str, Part], whole: Callable[[Part], Tensor]
+    def full_tensors(
+        self, named: Mapping[str, Part], materialize: Callable[[Part], Tensor]
     ) -> Iterator[tuple[list[str], Tensor]]:
         """Each tensor of the model, made by `whole` from what the ranks have of it, with its names.
 
         All ranks that have divided the model call this at the same time.
         """
         for names, tensor in by_tensor(named):
-            yield names, whole(tensor)
+            yield names, materialize(tensor)
 
-    def sum_(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    def all_reduce_gradients(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
         """Replaces each parameter's gradient by its sum over all rows. Every rank must pass tensors of the same shapes."""
         if self.size > 1:
             with self.meeting("the sum of gradients"):
                 sum_in_buckets(tensors, self.group)
 
-    def norm(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
+    def gradient_norm(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
         """Of the gradients of all parameters together, each None where there is none."""
         return torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
 
@@ -147,3 +149,15 @@ def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
             found[-1].append(tensor)
             size += tensor.nbytes
     return found
+
+
+def all_gather_bytes(message: bytearray, group: dist.ProcessGroup) -> list[memoryview]:
+    """Every rank's bytes, in the order of the group."""
+    size = torch.tensor([len(message)])
+    sizes = [torch.empty_like(size) for _ in range(group.size())]
+    dist.all_gather(sizes, size, group=group)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    padded[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(found, padded, group=group)
+    return [part[: int(count)].numpy().data for part, count in zip(found, sizes, strict=True)]

@@ -17,7 +17,7 @@ def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part, in the same memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
@@ -27,10 +27,10 @@ def local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(gradient, DTensor):
         return gradient
     assert isinstance(parameter, DTensor)
-    return local_part(gradient.redistribute(placements=parameter.placements))
+    return local_shard(gradient.redistribute(placements=parameter.placements))
 
 
-def parts_of(parameter: Tensor) -> int:
+def num_shards(parameter: Tensor) -> int:
     """Into how many different parts the ranks divide a parameter."""
     if not isinstance(parameter, DTensor):
         return 1
@@ -46,12 +46,12 @@ def box_of(parameter: Tensor) -> Box:
     return Box(start, shape)
 
 
-def part_of(tensor: Tensor, parameter: Tensor) -> Tensor:
+def shard_of(tensor: Tensor, parameter: Tensor) -> Tensor:
     """What this rank has of a whole tensor that is divided as the parameter is."""
     return box_of(parameter).of(tensor) if isinstance(parameter, DTensor) else tensor
 
 
-def as_part(local: Tensor, parameter: Tensor) -> Tensor:
+def as_dtensor(local: Tensor, parameter: Tensor) -> Tensor:
     """A rank's part as a tensor that knows the whole, divided as the parameter is."""
     if not isinstance(parameter, DTensor):
         return local
@@ -61,6 +61,6 @@ def as_part(local: Tensor, parameter: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The tensor from all its parts, on every rank; all ranks call this at the same time."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

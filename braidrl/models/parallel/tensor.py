@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 from braidrl.errors import UserError
 from braidrl.models.compute.packed import Packed
 from braidrl.models.lora import NAME
-from braidrl.models.parallel.pipeline import Elsewhere, is_tied, own_layers
+from braidrl.models.parallel.pipeline import PassThrough, is_tied, local_layers
 from braidrl.models.parallel.replicated import Predict
 
 AXIS = "tensor"
@@ -65,7 +65,7 @@ def plan_of(model: Any, key: str = "trainer.layout.tensor", remedy: str = "tenso
     return {name: style for name, style in plan.items() if style != COPIED}
 
 
-def whole_plan_of(model: Any, key: str, remedy: str) -> dict[str, str]:
+def full_plan_of(model: Any, key: str, remedy: str) -> dict[str, str]:
     """As `plan_of`, by the modules' names in the whole model, a linear output layer among them."""
     plan = {f"{model.base_model_prefix}.{name}": style for name, style in plan_of(model, key, remedy).items()}
     output = model.get_output_embeddings()
@@ -74,21 +74,21 @@ def whole_plan_of(model: Any, key: str, remedy: str) -> dict[str, str]:
     return plan
 
 
-def divide_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+def parallelize_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
     """Divides a decoder layer along a mesh of one dimension, in place."""
     own = in_layer(plan)
     for name, style in own.items():
-        parallelize_module(layer, mesh, parts_of_module(layer, name, style))
-    parallelize_module(layer, mesh, {name: AllTokens() for name in blocks_of(own)})
+        parallelize_module(layer, mesh, styles_of_module(layer, name, style))
+    parallelize_module(layer, mesh, {name: GatherTokens() for name in blocks_of(own)})
 
 
-def parts_of_module(layer: nn.Module, name: str, style: str) -> dict[str, ParallelStyle]:
+def styles_of_module(layer: nn.Module, name: str, style: str) -> dict[str, ParallelStyle]:
     """How a module of a layer is divided, or what it consists of where it has an adapter."""
     if not has_adapter(layer.get_submodule(name)):
         return {name: STYLES[style]()}
     down, up = f"{name}.lora_A.{NAME}", f"{name}.lora_B.{NAME}"
     whole = {f"{name}.base_layer": STYLES[style]()}
-    return whole | ({down: STYLES[style]()} if style == "rowwise" else {down: Copied(), up: STYLES[style]()})
+    return whole | ({down: STYLES[style]()} if style == "rowwise" else {down: ReplicatedModule(), up: STYLES[style]()})
 
 
 def has_adapter(module: nn.Module) -> bool:
@@ -97,7 +97,7 @@ def has_adapter(module: nn.Module) -> bool:
 
 def copied_factors(model: Any, plan: Mapping[str, str]) -> Iterator[nn.Module]:
     """Those factors of adapters that are not divided."""
-    for layer in own_layers(model):
+    for layer in local_layers(model):
         for name, style in in_layer(plan).items():
             module: Any = layer.get_submodule(name)
             if has_adapter(module):
@@ -114,13 +114,13 @@ def blocks_of(styles: Mapping[str, str]) -> set[str]:
     return {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"}
 
 
-def divide_rest(model: Any, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+def parallelize_rest(model: Any, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
     """Divides what a model has beside its layers: the vocabulary, and the tokens of the last norm."""
     output, tied, body = model.get_output_embeddings(), is_tied(model), model.base_model
     rest = {name: STYLES[style]() for name, style in plan.items() if not name.startswith(LAYERS)}
-    if isinstance(model.get_input_embeddings(), Elsewhere):
+    if isinstance(model.get_input_embeddings(), PassThrough):
         del rest["embed_tokens"]
-    if not isinstance(body.norm, Elsewhere):
+    if not isinstance(body.norm, PassThrough):
         rest["norm"] = PrepareModuleOutput(output_layouts=TOKENS, desired_output_layouts=Replicate())
     parallelize_module(body, mesh, rest)
     if tied:
@@ -129,7 +129,7 @@ def divide_rest(model: Any, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
         parallelize_module(output, mesh, ColwiseParallel())
 
 
-class AllTokens(ParallelStyle):
+class GatherTokens(ParallelStyle):
     """Brings together the tokens of a module's first argument, of which each rank has its own.
 
     What the module makes of them is each rank's part of a sum, and so is their gradient: it is summed and scattered.
@@ -150,7 +150,7 @@ class AllTokens(ParallelStyle):
         return module
 
 
-class Copied(ParallelStyle):
+class ReplicatedModule(ParallelStyle):
     """A module that every rank has whole, between others that are divided: each finds a part of the gradients of its weights and input."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -166,17 +166,17 @@ class Copied(ParallelStyle):
         return module
 
 
-def found_in_parts(model: Any) -> list[Tensor]:
+def partial_gradient_parameters(model: Any) -> list[Tensor]:
     """The weights that every rank has whole, and of whose gradient each finds what its own tokens or heads give."""
-    modules = [*own_layers(model), model.base_model.norm]
-    return [parameter for module in modules for parameter in module.parameters() if not is_divided(parameter)]
+    modules = [*local_layers(model), model.base_model.norm]
+    return [parameter for module in modules for parameter in module.parameters() if not is_tensor_parallel(parameter)]
 
 
-def is_divided(parameter: Tensor) -> bool:
+def is_tensor_parallel(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and AXIS in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def evened(predict: Predict, divisor: int) -> Predict:
+def pad_to_multiple(predict: Predict, divisor: int) -> Predict:
     """A prediction whose tokens are filled up to a number that so many ranks can divide."""
 
     def filled_up(packed: Packed, *objective: Any) -> dict[str, Tensor]:

@@ -21,8 +21,8 @@ from braidrl.models.roles.likelihood import Likelihood
 class DecoderWorker(RoleWorker):
     """Predicts `log_probs` and `entropy`, (A,) each, of the action tokens under the current weights."""
 
-    def load_model(self, folder: Path, unread: bool = False) -> Any:
-        return load_decoder(folder, self.dtype, unread=unread)
+    def load_model(self, folder: Path, on_meta: bool = False) -> Any:
+        return load_decoder(folder, self.dtype, on_meta=on_meta)
 
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
         hidden = self.hidden_states(packed)[packed.predictors]

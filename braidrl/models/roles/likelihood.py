@@ -47,7 +47,7 @@ def likelihoods(params: Mapping[str, Any]) -> tuple[Likelihood, ...]:
     if coefficient := params.get("ptx_coef", 0.0):
         found.append(Likelihood("ptx", coefficient, registry.losses["ptx"], text_rows))
     if coefficient := params.get("positive_coef", 0.0):
-        found.append(Likelihood("positive", coefficient, registry.losses["sft"], right_rows))
+        found.append(Likelihood("positive", coefficient, registry.losses["sft"], correct_rows))
     return tuple(found)
 
 
@@ -74,7 +74,7 @@ def text_targets(lengths: Tensor) -> Tensor:
     return (lengths - 1).clamp(min=0)
 
 
-def right_rows(rows: Rows) -> Rows:
+def correct_rows(rows: Rows) -> Rows:
     """The rows whose answer is right."""
     return rows.take((rows["correct"] > 0) & (rows["action_tokens"] > 0))
 

@@ -19,4 +19,4 @@ def make_worker(
     """
     kind = ScalarWorker if role in flow.scalar_roles else DecoderWorker
     trained = role in flow.trained_roles
-    return kind(role, config, training and trained, ranks, copies=trained and not training)
+    return kind(role, config, training and trained, ranks, is_copy=trained and not training)

@@ -25,8 +25,8 @@ from braidrl.models.roles.likelihood import Likelihood
 class ScalarWorker(RoleWorker):
     """Predicts `values` (A,), one per action token, and `scores` (B,), one per row."""
 
-    def load_model(self, folder: Path, unread: bool = False) -> Any:
-        return load_scorer(folder, self.dtype, fresh_head=self.train or self.copies, unread=unread)
+    def load_model(self, folder: Path, on_meta: bool = False) -> Any:
+        return load_scorer(folder, self.dtype, fresh_head=self.train or self.is_copy, on_meta=on_meta)
 
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
         hidden = self.hidden_states(packed)

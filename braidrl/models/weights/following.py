@@ -1,6 +1,6 @@
 """A role without a loss of its own, whose weights follow those of another role: a reference that is renewed, or a slow average.
 
-source's parts ──block by block, adapters merged──▶ each rank's part of its own:   own = decay · own + (1 - decay) · theirs
+source's parts ──block by block, adapters merged──▶ each rank's part of its own:   own = decay · own + (1 - decay) · source_weights
 """
 
 from __future__ import annotations
@@ -12,38 +12,40 @@ import torch
 from torch import Tensor
 
 from braidrl.errors import UserError
-from braidrl.models.parallel.shards import local_part, part_of
+from braidrl.models.parallel.shards import local_shard, shard_of
 from braidrl.models.roles.base import RoleWorker
-from braidrl.models.weights.mirror import LayoutCopy, settled_parts
+from braidrl.models.weights.mirror import LayoutCopy, local_weight_parts
 
 
 class Following:
     """A worker that takes its weights from another role's of the same ranks, which may be divided among them in another way."""
 
     def __init__(self, worker: RoleWorker, source: RoleWorker) -> None:
-        """Raises UserError as `move_towards` does."""
+        """Raises UserError as `interpolate_weights` does."""
         check_follows(worker, source.role, source.base_shapes)
         self.worker = worker
-        self.copy = LayoutCopy(source, partial(settled_parts, worker), worker.ranks.divided)
+        self.copy = LayoutCopy(source, partial(local_weight_parts, worker), worker.ranks.is_sharded)
 
     def move(self, decay: float) -> None:
         """Weights become `decay` times their own and the rest the source's; all ranks call this at the same time."""
-        self.worker.changes += 1
+        self.worker.weight_updates += 1
         self.copy.refresh(keep=decay)
 
 
 @torch.no_grad()
-def move_towards(worker: RoleWorker, theirs: Mapping[str, Tensor], source: str, decay: float) -> None:
-    """Weights become `decay` times their own and the rest `theirs`, whole and merged, of the role `source`.
+def interpolate_weights(worker: RoleWorker, source_weights: Mapping[str, Tensor], source: str, decay: float) -> None:
+    """Weights become `decay` times their own and the rest `source_weights`, whole and merged, of the role `source`.
 
     Raises UserError for a model of other shapes, and for one with an optimizer, which has weights of its own.
     """
-    check_follows(worker, source, {name: theirs[name].shape for name in worker.base_shapes if name in theirs})
-    worker.ranks.settle(worker.model)
-    worker.changes += 1
+    check_follows(
+        worker, source, {name: source_weights[name].shape for name in worker.base_shapes if name in source_weights}
+    )
+    worker.ranks.reshard(worker.model)
+    worker.weight_updates += 1
     for name, parameter in worker.model.named_parameters():
-        own = local_part(parameter)
-        own.lerp_(part_of(theirs[name], parameter).to(own), 1.0 - decay)
+        own = local_shard(parameter)
+        own.lerp_(shard_of(source_weights[name], parameter).to(own), 1.0 - decay)
 
 
 def check_follows(worker: RoleWorker, source: str, shapes: Mapping[str, torch.Size]) -> None:

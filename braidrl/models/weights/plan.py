@@ -107,7 +107,7 @@ def in_rounds(moves: Iterable[Move], item_bytes: Mapping[str, int], limit: int) 
         yield begun
 
 
-def shared_out(sources: Sequence[Boxes], shapes: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> list[Boxes]:
+def assign_writers(sources: Sequence[Boxes], shapes: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> list[Boxes]:
     """Every element of every tensor given to one of `ranks`, as blocks by rank of all: who writes it where they write together.
 
     It is one that has it, of several the one with least so far; what none of `ranks` has goes in turn to whoever has least.

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from braidrl.models.lora import Adapted, plain_names
 from braidrl.models.parallel.boxes import Box
 from braidrl.models.parallel.decoding import Slices
-from braidrl.models.parallel.messages import gathered
-from braidrl.models.parallel.replicated import DataParallel, by_tensor
-from braidrl.models.parallel.shards import box_of, local_part
+from braidrl.models.parallel.replicated import DataParallel, all_gather_bytes, by_tensor
+from braidrl.models.parallel.shards import box_of, local_shard
 from braidrl.models.weights.plan import Boxes, Move, in_rounds, plan_moves
 
 LIMIT_BYTES = 64 << 20
@@ -59,12 +58,12 @@ class WeightPart:
 
     def values(self) -> Tensor:
         """The part, adapters merged: all ranks that have divided it call this at the same time."""
-        return self.tensor.merged_part() if isinstance(self.tensor, Adapted) else local_part(self.tensor)
+        return self.tensor.merged_part() if isinstance(self.tensor, Adapted) else local_shard(self.tensor)
 
     def put(self, block: Tensor, box: Box) -> None:
         """Brings a block of the whole tensor to its place in the part, which has no adapter."""
         assert isinstance(self.tensor, Tensor)
-        own = local_part(self.tensor)[box.within(self.box)]
+        own = local_shard(self.tensor)[box.within(self.box)]
         if self.kept:
             own.lerp_(block.to(own), 1.0 - self.kept)
         else:
@@ -78,7 +77,7 @@ def weight_parts(model: nn.Module, slices: Slices | None = None) -> dict[str, We
 
 
 @dataclass(frozen=True)
-class Holdings:
+class WeightIndex:
     """What every rank knows of a model's tensors: of each all names, shape and type; and which blocks each rank has."""
 
     boxes: list[Boxes]
@@ -89,14 +88,14 @@ class Holdings:
     """Ranks with the same value here share memory."""
 
 
-def holdings(parts: Mapping[str, WeightPart], ranks: DataParallel, machine: str = "") -> Holdings:
+def gather_weight_index(parts: Mapping[str, WeightPart], ranks: DataParallel, machine: str = "") -> WeightIndex:
     """What all ranks have; each calls this at the same time with its own."""
-    own = {"machine": machine, "parts": {name: described(part) for name, part in parts.items()}}
+    own = {"machine": machine, "parts": {name: to_plain(part) for name, part in parts.items()}}
     of_all: list[dict[str, Any]] = [own]
     if ranks.group is not None:
         with ranks.meeting("who has which weights"):
-            of_all = [json.loads(bytes(m)) for m in gathered(bytearray(json.dumps(own).encode()), ranks.group)]
-    found = Holdings([], {}, {}, {}, [said["machine"] for said in of_all])
+            of_all = [json.loads(bytes(m)) for m in all_gather_bytes(bytearray(json.dumps(own).encode()), ranks.group)]
+    found = WeightIndex([], {}, {}, {}, [said["machine"] for said in of_all])
     for said in of_all:
         boxes: dict[str, Sequence[Box]] = {}
         found.boxes.append(boxes)
@@ -107,7 +106,7 @@ def holdings(parts: Mapping[str, WeightPart], ranks: DataParallel, machine: str 
     return found
 
 
-def described(part: WeightPart) -> list[Any]:
+def to_plain(part: WeightPart) -> list[Any]:
     """A part in JSON values."""
     dtype, box = str(part.tensor.dtype).removeprefix("torch."), part.box
     return [part.names, list(part.shape), dtype, box.offsets, box.sizes]
@@ -142,7 +141,7 @@ class WeightTransfer:
     """The moves between two layouts over the same ranks, made anew for each version."""
 
     def __init__(
-        self, known: Holdings, targets: Sequence[Boxes], ranks: DataParallel, limit_bytes: int = LIMIT_BYTES
+        self, known: WeightIndex, targets: Sequence[Boxes], ranks: DataParallel, limit_bytes: int = LIMIT_BYTES
     ) -> None:
         """`targets` are the blocks that each rank wants. Raises ValueError where no rank has one."""
         self.known, self.ranks = known, ranks
@@ -159,7 +158,7 @@ class WeightTransfer:
     @torch.no_grad()
     def run(self, parts: Mapping[str, WeightPart], into: Mapping[str, WeightPart]) -> TransferVolume:
         """Brings `parts`, of this rank, to where they are wanted, and what it wants to `into`; every rank calls this at the same time."""
-        traffic, at_hand = TransferVolume(), dict[str, Tensor]()
+        traffic, local_tensors = TransferVolume(), dict[str, Tensor]()
         # Of all ranks: also one that has nothing to send in a round meets the others on its device.
         device = next(part.device for part in (*parts.values(), *into.values()))
         with self.ranks.meeting("weights in another layout"):
@@ -167,18 +166,18 @@ class WeightTransfer:
                 # Ranks that have divided a tensor meet to merge its adapter: each that has some of it, whether or not it sends any.
                 for name in one.names:
                     if name in parts and self.first[name] == number:
-                        at_hand[name] = parts[name].values()
-                self._stay(one.own, at_hand, into, traffic)
+                        local_tensors[name] = parts[name].values()
+                self._stay(one.own, local_tensors, into, traffic)
                 if one.exchanges:
-                    self._exchange(one.own, at_hand, into, traffic, device)
-                for name in [name for name in at_hand if self.last[name] == number]:
-                    del at_hand[name]
+                    self._exchange(one.own, local_tensors, into, traffic, device)
+                for name in [name for name in local_tensors if self.last[name] == number]:
+                    del local_tensors[name]
         return traffic
 
     def _stay(
         self,
         moves: Sequence[Move],
-        at_hand: Mapping[str, Tensor],
+        local_tensors: Mapping[str, Tensor],
         into: Mapping[str, WeightPart],
         traffic: TransferVolume,
     ) -> None:
@@ -186,12 +185,12 @@ class WeightTransfer:
         for move in moves:
             if move.stays:
                 traffic.stayed += self._bytes(move)
-                into[move.name].put(self._block(move, at_hand), move.box)
+                into[move.name].put(self._block(move, local_tensors), move.box)
 
     def _exchange(
         self,
         moves: Sequence[Move],
-        at_hand: Mapping[str, Tensor],
+        local_tensors: Mapping[str, Tensor],
         into: Mapping[str, WeightPart],
         traffic: TransferVolume,
         device: torch.device,
@@ -204,7 +203,7 @@ class WeightTransfer:
             torch.empty(sum(map(self._bytes, some)), dtype=torch.uint8, device=device) for some in (going, coming)
         )
         for move, block in self._blocks(going, sent):
-            block.copy_(self._block(move, at_hand))
+            block.copy_(self._block(move, local_tensors))
         sizes_in = [sum(self._bytes(move) for move in coming if move.source == rank) for rank in everyone]
         sizes_out = [sum(self._bytes(move) for move in going if move.target == rank) for rank in everyone]
         dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=self.ranks.group)
@@ -217,10 +216,10 @@ class WeightTransfer:
     def _bytes(self, move: Move) -> int:
         return move.box.elements * self.known.dtypes[move.name].itemsize
 
-    def _block(self, move: Move, at_hand: Mapping[str, Tensor]) -> Tensor:
+    def _block(self, move: Move, local_tensors: Mapping[str, Tensor]) -> Tensor:
         """What this rank sends, of what it has of the tensor."""
         (held,) = self.known.boxes[self.ranks.rank][move.name]
-        return at_hand[move.name][move.box.within(held)]
+        return local_tensors[move.name][move.box.within(held)]
 
     def _blocks(self, moves: Sequence[Move], buffer: Tensor) -> Iterator[tuple[Move, Tensor]]:
         """Moves with their places in a buffer of bytes."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from braidrl.models.parallel.decoding import Slices
-from braidrl.models.parallel.messages import gathered
+from braidrl.models.parallel.replicated import all_gather_bytes
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.requests import Request, Response, Uid
 from braidrl.rollout.wire import plain_request, request_of
@@ -72,4 +72,4 @@ class PooledEngine(EmbeddedEngine):
 
     def _of_all(self, value: Any) -> list[Any]:
         """What every rank says, in the order of ranks."""
-        return [msgpack.unpackb(part) for part in gathered(bytearray(msgpack.packb(value)), self._group)]
+        return [msgpack.unpackb(part) for part in all_gather_bytes(bytearray(msgpack.packb(value)), self._group)]

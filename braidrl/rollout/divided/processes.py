@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from braidrl.models.cpu.malloc import keep_freed_memory
 from braidrl.models.loading import load_tokenizer
-from braidrl.models.parallel.decoding import TensorRanks, load_divided
+from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
 from braidrl.rollout.divided.followers import LOOPBACK, ForkedFollowers, join, open_port
 from braidrl.rollout.divided.leader import LeadingEngine
 from braidrl.rollout.embedded.engine import EmbeddedEngine
@@ -46,7 +46,7 @@ def _follower(spec: EngineSpec, rank: int, port: int) -> EmbeddedEngine:
 
 def _parts(spec: EngineSpec, ranks: TensorRanks) -> dict[str, Any]:
     """What every rank's engine is made of."""
-    model, slices = load_divided(spec.model, getattr(torch, spec.dtype), device_of(spec, ranks.rank), ranks)
+    model, slices = load_tensor_parallel(spec.model, getattr(torch, spec.dtype), device_of(spec, ranks.rank), ranks)
     return {
         "model": model, "tokenizer": load_tokenizer(spec.model), "slots": spec.slots,
         "max_sequence_tokens": spec.max_sequence_tokens, "seed": spec.seed, "slices": slices, **spec.options,

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from braidrl.models.parallel.messages import gathered
-from braidrl.models.parallel.replicated import DataParallel
-from braidrl.models.weights.plan import Boxes, shared_out
-from braidrl.models.weights.transfer import Holdings, TransferVolume, WeightPart, WeightTransfer, holdings
+from braidrl.models.parallel.replicated import DataParallel, all_gather_bytes
+from braidrl.models.weights.plan import Boxes, assign_writers
+from braidrl.models.weights.transfer import TransferVolume, WeightIndex, WeightPart, WeightTransfer, gather_weight_index
 from braidrl.rollout.weights.shared_file import (
     CHECKSUM,
     WEIGHTS,
@@ -53,7 +52,7 @@ class WeightWriter:
         With `check` readers compare a checksum. Where they know nothing of tied tensors these are to `repeat` under each name.
         """
         self.ranks, self.check = ranks, check
-        known = holdings(parts, ranks, machine())
+        known = gather_weight_index(parts, ranks, machine())
         self.here = [rank for rank, where in enumerate(known.machines) if where == known.machines[ranks.rank]]
         self.layout = FileLayout.of(known, check, repeat)
         self.transfer = WeightTransfer(known, written_by(known), ranks)
@@ -139,7 +138,7 @@ class WeightWriter:
             return [dict(said or {})]
         with self.ranks.meeting(purpose):
             message = bytearray(json.dumps(said or {}).encode())
-            return [json.loads(bytes(part)) for part in gathered(message, self.ranks.group)]
+            return [json.loads(bytes(part)) for part in all_gather_bytes(message, self.ranks.group)]
 
 
 class JointFolder(ReadableFolder):
@@ -162,12 +161,12 @@ def machine() -> str:
     return f"{boot.read_text().strip() if boot.is_file() else os.uname().nodename} {about.st_dev} {about.st_ino}"
 
 
-def written_by(known: Holdings) -> list[Boxes]:
+def written_by(known: WeightIndex) -> list[Boxes]:
     """The blocks that each rank writes into its machine's file: together, on each machine, everything once."""
     found: list[Boxes] = [{} for _ in known.boxes]
     for where in dict.fromkeys(known.machines):
         here = [rank for rank, other in enumerate(known.machines) if other == where]
-        shares = shared_out(known.boxes, known.shapes, here)
+        shares = assign_writers(known.boxes, known.shapes, here)
         for rank in here:
             found[rank] = shares[rank]
     return found
@@ -186,7 +185,7 @@ class FileLayout:
     check: bool
 
     @classmethod
-    def of(cls, known: Holdings, check: bool, repeat: bool = False) -> FileLayout:
+    def of(cls, known: WeightIndex, check: bool, repeat: bool = False) -> FileLayout:
         """Larger numbers first, so that each tensor begins at a multiple of its numbers' size."""
         others = {other: first for first, names in known.names.items() for other in names if other != first}
         repeated = others if repeat else {}
