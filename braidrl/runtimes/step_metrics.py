@@ -16,6 +16,7 @@ from torch import Tensor
 from braidrl.algorithms.metrics import effective_sample_share, explained_variance, group_shares, mean_where
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.flow import Flow
+from braidrl.models.objective import trained_rows
 from braidrl.observe.metrics import REQUIRED_KEYS
 from braidrl.runtimes.controller import IterationResult
 

@@ -1,8 +1,9 @@
-"""A decoder of which each rank of a group has its slices: plain layers, and those between which the ranks meet.
+"""Tensor-parallel decoding: plain layers that compute their local slices, and layers with a collective.
 
-    embedding ──sum──▶ [q k v ─▶ attend ─▶ o ──sum──▶ gate up ─▶ down ──sum──▶] × layers ─▶ norm ─▶ output ──side by side──▶ logits
+    embedding ──all-reduce──▶ [q k v ─▶ attend ─▶ o ──all-reduce──▶ gate up ─▶ down ──all-reduce──▶] × layers ─▶ norm ─▶ output
+    ──all-gather──▶ logits
 
-All ranks compute the same rows, and what passes between layers is the same on all of them to the bit. For generation: no gradients.
+All ranks compute the same rows, with hidden states that are bitwise equal. For generation: no gradients.
 
 Shapes: V vocabulary, D model width; `...` are rows and tokens.
 """
@@ -32,15 +33,15 @@ KEY = "rollout.tensor"
 
 
 class TensorRanks:
-    """The ranks that divide a model, as one of them sees the others."""
+    """This rank's view of the tensor-parallel group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.rank, self.size = group, group.rank(), group.size()
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        """The sum of every rank's part, the same bits on all of them.
+        """Return the sum of every rank's partial result, bitwise equal on all of them.
 
-        On a CPU they are added in the order of ranks, so that a row's sum does not depend on how many rows there are.
+        On a CPU it is added in the order of ranks, so that a row's sum does not depend on how many rows there are.
         """
         if part.device.type != "cpu":
             dist.all_reduce(part, group=self._group)
@@ -52,7 +53,7 @@ class TensorRanks:
         return total.to(part.dtype)
 
     def all_gather(self, part: Tensor, width: int) -> Tensor:
-        """Every rank's part (..., chunk of width) side by side, (..., width), on all of them."""
+        """Gather every rank's chunk (..., chunk of width) along the last dimension, (..., width), on all ranks."""
         each = -(-width // self.size)
         parts = self._gather(pad(part, (0, each - part.shape[-1])))
         return torch.cat(parts, -1)[..., :width].contiguous()
@@ -65,7 +66,7 @@ class TensorRanks:
 
 
 class RowParallelLinear(nn.Linear):
-    """A layer whose matrix is divided by its inputs; its bias is whole on each rank, and added once."""
+    """A linear layer sharded along its inputs; every rank has the bias, which is added once."""
 
     ranks: TensorRanks
 
@@ -75,7 +76,7 @@ class RowParallelLinear(nn.Linear):
 
 
 class ParallelLMHead(nn.Linear):
-    """An output layer of which each rank computes the logits of its part of the vocabulary."""
+    """An output layer sharded along the vocabulary, whose logits are gathered."""
 
     ranks: TensorRanks
 
@@ -84,7 +85,7 @@ class ParallelLMHead(nn.Linear):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding of which each rank knows its part of the vocabulary."""
+    """An embedding sharded along the vocabulary."""
 
     ranks: TensorRanks
 
@@ -99,12 +100,12 @@ PARALLEL_MODULES: dict[str, type[nn.Module]] = {
     "rowwise": RowParallelLinear,
     "embedding_rowwise": VocabParallelEmbedding,
 }
-"""What a module of a style becomes; others compute their slices alone."""
+"""The module class by style, for styles that need a collective; other modules compute their slices alone."""
 
 
 @dataclass(frozen=True)
 class Slices:
-    """Of each of a model's tensors, under each of its names: its whole shape, and the part that is here."""
+    """For each of a model's tensors, under each of its names: the global shape and the local block."""
 
     shapes: Mapping[str, torch.Size]
     boxes: Mapping[str, Box]
@@ -113,9 +114,9 @@ class Slices:
 def load_tensor_parallel(
     path: str | Path, dtype: torch.dtype, device: torch.device | str, ranks: TensorRanks
 ) -> tuple[PreTrainedModel, Slices]:
-    """This rank's part of the decoder in a Hugging Face directory, of which it reads no more.
+    """Load this rank's slices of the decoder in a Hugging Face directory; nothing else of it is read.
 
-    Raises UserError as `load_decoder`, and for a model that has no plan or does not divide among so many.
+    Raises UserError as `load_decoder`, and for a model that has no tensor-parallel plan or does not divide among so many ranks.
     """
     model: Any = load_decoder(path, dtype, on_meta=True)
     check_heads(model.config.to_dict(), ranks.size)
@@ -132,7 +133,7 @@ def load_tensor_parallel(
 
 
 def check_heads(settings: Mapping[str, Any], ranks: int) -> None:
-    """Raises UserError where so many ranks do not divide the heads that a model's configuration names."""
+    """Raise UserError where the number of ranks does not divide a model's attention and key/value heads."""
     heads = settings.get("num_attention_heads", 1)
     for name, count in (("attention", heads), ("key/value", settings.get("num_key_value_heads", heads))):
         if count % ranks:
@@ -142,7 +143,7 @@ def check_heads(settings: Mapping[str, Any], ranks: int) -> None:
 
 
 def _keep_local_slices(model: nn.Module, boxes: Mapping[str, Box]) -> None:
-    """Leaves a whole model with this rank's parts; tied tensors stay tied."""
+    """Replace a full model's parameters by this rank's slices; tied tensors stay tied."""
     kept: dict[nn.Parameter, nn.Parameter] = {}
     for name, whole in list(model.named_parameters(remove_duplicate=False)):
         if whole not in kept:
@@ -152,7 +153,7 @@ def _keep_local_slices(model: nn.Module, boxes: Mapping[str, Box]) -> None:
 
 
 def _use_parallel_modules(model: Any, ranks: TensorRanks, plan: Mapping[str, str]) -> None:
-    """Lets the ranks meet where a module's output needs every part."""
+    """Change the class of modules whose output needs a collective."""
     output = model.get_output_embeddings()
     for name, module in model.named_modules():
         kind = ParallelLMHead if module is output else PARALLEL_MODULES.get(plan.get(pattern_of(name), ""))
@@ -161,7 +162,7 @@ def _use_parallel_modules(model: Any, ranks: TensorRanks, plan: Mapping[str, str
 
 
 def _set_local_heads(config: Any, ranks: int) -> None:
-    """The configuration of a divided model has the heads that a rank has: keys and values are kept for these."""
+    """Set the number of heads in a model's configuration to those of one rank: the key/value cache is made for these."""
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     config.num_attention_heads //= ranks
     config.num_key_value_heads //= ranks

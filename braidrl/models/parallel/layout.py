@@ -1,4 +1,4 @@
-"""How one role lies on many devices: five numbers that multiply to the devices, and what of the model is divided among them.
+"""The parallel layout of a role: four axes that multiply to the number of devices, and what is sharded among them.
 
 rank = ((pipeline · data + data rank) · sequence + sequence rank) · tensor + tensor rank          tensor varies fastest
 """
@@ -12,16 +12,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from braidrl.errors import UserError
 
 AXES = ("pipeline", "data", "sequence", "tensor")
-"""Names of the mesh's dimensions, slowest first: ranks that speak most are neighbours."""
+"""Names of the mesh dimensions, slowest first: ranks that communicate most are neighbours."""
 
 
 class ParallelLayout(BaseModel):
-    """Devices along each axis. The default is one copy of the model on each device."""
+    """Devices along each axis. By default each device holds a replica of the model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     pipeline: int = Field(1, ge=1)
-    """Stages, each with as many of the layers, through which micro-batches pass one behind the other."""
+    """Pipeline ranks, each with as many of the layers, through which micro-batches pass one behind the other."""
     tensor: int = Field(1, ge=1)
     """Devices that divide each matrix and the vocabulary, and between matrices, in norms and residuals, the tokens."""
     data: int | None = Field(None, ge=1)
@@ -36,16 +36,16 @@ class ParallelLayout(BaseModel):
 
     @property
     def ranks_per_replica(self) -> int:
-        """Devices that hold one copy of the model together and compute the same rows."""
+        """Devices that hold one replica of the model together and compute the same rows."""
         return self.pipeline * self.tensor * self.sequence
 
     @property
     def is_replicated(self) -> bool:
-        """True where every device has the whole model for itself."""
+        """True where every device has a full replica of the model."""
         return self.ranks_per_replica == 1 and self.shard == "none"
 
     def resolve(self, devices: int, key: str = "trainer.layout") -> ParallelLayout:
-        """The layout with `data` filled in. Raises UserError, naming `key`, where it does not multiply to the devices."""
+        """Return the layout with `data` filled in. Raises UserError, naming `key`, where the axes do not multiply to the devices."""
         data = self.data or max(1, devices // self.ranks_per_replica)
         filled = self.model_copy(update={"data": data})
         if data * self.ranks_per_replica != devices:
@@ -63,11 +63,11 @@ class ParallelLayout(BaseModel):
 
     @property
     def shard_ranks(self) -> int:
-        """Devices that divide what is sharded; of a layout with `data` filled in."""
+        """Devices among which weights, gradients or optimizer state are sharded, once `data` is filled in."""
         return 1 if self.shard == "none" else (self.data or 1) * self.sequence // self.nodes
 
     def check_model(self, heads: int, key_value_heads: int, layers: int, key: str = "trainer.layout") -> None:
-        """Raises UserError, naming `key`, where the axes do not divide a model's heads or layers."""
+        """Raise UserError, naming `key`, where the axes do not divide a model's heads or layers."""
         for name, count in (("attention heads", heads), ("key/value heads", key_value_heads)):
             if count % (self.tensor * self.sequence):
                 raise UserError(

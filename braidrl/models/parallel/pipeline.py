@@ -3,9 +3,9 @@
 rank 0    embedding, layers 0..n          F0 F1    B0 F2    B1 F3    B2    B3
 rank 1    layers n..2n, norm, head           F0 B0    F1 B1    F2 B2    F3 B3
 
-The schedule is torch's. Its messages within a run have one shape, so that micro-batches are filled up to the longest of them, and it
-keeps buffers for all of them, so that a run has at most `RUN` for each pipeline rank. A rank holds transformers' own model in which the
-layers of other ranks let everything pass.
+The schedule is torch's. All messages of one run have the same shape, so micro-batches are padded to the longest, and it keeps buffers for
+all of them, so a run has at most `RUN` micro-batches for each pipeline rank. A rank holds transformers' own model with `PassThrough` in
+place of other ranks' layers.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from braidrl.models.compute.packed import Packed
 from braidrl.models.parallel.replicated import OnPrediction, Predict, all_gather_bytes, by_tensor
 
 RUN = 8
-"""Micro-batches of one run of the schedule, for each pipeline rank: memory for its messages against time in which ranks wait."""
+"""Micro-batches in one run of the schedule, for each pipeline rank: receive buffers against time in the bubble."""
 HIDDEN = "hidden"
-"""Under which a pipeline rank that is not the last one returns what its layers made of the tokens."""
+"""The name under which a pipeline rank other than the last returns its hidden states."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The pipeline ranks of one copy of the model, of which this process is one."""
+    """The pipeline group of one replica of the model."""
 
     group: dist.ProcessGroup
     embedding_group: dist.ProcessGroup | None
-    """The first and the last of them, which both have weights that embedding and output layer share; None on the others."""
+    """The first and the last rank, which both hold weights that embedding and output layer share; None on the others."""
     divisor: int
     """Ranks that divide the tokens of a micro-batch."""
     device: torch.device
@@ -55,9 +55,9 @@ class Pipeline:
     def run_micro_batches(
         self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction
     ) -> None:
-        """As `DataParallel.run_micro_batches`, at least one micro-batch for each pipeline rank; `on_prediction` is called on the last pipeline rank alone.
+        """Run micro-batches as `DataParallel.run_micro_batches`; `on_prediction` is called on the last pipeline rank alone.
 
-        All ranks of the pipeline call this at the same time with the same micro-batches.
+        All ranks of the pipeline call this at the same time with the same micro-batches, at least one for each pipeline rank.
         """
         for numbers in runs(len(micro_batches), self.size):
             self._run(model, compute, micro_batches, on_prediction, numbers)
@@ -99,7 +99,7 @@ class Pipeline:
     def full_tensors(
         self, named: Mapping[str, Any], materialize: Callable[[Any], Tensor]
     ) -> Iterator[tuple[list[str], Tensor]]:
-        """As `DataParallel.full_tensors`: each pipeline rank sends its own. A name may come twice, with equal numbers."""
+        """Yield tensors as `DataParallel.full_tensors`; each pipeline rank broadcasts its own. A name may come twice, with equal values."""
         own = by_tensor(named)
         about = [(names, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for names, tensor in own]
         of_all = [
@@ -116,18 +116,18 @@ class Pipeline:
                 yield names, tensor
 
     def broadcast_predictions(self, values: Tensor) -> Tensor:
-        """The last pipeline rank's values on every pipeline rank; the others bring a tensor of its shape and type."""
+        """Broadcast the last pipeline rank's values; the other ranks pass a buffer of the same shape and type."""
         dist.broadcast(values, group_src=self.size - 1, group=self.group)
         return values
 
 
 def runs(micro_batches: int, ranks: int) -> tuple[Tensor, ...]:
-    """Their numbers by run of the schedule: about as many in each, and at least one for each pipeline rank if there are so many."""
+    """Return the micro-batch numbers of each run: about as many in each, and at least one for each pipeline rank if there are so many."""
     return torch.arange(micro_batches).tensor_split(-(-micro_batches // (RUN * ranks))) if micro_batches else ()
 
 
 class RankModule(nn.Module):
-    """What torch's schedule calls for each micro-batch, by its number and what the pipeline rank before sent."""
+    """The module that torch's schedule calls, with a micro-batch's number and the previous pipeline rank's output."""
 
     def __init__(self, run: Callable[[int, Tensor | None], Tensor]) -> None:
         super().__init__()
@@ -138,14 +138,14 @@ class RankModule(nn.Module):
 
 
 class PassThrough(nn.Module):
-    """A layer, norm, embedding or head that another pipeline rank has."""
+    """Takes the place of a layer, norm, embedding or head that another pipeline rank holds."""
 
     def forward(self, hidden: Tensor, **_: Any) -> Tensor:
         return hidden
 
 
 def split_layers(model: Any, rank: int, ranks: int) -> None:
-    """Leaves a decoder or a scorer with the layers of one of `ranks` equal parts, in place; names stay those of the whole model."""
+    """Keep one of `ranks` equal parts of a model's layers, in place; parameters keep their names."""
     body = model.base_model
     each = len(body.layers) // ranks
     for number in range(len(body.layers)):
@@ -161,11 +161,11 @@ def split_layers(model: Any, rank: int, ranks: int) -> None:
 
 
 def is_tied(model: Any) -> bool:
-    """True where embedding and output layer have one weight."""
+    """Return True where embedding and output layer share their weight."""
     output, tokens = model.get_output_embeddings(), model.get_input_embeddings()
     return isinstance(output, nn.Linear) and isinstance(tokens, nn.Embedding) and output.weight is tokens.weight
 
 
 def local_layers(model: Any) -> list[nn.Module]:
-    """The decoder layers that this rank has."""
+    """Return the decoder layers that this rank holds."""
     return [layer for layer in model.base_model.layers if not isinstance(layer, PassThrough)]

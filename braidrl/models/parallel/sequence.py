@@ -1,10 +1,10 @@
 """Sequence parallelism after Ulysses: ranks divide the tokens of a micro-batch, and within attention the heads.
 
 rank 0   tokens 0..n    all heads ╮              ╭ all tokens   heads 0..h    ╮              ╭ tokens 0..n
-rank 1   tokens n..2n   all heads ┴─ exchange ───┴ all tokens   heads h..2h   ┴─ exchange ───┴ tokens n..2n
+rank 1   tokens n..2n   all heads ┴─ all-to-all ─┴ all tokens   heads h..2h   ┴─ all-to-all ─┴ tokens n..2n
 
-Everything but attention is computed token by token. What is predicted is joined, so that each rank has the whole loss; its backward
-takes the gradients of its own tokens, and their sum over the ranks is the gradient.
+Everything but attention is computed token by token. Predictions are gathered, so that each rank has the global loss; its backward
+takes the gradients of the local tokens, and their sum over the ranks is the gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from braidrl.models.parallel.replicated import Predict
 
 @dataclass(frozen=True, eq=False)
 class UlyssesAttention:
-    """The attention of sequences whose tokens lie on the ranks of `group`, equally many on each. S ranks, n tokens on each."""
+    """Attention over sequences whose tokens are divided equally among the S ranks of `group`, n tokens on each."""
 
     sequences: AttentionContext
     group: dist.ProcessGroup
@@ -32,21 +32,21 @@ class UlyssesAttention:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """Queries (1, H, n, D), keys and values (1, K, n, D) to outputs (1, n, H, D), where S divides H and K."""
+        """Attend with local queries (1, H, n, D) to keys and values (1, K, n, D); returns (1, n, H, D). S must divide H and K."""
         whole = [self._all_tokens(states) for states in (query, key, value)]
         output = self.sequences.attend(module, whole[0], whole[1], whole[2], scaling, window)
         by_rank = output[0].unflatten(0, (self.group.size(), -1))
         return _AllToAll.apply(by_rank, self.group).transpose(0, 1).flatten(1, 2)[None]
 
     def _all_tokens(self, states: Tensor) -> Tensor:
-        """(1, heads, n, D) to (1, heads / S, S · n, D)."""
+        """Exchange (1, heads, n, D) for (1, heads / S, S · n, D)."""
         by_rank = states[0].unflatten(0, (self.group.size(), -1))
         return _AllToAll.apply(by_rank, self.group).transpose(0, 1).flatten(1, 2)[None]
 
 
 @dataclass(frozen=True)
 class LocalPacked(Packed):
-    """One rank's tokens of a packed micro-batch; `sequence_lengths` are those of all."""
+    """One rank's tokens of a packed micro-batch; `sequence_lengths` are those of all ranks together."""
 
     group: dist.ProcessGroup
 
@@ -55,9 +55,9 @@ class LocalPacked(Packed):
 
 
 def sequence_parallel(predict: Predict, group: dist.ProcessGroup, join: bool = True) -> Predict:
-    """A prediction whose tokens the ranks of `group` divide; each of them calls it with the same rows and has the whole result.
+    """Wrap `predict` so that the ranks of `group` divide the tokens; each of them calls it with the same rows.
 
-    Without `join` each has that of its own tokens.
+    With `join` every rank gets the predictions of all tokens, without it those of its own tokens.
     """
 
     def predict_local(packed: Packed, *objective: Any) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ def sequence_parallel(predict: Predict, group: dist.ProcessGroup, join: bool = T
 
 
 def local_tokens_of(packed: Packed, group: dist.ProcessGroup) -> LocalPacked:
-    """This rank's tokens, after enough tokens of no row are added that every rank has as many; `hidden` is already its own."""
+    """Pad a micro-batch so that it divides, and return this rank's tokens; `hidden` is local already."""
     count = -(-len(packed.input_ids) // group.size())
     packed = packed.padded(count * group.size())
     first = group.rank() * count
@@ -82,7 +82,7 @@ def local_tokens_of(packed: Packed, group: dist.ProcessGroup) -> LocalPacked:
 
 
 def all_gather_values(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's values, one rank's after the other's."""
+    """Gather values of different lengths from all ranks, in the order of ranks. Differentiable."""
     count = torch.tensor([len(values)], device=values.device)
     counts = [torch.empty_like(count) for _ in range(group.size())]
     dist.all_gather(counts, count, group=group)
@@ -90,7 +90,7 @@ def all_gather_values(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """(S, ...): part j goes to rank j, and part j of the result came from rank j."""
+    """All-to-all of (S, ...): part j goes to rank j, and part j of the result came from rank j."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:

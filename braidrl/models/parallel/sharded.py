@@ -1,15 +1,15 @@
-"""The ranks of a role that divide its model: the mesh they form, and what is divided along each of its axes.
+"""Ranks that shard a role's model: their mesh, and what each of its axes divides.
 
                     data 0                      data 1
             tensor 0    tensor 1        tensor 0    tensor 1
 layers      all, or with pipeline > 1 those of its rank               `pipeline.split_layers`
-rows        a pool of rows, the same    another pool                  `gather_rows`
+rows        those of replica 0          those of replica 1            `gather_rows`
 matrices    left half   right half      left half   right half        `tensor_parallel.parallelize_layer`
-tokens      all, or with sequence > 1 a share of the pool's           `sequence_parallel`
+tokens      all, or with sequence > 1 a share of the replica's        `sequence_parallel`
             of those, between matrices, half each
 shards      upper       upper           lower       lower             FSDP2, with shard=full or optimizer
 
-A pool is what the ranks of one copy of the model compute together: each brings the rows that it was given.
+The ranks of one replica compute the same rows: each contributes the rows that it was given.
 """
 
 from __future__ import annotations
@@ -52,22 +52,23 @@ from braidrl.models.parallel.shards import num_shards
 
 @dataclass(frozen=True)
 class Sharded(DataParallel):
-    """Ranks with a layout under which none has a model for itself. Made by `apply_layout`."""
+    """Ranks under a layout that gives none of them a full replica; made by `apply_layout`."""
 
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     world: DataParallel = field(default_factory=DataParallel)
+    """All ranks of the role."""
     mesh: DeviceMesh | None = None
-    """(pipeline, node, shard, tensor), by these names; ranks along `node` and `shard` have different tokens."""
+    """Dimensions (pipeline, node, shard, tensor), by these names; ranks along `node` and `shard` have different tokens."""
     replica_group: dist.ProcessGroup | None = None
-    """The ranks that compute the same rows."""
+    """The ranks of this replica, which compute the same rows."""
     sequence_group: dist.ProcessGroup | None = None
-    """Those of them that divide their tokens."""
+    """The ranks of this replica that divide its tokens."""
     pipeline: Pipeline | None = None
-    """Those of them that have other layers; None where each has them all."""
+    """The ranks of this replica that hold other layers; None where each holds them all."""
     tied_embedding: list[Tensor] = field(default_factory=list)
-    """The parameter that the first and the last pipeline rank both have, where there is one."""
+    """The parameter that the first and the last pipeline rank both hold, if there is one."""
     partial_gradients: list[Tensor] = field(default_factory=list)
-    """Parameters that all ranks along `tensor` have, and each a part of the gradient of."""
+    """Parameters that all ranks along `tensor` hold, and whose local gradient is a partial sum."""
 
     @property
     def is_reporting_rank(self) -> bool:
@@ -94,7 +95,7 @@ class Sharded(DataParallel):
 
     @property
     def uses_fsdp(self) -> bool:
-        """True where ranks with different rows must meet in every micro-batch."""
+        """True where ranks with different rows join collectives in every micro-batch."""
         return self.layout.shard != "none"
 
     def parallelize(self, model: Any, predict: Predict, read_parameters: ReadParameters) -> Predict:
@@ -200,7 +201,7 @@ class Sharded(DataParallel):
                 )
 
     def gradient_norm(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-        """From each rank's squares, so weighted that every element of a gradient counts once, wherever it is held."""
+        """Return the norm, from each rank's squares weighted so that every element of a gradient counts once."""
         squares = torch.zeros((), dtype=torch.float64)
         for gradient, parameter in zip(gradients, parameters, strict=True):
             if gradient is not None:
@@ -216,9 +217,9 @@ class Sharded(DataParallel):
 
 
 def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.device) -> DataParallel:
-    """The ranks with a layout over all of `world`, whose group is the world; each of them calls this at the same time.
+    """Return this rank's view of a layout over all of `world`; every rank calls this at the same time.
 
-    Raises UserError where the layout does not fit their number.
+    Raises UserError where the layout does not fit the number of ranks.
     """
     layout = layout.resolve(world.size)
     if layout.is_replicated:
@@ -240,7 +241,7 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
 
 
 def subgroup(ranks: Tensor) -> dist.ProcessGroup | None:
-    """Of groups of ranks, one in each row, the one that this rank is in; None where it is in none."""
+    """Make a process group of each row of ranks, and return the one that this rank is in, or None."""
     group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
     return group
 
@@ -248,11 +249,11 @@ def subgroup(ranks: Tensor) -> dist.ProcessGroup | None:
 def select_by_parameter(
     known: Sequence[Tensor], tensors: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Of tensors, one for each parameter, those of known parameters."""
+    """Select the tensors, one for each of `parameters`, whose parameter is among `known`."""
     numbers = {id(parameter) for parameter in known}
     return [tensor for tensor, parameter in zip(tensors, parameters, strict=True) if id(parameter) in numbers]
 
 
 def sharded_modules(model: Any) -> Iterator[FSDPModule]:
-    """The modules whose weights are gathered together."""
+    """Iterate over the modules that FSDP gathers as units."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))

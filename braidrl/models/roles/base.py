@@ -1,6 +1,6 @@
-"""A role's worker: one model that infers over rows, accumulates gradients over them, and steps. Roles differ in what they predict.
+"""A role's worker: forward passes over rows, gradient accumulation, and optimizer steps. Roles differ in what they predict.
 
-rows ──plan──▶ micro-batches ──pack──▶ hidden states ──predict──▶ per action or row ──objective──▶ sums ──backward──▶ step
+rows ──plan──▶ micro-batches ──pack──▶ hidden states ──predict──▶ per action or row ──objective──▶ sums ──backward──▶ optim_step
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from braidrl.observe.metrics import Sums
 
 
 def zero_loss(predicted: Mapping[str, Tensor]) -> Tensor:
-    """A loss of zero that has passed through all that was predicted."""
+    """Return a zero loss that touches every output, so that all ranks run the same collectives."""
     return sum((0 * values.sum() for values in predicted.values()), torch.zeros(()))
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that are computed together, their numbers among all, and how they are laid out; of an empty one there are none."""
+    """Rows that are computed together, their numbers in the batch, and their packing; an empty one has no rows."""
 
     numbers: list[int]
     rows: Rows
@@ -41,10 +41,10 @@ class MicroBatch:
 
 
 class RoleWorker(RoleModel, TrainingBackend):
-    """A role's model as the training backend on torch alone."""
+    """The training backend that needs nothing but torch."""
 
     def micro_batches(self, rows: Rows, whole_groups: bool = False) -> Iterator[tuple[list[int], Rows]]:
-        """Row numbers and rows of each micro-batch, of at most `max_tokens_per_device` tokens."""
+        """Yield row numbers and rows of each micro-batch, of at most `max_tokens_per_device` tokens."""
         if self.shares_prompts(rows) and not whole_groups:
             for numbers in plan_shared(rows, self.max_tokens):
                 yield numbers, rows.take(numbers)
@@ -58,22 +58,22 @@ class RoleWorker(RoleModel, TrainingBackend):
                     yield numbers, rows.take(numbers)
 
     def shares_prompts(self, rows: Rows) -> bool:
-        """True where prompts of these rows go through the model once for all rows that have them."""
+        """Return True where prompts of these rows go through the model once for all rows that share them."""
         return self.config.trainer.share_prompts and saves_enough(rows)
 
     def pack(self, rows: Rows) -> Packed:
-        """The rows of a micro-batch for one forward pass."""
+        """Pack the rows of a micro-batch for one forward pass."""
         return pack_shared(rows, self.device) if self.shares_prompts(rows) else pack(rows, self.device)
 
     def padded_micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
-        """The micro-batches, and empty ones where other ranks have more and would wait."""
+        """Return the micro-batches, followed by empty ones where other ranks have more and would wait."""
         found = [MicroBatch(n, part, self.pack(part)) for n, part in self.micro_batches(rows, whole_groups)]
         empty = MicroBatch([], Rows({}), empty_packed(self.device))
         return found + [empty] * (self.ranks.num_micro_batches(len(found)) - len(found))
 
     @torch.no_grad()
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """What the model has_predictions under `name` for each row's actions (`scores`: one number for the row), in the order of `rows`."""
+        """Predict `name` for each row's actions (`scores`: one number per row), in the order of `rows`."""
         rows, own = self.ranks.gather_rows(rows)
         batches = self.padded_micro_batches(rows)
         offsets = [torch.arange(len(b.rows) + 1) if name == "scores" else b.packed.offsets.to("cpu") for b in batches]
@@ -96,9 +96,9 @@ class RoleWorker(RoleModel, TrainingBackend):
     def forward_backward(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
     ) -> dict[str, float]:
-        """Adds the gradient sums of `rows`; may be called many times before `optim_step`.
+        """Accumulate the gradient sums of `rows`; may be called many times before `optim_step`.
 
-        Returns the loss sums by denominator; metrics per token go to `sums` under the role's name.
+        Returns the loss sums by denominator; metrics per token are added to `sums` under the role's name.
         """
         totals: dict[str, float] = {}
         rows, _ = self.ranks.gather_rows(rows)
@@ -136,7 +136,7 @@ class RoleWorker(RoleModel, TrainingBackend):
         self._run(batches, loss_of, term)
 
     def _run(self, batches: Sequence[MicroBatch], on_prediction: OnPrediction, *term: Objective | Likelihood) -> None:
-        """Computes the micro-batches, and goes backward where `on_prediction` returns a loss."""
+        """Run the micro-batches, and go backward where `on_prediction` returns a loss."""
         self.ranks.run_micro_batches(
             self.model, lambda packed: self.compute(packed, *term), [batch.packed for batch in batches], on_prediction
         )
@@ -146,7 +146,7 @@ class RoleWorker(RoleModel, TrainingBackend):
             advance(len(batch.rows) if counts_rows else 0, len(batch.packed.input_ids))
 
     def _record(self, metrics: Mapping[str, Tensor], sums: Sums) -> None:
-        """Adds numbers per token to the sums, under the role's name."""
+        """Add metrics per token to the sums, under the role's name."""
         for name, values in metrics.items():
             if name.endswith("_max"):
                 sums.highest(f"{self.role}/{name}", values.max())
@@ -161,7 +161,7 @@ class RoleWorker(RoleModel, TrainingBackend):
         save_worker(self, folder, write)
 
     def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
-        """Divides the accumulated sums by their global counts and updates; the gradient norm, or None if there was nothing."""
+        """Divide the accumulated sums by their global counts and update; returns the gradient norm, or None if nothing was accumulated."""
         assert self.optimizer is not None, f"{self.role} is not trained"
         self.ranks.reshard(self.model)
         norm = self.optimizer.step(denominators, iteration)

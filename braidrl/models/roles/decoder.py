@@ -1,4 +1,4 @@
-"""The worker of an actor or a reference: a causal decoder that says how likely each action was."""
+"""The worker of an actor or a reference: a causal decoder that gives the log-probability of each action."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ class DecoderWorker(RoleWorker):
         return {"log_probs": log_probs, "entropy": entropy}
 
     def log_probs(self, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """Log-probabilities of each row's action tokens, in the order of `rows`."""
+        """Return the log-probabilities of each row's action tokens, in the order of `rows`."""
         return self.forward("log_probs", rows, advance)

@@ -13,7 +13,7 @@ from braidrl.models.roles.scalar import ScalarWorker
 def make_worker(
     role: str, config: Config, flow: Flow, ranks: DataParallel | None = None, training: bool = True
 ) -> RoleWorker:
-    """The role's worker: with a scalar head where it gives values or scores, with an optimizer where the flow trains it.
+    """Return the role's worker: with a scalar head where it gives values or scores, with an optimizer where the flow trains it.
 
     Without `training` it is a copy whose weights come from elsewhere.
     """

@@ -1,6 +1,6 @@
-"""What a rank holds of a role: its part of the model, divided as the layout says, the optimizer where it is trained, and the forward pass.
+"""A rank's part of a role: the sharded model, its optimizer where it is trained, and the forward pass.
 
-folder ──read──▶ model ──adapters──▶ divided among ranks ──▶ optimizer           packed tokens ──▶ hidden states ──predict──▶ by name
+folder ──read──▶ model ──adapters──▶ sharded ──▶ optimizer           packed tokens ──▶ hidden states ──predict──▶ by name
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from braidrl.models.weight_files import ParameterReader
 
 
 class RoleModel(ABC):
-    """A model by its role. With `train` it has an optimizer, without it is frozen."""
+    """The model of one role. It has an optimizer with `train`, and is frozen otherwise."""
 
     def __init__(
         self, role: str, config: Config, train: bool, ranks: DataParallel | None = None, is_copy: bool = False
     ) -> None:
-        """One that `copies` is frozen, and its weights come from one that is trained."""
+        """Load the model; one that `is_copy` is frozen, and takes its weights from a trained one."""
         own = config.roles.get(role)
         self.role, self.config, self.train, self.is_copy = role, config, train, is_copy
         self.weight_updates = 0
@@ -82,27 +82,27 @@ class RoleModel(ABC):
 
     @property
     def has_full_weights(self) -> bool:
-        """True where the module's own parameters are the role's weights, whole: what an engine in this process may share."""
+        """True where the module's own parameters are the role's full weights, which an engine in this process may share."""
         return self.lora is None and not self.ranks.is_sharded
 
     @abstractmethod
     def load_model(self, folder: Path, on_meta: bool = False) -> Any:
-        """The kind of model that this role needs from a Hugging Face directory: whole, on the CPU, or its weights still `on_meta`."""
+        """Load the kind of model that this role needs from a Hugging Face directory, on the CPU or with parameters left `on_meta`."""
 
     @abstractmethod
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
-        """What a forward pass computes for the objective's loss, by name; without one, what inference needs."""
+        """Compute the outputs that the objective's loss needs, by name; without an objective, those of inference."""
 
     def pipeline_output(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
-        """In place of `predict` where another rank has the last layers."""
+        """Compute the hidden states for the next pipeline rank, in place of `predict` where this rank lacks the last layers."""
         return {HIDDEN: self._through_layers(packed)}
 
     def hidden_states(self, packed: Packed) -> Tensor:
-        """The last layer's output at each packed token, (N, D)."""
+        """Return the last layer's output at each packed token, (N, D)."""
         return self._through_layers(packed)[0]
 
     def _through_layers(self, packed: Packed) -> Tensor:
-        """What comes out of the last layer that this rank has, (1, N, D)."""
+        """Return the output of this rank's last layer, (1, N, D)."""
         hidden: Tensor = self.model.base_model(
             input_ids=packed.input_ids[None] if packed.hidden is None else None,
             inputs_embeds=packed.hidden,

@@ -1,10 +1,10 @@
-"""Brings a model's weights from the layout of its ranks to another one: into a second model, or a file that ranks write together.
+"""Transfers a model's weights from one layout to another: into a second model, or into a file that ranks write together.
 
 model ──parts──▶ what each rank has ╮
                                     ├─plan─▶ rounds of one all-to-all each ──▶ into parts of the other
-          what each rank wants ─────╯         no rank has more than LIMIT_BYTES to send or to receive in any of them
+          what each rank wants ─────╯         no rank sends or receives more than LIMIT_BYTES in any of them
 
-Ranks tell each other once which blocks they have; from then on all know every move of every version.
+Ranks exchange once which blocks they have; from then on every rank knows every move of every version.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from braidrl.models.parallel.shards import box_of, local_shard
 from braidrl.models.weights.plan import Boxes, Move, in_rounds, plan_moves
 
 LIMIT_BYTES = 64 << 20
-"""What a rank sends in one round, and what it receives."""
+"""Bytes that a rank sends, and that it receives, in one round."""
 
 
 @dataclass(frozen=True)
 class WeightPart:
-    """What this rank has of a tensor that has these names, of which tied ones have several; with its adapter, if it has one."""
+    """This rank's local part of a tensor, with all names of the tensor (tied ones have several) and its adapter, if it has one."""
 
     names: list[str]
     tensor: Tensor | Adapted
     slices: Slices | None = None
-    """Which part of the whole a tensor is that does not know it itself."""
+    """The slice of the global tensor that a plain (non-DTensor) tensor holds."""
     kept: float = 0.0
-    """The share of what is here that stays when something comes."""
+    """The share of the old values that stays when a block is put."""
 
     @property
     def box(self) -> Box:
-        """Where in the whole tensor it is."""
+        """The local block of the global tensor."""
         if self.slices is not None:
             return self.slices.boxes[self.names[0]]
         return box_of(self.tensor.base if isinstance(self.tensor, Adapted) else self.tensor)
@@ -53,15 +53,15 @@ class WeightPart:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole tensor."""
+        """The global shape."""
         return self.tensor.shape if self.slices is None else self.slices.shapes[self.names[0]]
 
     def values(self) -> Tensor:
-        """The part, adapters merged: all ranks that have divided it call this at the same time."""
+        """Return the local values, adapters merged: all ranks of a sharded tensor call this at the same time."""
         return self.tensor.merged_part() if isinstance(self.tensor, Adapted) else local_shard(self.tensor)
 
     def put(self, block: Tensor, box: Box) -> None:
-        """Brings a block of the whole tensor to its place in the part, which has no adapter."""
+        """Write a block of the global tensor into its place in this part, which has no adapter."""
         assert isinstance(self.tensor, Tensor)
         own = local_shard(self.tensor)[box.within(self.box)]
         if self.kept:
@@ -71,14 +71,14 @@ class WeightPart:
 
 
 def weight_parts(model: nn.Module, slices: Slices | None = None) -> dict[str, WeightPart]:
-    """What this rank has of a model, by the first of each tensor's names; of a module whose plain tensors are `slices` of one."""
+    """Return this rank's parts of a model by the first of each tensor's names; `slices` describes a divided model of plain tensors."""
     named = by_tensor(plain_names(model, model.state_dict(keep_vars=True)))
     return {names[0]: WeightPart(names, tensor, slices) for names, tensor in named}
 
 
 @dataclass(frozen=True)
 class WeightIndex:
-    """What every rank knows of a model's tensors: of each all names, shape and type; and which blocks each rank has."""
+    """What every rank knows of a model's tensors: names, shapes and types, and which blocks each rank has."""
 
     boxes: list[Boxes]
     names: dict[str, list[str]]
@@ -89,7 +89,7 @@ class WeightIndex:
 
 
 def gather_weight_index(parts: Mapping[str, WeightPart], ranks: DataParallel, machine: str = "") -> WeightIndex:
-    """What all ranks have; each calls this at the same time with its own."""
+    """Gather the index of all ranks' parts; each calls this at the same time with its own."""
     own = {"machine": machine, "parts": {name: to_plain(part) for name, part in parts.items()}}
     of_all: list[dict[str, Any]] = [own]
     if ranks.group is not None:
@@ -107,14 +107,14 @@ def gather_weight_index(parts: Mapping[str, WeightPart], ranks: DataParallel, ma
 
 
 def to_plain(part: WeightPart) -> list[Any]:
-    """A part in JSON values."""
+    """Describe a part in JSON values."""
     dtype, box = str(part.tensor.dtype).removeprefix("torch."), part.box
     return [part.names, list(part.shape), dtype, box.offsets, box.sizes]
 
 
 @dataclass
 class TransferVolume:
-    """Bytes of one rank: what it sent to others, received from them and had itself, and the most that was on its way at a time."""
+    """Bytes that one rank sent, received and copied locally, and the most that was in flight at a time."""
 
     sent: int = 0
     received: int = 0
@@ -124,7 +124,7 @@ class TransferVolume:
 
 @dataclass(frozen=True)
 class Round:
-    """What a rank keeps of one round: its tensors in order, whether any ranks meet in it, and the rank's own moves."""
+    """One round as this rank needs it: tensor names in order, whether any ranks exchange blocks, and this rank's moves."""
 
     names: list[str]
     exchanges: bool
@@ -143,7 +143,7 @@ class WeightTransfer:
     def __init__(
         self, known: WeightIndex, targets: Sequence[Boxes], ranks: DataParallel, limit_bytes: int = LIMIT_BYTES
     ) -> None:
-        """`targets` are the blocks that each rank wants. Raises ValueError where no rank has one."""
+        """Plan the moves to `targets`, the blocks that each rank wants. Raises ValueError where no rank has one."""
         self.known, self.ranks = known, ranks
         item_bytes = {name: dtype.itemsize for name, dtype in known.dtypes.items()}
         moves = plan_moves(known.boxes, targets, known.machines)
@@ -157,7 +157,15 @@ class WeightTransfer:
 
     @torch.no_grad()
     def run(self, parts: Mapping[str, WeightPart], into: Mapping[str, WeightPart]) -> TransferVolume:
-        """Brings `parts`, of this rank, to where they are wanted, and what it wants to `into`; every rank calls this at the same time."""
+        """Move the weights; every rank calls this at the same time.
+
+        Args:
+            parts: This rank's source parts.
+            into: Its target parts.
+
+        Returns:
+            The bytes that this rank moved.
+        """
         traffic, local_tensors = TransferVolume(), dict[str, Tensor]()
         # Of all ranks: also one that has nothing to send in a round meets the others on its device.
         device = next(part.device for part in (*parts.values(), *into.values()))
@@ -181,7 +189,7 @@ class WeightTransfer:
         into: Mapping[str, WeightPart],
         traffic: TransferVolume,
     ) -> None:
-        """What this rank has itself."""
+        """Copy the blocks that this rank has itself."""
         for move in moves:
             if move.stays:
                 traffic.stayed += self._bytes(move)
@@ -195,7 +203,7 @@ class WeightTransfer:
         traffic: TransferVolume,
         device: torch.device,
     ) -> None:
-        """One all-to-all. Between two ranks blocks go in the order of the plan, which both know."""
+        """Run one all-to-all. Between two ranks blocks go in the order of the plan, which both know."""
         me, everyone = self.ranks.rank, range(self.ranks.size)
         going = [move for to in everyone for move in moves if move.target == to and move.source == me != to]
         coming = [move for by in everyone for move in moves if move.source == by and move.target == me != by]
@@ -217,11 +225,11 @@ class WeightTransfer:
         return move.box.elements * self.known.dtypes[move.name].itemsize
 
     def _block(self, move: Move, local_tensors: Mapping[str, Tensor]) -> Tensor:
-        """What this rank sends, of what it has of the tensor."""
+        """Return the block that this rank sends."""
         (held,) = self.known.boxes[self.ranks.rank][move.name]
         return local_tensors[move.name][move.box.within(held)]
 
     def _blocks(self, moves: Sequence[Move], buffer: Tensor) -> Iterator[tuple[Move, Tensor]]:
-        """Moves with their places in a buffer of bytes."""
+        """Yield moves with their places in a byte buffer."""
         for move, part in zip(moves, buffer.split([self._bytes(move) for move in moves]), strict=True):
             yield move, part.view(self.known.dtypes[move.name]).view(move.box.sizes)
