@@ -36,11 +36,11 @@ from braidrl.models.weights.mirror import InferenceCopy
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
-from braidrl.rollout.divided.pooled import PooledEngine
+from braidrl.rollout.divided.spmd import SpmdEngine
 from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.episodes.trajectory import response_columns
 from braidrl.rollout.requests import Response
 from braidrl.rollout.routing.service import EngineService
-from braidrl.rollout.trajectories import to_rows
 from braidrl.runtimes.functions import computed, dropped, summed
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.engines import start_engine
@@ -144,8 +144,8 @@ class StageExecutor:
         requests = [request for request in requests if first[request.uid] == request.uid]
         with self.progress.stage(stage.name, len(rows)) as bar:
             early = EarlyChecks(self.checks, engine, rows, place, beside, bar, stop.add if stop else None)
-            to_end = (lambda: [uid for uid in stop.rows_to_end() if uid in place]) if stop else None
-            done = {finished.uid: finished for finished in engine.generate(requests, early.add, to_end)}
+            rows_to_end = (lambda: [uid for uid in stop.rows_to_end() if uid in place]) if stop else None
+            done = {finished.uid: finished for finished in engine.generate(requests, early.add, rows_to_end)}
             finished = [done[uid] if uid in done else replace(done[leader], uid=uid) for uid, leader in first.items()]
             for copy in finished:
                 if copy.uid not in done:
@@ -157,13 +157,13 @@ class StageExecutor:
 
     def generated(self, stage: Stage, rows: Rows, finished: Sequence[Response]) -> Mapping[str, Column]:
         """The columns that a generate stage writes, in the order of `rows`."""
-        return self._named(stage, to_rows(rows, finished))
+        return self._named(stage, response_columns(rows, finished))
 
     def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Episodes in the stage's environment; failures of environments are counted and the first is shown."""
         assert stage.role
         engine = self.engines[stage.role]
-        if isinstance(engine, PooledEngine):
+        if isinstance(engine, SpmdEngine):
             raise UserError(f"{stage.name}: an environment needs engines of their own; write rollout.engines=1")
         with self.progress.stage(stage.name, len(rows)) as bar:
             columns, failures = play(
@@ -264,7 +264,7 @@ class StageExecutor:
     def meets(self, stage: Stage) -> bool:
         """True where a rank without rows takes part in a stage, because ranks infer or generate together."""
         if stage.kind is Kind.GENERATE:
-            return isinstance(self.engines.get(str(stage.role)), PooledEngine)
+            return isinstance(self.engines.get(str(stage.role)), SpmdEngine)
         if stage.kind is not Kind.INFER or stage.role not in self.workers:
             return False
         copy = self.copies.get(stage.role)

@@ -1,4 +1,4 @@
-"""An engine whose processes each have their slices of the model: how leader and followers begin."""
+"""How the leader and the followers of a tensor-parallel engine start."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from braidrl.rollout.process.spec import EngineSpec
 
 
 def fork_followers(spec: EngineSpec, inherited: int) -> ForkedFollowers:
-    """Start the other processes of an engine; for `inherited` see there."""
+    """Fork the followers of an engine; see `ForkedFollowers` for `inherited`."""
     return ForkedFollowers(spec.tensor - 1, partial(_follower, spec), inherited, wait_s(spec))
 
 
 def lead(spec: EngineSpec, followers: ForkedFollowers) -> LeadingEngine:
-    """Return the engine, once every process has loaded its slices.
+    """Make the leader's engine, once every process has loaded its slices.
 
     Raises UserError for a model that cannot be used, and EngineError for a follower that fails.
     """
     store = open_port(spec.tensor, wait_s(spec))
-    followers.meet(store.port)
+    followers.connect(store.port)
     ranks = join(store, 0, spec.tensor, wait_s(spec), device_of(spec, 0))
     engine = LeadingEngine(**_parts(spec, ranks), followers=followers)
     engine.await_followers()
@@ -45,7 +45,7 @@ def _follower(spec: EngineSpec, rank: int, port: int) -> EmbeddedEngine:
 
 
 def _parts(spec: EngineSpec, ranks: TensorRanks) -> dict[str, Any]:
-    """Return what every rank's engine is made of."""
+    """Return the arguments of a rank's engine."""
     model, slices = load_tensor_parallel(spec.model, getattr(torch, spec.dtype), device_of(spec, ranks.rank), ranks)
     return {
         "model": model, "tokenizer": load_tokenizer(spec.model), "slots": spec.slots,
@@ -54,11 +54,11 @@ def _parts(spec: EngineSpec, ranks: TensorRanks) -> dict[str, Any]:
 
 
 def device_of(spec: EngineSpec, rank: int) -> torch.device:
-    """Of a rank: the leader's, or one as many further."""
+    """CUDA device index: the leader's plus this process's rank."""
     device = torch.device(spec.device)
     return device if device.type == "cpu" else torch.device(device.type, (device.index or 0) + rank)
 
 
 def wait_s(spec: EngineSpec) -> float:
-    """Return how long the processes wait for one another: whoever waits for their leader is still to hear for whom it waited."""
+    """Seconds that the processes wait for one another: less than the run waits for the leader, which can still say who was missing."""
     return spec.limit_s / 2

@@ -16,7 +16,7 @@ from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
 from braidrl.models.parallel.sharded import subgroup
 from braidrl.models.role_settings import DTYPES
 from braidrl.models.roles.base import RoleWorker
-from braidrl.rollout.divided.pooled import PooledEngine
+from braidrl.rollout.divided.spmd import SpmdEngine
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.engine import ModelWeights
 from braidrl.rollout.http.dialects import DIALECTS
@@ -39,7 +39,7 @@ def start_engine(
         return reach_servers(worker, config, tokenizer, longest)
     count = engine_processes(config)
     if pools_ranks(config):
-        return pooled_engine(worker, config, tokenizer, longest)
+        return spmd_engine(worker, config, tokenizer, longest)
     if not count:
         if not worker.has_full_weights:
             # Decoding needs all weights on each rank, adapters merged: a frozen copy, brought up to date at each publication.
@@ -61,14 +61,14 @@ def start_engine(
     return EngineService(engines, limit_s, partial(SharedWeights, check=rollout.check_weights))
 
 
-def pooled_engine(worker: RoleWorker, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int) -> PooledEngine:
+def spmd_engine(worker: RoleWorker, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int) -> SpmdEngine:
     """What neighbouring ranks decode with together; all ranks call this at the same time. Raises UserError as `start_engine`."""
     rollout = config.rollout
     group = subgroup(torch.arange(worker.ranks.size).view(-1, rollout.tensor))
     assert group is not None
     dtype = DTYPES[rollout.dtype] if rollout.dtype else worker.dtype
     model, slices = load_tensor_parallel(worker.path, dtype, worker.device, TensorRanks(group))
-    return PooledEngine(model, tokenizer, rollout.slots, longest, config.seed, slices, group, compile=rollout.compile)
+    return SpmdEngine(model, tokenizer, rollout.slots, longest, config.seed, slices, group, compile=rollout.compile)
 
 
 def on_devices(spec: EngineSpec, count: int) -> list[EngineSpec]:
@@ -90,7 +90,7 @@ def reach_servers(
     """The servers of this rank; of ranks that generate each has its own. Raises UserError for those that cannot be trained with."""
     # Imported here: only servers need aiohttp, which need not be installed.
     from braidrl.rollout.http.engine import HttpEngine, ServerSpec
-    from braidrl.rollout.http.servers import GenerationServer, Sending
+    from braidrl.rollout.http.servers import BroadcastSettings, GenerationServer
 
     rollout, ranks = config.rollout, worker.ranks
     urls = rollout.servers.urls[ranks.rank :: ranks.size]
@@ -101,7 +101,7 @@ def reach_servers(
     model = worker.path.expanduser()
     sent = rollout.servers.weights == "network"
     store = SharedWeights if sent else partial(WeightFolder, within=rollout.servers.folder)
-    sending = Sending(worker.device, rollout.check_weights) if sent else None
+    sending = BroadcastSettings(worker.device, rollout.check_weights) if sent else None
     spec = ServerSpec(
         tokenizer, end_ids_of(model, tokenizer), shapes_of(model), rollout.slots, longest, config.seed, store,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.roles.base import RoleWorker
 from braidrl.models.weights.mirror import LayoutCopy, local_weight_parts
 from braidrl.models.weights.transfer import weight_parts
-from braidrl.rollout.divided.pooled import PooledEngine
+from braidrl.rollout.divided.spmd import SpmdEngine
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.routing.service import EngineService
 from braidrl.rollout.weights.joint_file import WeightWriter
@@ -27,14 +27,14 @@ Publish = Callable[[int], None]
 def publication(worker: RoleWorker, engine: EmbeddedEngine | EngineService, config: Config) -> Publish:
     """The way of one engine; all ranks that generate for the role call this together."""
     if isinstance(engine, EmbeddedEngine):
-        pooled = isinstance(engine, PooledEngine)
+        pooled = isinstance(engine, SpmdEngine)
         return into_copy(worker, engine) if pooled or not worker.has_full_weights else engine.publish
     return through_file(worker, engine, config)
 
 
 def into_copy(worker: RoleWorker, engine: EmbeddedEngine) -> Publish:
     """The engine's own weights take the worker's, a bounded number of bytes at a time."""
-    slices = engine.slices if isinstance(engine, PooledEngine) else None
+    slices = engine.slices if isinstance(engine, SpmdEngine) else None
     copy = LayoutCopy(worker, lambda: weight_parts(engine.model, slices), divided=slices is not None)
 
     def publish(version: int) -> None:
