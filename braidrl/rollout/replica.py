@@ -100,7 +100,6 @@ class EngineReplica:
             answer.set_result(finished)
 
     def _fail(self, error: Exception) -> None:
-        """End every row in flight with the error, and leave the engine empty."""
         answers, self._answers = self._answers, {}
         self.engine.clear()
         for answer in answers.values():

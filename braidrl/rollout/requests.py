@@ -40,6 +40,11 @@ class SamplingParams:
         if "" in self.stop:
             raise ValueError("a stop text is empty")
 
+    @staticmethod
+    def of(plain: Mapping[str, Any]) -> SamplingParams:
+        """Restore settings from JSON or msgpack, which turn tuples into lists."""
+        return SamplingParams(**{name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()})
+
     @property
     def takes_likeliest(self) -> bool:
         return self.greedy or self.temperature == 0
@@ -147,7 +152,4 @@ def parse_draws(arguments: Mapping[str, Any] | None) -> Draws:
             "this engine draws tokens for Braid alone: ask it through `braid train` with rollout.engine=http"
         )
     plain = json.loads(arguments[ARGUMENT])
-    lists: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in plain["sampling"].items()
-    }
-    return Draws(plain["key"], plain["first"], SamplingParams(**lists))
+    return Draws(plain["key"], plain["first"], SamplingParams.of(plain["sampling"]))

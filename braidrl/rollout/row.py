@@ -48,7 +48,6 @@ class Row:
         )
 
     def _versions(self, tokens: int) -> Tensor:
-        """Return the version that drew each of the tokens, (T,) int64."""
         starts = [start for start, _ in self.versions] + [tokens]
         lengths = torch.tensor(starts).diff()
         return torch.tensor([version for _, version in self.versions], dtype=torch.int64).repeat_interleave(lengths)

@@ -70,11 +70,8 @@ def plain_request(request: Request) -> Message:
 
 def request_of(plain: Message) -> Request:
     """Invert `plain_request`."""
-    sampling: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in plain["sampling"].items()
-    }
     return Request(
-        _uid(plain["uid"]), _tensor(plain["prompt"], torch.int64), SamplingParams(**sampling),
+        _uid(plain["uid"]), _tensor(plain["prompt"], torch.int64), SamplingParams.of(plain["sampling"]),
         plain["purpose"], plain["stage"], plain["first_draw"],
     )  # fmt: skip
 

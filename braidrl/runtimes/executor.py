@@ -31,8 +31,7 @@ from braidrl.models.roles.base import RoleWorker
 from braidrl.models.roles.decoder import DecoderWorker
 from braidrl.models.roles.make import make_worker
 from braidrl.models.roles.scalar import ScalarWorker
-from braidrl.models.weights.following import Following, interpolate_weights
-from braidrl.models.weights.mirror import InferenceCopy
+from braidrl.models.weights.mirror import Following, InferenceCopy, interpolate_weights
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards

@@ -1,4 +1,4 @@
-"""The follower processes of an engine's leader, forked before it has computed anything.
+"""The follower processes of an engine's leader, forked before it has computed anything, and how all of them start.
 
 leader ──commands, over a pipe──▶ follower        a pipe that ends is the end of the leader, and so of the follower
        ◀──"" when done, or an error─┘
@@ -12,16 +12,21 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import msgpack
 import torch
 import torch.distributed as dist
 
-from braidrl.models.parallel.decoding import TensorRanks
-from braidrl.rollout.divided.leader import Command, execute
+from braidrl.models.cpu.malloc import keep_freed_memory
+from braidrl.models.loading import load_tokenizer
+from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
+from braidrl.rollout.divided.leader import Command, LeadingEngine, execute
 from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.process.spec import EngineSpec
 
 LOOPBACK = "127.0.0.1"
 ENDING_S = 2.0
@@ -133,3 +138,48 @@ def join(store: dist.Store, rank: int, ranks: int, limit_s: float, device: torch
     )  # fmt: skip
     assert dist.group.WORLD is not None
     return TensorRanks(dist.group.WORLD)
+
+
+def fork_followers(spec: EngineSpec, inherited: int) -> ForkedFollowers:
+    """Fork the followers of an engine; see `ForkedFollowers` for `inherited`."""
+    return ForkedFollowers(spec.tensor - 1, partial(_follower, spec), inherited, wait_s(spec))
+
+
+def lead(spec: EngineSpec, followers: ForkedFollowers) -> LeadingEngine:
+    """Make the leader's engine, once every process has loaded its slices.
+
+    Raises UserError for a model that cannot be used, and EngineError for a follower that fails.
+    """
+    store = open_port(spec.tensor, wait_s(spec))
+    followers.connect(store.port)
+    ranks = join(store, 0, spec.tensor, wait_s(spec), device_of(spec, 0))
+    engine = LeadingEngine(**_parts(spec, ranks), followers=followers)
+    engine.await_followers()
+    return engine
+
+
+def _follower(spec: EngineSpec, rank: int, port: int) -> EmbeddedEngine:
+    torch.set_num_threads(spec.threads)
+    keep_freed_memory()
+    limit = timedelta(seconds=wait_s(spec))
+    store = dist.TCPStore(LOOPBACK, port, spec.tensor, is_master=False, timeout=limit)
+    return EmbeddedEngine(**_parts(spec, join(store, rank, spec.tensor, wait_s(spec), device_of(spec, rank))))
+
+
+def _parts(spec: EngineSpec, ranks: TensorRanks) -> dict[str, Any]:
+    model, slices = load_tensor_parallel(spec.model, getattr(torch, spec.dtype), device_of(spec, ranks.rank), ranks)
+    return {
+        "model": model, "tokenizer": load_tokenizer(spec.model), "slots": spec.slots,
+        "max_sequence_tokens": spec.max_sequence_tokens, "seed": spec.seed, "slices": slices, **spec.options,
+    }  # fmt: skip
+
+
+def device_of(spec: EngineSpec, rank: int) -> torch.device:
+    """CUDA device index: the leader's plus this process's rank."""
+    device = torch.device(spec.device)
+    return device if device.type == "cpu" else torch.device(device.type, (device.index or 0) + rank)
+
+
+def wait_s(spec: EngineSpec) -> float:
+    """Seconds that the processes wait for one another: less than the run waits for the leader, which can still say who was missing."""
+    return spec.limit_s / 2

@@ -11,9 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-from braidrl.models.parallel.decoding import Slices
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.engine import EngineError, WeightSource
 from braidrl.rollout.requests import Response, Uid
@@ -41,18 +38,9 @@ class Followers(Protocol):
 class LeadingEngine(EmbeddedEngine):
     """Used like an engine that has the full model. After a failure of any process every call raises `EngineError`."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        slots: int,
-        max_sequence_tokens: int,
-        seed: int,
-        slices: Slices,
-        followers: Followers,
-        compile: bool = True,
-    ) -> None:
-        super().__init__(model, tokenizer, slots, max_sequence_tokens, seed, compile=compile, slices=slices)
+    def __init__(self, followers: Followers, **settings: Any) -> None:
+        """Make the engine with `settings` of `EmbeddedEngine`."""
+        super().__init__(**settings)
         self._followers = followers
         self._pending: list[Command] = []
         self._failure: EngineError | None = None

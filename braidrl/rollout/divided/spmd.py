@@ -62,7 +62,6 @@ class SpmdEngine(EmbeddedEngine):
         return [found[request.uid] for request in own]
 
     def _ending(self, rows_to_end: Callable[[], Iterable[Uid]] | None) -> Callable[[], list[Uid]]:
-        """Return a function that gathers the rows to end from all ranks."""
 
         def ending() -> list[Uid]:
             named = self._all_gather(list(rows_to_end() if rows_to_end else ()))
@@ -71,5 +70,4 @@ class SpmdEngine(EmbeddedEngine):
         return ending
 
     def _all_gather(self, value: Any) -> list[Any]:
-        """Gather a plain value from every rank, in the order of ranks."""
         return [msgpack.unpackb(part) for part in all_gather_bytes(bytearray(msgpack.packb(value)), self._group)]

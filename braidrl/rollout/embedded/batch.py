@@ -186,16 +186,12 @@ class SlotBatch:
         states = self._active
         context = SlotStep(self._cache, states.position, longest)
         hidden = self._model.base_model(
-            input_ids=states.current[:, None],
-            position_ids=states.position[:, None],
-            use_cache=False,
-            sequences=context,
+            input_ids=states.current[:, None], position_ids=states.position[:, None], use_cache=False, sequences=context
         ).last_hidden_state
         logits: Tensor = self._model.get_output_embeddings()(hidden[:, 0])
         return logits
 
     def _changed(self) -> None:
-        """Recompute what depends on which rows are in which slots."""
         top = round_up(max(self.rows, default=0) + 1, ROW_MULTIPLE) if self._shrink else self._slots
         self._active = self._states.first(top)
         self._sampling = self._active.batch_sampling([row.request.sampling for row in self.rows.values()])
@@ -203,7 +199,6 @@ class SlotBatch:
         self._watched = {slot: row for slot, row in self.rows.items() if row.stop_texts}
 
     def _touched(self) -> Iterator[Tensor]:
-        """Yield the tensors that a step of the model reads and writes."""
         yield from (self._states.current, self._states.position, self._cache.store)
         yield from self._model.parameters()
         yield from self._model.buffers()

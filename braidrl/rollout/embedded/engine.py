@@ -85,7 +85,6 @@ class EmbeddedEngine(SteppingEngine):
         self._changed(version)
 
     def _changed(self, version: int) -> None:
-        """Continue the rows with weights of this version."""
         self._batch.version_changed(version)
         self.version = version
 

@@ -73,7 +73,6 @@ class Prompts:
 
 
 def _packs(prompts: dict[bytes, Tensor]) -> Iterator[dict[bytes, Tensor]]:
-    """Yield the prompts in order, as many together as PREFILL_TOKENS allows."""
     part: dict[bytes, Tensor] = {}
     held = 0
     for name, ids in prompts.items():

@@ -130,5 +130,4 @@ class SteppingEngine(ABC):
         return finished
 
     def _decoding(self) -> AbstractContextManager[None]:
-        """Enter the context in which steps are taken."""
         return nullcontext()

@@ -16,7 +16,7 @@ from braidrl.rollout.episodes.player import (
     Episode,
     Limits,
     Player,
-    call_with_timeout,
+    call_user,
     example_of,
     fail,
 )
@@ -41,7 +41,7 @@ class Agents(Player):
         outcome = Observation()
         example = example_of(uid, metadata, self.seed, self.endpoint.purpose)
         try:
-            outcome = outcome_of(await call_with_timeout(self.agent, url, example, timeout_s=self.limits.timeout_s))
+            outcome = outcome_of(await call_user(self.agent, url, example, timeout_s=self.limits.timeout_s))
         except EnvironmentFailed as failed:
             failure = failed
         session = await self.endpoint.close(uid)

@@ -108,7 +108,6 @@ class Endpoint:
             return session
 
     async def _handle(self, http: web.Request) -> web.Response:
-        """Answer one completion request, with errors in the form that clients expect."""
         session = self._sessions.get(http.match_info["name"])
         if session is None:
             return failed(404, f"no session {http.match_info['name']!r} is open")

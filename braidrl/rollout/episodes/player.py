@@ -150,7 +150,6 @@ class Episodes(Player):
         return self.template.first(context, tools)
 
     async def _turn(self, episode: Episode) -> bool:
-        """Let the model act; returns False when it was aborted."""
         trajectory = episode.trajectory
         context = torch.tensor(trajectory.sequence, dtype=torch.int64)
         room = self.limits.max_sequence_tokens - len(context)
@@ -187,11 +186,10 @@ class Episodes(Player):
             )
 
     async def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the environment. Raises EnvironmentFailed for an exception and after the time limit."""
-        return await call_with_timeout(function, *arguments, timeout_s=self.limits.timeout_s)
+        return await call_user(function, *arguments, timeout_s=self.limits.timeout_s)
 
 
-async def call_with_timeout(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
+async def call_user(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
     """Call a user's function. Raises EnvironmentFailed for an exception and after the time limit."""
     try:
         async with asyncio.timeout(timeout_s) as limit:

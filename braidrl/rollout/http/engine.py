@@ -160,7 +160,6 @@ class HttpEngine:
         return Load(self.spec.slots, running, len(self._flights) - running)
 
     async def _generate(self, flight: HttpRow) -> Response:
-        """Generate the whole response, in as many parts as it takes."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._is_generating or flight.aborted or self._failure)
@@ -199,7 +198,6 @@ class HttpEngine:
         return answer
 
     def _take(self, flight: HttpRow, answer: ServerAnswer) -> bool:
-        """Append a part's tokens to the row; returns True where it ended with them."""
         for token, log_prob in zip(answer.tokens, answer.log_probs, strict=True):
             flight.tokens.append(token)
             flight.log_probs.append(log_prob)
@@ -222,6 +220,5 @@ class HttpEngine:
             await asyncio.wait([call], timeout=ABORT_AGAIN_S)
 
     async def _wake_waiting(self) -> None:
-        """Let every waiting row look again."""
         async with self._changed:
             self._changed.notify_all()

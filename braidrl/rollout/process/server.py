@@ -18,8 +18,7 @@ import torch
 from braidrl.errors import UserError
 from braidrl.models.cpu.malloc import keep_freed_memory
 from braidrl.models.loading import load_decoder, load_tokenizer
-from braidrl.rollout.divided.followers import ForkedFollowers
-from braidrl.rollout.divided.processes import fork_followers, lead
+from braidrl.rollout.divided.followers import ForkedFollowers, fork_followers, lead
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.engine import Engine, EngineError

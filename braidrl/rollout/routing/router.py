@@ -130,7 +130,6 @@ class Router:
             self._places.pop(uid, None)
 
     async def _ask(self, request: Request) -> Response | None:
-        """Return the engine's response; None when that engine dies."""
         number = self._dispatcher.engine_of(request.uid)
         assert number is not None
         call = self._calls[request.uid] = asyncio.ensure_future(self.engines[number].submit(request))
@@ -148,7 +147,6 @@ class Router:
         return call.result()
 
     def _send(self) -> None:
-        """Wake the rows that got an engine."""
         if not self._asleep:
             for uid, _ in self._dispatcher.assign():
                 place = self._places.setdefault(uid, asyncio.get_running_loop().create_future())
@@ -156,7 +154,6 @@ class Router:
                     place.set_result(None)
 
     def _engine_failed(self, number: int, error: EngineError) -> None:
-        """Take an engine out; its rows wait again."""
         if not self._dispatcher.engines[number].alive:
             return
         self._errors[number] = error
@@ -174,7 +171,6 @@ class Router:
                 self._errors[number] = error
 
     async def _recover(self, number: int) -> None:
-        """Bring an engine back with the weights and in the state of the others."""
         engine = self.engines[number]
         version = await engine.recover()
         while self._version is not None and version != self._version:
@@ -190,7 +186,6 @@ class Router:
         return [number for number, state in enumerate(self._dispatcher.engines) if state.alive]
 
     async def _everywhere(self, call: Callable[[Engine], Awaitable[None]]) -> None:
-        """Call all living engines at once; one that fails is taken out."""
         living = self._living()
         results = await asyncio.gather(*(call(self.engines[number]) for number in living), return_exceptions=True)
         for number, result in zip(living, results, strict=True):

@@ -146,7 +146,6 @@ class EngineService:
             self._weights = None
 
     async def _end(self, rows_to_end: Callable[[], Iterable[Uid]]) -> None:
-        """Abort the rows that are named, until it is cancelled."""
         while True:
             await asyncio.sleep(ASK_EVERY_S)
             for uid in rows_to_end():

@@ -148,12 +148,10 @@ class VllmEngine(SteppingEngine):
         self._flights[name] = RemoteRow(row, name)
 
     def _leave(self, flight: RemoteRow) -> None:
-        """Abort a row in vLLM."""
         del self._flights[flight.name]
         self._engine.abort_request([flight.name])
 
     def _take(self, flight: RemoteRow, output: Any) -> bool:
-        """Append a step's token; returns True if it is the row's last."""
         (part,) = output.outputs
         for token, log_probs in zip(part.token_ids, part.logprobs, strict=True):
             flight.tokens.append(token)

@@ -103,7 +103,6 @@ class WeightWriter:
             yield Path(name)
 
     def _write(self, path: Path, parts: Mapping[str, WeightPart]) -> int:
-        """Return a handle of the complete file."""
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             self._fill(handle, parts)
@@ -124,7 +123,6 @@ class WeightWriter:
             self._all_gather("the end of the file")
 
     def _create(self, folder: Path | OSError | None, mode: int) -> Path:
-        """Return the path of this machine's file, which its leader creates."""
         said: dict[str, Any] = {}
         try:
             if isinstance(folder, OSError):
@@ -141,7 +139,6 @@ class WeightWriter:
         return Path(of_all[self.here[0]]["path"])
 
     def _all_gather(self, purpose: str, said: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Gather a plain value from every rank."""
         if self.ranks.group is None:
             return [dict(said or {})]
         with self.ranks.meeting(purpose):
