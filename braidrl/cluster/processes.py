@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from braidrl.cluster.rank_process import LOOPBACK, RankFailure, RankProcess, call_user, environment_of, start, stop
+from braidrl.cluster.rank_process import LOOPBACK, RankFailure, RankProcess, answer_of, environment_of, start, stop
 from braidrl.errors import UserError, WorkerError
 
 SETTLING_S = 3.0
@@ -78,7 +78,7 @@ class LocalRanks:
 
     def answers(self, seconds: float | None) -> dict[int, Any]:
         spoken = [self._silent.pop(connection) for connection in wait(list(self._silent), seconds)]  # type: ignore[call-overload]
-        return {rank.rank: call_user(rank) for rank in spoken}
+        return {rank.rank: answer_of(rank) for rank in spoken}
 
     def interrupt(self) -> None:
         for rank in self._ranks:

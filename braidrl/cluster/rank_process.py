@@ -93,7 +93,7 @@ def start(rank: int, meeting: Mapping[str, str], message: Mapping[str, Any]) -> 
     return started
 
 
-def call_user(rank: RankProcess) -> Any:
+def answer_of(rank: RankProcess) -> Any:
     """What the rank sent last: its result, or its failure."""
     try:
         message = json.loads(rank.connection.recv_bytes())

@@ -13,7 +13,7 @@ import ray
 import torch.distributed as dist
 from ray.exceptions import RayActorError
 
-from braidrl.cluster.rank_process import LOOPBACK, RankFailure, RankProcess, call_user, environment_of, start, stop
+from braidrl.cluster.rank_process import LOOPBACK, RankFailure, RankProcess, answer_of, environment_of, start, stop
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.config import ClusterConfig
 from braidrl.placement.pools import Pool
@@ -35,7 +35,7 @@ class RankKeeper:
     def keep(self, rank: int, meeting: Mapping[str, str], message: Mapping[str, Any]) -> Any:
         """The rank's result, or its RankFailure."""
         self.rank = start(rank, meeting, message)
-        return call_user(self.rank)
+        return answer_of(self.rank)
 
     def interrupt(self) -> None:
         if self.rank is not None:
