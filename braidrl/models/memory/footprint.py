@@ -68,7 +68,6 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
 
 
 def elements(module: nn.Module) -> int:
-    """Count the elements of a module's parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -139,7 +138,6 @@ def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int
 
 
 def head_width(config: Any) -> int:
-    """Return the width of an attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 

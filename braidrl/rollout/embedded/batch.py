@@ -31,14 +31,9 @@ class SlotBatch:
     """Rows in `slots` slots (a multiple of 16) of one model; with `shrink` a step computes no more rows than it must."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        slots: int,
-        seed: int,
-        shrink: bool,
-        native: NativeDecoder | None = None,
+        self, model: PreTrainedModel, slots: int, seed: int, shrink: bool, native: NativeDecoder | None = None,
         graphs: StepGraphs | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Make an empty batch.
 
         Args:
@@ -87,7 +82,6 @@ class SlotBatch:
         self.prompts.expect(row.request.prompt)
 
     def free(self) -> list[int]:
-        """Return the slots without a row."""
         return [slot for slot in range(self._slots) if slot not in self.rows]
 
     def begin(self, new: Mapping[int, Row], version: int) -> None:

@@ -109,7 +109,6 @@ class Dispatcher:
         return assigned
 
     def done(self, uid: Uid, response_tokens: int) -> None:
-        """Remove a row that got its response."""
         engine = self.engine_of(uid)
         assert engine is not None, f"row {uid} waits and cannot be done"
         job = self.engines[engine].remove(uid)
@@ -117,7 +116,6 @@ class Dispatcher:
         self._seen.update(rows=1, tokens=response_tokens)
 
     def drop(self, uid: Uid) -> None:
-        """Remove a row that is not wanted any more."""
         engine = self.engine_of(uid)
         if engine is None:
             del self._waiting[uid]
