@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from braidrl.rollout.episodes.turns import Observation
+from braidrl.rollout.episodes.environments import Observation
 from braidrl.rollout.episodes.tools import ToolEnvironment
 
 WORDS = {"add": "plus", "multiply": "times"}
