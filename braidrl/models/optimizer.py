@@ -20,7 +20,7 @@ from braidrl.models.parallel.shards import local_gradient, local_shard
 
 
 def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:
-    """Return the rate of iteration 1, 2, ...: linear warm-up, then constant, linear or cosine decay to 0 after `steps`."""
+    """Return the rate of iteration 1, 2, ...: linear warm-up, then constant, or linear or cosine decay to 0 after `steps`."""
     if iteration <= config.warmup_steps:
         return peak * iteration / config.warmup_steps
     done = (iteration - 1 - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
@@ -62,14 +62,14 @@ class MasterOptimizer:
             parameter.register_post_accumulate_grad_hook(partial(self._collect, i))
 
     def backward(self, losses: Mapping[str, Tensor]) -> None:
-        """Add the gradients of loss sums, one scalar per denominator's name."""
+        """Accumulate the gradients of loss sums, one scalar per denominator's name."""
         names = [name for name, loss in losses.items() if loss.requires_grad]
         for name in names:
             self.collect(name)
             losses[name].backward(retain_graph=name != names[-1])
 
     def collect(self, name: str) -> None:
-        """Gradients of losses that go backward from now on are added to the sum of this denominator."""
+        """Add the gradients of later backward passes to the sum of this denominator."""
         self.collecting = self.sums.setdefault(name, [None] * len(self.parameters))
 
     def _collect(self, i: int, parameter: Tensor) -> None:
@@ -103,7 +103,7 @@ class MasterOptimizer:
         return norm
 
     def _summed(self, name: str) -> list[Tensor | None]:
-        """Return the gradient sums of all ranks; a rank that had no rows contributes zeros."""
+        """All-reduce the gradient sums; a rank without rows contributes zeros."""
         sums = self.sums.get(name, [None] * len(self.parameters))
         if self.ranks.size == 1:
             return sums
@@ -134,7 +134,7 @@ class MasterOptimizer:
         return sum(m.nbytes * (3 + copied) for m, copied in zip(self.masters, copies, strict=True))
 
     def tensors(self) -> list[Tensor]:
-        """Return what it holds beside the model's own weights."""
+        """Return the tensors that it holds besides the model's own weights."""
         return [tensor for name, tensor in self.state().items() if name != "steps"]
 
     def state(self) -> dict[str, Tensor]:
