@@ -29,30 +29,17 @@ class TrainingBackend(Protocol):
         """Load weights and optimizer state as `export` wrote them under any layout. Raises UserError for another model's."""
 
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """Predict a quantity for each row.
+        """Predict `log_probs`, `values` or `scores` (`name`) of this rank's rows, possibly none.
 
-        Args:
-            name: `log_probs`, `values` or `scores`.
-            rows: This rank's rows, possibly none.
-            advance: Called after each micro-batch.
-
-        Returns:
-            One number per action token (of `scores`, per row), in the order of `rows`.
+        Returns one number per action token (of `scores`, per row), in the order of `rows`.
         """
 
     def forward_backward(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
     ) -> dict[str, float]:
-        """Accumulate the gradients of a loss over rows, without dividing them.
+        """Accumulate the gradients of a loss over this rank's rows, possibly none, without dividing them.
 
-        Args:
-            objective: The train stage's loss.
-            rows: This rank's rows, possibly none.
-            sums: Metrics are added here.
-            advance: Called after each micro-batch.
-
-        Returns:
-            This rank's loss sums by denominator.
+        Returns this rank's loss sums by denominator; metrics are added to `sums`.
         """
 
     def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:

@@ -162,14 +162,7 @@ def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: Par
 
 
 def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
-    """Count the bytes that autograd keeps of a forward pass through so many layers, parameters left out.
-
-    Args:
-        shape: The model.
-        layers: Decoder layers.
-        tokens: Tokens of the micro-batch.
-        tensor: Tensor-parallel ranks; with sequence parallelism they divide the tokens too.
-    """
+    """Count the bytes that autograd keeps of a forward pass of so many tokens and layers on one of `tensor` ranks, without parameters."""
     config = deepcopy(shape.config)
     config.head_dim = head_width(config)
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):

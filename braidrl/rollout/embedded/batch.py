@@ -34,16 +34,7 @@ class SlotBatch:
         self, model: PreTrainedModel, slots: int, seed: int, shrink: bool, native: NativeDecoder | None = None,
         graphs: StepGraphs | None = None,
     ) -> None:  # fmt: skip
-        """Make an empty batch.
-
-        Args:
-            model: The decoder.
-            slots: A multiple of 16.
-            seed: The run's seed, which row keys are made from.
-            shrink: Whether steps get smaller when few rows are left.
-            native: Computes the steps in place of the model's own forward.
-            graphs: Record and replay the model's forward.
-        """
+        """Start empty. `native` computes the steps in place of the model's own forward; `graphs` record and replay that forward."""
         self._model, self._slots, self._seed, self._shrink = model, slots, seed, shrink
         self._native, self._graphs = native, graphs
         self._cache = SlotCache(model.config, slots, model.dtype, model.device)

@@ -8,10 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """The engine that a process makes, as plain data."""
+    """Which engine a process makes, as plain data."""
 
     kind: str
-    """`embedded` or `vllm`."""
+    """embedded or vllm."""
     model: str
     """A Hugging Face directory."""
     slots: int
@@ -22,11 +22,11 @@ class EngineSpec:
     threads: int = 1
     """CPU threads of each of its processes."""
     tensor: int = 1
-    """Tensor-parallel processes; on CUDA each has the next device."""
+    """Processes that divide the weights; of a cuda `device` each has the next one."""
     limit_s: float = 600.0
-    """Seconds that these wait for one another."""
+    """How long these wait for one another."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further options of this kind of engine."""
+    """Of this kind of engine."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
