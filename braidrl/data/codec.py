@@ -43,7 +43,7 @@ class PayloadForbidden(RuntimeError):
 
 
 class ColumnHeader(NamedTuple):
-    """What frame 0 says of one column; `shape` is that of the values, `dtype` is "json" for Objects."""
+    """The description of one column in frame 0; `shape` is that of the values, `dtype` is "json" for Objects."""
 
     name: str
     kind: str

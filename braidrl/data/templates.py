@@ -1,4 +1,4 @@
-"""From prompt to token ids. This is the only place where prompt text is tokenised, and each text is tokenised once."""
+"""Prompt templates. This is the only place where prompt text is tokenised, and each text is tokenised once."""
 
 from __future__ import annotations
 

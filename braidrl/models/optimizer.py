@@ -129,7 +129,7 @@ class MasterOptimizer:
 
     @property
     def bytes_in_use(self) -> int:
-        """Of gradients, moments and masters that are copies, from the first step on."""
+        """Bytes of gradients, moments and masters that are copies, from the first step on."""
         copies = [p.dtype != m.dtype for p, m in zip(self.parameters, self.masters, strict=True)]
         return sum(m.nbytes * (3 + copied) for m, copied in zip(self.masters, copies, strict=True))
 

@@ -32,7 +32,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Frame:
-    """What is shown: steps from `first` to `last`, values from `low` to `high`."""
+    """The visible range: steps from `first` to `last`, values from `low` to `high`."""
 
     first: float
     last: float

@@ -1,4 +1,4 @@
-"""Which recorded responses a report shows: the same held-out prompts over time, and of some steps the best and the worst row."""
+"""The recorded responses of a report: the same held-out prompts over time, and of some steps the best and the worst row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which worker did what when: each process appends spans to a file of its own, and reading merges them.
+"""The trace: each process appends spans of its work to a file of its own, and reading merges them.
 
 run/trace/actor-0.jsonl    one line per span, written when the span ends
 run/trace/actor-1.jsonl

@@ -23,7 +23,7 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class Score:
-    """What a verifier says when a score alone does not tell right from wrong; `correct` None leaves that open."""
+    """A verifier's result when a score alone does not tell right from wrong; `correct` None leaves that open."""
 
     score: float
     correct: bool | None = None

@@ -25,11 +25,11 @@ Message = dict[str, Any]
 ORPHAN_GRACE_S = 3.0
 """How much later than its limit a call ends that nobody is there to kill."""
 LOAD_LIMIT_S = 120.0
-"""For starting Python and importing a verifier on a busy machine; the time limit of a check begins after it."""
+"""Limit for starting Python and importing a verifier on a busy machine; the time limit of a check begins after it."""
 HEARTBEAT_S = 0.5
 """How often the event loop shows that it turns."""
 RAISED = (Exception, SystemExit, asyncio.CancelledError)
-"""What a user's function may raise without ending the process."""
+"""Exceptions of a user's function that do not end the process."""
 
 
 def main(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""Which kind of worker a role of a flow needs."""
+"""The choice of a role's worker."""
 
 from __future__ import annotations
 

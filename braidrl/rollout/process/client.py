@@ -39,7 +39,7 @@ DEFAULTS = {
     # vLLM would bind each of its workers to a memory node of its own, and refuse more of them than there are
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }  # fmt: skip
-"""Of vLLM; what the run's own environment says goes before."""
+"""Environment variables of vLLM, where the run's own environment does not set them."""
 NOTHING_YET = -1
 """Version of an engine whose process was started anew."""
 

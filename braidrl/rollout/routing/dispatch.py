@@ -1,11 +1,11 @@
-"""Which engine gets which row next: the router's decisions, without clocks or sockets.
+"""The choice of an engine for each row: the router's decisions, without clocks or sockets.
 
 add ──▶ waiting ──an engine has room──▶ on the engine with the least work ──done──▶ gone
            ▲                                    |
            └────────────── the engine failed ───┘
 
-A row is bound to an engine only when the engine has room for it, one by one: lengths are not known beforehand, and what is
-not bound yet can still even out what turned out long. Work is counted in response tokens.
+A row is bound to an engine only when the engine has room for it, one by one: lengths are not known beforehand, and rows that are
+not bound yet can still balance what turned out long. Work is counted in response tokens.
 """
 
 from __future__ import annotations
