@@ -47,7 +47,7 @@ class MetricsWriter:
     """Writes each step's metrics once, in order of steps."""
 
     def __init__(self, folder: Path, resume_step: int | None = None, stages: Sequence[str] = ()) -> None:
-        """Start `folder`/metrics.jsonl, or goes on after `resume_step`, the checkpoint's: lines after it are cut off.
+        """Starts `folder`/metrics.jsonl, or goes on after `resume_step`, the checkpoint's: lines after it are cut off.
 
         Each line must then hold `time/<stage>` for the `stages`. Raises UserError where metrics exist and nothing is resumed.
         """
@@ -112,7 +112,7 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 def open_tensorboard(folder: Path, resume_step: int | None) -> Any:
-    """Return a SummaryWriter in `folder`/tensorboard; on resume it hides what was written after `resume_step`."""
+    """A SummaryWriter in `folder`/tensorboard; on resume it hides what was written after `resume_step`."""
     # Imported here: it costs a second, and reading metrics needs none of it.
     from torch.utils.tensorboard import SummaryWriter
 
@@ -121,7 +121,7 @@ def open_tensorboard(folder: Path, resume_step: int | None) -> Any:
 
 
 def open_wandb(folder: Path) -> Any:
-    """Return a wandb run named after the folder where wandb is installed and WANDB_PROJECT is set, else None."""
+    """A wandb run named after the folder where wandb is installed and WANDB_PROJECT is set, else None."""
     if "WANDB_PROJECT" not in os.environ or importlib.util.find_spec("wandb") is None:
         return None
     # One id per run folder, so that a resumed run goes on in the same wandb run.

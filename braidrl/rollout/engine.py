@@ -86,4 +86,4 @@ class Engine(Protocol):
         """Make a failed engine ready, and return the version of its weights. Raises EngineError when it cannot."""
 
     def load(self) -> Load:
-        """Return the current load."""
+        """What the engine is busy with now."""

@@ -1,4 +1,4 @@
-"""The choice of a role's worker."""
+"""Which kind of worker a role of a flow needs."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ READY = -1
 
 
 def make_engine(spec: EngineSpec) -> SteppingEngine:
-    """Load the model. Raises UserError for one that cannot be used."""
+    """Loads the model. Raises UserError for one that cannot be used."""
     tokenizer, folder = load_tokenizer(spec.model), Path(spec.model)
     if spec.kind == "vllm":
         # Imported here: vLLM need not be installed.

@@ -1,4 +1,4 @@
-"""The specification of an engine, which travels to its process."""
+"""Which engine a process makes, as values that travel to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """An engine to be made, as plain data."""
+    """Which engine a process makes, as plain data."""
 
     kind: str
     """embedded or vllm."""
@@ -26,7 +26,7 @@ class EngineSpec:
     limit_s: float = 600.0
     """How long these wait for one another."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further options of this kind of engine."""
+    """Of this kind of engine."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
