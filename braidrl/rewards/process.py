@@ -29,14 +29,14 @@ class WorkerProcess:
         self.loaded: set[str] = set()
 
     def ask(self, message: bytes, limit_s: float) -> Message:
-        """Sends and waits for the answer. Raises TimeoutError, or EOFError or OSError if the process dies."""
+        """Send a message and wait for the answer. Raises TimeoutError, or EOFError or OSError if the process dies."""
         self.connection.send_bytes(message)
         if not self.connection.poll(limit_s):
             raise TimeoutError(f"no answer within {limit_s:g} s")
         return receive(self.connection)
 
     def load(self, verifier: Verifier, timeout_s: float, concurrent: bool = False) -> Message:
-        """Has the verifier imported there, once; returns the failure if that fails, else nothing. Raises as `ask`."""
+        """Import the verifier in the process, once; returns the failure, empty where there is none. Raises as `ask`."""
         if verifier.key in self.loaded:
             return {}
         message = {"load": verifier.key, "concurrent": concurrent, "limit_s": timeout_s}
@@ -59,6 +59,6 @@ class WorkerProcess:
 
 
 def _limit_sending(connection: Connection) -> None:
-    """Makes a blocked write end in BlockingIOError, which is an OSError, and not block the thread for good."""
+    """Make a blocked write end in BlockingIOError, which is an OSError, and not block the thread for good."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_LIMIT_S, 0))

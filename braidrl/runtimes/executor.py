@@ -26,12 +26,11 @@ from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.role_settings import inference_layouts, with_layout
 from braidrl.models.roles.base import RoleWorker
 from braidrl.models.roles.make import make_worker
-from braidrl.models.weights.following import Following, move_towards
-from braidrl.models.weights.mirror import InferenceCopy
+from braidrl.models.weights.mirror import Following, InferenceCopy, interpolate_weights
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
-from braidrl.rollout.divided.pooled import PooledEngine
+from braidrl.rollout.divided.spmd import SpmdEngine
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.generation import Generation
 from braidrl.runtimes.generating.residency import Residency
@@ -138,11 +137,13 @@ class StageExecutor:
     def is_collective(self, stage: Stage) -> bool:
         """Return True where a rank without rows takes part in a stage, because ranks sum, infer or generate together."""
         if stage.kind is Kind.GENERATE:
-            return isinstance(self.engines.get(str(stage.role)), PooledEngine)
+            return isinstance(self.engines.get(str(stage.role)), SpmdEngine)
         if stage.kind is not Kind.INFER or stage.role not in self.workers:
             return stage.scope is Scope.BATCH
         copy = self.copies.get(stage.role)
-        return self.workers[stage.role].ranks.together or (copy is not None and copy.frozen.ranks.together)
+        return self.workers[stage.role].ranks.forward_is_collective or (
+            copy is not None and copy.frozen.ranks.forward_is_collective
+        )
 
     def train(
         self,
@@ -205,7 +206,7 @@ class StageExecutor:
         self.residency.before(stage)
         worker, source, decay = self.workers[str(stage.role)], stage.params["source"], stage.params.get("decay", 0.0)
         if weights is not None:
-            move_towards(worker, weights, source, decay)
+            interpolate_weights(worker, weights, source, decay)
             return
         if (worker.role, source) not in self.followings:
             # Made once for two roles: ranks have to agree on every move.
@@ -243,7 +244,7 @@ class StageExecutor:
     def _changed(self, write: bool = True) -> list[RoleWorker]:
         """The roles here that change; of a rank that does not `write` those whose weights ranks have divided."""
         workers = [self.workers[role] for role in self.flow.changed_roles if role in self.workers]
-        return [worker for worker in workers if write or worker.ranks.divided]
+        return [worker for worker in workers if write or worker.ranks.is_sharded]
 
     def close(self) -> None:
         """End the processes of engines and checks."""

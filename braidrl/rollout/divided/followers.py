@@ -1,4 +1,4 @@
-"""The processes that follow an engine's leader, forked by it before it has computed anything.
+"""The follower processes of an engine's leader, forked before it has computed anything, and how all of them start.
 
 leader ──commands, over a pipe──▶ follower        a pipe that ends is the end of the leader, and so of the follower
        ◀──"" when done, or an error─┘
@@ -12,26 +12,39 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgpack
+import torch
+import torch.distributed as dist
 
+from braidrl.cluster.devices import see_only
+from braidrl.cluster.groups import LOOPBACK, connect_store, join_group, open_store
 from braidrl.cluster.local import LOOK_EVERY_S, Forked, fork
-from braidrl.rollout.divided.leader import Command, follow
+from braidrl.models.cpu.malloc import keep_freed_memory
+from braidrl.models.loading import load_tokenizer
+from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
+from braidrl.rollout.divided.leader import Command, LeadingEngine, execute
 from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.process.spec import EngineSpec
 
 ENDING_S = 2.0
-"""How long a failure is looked into: the connections of a process end a moment before it does."""
+"""How long to look for the process that caused a failure: its connections close a moment before it ends."""
 DONE = ""
 FAILED = 1
 
 
 class ForkedFollowers:
-    """Followers 1 to `count`. The leader waits `limit_s` seconds for a word of them."""
+    """Followers 1 to `count`. The leader waits at most `limit_s` seconds for an answer."""
 
     def __init__(self, count: int, begin: Callable[[int, int], EmbeddedEngine], inherited: int, limit_s: float) -> None:
-        """`begin` makes a follower's engine, given its rank and the port where ranks meet.
+        """Fork the followers.
 
-        `inherited` is the descriptor on which the run hears of the leader's end: followers do not keep it.
+        Args:
+            count: How many.
+            begin: Makes a follower's engine from its rank and the port of the rendezvous.
+            inherited: A descriptor that followers close: on it the run sees the end of the leader.
+            limit_s: Seconds to wait for an answer.
         """
         self._limit_s = limit_s
         self._processes: list[Forked] = []
@@ -39,11 +52,11 @@ class ForkedFollowers:
             kept = [inherited, *(process.connection.fileno() for process in self._processes)]
             self._processes.append(fork(f"follower {rank}", partial(_run, rank, begin), kept))
 
-    def meet(self, port: int) -> None:
-        """Lets them begin."""
+    def connect(self, port: int) -> None:
+        """Tell the followers the port of the rendezvous."""
         self._send(port)
 
-    def tell(self, commands: Sequence[Command]) -> None:
+    def send(self, commands: Sequence[Command]) -> None:
         self._send(commands)
 
     def wait(self) -> None:
@@ -65,7 +78,7 @@ class ForkedFollowers:
         return f"{'; '.join(ended) or ', '.join(names) + ' was waited for'} ({seen})"
 
     def close(self) -> None:
-        """Ends them at once, whatever they do."""
+        """Kill the followers."""
         for process in self._processes:
             process.kill()
 
@@ -76,12 +89,12 @@ class ForkedFollowers:
 
 
 def _run(rank: int, begin: Callable[[int, int], EmbeddedEngine], pipe: Connection) -> None:
-    """A follower from its inside."""
+    """Run a follower in its own process."""
     try:
         engine = begin(rank, msgpack.unpackb(pipe.recv_bytes()))
         pipe.send_bytes(msgpack.packb(DONE))
         while True:
-            if follow(engine, msgpack.unpackb(pipe.recv_bytes())):
+            if execute(engine, msgpack.unpackb(pipe.recv_bytes())):
                 pipe.send_bytes(msgpack.packb(DONE))
     except (EOFError, ConnectionError):
         os._exit(0)
@@ -90,3 +103,44 @@ def _run(rank: int, begin: Callable[[int, int], EmbeddedEngine], pipe: Connectio
         with contextlib.suppress(OSError):
             pipe.send_bytes(msgpack.packb(f"{type(error).__name__}: {error}"))
         os._exit(FAILED)
+
+
+def fork_followers(spec: EngineSpec, inherited: int) -> ForkedFollowers:
+    """Fork the followers of an engine; see `ForkedFollowers` for `inherited`."""
+    return ForkedFollowers(spec.tensor - 1, partial(_follower, spec), inherited, wait_s(spec))
+
+
+def lead(spec: EngineSpec, followers: ForkedFollowers) -> LeadingEngine:
+    """Make the leader's engine, once every process has loaded its slices.
+
+    Raises UserError for a model that cannot be used, and EngineError for a follower that fails.
+    """
+    store = open_store(LOOPBACK, wait_s(spec))
+    followers.connect(store.port)
+    engine = LeadingEngine(**_parts(spec, 0, store), followers=followers)
+    engine.await_followers()
+    return engine
+
+
+def _follower(spec: EngineSpec, rank: int, port: int) -> EmbeddedEngine:
+    torch.set_num_threads(spec.threads)
+    keep_freed_memory()
+    return EmbeddedEngine(**_parts(spec, rank, connect_store(LOOPBACK, port, wait_s(spec))))
+
+
+def _parts(spec: EngineSpec, rank: int, store: dist.Store) -> dict[str, Any]:
+    """Return the arguments of a rank's engine, once it has joined the group."""
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        see_only(rank)
+    group = join_group(store, rank, spec.tensor, wait_s(spec), device.type == "cuda", LOOPBACK)
+    model, slices = load_tensor_parallel(spec.model, getattr(torch, spec.dtype), device, TensorRanks(group))
+    return {
+        "model": model, "tokenizer": load_tokenizer(spec.model), "slots": spec.slots,
+        "max_sequence_tokens": spec.max_sequence_tokens, "seed": spec.seed, "slices": slices, **spec.options,
+    }  # fmt: skip
+
+
+def wait_s(spec: EngineSpec) -> float:
+    """Seconds that the processes wait for one another: less than the run waits for the leader, which can still say who was missing."""
+    return spec.limit_s / 2

@@ -15,11 +15,11 @@ from braidrl.cluster.groups import subgroup
 from braidrl.config import Config
 from braidrl.errors import UserError
 from braidrl.models.loading import load_decoder
-from braidrl.models.parallel.decoding import TensorRanks, load_divided
+from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
 from braidrl.models.role_settings import DTYPES
 from braidrl.models.roles.base import RoleWorker
 from braidrl.placement.pools import Pool
-from braidrl.rollout.divided.pooled import PooledEngine
+from braidrl.rollout.divided.spmd import SpmdEngine
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.engine import ModelWeights
 from braidrl.rollout.http.dialects import DIALECTS
@@ -42,9 +42,9 @@ def start_engine(
         return reach_servers(worker, config, tokenizer, longest)
     count = engine_processes(config)
     if pools_ranks(config):
-        return pooled_engine(worker, config, tokenizer, longest)
+        return spmd_engine(worker, config, tokenizer, longest)
     if not count:
-        if not worker.holds_its_weights:
+        if not worker.has_full_weights:
             # Decoding needs all weights on each rank, adapters merged: a frozen copy, brought up to date at each publication.
             model = load_decoder(worker.path, dtype or worker.dtype, worker.device).requires_grad_(False).eval()
         return EmbeddedEngine(
@@ -64,14 +64,14 @@ def start_engine(
     return EngineService(engines, limit_s, partial(SharedWeights, check=rollout.check_weights))
 
 
-def pooled_engine(worker: RoleWorker, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int) -> PooledEngine:
+def spmd_engine(worker: RoleWorker, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int) -> SpmdEngine:
     """Return what neighbouring ranks decode with together; all ranks call this at the same time. Raises UserError as `start_engine`."""
     rollout = config.rollout
     group = subgroup(torch.arange(worker.ranks.size).view(-1, rollout.tensor))
     assert group is not None
     dtype = DTYPES[rollout.dtype] if rollout.dtype else worker.dtype
-    model, slices = load_divided(worker.path, dtype, worker.device, TensorRanks(group))
-    return PooledEngine(model, tokenizer, rollout.slots, longest, config.seed, slices, group, compile=rollout.compile)
+    model, slices = load_tensor_parallel(worker.path, dtype, worker.device, TensorRanks(group))
+    return SpmdEngine(model, tokenizer, rollout.slots, longest, config.seed, slices, group, compile=rollout.compile)
 
 
 def on_devices(spec: EngineSpec, count: int) -> list[EngineSpec]:
@@ -103,7 +103,7 @@ def reach_servers(
     """Return the servers of this rank; of ranks that generate each has its own. Raises UserError for those that cannot be trained with."""
     # Imported here: only servers need aiohttp, which need not be installed.
     from braidrl.rollout.http.engine import HttpEngine, ServerSpec
-    from braidrl.rollout.http.servers import GenerationServer, Sending
+    from braidrl.rollout.http.servers import BroadcastSettings, GenerationServer
 
     rollout, ranks = config.rollout, worker.ranks
     urls = rollout.servers.urls[ranks.rank :: ranks.size]
@@ -114,7 +114,7 @@ def reach_servers(
     model = worker.path.expanduser()
     sent = rollout.servers.weights == "network"
     store = SharedWeights if sent else partial(WeightFolder, within=rollout.servers.folder)
-    sending = Sending(worker.device, rollout.check_weights) if sent else None
+    sending = BroadcastSettings(worker.device, rollout.check_weights) if sent else None
     spec = ServerSpec(
         tokenizer, end_ids_of(model, tokenizer), shapes_of(model), rollout.slots, longest, config.seed, store,
     )  # fmt: skip
