@@ -1,4 +1,9 @@
-"""Users' own functions by name: `package.module:function` or `path/to/file.py:function`."""
+"""What a configuration names: something of ours by its short name, or a user's own as `module:name` or `path/to/file.py:name`.
+
+ENGINES = PluginRegistry("rollout engine", {"embedded": "braidrl.rollout.process.server:embedded_engine"})
+ENGINES.find("embedded")           what comes with Braid, imported only now
+ENGINES.find("engine.py:Plain")    a user's own
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,8 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,8 +22,46 @@ from braidrl.errors import UserError, suggest
 LOADED_FROM_FILE = "braid_user_"
 
 
+@dataclass(frozen=True)
+class PluginRegistry:
+    """Everything of one kind that a configuration may name: what comes with Braid, and whatever a user has written."""
+
+    kind: str
+    """What it is called in a message, as in `rollout engine`."""
+    built_in: Mapping[str, str]
+    """Short name to `module:name`, which is imported when it is asked for."""
+
+    def find(self, name: str) -> Any:
+        """Return what `name` stands for. Raises UserError, which names the nearest known one, where there is none."""
+        return import_function(self.place(name))
+
+    def check(self, name: str, load: bool = True) -> None:
+        """Raise UserError where nothing has this name. Ours is not imported: it may need packages that only another process has.
+
+        Args:
+            name: a short name, `module:name` or `file.py:name`.
+            load: import a user's own too.
+        """
+        place = self.place(name)
+        if load and name not in self.built_in:
+            import_function(place)
+
+    def place(self, name: str) -> str:
+        """Return the `module:name` behind a name. Raises UserError for a short name that is not known."""
+        if name not in self.built_in and ":" not in name:
+            own = "Your own is written module:name or path/to/file.py:name."
+            raise UserError(f"no {self.kind} is called {name!r}. {suggest(name, self.built_in)} {own}")
+        return self.built_in.get(name, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.built_in
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.built_in)
+
+
 def import_function(name: str) -> Callable[..., Any]:
-    """The function that `module:function` or `file.py:function` names. Raises UserError when there is none."""
+    """Return the function or class that `module:name` or `file.py:name` names. Raises UserError when there is none."""
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise UserError(f"{name!r} names no function; write module:function or path/to/file.py:function")
