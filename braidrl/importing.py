@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -45,6 +46,14 @@ class PluginRegistry:
         place = self.place(name)
         if load and name not in self.built_in:
             import_function(place)
+
+    def check_settings(self, name: str, settings: Mapping[str, Any]) -> None:
+        """Raise UserError for a setting that what `name` stands for has no parameter for; its first one is not a setting."""
+        _, *parameters = inspect.signature(self.find(name)).parameters.values()
+        known = [parameter.name for parameter in parameters]
+        for setting in settings:
+            if setting not in known and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+                raise UserError(f"{self.kind} {name!r} has no setting {setting!r}. {suggest(setting, known)}")
 
     def place(self, name: str) -> str:
         """Return the `module:name` behind a name. Raises UserError for a short name that is not known."""

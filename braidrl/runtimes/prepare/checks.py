@@ -17,6 +17,7 @@ from braidrl.data.sources import place
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.models.memory.footprint import model_shape
+from braidrl.models.optimizer import check_optimizer
 from braidrl.models.parallel.decoding import check_heads
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.role_settings import (
@@ -27,6 +28,7 @@ from braidrl.models.role_settings import (
     lora_of,
     model_path,
 )
+from braidrl.observe.trackers import TRACKERS
 from braidrl.placement.pools import NAMES as PLACEMENTS
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rollout.http.dialects import DIALECTS
@@ -47,6 +49,10 @@ def check_names(config: Config) -> None:
         raise UserError(f"rollout.engine={engine} generates in processes of its own; write rollout.engines=1")
     if placement not in PLACEMENTS:
         raise UserError(f"no placement is called {placement!r}. {suggest(placement, PLACEMENTS)}")
+    check_optimizer(config.trainer)
+    for tracker in config.trackers:
+        TRACKERS.check(tracker.name)
+        TRACKERS.check_settings(tracker.name, tracker.params)
 
 
 def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
