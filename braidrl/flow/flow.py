@@ -97,6 +97,11 @@ class Flow:
         return self.stages[: last + 1]
 
     @cached_property
+    def recorded_stages(self) -> int:
+        """How many stages come before the point where rows are recorded: up to the last `select` or `generate`."""
+        return max((i + 1 for i, s in enumerate(self.stages) if s.kind in (Kind.SELECT, Kind.GENERATE)), default=0)
+
+    @cached_property
     def edges(self) -> tuple[Edge, ...]:
         """Columns from writer to reader, weights between an update and the uses around it, and order without either."""
         needed = [*column_edges(self.inputs), *weight_edges(self.stages)]

@@ -12,7 +12,7 @@ from pathlib import Path
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows, tokens_of
-from braidrl.flow import Flow, Scope, Stage
+from braidrl.flow import Scope, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
@@ -30,13 +30,12 @@ class EagerBackend:
     def __init__(
         self,
         config: Config,
-        flow: Flow,
         loader: PromptLoader | None,
         executor: StageExecutor,
         store: RowStore,
         trace: TraceWriter | None = None,
     ) -> None:
-        self.config, self.flow, self.loader, self.executor, self.store = config, flow, loader, executor, store
+        self.config, self.loader, self.executor, self.store = config, loader, executor, store
         self.trace, self.version = trace, 0
 
     def admit(self, groups: int) -> Rows:
@@ -55,7 +54,7 @@ class EagerBackend:
         stop = EarlyStop.of(segment, needless, self.executor.verified, uids)
         with self._traced(stage, iteration, len(table)) as done:
             table = table.with_columns(
-                self.executor.execute(stage, table, sums, checked_beside(self.flow, stage), stop)
+                self.executor.execute(stage, table, sums, checked_beside(self.executor.flow, stage), stop)
             )
             done.tokens = tokens_of(table)
         return table
@@ -63,7 +62,7 @@ class EagerBackend:
     def _with_written(self, stage: Stage, table: Rows, sums: Sums) -> Rows:
         if stage.scope is Scope.BATCH:
             return table.with_columns(self.executor.apply(stage, table, self.executor.sums(stage, table)))
-        beside = checked_beside(self.flow, stage) if stage.type == "generate" else ()
+        beside = checked_beside(self.executor.flow, stage) if stage.type == "generate" else ()
         return table.with_columns(self.executor.execute(stage, table, sums, beside))
 
     def _traced(self, stage: Stage, iteration: int, rows: int) -> AbstractContextManager[Done]:
@@ -98,14 +97,14 @@ class EagerBackend:
     def cat(self, tables: Sequence[Rows]) -> Rows:
         return Rows.cat(tables)
 
-    def bring(self, origin: Origin) -> Rows:
+    def read(self, origin: Origin) -> Rows:
         return self.store.make(origin)
 
     def record(self, path: Path, table: Rows, final: Rows) -> None:
         self.store.record(path, with_added(table, final))
 
-    def keep(self, path: Path, table: Rows) -> None:
-        self.store.keep(path, table)
+    def save_rows(self, path: Path, table: Rows) -> None:
+        self.store.save(path, table)
 
     def publish(self, version: int) -> None:
         self.version = version

@@ -20,8 +20,7 @@ from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
 from braidrl.observe.trackers import TrackedRun, Trackers
-from braidrl.runtimes.backends import check_runtime, controller_for, start_backend
-from braidrl.runtimes.controller import IterationResult, RunBackend
+from braidrl.runtimes.backend import IterationResult, Position
 from braidrl.runtimes.distributed.launch import in_ranks
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
 from braidrl.runtimes.gaps import GapWatch
@@ -32,6 +31,7 @@ from braidrl.runtimes.saving.checkpoints import Checkpoints
 from braidrl.runtimes.saving.folders import latest_checkpoint, new_run_folder
 from braidrl.runtimes.saving.row_store import Recording, Surplus
 from braidrl.runtimes.saving.state import RunState, load_checkpoint
+from braidrl.runtimes.start import RunContext, check_runtime, start_backend, start_controller
 from braidrl.runtimes.step_metrics import step_metrics, summary
 
 Metrics = dict[str, float | int | None]
@@ -75,11 +75,11 @@ class TrainingRun:
         self.saved_step: int | None = None
         self.checkpoints = Checkpoints(self.folder, config, self.world.first)
         self.good_enough = False
-        self.backend: RunBackend[Any] = start_backend(
-            self.prepared, self.loader, self.progress, self.folder, self.world, self.interrupts
+        self.controller = start_controller(
+            RunContext(self.prepared, self.progress, self.loader, self.folder, self.world, self.interrupts)
         )
+        self.backend = self.controller.backend
         try:
-            self.controller = controller_for(self.backend, config, self.flow, self.loader.epoch_size)
             checkpoint = latest_checkpoint(resume) if resume else None
             if checkpoint is not None:
                 self._restore(load_checkpoint(checkpoint))
@@ -155,16 +155,14 @@ class TrainingRun:
         """The rows of an earlier run's step as they were when they were sampled, without what its later stages added."""
         if self.replay is None:
             return None
-        sampled, later = (
-            self.flow.stages[: self.controller.recorded_stages],
-            self.flow.stages[self.controller.recorded_stages :],
-        )
+        count = self.flow.recorded_stages
+        sampled, later = self.flow.stages[:count], self.flow.stages[count:]
         kept = {name for stage in sampled for name in stage.writes}
         added = {name for stage in later for name in stage.writes} - kept
-        return self.backend.bring(Recording(rollout_path(self.replay, step), tuple(sorted(added))))
+        return self.backend.read(Recording(rollout_path(self.replay, step), tuple(sorted(added))))
 
     def _record(self, path: Path, result: IterationResult[Any]) -> None:
-        if any("tokens" in stage.writes for stage in self.flow.stages[: self.controller.recorded_stages]):
+        if any("tokens" in stage.writes for stage in self.flow.stages[: self.flow.recorded_stages]):
             self.backend.record(path, result.table, result.final)
 
     def _evaluation_is_due(self) -> bool:
@@ -196,7 +194,7 @@ class TrainingRun:
 
     def _snapshot(self) -> RunState:
         """What a resumed run needs beside the weights, as of the last complete step."""
-        return RunState(self.step, self.version, *self.controller.position(self.loader))
+        return RunState(self.step, self.version, *self.controller.position())
 
     def _save(self, state: RunState) -> None:
         if self.saved_step != state.step:
@@ -207,9 +205,8 @@ class TrainingRun:
         folder, state = checkpoint
         self.step = self.saved_step = state.step
         self.version = state.version
-        self.loader.restore(state.loader)
-        surplus = [self.backend.bring(Surplus(path)) for path in state.surplus]
-        self.controller.restore(state.sampling, surplus, state.stages)
+        surplus = [self.backend.read(Surplus(path)) for path in state.surplus]
+        self.controller.restore(Position(state.loader, state.sampling, surplus, state.stages))
         self.backend.load(folder, state.version)
 
 
@@ -264,7 +261,7 @@ def evaluated(config: Config, progress: Progress, world: World | None = None) ->
     for line in without_effect(config):
         progress.print(line)
     set_up_torch(config)
-    backend = start_backend(prepared, None, progress, world=world, interrupts=AgreedInterrupts())
+    backend = start_backend(RunContext(prepared, progress, world=world or World()))
     metrics: dict[str, float] = {}
     try:
         for _, _, found in evaluated_sets(backend, prepared.evaluation, prepared.eval_sources, config.evaluation, 0):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
@@ -26,10 +26,10 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.roles import Role
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
-from braidrl.runtimes.backends import start_backend
-from braidrl.runtimes.controller import Backend, SerialController
+from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.prepare.flow import resolve
 from braidrl.runtimes.prepare.setup import prepare, set_up_torch
+from braidrl.runtimes.start import RunContext, start_backend
 
 Table = Any
 """Rows under eager, a handle to them under hybrid."""
@@ -48,10 +48,8 @@ class Session:
         set_up_torch(config)
         self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
         self.progress = Progress()
-        self.backend = cast(Backend[Any], start_backend(self.prepared, self.loader, self.progress))
-        self.controller: SerialController[Any] = SerialController(
-            config, self.prepared.flow, self.backend, self.loader.epoch_size
-        )
+        self.backend = start_backend(RunContext(self.prepared, self.progress, self.loader))
+        self.controller = SerialController(config, self.prepared.flow, self.backend, self.loader)
         self.iteration = self.version = 0
         self.sums = Sums()
         self.trained = False

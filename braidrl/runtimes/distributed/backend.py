@@ -41,7 +41,7 @@ from braidrl.runtimes.distributed.shard import Shard, columns_of, joined, named_
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.generating.verification import checked_beside
-from braidrl.runtimes.interrupts import AgreedInterrupts
+from braidrl.runtimes.interrupts import Interrupts
 from braidrl.runtimes.saving.row_store import Admission, HeldOut, Origin, RowStore, with_added
 from braidrl.transfer.data_buffer import DataBuffer, Key, balanced_owners, equal_shares
 
@@ -58,7 +58,7 @@ class DistributedBackend:
         store: RowStore,
         world: World,
         generating: Mapping[str, int],
-        interrupts: AgreedInterrupts,
+        interrupts: Interrupts,
         trace: TraceWriter | None,
     ) -> None:
         """`generating` says how many ranks, from rank 0 on, generate for a role; all ranks do everything else."""
@@ -155,7 +155,7 @@ class DistributedBackend:
         index, payload = Rows.cat([t.index for t in tables]), Rows.cat([t.payload for t in tables])
         return Shard(index, torch.cat([t.owner for t in tables]), payload, self.world.rank)
 
-    def bring(self, origin: Origin) -> Shard:
+    def read(self, origin: Origin) -> Shard:
         """Every rank reads the rows and keeps its own: equally many to generate, else balanced by their lengths."""
         rows = self.store.make(origin)
         if isinstance(origin, HeldOut):
@@ -184,12 +184,12 @@ class DistributedBackend:
         if self.world.first and parts:
             join_parts(path, parts)
 
-    def keep(self, path: Path, table: Shard) -> None:
+    def save_rows(self, path: Path, table: Shard) -> None:
         """The rows that a checkpoint keeps, less than a batch, go to the rank that writes it."""
         self.world.at(f"writing {path.name}")
         whole = self._moved(path.name, table, torch.zeros_like(table.owner))
         if self.world.first:
-            self.store.keep(path, whole.rows)
+            self.store.save(path, whole.rows)
 
     def publish(self, version: int) -> None:
         self.executor.publish(version)

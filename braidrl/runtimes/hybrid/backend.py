@@ -39,7 +39,7 @@ from braidrl.runtimes.saving.row_store import Admission, Origin
 
 
 class HybridBackend:
-    """Implements `iteration.Backend` with handles. Every role has a worker group; `home` is where rows are born."""
+    """Implements `SerialBackend` with handles. Every role has a worker group; `home` is where rows are born."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class HybridBackend:
 
     def admit(self, groups: int) -> Handle:
         assert self.loader is not None, "this backend only evaluates"
-        return self.bring(Admission(tuple(self.loader.advance(groups))))
+        return self.read(Admission(tuple(self.loader.advance(groups))))
 
-    def bring(self, origin: Origin) -> Handle:
+    def read(self, origin: Origin) -> Handle:
         self.calls.release()
         key = next(self.calls.keys)
         future = self.home.call("make", origin, key)
@@ -148,7 +148,7 @@ class HybridBackend:
         added = Handle(len(final), final.index.without(list(table.index)), later)
         self.home.wait([self.home.call("record", path.resolve(), outgoing(table), outgoing(added))])
 
-    def keep(self, path: Path, table: Handle) -> None:
+    def save_rows(self, path: Path, table: Handle) -> None:
         self.index(table)
         self.home.wait([self.home.call("keep", path.resolve(), outgoing(table), aside=True)])
 

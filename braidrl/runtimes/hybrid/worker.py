@@ -246,7 +246,7 @@ class HybridWorker:
     @register(protocol="RANK_ZERO")
     def keep(self, path: Path, part: Part) -> None:
         """Writes rows into a checkpoint."""
-        self.rows.keep(path, self._rows_of(part, None))
+        self.rows.save(path, self._rows_of(part, None))
 
     def _write(
         self, part: Part, stage: Stage, iteration: int, key: int, run: Callable[[Rows, Sums], Mapping[str, Column]]

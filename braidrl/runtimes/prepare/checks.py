@@ -148,6 +148,10 @@ def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
     for role in config.roles:
         if role not in known:
             raise UserError(f"roles.{role}: flow {flow} has no model of this role. {suggest(role, known)}")
+        if config.roles[role].generate_workers is not None and config.runtime != "distributed":
+            raise UserError(
+                f"roles.{role}.generate_workers is for runtime=distributed; remove it, or place roles by `placement`"
+            )
 
 
 def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int | None = None) -> None:

@@ -7,7 +7,7 @@ loader ──admit──▶ queue ◀──take, done── workers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,12 @@ from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow import Stage
 from braidrl.flow.sizes import Sizes
-from braidrl.flow.stage_state import State
 from braidrl.flow.updates import check_update_size
 from braidrl.flow.versions import admissible
 from braidrl.flow.waves import GroupSelector
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.controller import IterationResult, Position
+from braidrl.runtimes.backend import IterationResult, Position
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.saving.row_store import Admission, Origin, Recording, RowStore, Surplus, with_added
 from braidrl.runtimes.streaming.groups import check_streaming, worker_groups
@@ -87,15 +86,21 @@ class StreamingProgram:
     # The controller
 
     @property
-    def recorded_stages(self) -> int:
-        return len(self.stream.recorded)
+    def backend(self) -> StreamingProgram:
+        """What the run asks of a backend it asks of this program too."""
+        return self
 
     @property
     def sampling(self) -> GroupSelector:
         return self.stream.schedule.sampling
 
     def iterate(
-        self, iteration: int, version: int, recorded: Rows | None, train: bool, before_training: Callable[[], object]
+        self,
+        iteration: int,
+        version: int,
+        recorded: Rows | None = None,
+        train: bool = True,
+        before_training: Callable[[], object] = lambda: None,
     ) -> IterationResult[Rows]:
         """Waits until an iteration is published, and admits prompts meanwhile; `before_training` is called before its first step."""
         assert recorded is None and train, "checked when the run was set up"
@@ -114,21 +119,22 @@ class StreamingProgram:
         self._admit()
         return self._result(finished)
 
-    def position(self, loader: PromptLoader) -> Position:
-        """Where a run resumes from after the last finished iteration; what was begun of the next one is done again then."""
+    def position(self) -> Position:
+        """Return where a run resumes from after the last finished iteration; what was begun of the next one is done again then."""
         following = self.stream.schedule.published + 1
-        loaded, sampling, surplus, _ = self.opening.get(following) or self._current()
-        return loaded, sampling, surplus, self.stream.states_before(following)
+        begun = self.opening.get(following) or self._current()
+        return begun._replace(stages=self.stream.states_before(following))
 
-    def restore(self, sampling: dict[str, Any], surplus: Sequence[Rows], states: Mapping[str, State]) -> None:
-        """Goes on from a checkpoint's selection state, surplus rows and stages' states; `load` says after which iteration."""
-        self.restored = sampling, Rows.cat(list(surplus)) if surplus else None
+    def restore(self, position: Position) -> None:
+        """Go on from a checkpoint's loader, selection, surplus rows and stages' states; `load` says after which iteration."""
+        self.loader.restore(position.loader)
+        self.restored = position.sampling, Rows.cat(position.surplus) if position.surplus else None
         known = self.stream.states.values
-        known |= {name: dict(state) for name, state in states.items() if name in known}
+        known |= {name: dict(state) for name, state in position.stages.items() if name in known}
 
     # The backend
 
-    def bring(self, origin: Origin) -> Rows:
+    def read(self, origin: Origin) -> Rows:
         """Rows of a checkpoint, or those of an evaluation set, which workers begin to generate at once."""
         if isinstance(origin, Recording):
             raise UserError("runtime=streaming cannot replay recorded rows; write runtime=eager, hybrid or distributed")
@@ -157,8 +163,8 @@ class StreamingProgram:
     def record(self, path: Path, table: Rows, final: Rows) -> None:
         self.store.record(path, with_added(table, final))
 
-    def keep(self, path: Path, table: Rows) -> None:
-        self.store.keep(path, table)
+    def save_rows(self, path: Path, table: Rows) -> None:
+        self.store.save(path, table)
 
     def save(self, folder: Path) -> None:
         """Has every role that changes written by its leader."""
@@ -215,7 +221,7 @@ class StreamingProgram:
             writers = self.stream.recorded_writers
             index = self.stream.table.index(waiting, writers)
             surplus = [assembled(self.data, index, self.stream.table.payload(waiting, writers, None))]
-        return self.loader.state(), self.sampling.state(), surplus, {}
+        return Position(self.loader.state(), self.sampling.state(), surplus, {})
 
     def _result(self, finished: FinishedIteration) -> IterationResult[Rows]:
         table = assembled(self.data, finished.index, finished.payload)

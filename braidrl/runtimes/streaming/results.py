@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.controller import IterationResult, needed
+from braidrl.runtimes.backend import IterationResult
+from braidrl.runtimes.controller import needed
 from braidrl.runtimes.streaming.groups import Group
 from braidrl.transfer.queue.stream import FinishedIteration, Report
 

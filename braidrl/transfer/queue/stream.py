@@ -67,14 +67,9 @@ class Stream:
         self.states = StageStates(flow)
 
     @property
-    def recorded(self) -> tuple[Stage, ...]:
-        """The stages after which a batch is recorded: the sampling segment, or up to the last `generate`."""
-        stages = self.flow.stages
-        return stages[: max((i + 1 for i, s in enumerate(stages) if s.kind in (Kind.SELECT, Kind.GENERATE)), default=0)]
-
-    @property
     def recorded_writers(self) -> list[str]:
-        return [ADMISSION, *(stage.name for stage in self.recorded)]
+        """Who has written a row when it is recorded."""
+        return [ADMISSION, *(stage.name for stage in self.flow.stages[: self.flow.recorded_stages])]
 
     def admit(self, index: Rows, block: Block | None, columns: tuple[str, ...]) -> None:
         """Rows are born, with these index columns and a block with these payload columns."""
@@ -140,7 +135,8 @@ class Stream:
         account, released = self.accounts[iteration], [uid for g in outcome.released for uid in groups[g]]
         account.outcome = outcome
         # Of groups that nobody waited for only those count that came through the whole segment.
-        writers = [s.name for s in self.recorded if s.kind is not Kind.SELECT and s.when.includes(iteration)]
+        recorded = self.flow.stages[: self.flow.recorded_stages]
+        writers = [s.name for s in recorded if s.kind is not Kind.SELECT and s.when.includes(iteration)]
         known = [self.table.parts.get(name, {}) for name in writers]
         whole = [g for g in outcome.released if all(uid in parts for uid in groups[g] for parts in known)]
         generated = [uid for g in whole for uid in groups[g]]
