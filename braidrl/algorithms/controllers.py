@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def fixed_kl_coefficient(coefficient: float, kl: float) -> float:
-    """The coefficient as it is, whatever the mean KL per row."""
+    """Return the coefficient as it is, whatever the mean KL per row."""
     return coefficient
 
 

@@ -42,7 +42,7 @@ def hashed(*keys: Key) -> Tensor:
 
 
 def uniform(*keys: Key, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Numbers in [0, 1), one for each combination of the broadcast keys: multiples of 2^-53, or of 2^-24 in float32.
+    """Return numbers in [0, 1), one for each combination of the broadcast keys: multiples of 2^-53, or of 2^-24 in float32.
 
     Raises ValueError for another dtype.
     """
@@ -53,14 +53,14 @@ def uniform(*keys: Key, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def permutation(seed: Key | tuple[Key, ...], n: int) -> Tensor:
-    """The numbers 0 to n - 1 in the order that the seed (one key or several) decides, (n,) int64 on the CPU."""
+    """Return the numbers 0 to n - 1 in the order that the seed (one key or several) decides, (n,) int64 on the CPU."""
     keys = seed if isinstance(seed, tuple) else (seed,)
     return torch.argsort(hashed(*keys, torch.arange(n)), stable=True)
 
 
 @cache
 def key_of(text: str) -> int:
-    """A text as a 64-bit key, the same in every process and release."""
+    """Return a text as a 64-bit key, the same in every process and release."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
@@ -91,7 +91,7 @@ def _mix_tensor(x: Tensor) -> Tensor:
 
 
 def _mix_number(x: int) -> int:
-    """The same on one number, for the keys that a whole batch shares."""
+    """Return the same on one number, for the keys that a whole batch shares."""
     x = (x ^ (x >> 30)) * MULTIPLIER_1 & MASK
     x = (x ^ (x >> 27)) * MULTIPLIER_2 & MASK
     return x ^ (x >> 31)

@@ -96,7 +96,7 @@ def advantage_kl_penalty(
     coef: float,
     estimator: str = "k1",
 ) -> Ragged:
-    """The row's `advantage` (B,) minus coef·KL(π, π_ref) summed from each action token to the row's end.
+    """Return the row's `advantage` (B,) minus coef·KL(π, π_ref) summed from each action token to the row's end.
 
     What a KL penalty per token adds to the return behind a baseline that has none, as in ReMax, arXiv 2310.10505.
     """
@@ -116,7 +116,7 @@ def kl_sums(
     gain: float = 0.1,
     estimator: str = "k1",
 ) -> dict[str, Tensor]:
-    """What the batch's mean KL per row is made of."""
+    """Return what the batch's mean KL per row is made of."""
     policy = rollout_log_probs if old_log_probs is None else old_log_probs
     kl = estimate(estimator, policy.values, ref_log_probs.values)
     return {"kl": kl.double().sum(), "rows": torch.tensor(float(len(policy)))}
@@ -125,7 +125,7 @@ def kl_sums(
 def next_kl_coefficient(
     state: dict[str, float], totals: dict[str, float], *, target: float, gain: float = 0.1, estimator: str = "k1"
 ) -> dict[str, float]:
-    """The coefficient after the batch's mean KL was seen."""
+    """Return the coefficient after the batch's mean KL was seen."""
     kl = totals["kl"] / max(totals["rows"], 1.0)
     return {"coef": adaptive_kl_coefficient(state["coef"], kl, target=target, gain=gain)}
 

@@ -30,13 +30,13 @@ def whitened(tokens: Ragged, totals: Sums, epsilon: float) -> Ragged:
 
 
 def whiten_sums(advantages: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8) -> Sums:
-    """The moments that `whiten` needs of the whole batch."""
+    """Return the moments that `whiten` needs of the whole batch."""
     return moments(advantages, statistics_mask)
 
 
 @advantages.register(writes=["advantages"], scope="batch", sums=whiten_sums)
 def whiten(advantages: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8, totals: Sums) -> Ragged:
-    """Mean 0 and deviation 1 over the batch's action tokens, as PPO's implementations do to GAE."""
+    """Return the mean 0 and deviation 1 over the batch's action tokens, as PPO's implementations do to GAE."""
     return whitened(advantages, totals, epsilon)
 
 
@@ -57,7 +57,7 @@ def return_sums(
     gamma: float = 1.0,
     epsilon: float = 1e-8,
 ) -> Sums:
-    """The moments of the batch's returns-to-go."""
+    """Return the moments of the batch's returns-to-go."""
     return moments(returns_to_go(reward, action_tokens, token_rewards, gamma), statistics_mask)
 
 
@@ -72,14 +72,14 @@ def reinforce_plus_plus(
     epsilon: float = 1e-8,
     totals: Sums,
 ) -> Ragged:
-    """Returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262."""
+    """Return returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262."""
     return whitened(returns_to_go(reward, action_tokens, token_rewards, gamma), totals, epsilon)
 
 
 def baseline_sums(
     advantage: Tensor, action_tokens: Tensor, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8
 ) -> Sums:
-    """The moments of the rows' centred rewards over action tokens."""
+    """Return the moments of the rows' centred rewards over action tokens."""
     return moments(returns_to_go(advantage, action_tokens, None, 1.0), statistics_mask)
 
 
@@ -92,7 +92,7 @@ def reinforce_plus_plus_baseline(
     epsilon: float = 1e-8,
     totals: Sums,
 ) -> Ragged:
-    """The baseline variant: R − R̄, which `group_centered` wrote as `advantage`, whitened over the batch's action tokens.
+    """Return the baseline variant: R − R̄, which `group_centered` wrote as `advantage`, whitened over the batch's action tokens.
 
     REINFORCE++, arXiv 2501.03262.
     """
@@ -109,14 +109,14 @@ def distillation(rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs
 def cost_sums(
     advantages: Ragged, cost_advantages: Ragged, cost: Tensor, *, threshold: float = 0.0, learning_rate: float = 0.1
 ) -> Sums:
-    """What the batch's mean cost is made of."""
+    """Return what the batch's mean cost is made of."""
     return {"cost": cost.double().sum(), "rows": torch.tensor(float(len(cost)))}
 
 
 def next_multiplier(
     state: dict[str, float], totals: dict[str, float], *, threshold: float = 0.0, learning_rate: float = 0.1
 ) -> dict[str, float]:
-    """The multiplier after the batch's mean cost was seen."""
+    """Return the multiplier after the batch's mean cost was seen."""
     mean = totals["cost"] / max(totals["rows"], 1.0)
     return {
         "multiplier": safe_rlhf_multiplier(state["multiplier"], mean, threshold=threshold, learning_rate=learning_rate)

@@ -14,18 +14,20 @@ from braidrl.data.rows import Column, Objects, Rows
 
 
 def admit(loader: PromptLoader, groups: int, samples_per_prompt: int) -> Rows:
-    """The next `groups` prompts as groups * samples_per_prompt rows; `group` is the admission number."""
+    """Return the next `groups` prompts as groups * samples_per_prompt rows; `group` is the admission number."""
     return as_rows(loader.take(groups), samples_per_prompt)
 
 
 def eval_rows(source: LoadedSource, samples: int, max_prompts: int | None = None, number: int = 0) -> Rows:
-    """Every prompt of a held-out set, or the first `max_prompts`, in file order; `group` is the prompt's place, `source` is `number`."""
+    """Return every prompt of a held-out set, or the first `max_prompts`, in file order; `group` is the prompt's place, `source` is
+    `number`.
+    """
     count = len(source) if max_prompts is None else min(max_prompts, len(source))
     return as_rows([Admitted.of(source, i, number, 0, i) for i in range(count)], samples)
 
 
 def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
-    """Rows in the order of `admitted`, the samples of a group one after the other.
+    """Return rows in the order of `admitted`, the samples of a group one after the other.
 
     Writes source, group, sample, prompt_length (B,) int64; prompt, int64 token ids; metadata, with "prompt" and "answer" as the
     file has them in place of any fields of these names; response, int64 token ids, where the sources have been read with it. A pair of
@@ -55,7 +57,7 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
 
 
 def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows:
-    """The rows with `ptx_tokens`, int64, and `ptx_length`: one pre-training text each, in the texts' own seeded order.
+    """Return the rows with `ptx_tokens`, int64, and `ptx_length`: one pre-training text each, in the texts' own seeded order.
 
     Row (group, sample) gets text group * samples_per_prompt + sample, whichever rows are asked for together and in any order.
     """

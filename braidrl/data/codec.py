@@ -77,7 +77,7 @@ def payload_forbidden() -> Iterator[None]:
 
 
 def encode(rows: Rows) -> list[Frame]:
-    """Frames that refer to the rows' memory. Raises CodecError for a dtype or an object that cannot travel, by name."""
+    """Return frames that refer to the rows' memory. Raises CodecError for a dtype or an object that cannot travel, by name."""
     headers: list[ColumnHeader] = []
     frames: list[Frame] = []
     for name, column in rows.items():
@@ -89,12 +89,12 @@ def encode(rows: Rows) -> list[Frame]:
 
 
 def encoded_size(rows: Rows) -> int:
-    """Bytes that `frames.join(encode(rows))` takes."""
+    """Return bytes that `frames.join(encode(rows))` takes."""
     return joined_size(encode(rows))
 
 
 def decode(frames: Sequence[Frame], columns: Sequence[str] | None = None) -> Rows:
-    """The rows, or the named columns of them, as views on the frames.
+    """Return the rows, or the named columns of them, as views on the frames.
 
     Raises CodecError for frames that are damaged or incomplete, KeyError for a column that is not there, and PayloadForbidden for
     a payload column inside `payload_forbidden()`.
@@ -115,13 +115,13 @@ def decode(frames: Sequence[Frame], columns: Sequence[str] | None = None) -> Row
 
 
 def decode_index(frames: Sequence[Frame]) -> Rows:
-    """The index columns alone; payload frames are not looked at. Raises CodecError as `decode` does."""
+    """Return the index columns alone; payload frames are not looked at. Raises CodecError as `decode` does."""
     _, headers = read_header(frames)
     return decode(frames, [header.name for header in headers if header.kind == "index"])
 
 
 def read_header(frames: Sequence[Frame]) -> tuple[int, list[ColumnHeader]]:
-    """Number of rows, and what the columns are. Raises CodecError unless the frames are as many as the header says."""
+    """Return the number of rows, and what the columns are. Raises CodecError unless the frames are as many as the header says."""
     if not frames:
         raise CodecError("no frames")
     first = bytes(frames[0])
@@ -184,7 +184,7 @@ def _json_bytes(name: str, column: Objects) -> bytes:
 
 
 def _exact_json(value: Any) -> str | None:
-    """The JSON text that gives the same value back, or None: tuples and int keys would silently come back as others."""
+    """Return the JSON text that gives the same value back, or None: tuples and int keys would silently come back as others."""
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError):

@@ -21,7 +21,7 @@ class CodecError(ValueError):
 
 
 def joined_size(frames: Sequence[Frame]) -> int:
-    """Bytes that the joined frames take."""
+    """Return bytes that the joined frames take."""
     return _starts([memoryview(frame).nbytes for frame in frames])[-1]
 
 
@@ -33,7 +33,7 @@ def join(frames: Sequence[Frame]) -> bytearray:
 
 
 def join_into(frames: Sequence[Frame], buffer: bytearray | memoryview) -> int:
-    """Writes the frames to the beginning of a buffer and returns the bytes used. Raises CodecError if it is too small."""
+    """Write the frames to the beginning of a buffer and return the bytes used. Raises CodecError if it is too small."""
     target = memoryview(buffer).cast("B")
     total, pieces = laid_out(frames)
     if total > target.nbytes:
@@ -44,7 +44,7 @@ def join_into(frames: Sequence[Frame], buffer: bytearray | memoryview) -> int:
 
 
 def laid_out(frames: Sequence[Frame]) -> tuple[int, list[tuple[int, memoryview]]]:
-    """Bytes that the joined frames take, and what stands where in them; between the pieces nothing has to be written."""
+    """Return bytes that the joined frames take, and what stands where in them; between the pieces nothing has to be written."""
     views = [memoryview(frame).cast("B") for frame in frames]
     lengths = [view.nbytes for view in views]
     *starts, total = _starts(lengths)
@@ -53,7 +53,7 @@ def laid_out(frames: Sequence[Frame]) -> tuple[int, list[tuple[int, memoryview]]
 
 
 def split(buffer: Frame) -> list[memoryview]:
-    """The frames as views on the buffer, which may be longer than they are. Raises CodecError if it is damaged or cut off."""
+    """Return the frames as views on the buffer, which may be longer than they are. Raises CodecError if it is damaged or cut off."""
     view = memoryview(buffer).cast("B")
     if view.nbytes < FIXED.size:
         raise CodecError(f"{view.nbytes} bytes are too few to hold frames")
@@ -72,7 +72,7 @@ def split(buffer: Frame) -> list[memoryview]:
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
-    """Where each frame begins, and behind the last one where all end."""
+    """Return where each frame begins, and behind the last one where all end."""
     first = _aligned(FIXED.size + 8 * len(lengths))
     return list(accumulate((_aligned(length) for length in lengths), initial=first))
 

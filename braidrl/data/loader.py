@@ -37,7 +37,7 @@ class Admitted:
 
     @staticmethod
     def of(source: LoadedSource, number: int, position: int, epoch: int, index: int) -> Admitted:
-        """Example `index` of a source, which is the run's `position`-th."""
+        """Return example `index` of a source, which is the run's `position`-th."""
         response, rejected = source.response(index), source.rejected_response(index)
         return Admitted(
             number, position, epoch, index, source.examples[index], source.prompt(index), response, rejected
@@ -48,7 +48,7 @@ class PromptLoader:
     """Draws prompts from sources in proportion to their weights, each source shuffled anew every time it is through."""
 
     def __init__(self, sources: Sequence[LoadedSource], seed: int = 0, shuffle: bool = True) -> None:
-        """Raises UserError when there is no source or an empty one."""
+        """Raise UserError when there is no source or an empty one."""
         if not sources or not all(len(source) for source in sources):
             raise UserError("there are no prompts to draw from; give data.train a file with at least one")
         self.sources = list(sources)
@@ -69,17 +69,17 @@ class PromptLoader:
         return [count // len(source) for count, source in zip(drawn, self.sources, strict=True)]
 
     def take(self, count: int) -> list[Admitted]:
-        """The next `count` prompts."""
+        """Return the next `count` prompts."""
         return self.peek(self.advance(count))
 
     def advance(self, count: int) -> range:
-        """The admission numbers of the next `count` prompts, which are taken with that."""
+        """Return the admission numbers of the next `count` prompts, which are taken with that."""
         numbers = range(self.admitted, self.admitted + count)
         self.admitted += count
         return numbers
 
     def peek(self, numbers: Sequence[int]) -> list[Admitted]:
-        """The prompts of these admission numbers, past or future; the loader stays where it is."""
+        """Return the prompts of these admission numbers, past or future; the loader stays where it is."""
         return [self._admitted(number) for number in numbers]
 
     def _admitted(self, number: int) -> Admitted:
@@ -91,7 +91,7 @@ class PromptLoader:
         return Admitted.of(source, number, position, epoch, index)
 
     def state(self) -> dict[str, Any]:
-        """A JSON value from which a loader over the same data goes on exactly."""
+        """Return a JSON value from which a loader over the same data goes on exactly."""
         drawn = self._draw.counts(self.admitted)
         return {
             "admitted": self.admitted,
@@ -101,7 +101,7 @@ class PromptLoader:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on after the admissions of `state`. Raises UserError when seed, sources or weights are others."""
+        """Go on after the admissions of `state`. Raises UserError when seed, sources or weights are others."""
         for name, value in self._identity().items():
             if state["data"][name] != value:
                 raise UserError(
@@ -111,7 +111,7 @@ class PromptLoader:
         self.admitted = state["admitted"]
 
     def _identity(self) -> dict[str, Any]:
-        """What decides the order; paths may change between machines."""
+        """Return what decides the order; paths may change between machines."""
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,

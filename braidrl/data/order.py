@@ -39,7 +39,7 @@ class WeightedDraw:
         return len(self.shares), number
 
     def counts(self, numbers: int) -> list[int]:
-        """How many of the first `numbers` each source has."""
+        """Return how many of the first `numbers` each source has."""
         counts = []
         for share, phase in zip(self.shares, self.phases, strict=True):
             counts.append((numbers * share + phase) // UNIT)
@@ -50,7 +50,7 @@ class WeightedDraw:
 # A step may straddle the end of an epoch in each source; older orders are not needed again.
 @lru_cache(maxsize=32)
 def permutation(seed: int, source: int, epoch: int, size: int) -> np.ndarray:
-    """The order (size,) int64 of a source's examples in one epoch; Philox keeps its stream between numpy releases."""
+    """Return the order (size,) int64 of a source's examples in one epoch; Philox keeps its stream between numpy releases."""
     keys = np.random.Philox(key=seeded_key(seed, "epoch", source, epoch)).random_raw(size)
     return np.argsort(keys, kind="stable")
 

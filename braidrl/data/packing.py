@@ -53,7 +53,7 @@ def _plan_whole_groups(
     oversized: Literal["refuse", "alone"],
     groups: Sequence[int],
 ) -> list[list[list[int]]]:
-    """The plan for groups in place of rows, with each group's rows put in its place."""
+    """Return the plan for groups in place of rows, with each group's rows put in its place."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
@@ -70,7 +70,7 @@ def _plan_whole_groups(
 
 
 def estimated_operations(lengths: Sequence[int], *, parameters: int, layers: int, hidden: int) -> list[int]:
-    """Floating-point operations to train on each row, forward and backward.
+    """Return floating-point operations to train on each row, forward and backward.
 
     `parameters` are those in matrix products (2 operations each per token); causal attention adds 2 · hidden · length² per layer for
     scores and values together; the backward pass costs twice the forward.
@@ -79,7 +79,7 @@ def estimated_operations(lengths: Sequence[int], *, parameters: int, layers: int
 
 
 def _pack(lengths: Sequence[int], rows: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:
-    """A rank's rows in `count` micro-batches, fullest first, or None where they do not go in."""
+    """Return a rank's rows in `count` micro-batches, fullest first, or None where they do not go in."""
     alone = [[row] for row in rows if lengths[row] > max_tokens]
     small = [row for row in rows if lengths[row] <= max_tokens]
     if len(alone) > count or (small and len(alone) == count):

@@ -55,17 +55,17 @@ class LoadedSource:
         return self.read - len(self.examples)
 
     def prompt(self, index: int) -> Tensor:
-        """Token ids (T,) int64 of an example's prompt."""
+        """Return token ids (T,) int64 of an example's prompt."""
         if self.prompts is not None:
             return self.prompts[index].to(torch.int64)
         return torch.tensor(self.template.encode(self.examples[index].prompt), dtype=torch.int64)
 
     def response(self, index: int) -> Tensor | None:
-        """Token ids (T,) int64 of an example's given response, or None where responses were not asked for."""
+        """Return token ids (T,) int64 of an example's given response, or None where responses were not asked for."""
         return self._given(self.examples[index].response, self.responses, index)
 
     def rejected_response(self, index: int) -> Tensor | None:
-        """Token ids (T,) int64 of the worse response of a pair, or None where pairs were not asked for."""
+        """Return token ids (T,) int64 of the worse response of a pair, or None where pairs were not asked for."""
         return self._given(self.examples[index].rejected, self.rejected, index)
 
     def _given(self, text: str | None, tokenized: Ragged | None, index: int) -> Tensor | None:
@@ -76,7 +76,7 @@ class LoadedSource:
         return torch.tensor(self.template.encode_responses([text])[0], dtype=torch.int64)
 
     def report(self) -> str:
-        """How many prompts were dropped of how many, for the log."""
+        """Return how many prompts were dropped of how many, for the log."""
         return f"{self.path}: {self.read} prompts, {self.dropped} dropped as longer than data.max_prompt_tokens"
 
 
@@ -88,7 +88,7 @@ def load_train(
     pairs: bool = False,
     kept: Sequence[Sequence[int]] | None = None,
 ) -> list[LoadedSource]:
-    """Every source of `data.train`. Raises UserError when there is none, or for a file that cannot be used.
+    """Return every source of `data.train`. Raises UserError when there is none, or for a file that cannot be used.
 
     `kept` holds another rank's `LoadedSource.kept` of each.
     """
@@ -105,7 +105,7 @@ def load_train(
 def load_eval(
     data: DataConfig, tokenizer: Any, *, pairs: bool = False, kept: Mapping[str, Sequence[int]] | None = None
 ) -> dict[str, LoadedSource]:
-    """The held-out sets of `data.eval` by name. Raises UserError for a file that cannot be used. `kept` as for `load_train`."""
+    """Return the held-out sets of `data.eval` by name. Raises UserError for a file that cannot be used. `kept` as for `load_train`."""
     template = PromptTemplate(tokenizer, data.chat_template, data.system_prompt)
     longest = data.max_prompt_tokens
     return {
@@ -115,7 +115,7 @@ def load_eval(
 
 
 def load_texts(data: DataConfig, tokenizer: Any, kept: Sequence[int] | None = None) -> LoadedSource:
-    """The pre-training texts of `data.ptx`. Raises UserError when there are none, or for a file that cannot be used."""
+    """Return the pre-training texts of `data.ptx`. Raises UserError when there are none, or for a file that cannot be used."""
     if data.ptx is None:
         raise UserError("data.ptx is not set, and the flow trains on pre-training text; write data.ptx=texts.jsonl")
     template = PromptTemplate(tokenizer, chat_template=False)
@@ -131,7 +131,7 @@ def load_source(
     pairs: bool = False,
     kept: Sequence[int] | None = None,
 ) -> LoadedSource:
-    """Reads, tokenises and filters one file. Raises UserError for a fault in the file or when no prompt is short enough.
+    """Read, tokenise and filter one file. Raises UserError for a fault in the file or when no prompt is short enough.
 
     `kept` is another rank's `LoadedSource.kept` of the same file: the filter is then done, and this rank tokenises only the prompts
     that it draws.
@@ -161,7 +161,7 @@ def load_source(
 def tokenize(
     path: Path, examples: Sequence[Example], template: PromptTemplate, max_prompt_tokens: int
 ) -> tuple[Ragged, list[int]]:
-    """Token ids, int32, of the prompts that are short enough, and the length of every prompt.
+    """Return token ids, int32, of the prompts that are short enough, and the length of every prompt.
 
     Raises UserError with the place of a prompt that the template refuses or that has no tokens.
     """
@@ -181,13 +181,13 @@ def tokenize(
 
 
 def tokenize_responses(path: Path, texts: Sequence[str], template: PromptTemplate) -> Ragged:
-    """Token ids of every given response with its end of sequence, int32."""
+    """Return token ids of every given response with its end of sequence, int32."""
     batches = with_progress(in_batches(texts), len(texts), f"Tokenising responses of {path.name}")
     return joined(template.encode_responses(batch) for batch in batches)
 
 
 def render_at(path: Path, example: Example, template: PromptTemplate) -> str:
-    """The prompt's text. Raises UserError with the example's place."""
+    """Return the prompt's text. Raises UserError with the example's place."""
     try:
         return template.render(example.prompt)
     except UserError as error:
@@ -195,13 +195,13 @@ def render_at(path: Path, example: Example, template: PromptTemplate) -> str:
 
 
 def joined(batches: Iterable[list[list[int]]]) -> Ragged:
-    """Token ids of all batches as one int32 table; lists live only as long as their batch."""
+    """Return token ids of all batches as one int32 table; lists live only as long as their batch."""
     parts = [Ragged.from_rows(batch, torch.int32) for batch in batches]
     return Ragged.cat(parts) if parts else Ragged.from_rows([], torch.int32)
 
 
 def in_batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Runs of at most BATCH items."""
+    """Run of at most BATCH items."""
     for start in range(0, len(items), BATCH):
         yield items[start : start + BATCH]
 
@@ -209,7 +209,7 @@ def in_batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
 def with_progress(
     batches: Iterable[Sequence[T]], total: int, title: str, after_s: float = PROGRESS_AFTER_S
 ) -> Iterator[Sequence[T]]:
-    """The same batches; a bar appears on the terminal's error stream if they take longer than `after_s` seconds."""
+    """Return the same batches; a bar appears on the terminal's error stream if they take longer than `after_s` seconds."""
     started = time.monotonic()
     done = 0
     with ExitStack() as stack:

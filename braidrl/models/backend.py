@@ -29,12 +29,12 @@ class TrainingBackend(Protocol):
         """Weights and optimizer as `export` left them, whatever the layout was. Raises UserError for another model's."""
 
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """What the model predicts under `name` for each row's actions, in the order of `rows`."""
+        """Return what the model predicts under `name` for each row's actions, in the order of `rows`."""
 
     def forward_backward(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
     ) -> dict[str, float]:
-        """Adds the gradient sums of `rows`; the loss sums by denominator, which ranks add up."""
+        """Add the gradient sums of `rows`; the loss sums by denominator, which ranks add up."""
 
     def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
         """One update with each sum over its global count; the norm of the whole gradient, or None where nothing was counted."""

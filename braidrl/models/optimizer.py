@@ -20,7 +20,7 @@ from braidrl.config import TrainerConfig
 from braidrl.errors import UserError
 from braidrl.importing import PluginRegistry
 from braidrl.models.parallel.replicated import DataParallel
-from braidrl.models.parallel.shards import local_gradient, local_part
+from braidrl.models.parallel.shards import local_gradient, local_shard
 
 OPTIMIZERS = PluginRegistry(
     "optimizer", {"adamw": "braidrl.models.optimizer:adamw", "sgd": "braidrl.models.optimizer:sgd"}
@@ -62,7 +62,7 @@ def check_optimizer(config: TrainerConfig) -> None:
 
 
 def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:
-    """Rate of iteration 1, 2, ...: linear warm-up, then constant, linear or cosine decay to 0 after `steps`."""
+    """Return the rate of iteration 1, 2, ...: linear warm-up, then constant, linear or cosine decay to 0 after `steps`."""
     if iteration <= config.warmup_steps:
         return peak * iteration / config.warmup_steps
     done = (iteration - 1 - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
@@ -91,7 +91,7 @@ class MasterOptimizer:
         self.by_number = {number: p for number, p in placed if p.requires_grad}
         self.parameters = list(self.by_number.values())
         self.config, self.peak = config, peak
-        parts = [local_part(p) for p in self.parameters]
+        parts = [local_shard(p) for p in self.parameters]
         self.masters = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in parts]
         make = OPTIMIZERS.find(config.optimizer)
         self.optimizer: torch.optim.Optimizer = make(self.masters, lr=peak, **optimizer_settings(config))
@@ -103,7 +103,7 @@ class MasterOptimizer:
             parameter.register_post_accumulate_grad_hook(partial(self._collect, i))
 
     def backward(self, losses: Mapping[str, Tensor]) -> None:
-        """Adds the gradients of loss sums, one scalar per denominator's name."""
+        """Add the gradients of loss sums, one scalar per denominator's name."""
         names = [name for name, loss in losses.items() if loss.requires_grad]
         for name in names:
             self.collect(name)
@@ -144,16 +144,16 @@ class MasterOptimizer:
         return norm
 
     def _summed(self, name: str) -> list[Tensor | None]:
-        """The gradient sums of all ranks; a rank that had no rows contributes zeros."""
+        """Return the gradient sums of all ranks; a rank that had no rows contributes zeros."""
         sums = self.sums.get(name, [None] * len(self.parameters))
         if self.ranks.size == 1:
             return sums
         filled = [torch.zeros_like(m) if part is None else part for part, m in zip(sums, self.masters, strict=True)]
-        self.ranks.sum_(filled, self.parameters)
+        self.ranks.all_reduce_gradients(filled, self.parameters)
         return list(filled)
 
     def _clip(self) -> float:
-        norm = self.ranks.norm([master.grad for master in self.masters], self.parameters)
+        norm = self.ranks.gradient_norm([master.grad for master in self.masters], self.parameters)
         if not torch.isfinite(norm):
             raise RuntimeError(
                 f"gradient norm is {norm.item()} at optimizer step {self.steps + 1}; nothing was updated"
@@ -166,7 +166,7 @@ class MasterOptimizer:
     def _publish(self) -> None:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if parameter.dtype != master.dtype:
-                local_part(parameter).copy_(master)
+                local_shard(parameter).copy_(master)
 
     @property
     def bytes_in_use(self) -> int:
@@ -175,11 +175,11 @@ class MasterOptimizer:
         return sum(m.nbytes * (3 + copied) for m, copied in zip(self.masters, copies, strict=True))
 
     def tensors(self) -> list[Tensor]:
-        """What it holds beside the model's own weights."""
+        """Return what it holds beside the model's own weights."""
         return [tensor for name, tensor in self.state().items() if name != "steps"]
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that a resumed run needs, as flat tensors by name: masters that are copies, moments, counts."""
+        """Return everything that a resumed run needs, as flat tensors by name: masters that are copies, moments, counts."""
         tensors = {"steps": torch.tensor(self.steps)}
         for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
             if parameter.dtype != master.dtype:
@@ -201,7 +201,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restores `state()`. Raises KeyError or RuntimeError when it belongs to another model."""
+        """Restore `state()`. Raises KeyError or RuntimeError when it belongs to another model."""
         self.steps = int(tensors["steps"])
         for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
             if parameter.dtype != master.dtype:

@@ -52,7 +52,7 @@ def busy_table(spans: Sequence[Span]) -> list[Busy]:
 
 
 def busy_line(spans: Sequence[Span], role: str, stage: str, available: float) -> Busy:
-    """The line of these spans; `available` is the seconds that each of their workers had."""
+    """Return the line of these spans; `available` is the seconds that each of their workers had."""
     workers = first_seen(span.worker for span in spans)
 
     def seconds(state: State) -> float:
@@ -66,7 +66,7 @@ def busy_line(spans: Sequence[Span], role: str, stage: str, available: float) ->
 
 
 def covered(spans: Iterable[Span], gap: float = 0.0) -> float:
-    """Seconds in which at least one of the spans runs; gaps of up to `gap` seconds between them count too."""
+    """Return seconds in which at least one of the spans runs; gaps of up to `gap` seconds between them count too."""
     total, end = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start):
         begin = end if span.start - end <= gap else span.start
@@ -95,12 +95,12 @@ def lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """Sorts `actor/10` after `actor/9`."""
+    """Sort `actor/10` after `actor/9`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """The Chrome trace event format (complete events, in microseconds), for chrome://tracing and Perfetto."""
+    """Return the Chrome trace event format (complete events, in microseconds), for chrome://tracing and Perfetto."""
     events: list[dict[str, Any]] = []
     process_ids: dict[str, int] = {}
     for thread_id, (worker, lane) in enumerate(lanes(spans), start=1):
@@ -121,7 +121,7 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def write_timeline(run: Path) -> tuple[Path, Path]:
-    """Writes `run`/timeline.html and `run`/timeline.json (Chrome trace). Raises UserError where the run has no trace."""
+    """Write `run`/timeline.html and `run`/timeline.json (Chrome trace). Raises UserError where the run has no trace."""
     spans = read_trace(run)
     picture, chrome = run / "timeline.html", run / "timeline.json"
     picture.write_text(timeline_page(run.resolve().name, spans), encoding="utf-8")
@@ -130,7 +130,7 @@ def write_timeline(run: Path) -> tuple[Path, Path]:
 
 
 def busy_lines(run: Path) -> list[str]:
-    """The table as text for a terminal. Raises UserError where the run has no trace."""
+    """Return the table as text for a terminal. Raises UserError where the run has no trace."""
     header = f"{'role':<14}{'stage':<34}{'workers':>8}{'rows':>10}{'busy s':>10}{'waiting s':>11}{'busy':>7}"
     return [header] + [
         f"{line.role:<14}{line.stage:<34}{line.workers:>8}{line.rows:>10,}{line.busy_seconds:>10.2f}"
@@ -140,7 +140,7 @@ def busy_lines(run: Path) -> list[str]:
 
 
 def timeline_page(name: str, spans: Sequence[Span]) -> str:
-    """The page with headline numbers, lanes and the table."""
+    """Return the page with headline numbers, lanes and the table."""
     table = busy_table(spans)
     whole = [line for line in table if line.stage == ALL_STAGES]
     iterations = {span.iteration for span in spans}
@@ -169,7 +169,7 @@ other roles of the same workers.</p></section>"""
 
 
 def picture_data(spans: Sequence[Span], stages: Sequence[str]) -> dict[str, Any]:
-    """What timeline.js draws: lanes by name, spans as short lists, and where each iteration begins."""
+    """Return what timeline.js draws: lanes by name, spans as short lists, and where each iteration begins."""
     numbers = {stage: number for number, stage in enumerate(stages)}
     drawn = lanes(spans)
     listed = [
@@ -191,7 +191,7 @@ def picture_data(spans: Sequence[Span], stages: Sequence[str]) -> dict[str, Any]
 
 
 def table_html(table: Sequence[Busy]) -> str:
-    """The busy table; a role's own line stands above those of its stages."""
+    """Return the busy table; a role's own line stands above those of its stages."""
     names = ("Role", "Stage", "Workers", "Rows", "Tokens", "Busy", "Waiting", "Share of the workers' time")
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(map(row_html, table))}</tbody></table></div>'

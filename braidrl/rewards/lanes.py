@@ -48,7 +48,7 @@ class Call:
     future: Future[CallOutcome] = field(default_factory=Future)
 
     def answer(self, message: Message) -> None:
-        """Resolves the future with the worker's answer."""
+        """Resolve the future with the worker's answer."""
         self.future.set_result(CallOutcome(**{name: value for name, value in message.items() if name != "call"}))
 
     def abandon(self) -> None:
@@ -73,7 +73,7 @@ class Lane(ABC):
 
     @abstractmethod
     def _serve(self) -> None:
-        """Takes and answers calls until `closing` is set."""
+        """Take and answers calls until `closing` is set."""
 
     def _run(self) -> None:
         try:
@@ -82,7 +82,7 @@ class Lane(ABC):
             self._drop_process()
 
     def stop(self) -> None:
-        """Tells the thread to end, without waiting; what its process is at is cut short."""
+        """Tell the thread to end, without waiting; what its process is at is cut short."""
         with self._lock:
             self.closing.set()
             if self._process is not None:
@@ -105,7 +105,7 @@ class Lane(ABC):
             return self._process
 
     def _drop_process(self) -> str:
-        """Ends the process, if there is one, and says how it ended."""
+        """End the process, if there is one, and says how it ended."""
         with self._lock:
             if self._process is None:
                 return "no process could be started"
@@ -169,7 +169,7 @@ class Concurrent(Lane):
             call.abandon()
 
     def _admit(self) -> None:
-        """Sends what is queued, as far as there is room; waits if nothing is in flight."""
+        """Send what is queued, as far as there is room; waits if nothing is in flight."""
         while len(self.in_flight) < MOST_IN_FLIGHT:
             try:
                 call = self.calls.get(block=not self.in_flight)
@@ -188,7 +188,7 @@ class Concurrent(Lane):
             self.in_flight[call.number] = (call, time.monotonic() + self.timeout_s + STUCK_AFTER_S)
 
     def _collect(self) -> None:
-        """Hands out one answer. Raises TimeoutError when an answer is overdue."""
+        """Hand out one answer. Raises TimeoutError when an answer is overdue."""
         if not self.in_flight:
             return
         connection = self._ready_process().connection

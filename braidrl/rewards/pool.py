@@ -33,7 +33,7 @@ class RewardPool:
         self._lock = threading.Lock()
 
     def submit(self, completion: Completion, verifier: Verifier) -> Future[CallOutcome]:
-        """Returns at once; the future never raises for what the verifier does, only when the pool is closed first.
+        """Return at once; the future never raises for what the verifier does, only when the pool is closed first.
 
         Raises TypeError when the completion is not JSON, RuntimeError after `close`.
         """
@@ -57,7 +57,7 @@ class RewardPool:
         return self._concurrent[verifier.key].calls
 
     def close(self) -> None:
-        """Ends all processes and waits until they are gone; checks that have not ended raise CancelledError."""
+        """End all processes and waits until they are gone; checks that have not ended raise CancelledError."""
         with self._lock:
             self._closed = True
         for lane in self._lanes:

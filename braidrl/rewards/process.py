@@ -46,14 +46,14 @@ class WorkerProcess:
         self.loaded: set[str] = set()
 
     def ask(self, message: bytes, limit_s: float) -> Message:
-        """Sends and waits for the answer. Raises TimeoutError, or EOFError or OSError if the process dies."""
+        """Send and waits for the answer. Raises TimeoutError, or EOFError or OSError if the process dies."""
         self.connection.send_bytes(message)
         if not self.connection.poll(limit_s):
             raise TimeoutError(f"no answer within {limit_s:g} s")
         return receive(self.connection)
 
     def load(self, verifier: Verifier, timeout_s: float, concurrent: bool = False) -> Message:
-        """Has the verifier imported there, once; returns the failure if that fails, else nothing. Raises as `ask`."""
+        """Have the verifier imported there, once; return the failure if that fails, else nothing. Raises as `ask`."""
         if verifier.key in self.loaded:
             return {}
         message = {"load": verifier.key, "concurrent": concurrent, "limit_s": timeout_s}
@@ -63,13 +63,13 @@ class WorkerProcess:
         return failure
 
     def signal(self) -> None:
-        """Kills the process and all that it started, without waiting."""
+        """Kill the process and all that it started, without waiting."""
         # The number cannot have become another's: nobody waits for the process before `kill` does.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill(self) -> int:
-        """Kills and waits, once; returns the exit status of a process that had ended by itself, else minus the signal."""
+        """Kill and waits, once; return the exit status of a process that had ended by itself, else minus the signal."""
         self.signal()
         status = self.process.wait()
         self.connection.close()
@@ -77,6 +77,6 @@ class WorkerProcess:
 
 
 def _limit_sending(connection: Connection) -> None:
-    """Makes a blocked write end in BlockingIOError, which is an OSError, and not block the thread for good."""
+    """Make a blocked write end in BlockingIOError, which is an OSError, and not block the thread for good."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_LIMIT_S, 0))

@@ -63,11 +63,11 @@ class Pending:
         return len(self._checks)
 
     def done(self) -> bool:
-        """Whether `result` will return without waiting."""
+        """Return whether `result` will return without waiting."""
         return all(future.done() for row in self._checks for _, future in row)
 
     def result(self) -> dict[str, Tensor]:
-        """Waits; columns `score`, `correct`, `reward`, each (B,) float32, and `score_<name>` where verifiers are several.
+        """Wait; columns `score`, `correct`, `reward`, each (B,) float32, and `score_<name>` where verifiers are several.
 
         `score` and, until something shapes it, `reward` are Σ weight · score over the row's verifiers. `correct`, 0 or 1,
         is what the first of them says. `score_<name>` is NaN in rows whose source does not have that verifier.
@@ -84,7 +84,7 @@ class Pending:
         return {self._prefix + name: column for name, column in columns.items()}
 
     def failures(self) -> list[CheckFailure]:
-        """Waits; the checks that raised, hung, died or returned no score."""
+        """Wait; the checks that raised, hung, died or returned no score."""
         return [
             CheckFailure(number, weighted.label, outcome.failure, outcome.detail)
             for number, row in enumerate(self._checks)
@@ -93,7 +93,7 @@ class Pending:
         ]
 
     def failure_counts(self) -> Counter[str]:
-        """Waits; how many checks failed, by `name/reason`."""
+        """Wait; how many checks failed, by `name/reason`."""
         return Counter(f"{failure.label}/{failure.reason}" for failure in self.failures())
 
 
@@ -125,7 +125,7 @@ class RuleRewards:
         self._pool = RewardPool(config.processes, config.timeout_s)
 
     def submit(self, rows: Rows, of: str | None = None) -> Pending:
-        """Begins to check rows, one or many, and returns at once; `of` names the namespace whose tokens are meant."""
+        """Begin to check rows, one or many, and return at once; `of` names the namespace whose tokens are meant."""
         prefix = f"{of}." if of else ""
         texts = responses(rows, self._tokenizer, prefix)
         checks = []
@@ -138,7 +138,7 @@ class RuleRewards:
         return Pending(self, checks, prefix)
 
     def judge(self, outcome: CallOutcome) -> tuple[float, bool]:
-        """Score and correctness of one check. Of a bare score, `correct_score` and more is right; a failure is wrong."""
+        """Return the score and correctness of one check. Of a bare score, `correct_score` and more is right; a failure is wrong."""
         if outcome.failure is not None:
             return self.wrong_score, False
         if outcome.score is None:
@@ -159,7 +159,7 @@ class RuleRewards:
 
 
 def weighted_verifiers(configs: Sequence[VerifierConfig]) -> list[Weighted]:
-    """Verifiers with labels that differ: the second `format` is `format_2`. Raises UserError as `resolve`, or for an empty list."""
+    """Return verifiers with labels that differ: the second `format` is `format_2`. Raises UserError as `resolve`, or for an empty list."""
     if not configs:
         raise UserError("`verify` names no verifier; write one, as in `verify: exact`")
     seen: Counter[str] = Counter()
@@ -173,7 +173,7 @@ def weighted_verifiers(configs: Sequence[VerifierConfig]) -> list[Weighted]:
 
 
 def responses(rows: Rows, tokenizer: Decoder, prefix: str = "") -> list[str]:
-    """The text of each row's action tokens, without special tokens."""
+    """Return the text of each row's action tokens, without special tokens."""
     tokens, mask = rows[f"{prefix}tokens"], rows[f"{prefix}action_mask"]
     sampled = [tokens[row][mask[row].bool()].tolist() for row in range(len(rows))]
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled]

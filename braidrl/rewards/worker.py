@@ -33,7 +33,7 @@ RAISED = (Exception, SystemExit, asyncio.CancelledError)
 
 
 def main(descriptor: int) -> None:
-    """Serves the pipe at a file descriptor; when its other end is gone, ends this process and all that it started."""
+    """Serve the pipe at a file descriptor; when its other end is gone, ends this process and all that it started."""
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     verifiers: dict[str, Verifier] = {}
@@ -52,7 +52,7 @@ def main(descriptor: int) -> None:
 
 
 def die_after(seconds: float) -> None:
-    """Has the kernel end this process if it is still busy then; 0 takes that back.
+    """Have the kernel end this process if it is still busy then; 0 takes that back.
 
     The parent kills what takes too long. Should the parent be dead, this works even in code that never lets go of Python's lock.
     """
@@ -61,7 +61,7 @@ def die_after(seconds: float) -> None:
 
 
 def encode(message: Message) -> bytes:
-    """Raises TypeError for what is not JSON."""
+    """Raise TypeError for what is not JSON."""
     return json.dumps(message).encode()
 
 
@@ -75,7 +75,7 @@ def receive(connection: Connection) -> Message:
 
 
 def load(key: str, verifiers: dict[str, Verifier]) -> Message:
-    """Adds the verifier of that key; a failure in importing it is the answer."""
+    """Add the verifier of that key; a failure in importing it is the answer."""
     die_after(LOAD_LIMIT_S + ORPHAN_GRACE_S)
     try:
         name, settings = json.loads(key)
@@ -103,7 +103,7 @@ async def _wait(value: Any) -> Any:
 
 
 async def _serve_concurrently(connection: Connection, verifiers: dict[str, Verifier], limit_s: float) -> None:
-    """Starts a task for each message; raises EOFError when the pipe ends."""
+    """Start a task for each message; raises EOFError when the pipe ends."""
     loop = asyncio.get_running_loop()
     running: set[asyncio.Task[None]] = set()
     ended: asyncio.Future[None] = loop.create_future()
@@ -156,7 +156,7 @@ async def _call_limited(verifier: Verifier, message: Message) -> Message:
 
 
 def judgement(value: Any) -> Message:
-    """What a verifier returned as `score` and `correct`, None where it left one open; anything else is a failure."""
+    """Return what a verifier returned as `score` and `correct`, None where it left one open; anything else is a failure."""
     if isinstance(value, Score):
         score, correct = plain_number(value.score), value.correct
     else:
@@ -172,12 +172,12 @@ def judgement(value: Any) -> Message:
 
 
 def plain_number(value: Any) -> Any:
-    """The Python number in a NumPy or torch scalar; other values as they are."""
+    """Return the Python number in a NumPy or torch scalar; other values as they are."""
     return value.item() if callable(getattr(value, "item", None)) else value
 
 
 def failure_of(error: BaseException) -> Message:
-    """An exception as one line that says what, and where in whose code."""
+    """Return an exception as one line that says what, and where in whose code."""
     place = traceback.extract_tb(error.__traceback__)[-1:]
     where = "".join(f" ({os.path.basename(frame.filename)}:{frame.lineno})" for frame in place)
     return {"failure": "exception", "detail": f"{type(error).__name__}: {error}"[:500] + where}

@@ -41,7 +41,7 @@ class EngineUnderTest:
 
 
 def requests(subject: EngineUnderTest, count: int, tokens: int = 12) -> list[Request]:
-    """Rows in groups of two with prompts of different lengths, which draw exactly so many tokens."""
+    """Return rows in groups of two with prompts of different lengths, which draw exactly so many tokens."""
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(0, subject.vocabulary, (3 + 2 * g,), generator=generator) for g in range(count)]
     sampling = SamplingParams(max_tokens=tokens, ends=False)
@@ -53,7 +53,7 @@ async def all_of(engine: Engine, wanted: Sequence[Request]) -> list[Response]:
 
 
 async def some_tokens_later(engine: Engine, rows: int) -> None:
-    """Waits until so many rows are being decoded."""
+    """Wait until so many rows are being decoded."""
     for _ in range(10_000):
         if engine.load().running >= rows:
             return

@@ -27,12 +27,12 @@ class Draws:
 
 
 def draws_of(request: Request, seed: int) -> Draws:
-    """What a request's row draws in a run with this seed."""
+    """Return what a request's row draws in a run with this seed."""
     return Draws(request.key(seed), request.first_draw, request.sampling)
 
 
 def draws_from(arguments: Mapping[str, Any] | None) -> Draws:
-    """The reverse of `Draws.arguments`. Raises ValueError where these are not a request of Braid's."""
+    """Return the reverse of `Draws.arguments`. Raises ValueError where these are not a request of Braid's."""
     if not arguments or ARGUMENT not in arguments:
         raise ValueError(
             "this engine draws tokens for Braid alone: ask it through `braid train` with rollout.engine=http"

@@ -42,7 +42,7 @@ class WeightSource(Protocol):
     """One version of a model's weights, as any engine can take them."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Every tensor of the model by its name; a tied one comes under each of its names."""
+        """Return every tensor of the model by its name; a tied one comes under each of its names."""
 
 
 class ModelWeights:
@@ -59,16 +59,16 @@ class Engine(Protocol):
     """Generates responses. All methods belong to one event loop."""
 
     async def submit(self, request: Request) -> Response:
-        """The response. Raises UserError for a request that cannot be answered, and EngineError when the engine fails."""
+        """Return the response. Raises UserError for a request that cannot be answered, and EngineError when the engine fails."""
 
     async def abort(self, uid: Uid) -> None:
-        """Ends a row at once: its `submit` returns what there is. Raises KeyError when it is not under way."""
+        """End a row at once: its `submit` returns what there is. Raises KeyError when it is not under way."""
 
     async def pause(self) -> None:
         """No token is drawn until `resume`. Rows keep what they have, and requests may be submitted."""
 
     async def resume(self) -> None:
-        """Goes on where `pause` stopped."""
+        """Go on where `pause` stopped."""
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """From the next token on the weights are those of `version`; rows under way go on with them.
@@ -77,13 +77,13 @@ class Engine(Protocol):
         """
 
     async def sleep(self) -> None:
-        """Gives memory back; requests wait until `wake`. Raises RuntimeError while rows are under way."""
+        """Give memory back; requests wait until `wake`. Raises RuntimeError while rows are under way."""
 
     async def wake(self) -> None:
-        """Takes requests again."""
+        """Take requests again."""
 
     async def recover(self) -> int:
-        """Makes a failed engine ready, and returns the version of its weights. Raises EngineError when it cannot."""
+        """Make a failed engine ready, and return the version of its weights. Raises EngineError when it cannot."""
 
     def load(self) -> Load:
-        """What the engine is busy with now."""
+        """Return what the engine is busy with now."""

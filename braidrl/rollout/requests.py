@@ -31,7 +31,7 @@ class SamplingParams:
     """False draws on past the model's end of sequence."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for settings that leave no token to draw."""
+        """Raise ValueError for settings that leave no token to draw."""
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_tokens < 1:
             raise ValueError(f"temperature >= 0, 0 < top_p <= 1, top_k >= 0 and max_tokens >= 1 are needed, got {self}")
         if "" in self.stop:
@@ -60,12 +60,12 @@ class Request:
     """Tokens that this row drew before, in earlier turns: their random numbers are not used again."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a prompt that is not a non-empty row of ids."""
+        """Raise ValueError for a prompt that is not a non-empty row of ids."""
         if self.prompt.dim() != 1 or not len(self.prompt) or self.prompt.dtype != torch.int64:
             raise ValueError(f"row {self.uid}: a prompt is one or more int64 ids, got {self.prompt.shape}")
 
     def key(self, seed: int) -> int:
-        """The row's random key, from which number `first_draw` + tokens drawn since is taken."""
+        """Return the row's random key, from which number `first_draw` + tokens drawn since is taken."""
         return int(hashed(seed, self.purpose, self.stage, self.uid[1], self.uid[2]))
 
 

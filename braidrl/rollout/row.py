@@ -31,16 +31,16 @@ class Row:
     """True once the text holds one of the stop texts."""
 
     def hears_stop(self, token: int) -> bool:
-        """True when the text is complete to a stop text with this token, the next one drawn."""
+        """Return True when the text is complete to a stop text with this token, the next one drawn."""
         self.said_stop = self.stop_texts is not None and self.stop_texts.says_stop(token)
         return self.said_stop
 
     def length(self, step: int) -> int:
-        """Tokens that the row's slot holds in this step, the one being fed included."""
+        """Return tokens that the row's slot holds in this step, the one being fed included."""
         return len(self.request.prompt) + step - self.begun
 
     def finished(self, tokens: Tensor, log_probs: Tensor, aborted: bool = False) -> Response:
-        """The response of these tokens (T,) and log-probs (T,)."""
+        """Return the response of these tokens (T,) and log-probs (T,)."""
         stopped = self.said_stop or (len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids)
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH
         return Response(
@@ -48,7 +48,7 @@ class Row:
         )
 
     def _versions(self, tokens: int) -> Tensor:
-        """The version that drew each of the tokens, (T,) int64."""
+        """Return the version that drew each of the tokens, (T,) int64."""
         starts = [start for start, _ in self.versions] + [tokens]
         lengths = torch.tensor(starts).diff()
         return torch.tensor([version for _, version in self.versions], dtype=torch.int64).repeat_interleave(lengths)
@@ -71,7 +71,7 @@ class Flight:
 def row_of(
     request: Request, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_sequence_tokens: int
 ) -> Row:
-    """What a request asks of an engine with these ends and this room. Raises UserError for a prompt that leaves no room."""
+    """Return what a request asks of an engine with these ends and this room. Raises UserError for a prompt that leaves no room."""
     sampling, length = request.sampling, len(request.prompt)
     room = max_sequence_tokens - length
     if room < 1:

@@ -48,7 +48,7 @@ def chosen_for(
 
 
 def sample(logits: Tensor, choice: Choice, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens (B,) int64 and their log-probs (B,) at the rows' temperatures before any cut.
+    """Return tokens (B,) int64 and their log-probs (B,) at the rows' temperatures before any cut.
 
     `logits` (B, V) are overwritten where they are float32 or float64; `uniforms` (B,) float64 in [0, 1) decide the tokens.
     """
@@ -76,7 +76,7 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _passing(cumulative: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the running sums (B, C) pass the given part of the last one, (B,), and how far into that step, (B,) in [0, 1]."""
+    """Return where the running sums (B, C) pass the given part of the last one, (B,), and how far into that step, (B,) in [0, 1]."""
     total = cumulative[:, -1:]
     # below the total even where the product rounds up to it, so that the entry found has a weight
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -99,7 +99,7 @@ def _cut(weights: Tensor, choice: Choice) -> Tensor:
 
 
 def _nucleus_threshold(weights: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest weight in the least set of likeliest tokens that holds `top_p` (B,) of the total, (B, 1)."""
+    """Return the smallest weight in the least set of likeliest tokens that holds `top_p` (B,) of the total, (B, 1)."""
     everything = (top_p >= 1)[:, None]
     wanted = top_p.double()[:, None] * weights.sum(-1, keepdim=True, dtype=torch.float64)
     for width in (NUCLEUS, weights.shape[-1]):

@@ -21,20 +21,20 @@ class StopTexts:
         self._tokens: list[int] = []
 
     def says_stop(self, token: int) -> bool:
-        """True when the text up to and with this token ends, or has just passed, one of the stop texts."""
+        """Return True when the text up to and with this token ends, or has just passed, one of the stop texts."""
         self._tokens = [*self._tokens[1 - self._window :], token]
         tail = self._tokenizer.decode(self._tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(text in tail for text in self._texts)
 
 
 def end_of_sequence_ids(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """What ends a response: the tokenizer's end of sequence, and those of the model's generation settings."""
+    """Return what ends a response: the tokenizer's end of sequence, and those of the model's generation settings."""
     configured = getattr(settings, "eos_token_id", None)
     several = configured if isinstance(configured, list) else [configured]
     return tuple(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))
 
 
 def end_ids_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The same for the model in a Hugging Face directory."""
+    """Return the same for the model in a Hugging Face directory."""
     settings = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
     return end_of_sequence_ids(settings, tokenizer)

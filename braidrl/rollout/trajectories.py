@@ -13,7 +13,7 @@ from braidrl.rollout.requests import Response
 
 
 def to_rows(rows: Rows, finished: Sequence[Response]) -> dict[str, Column]:
-    """The columns `tokens` to `version` of a generate stage, in the order of `rows` and not of `finished`.
+    """Return the columns `tokens` to `version` of a generate stage, in the order of `rows` and not of `finished`.
 
     `version` is the oldest among the row's tokens; a row that was ended before its first token has version 0.
     Raises ValueError when rows and responses are not the same.
@@ -42,7 +42,7 @@ def to_rows(rows: Rows, finished: Sequence[Response]) -> dict[str, Column]:
 
 
 def _actions(prompts: Tensor, actions: Tensor) -> Tensor:
-    """False over each prompt and True over each response, for lengths (B,) of both, (N,) bool."""
+    """Return False over each prompt and True over each response, for lengths (B,) of both, (N,) bool."""
     stretches = torch.stack([prompts, actions], dim=1).flatten()
     return torch.tensor([False, True]).repeat(len(prompts)).repeat_interleave(stretches)
 

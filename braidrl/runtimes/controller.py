@@ -20,7 +20,7 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.stage_state import State, initial_states, next_state, with_state
 from braidrl.flow.updates import update_plan
 from braidrl.flow.waves import SURPLUS, GroupSelector, Selection, Verdict
-from braidrl.models.objective import taking_part
+from braidrl.models.objective import trained_mask
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.backend import IterationResult, Position, SerialBackend, T
 from braidrl.runtimes.generating.early_stop import Segment, segment_of
@@ -184,6 +184,6 @@ def needed(generated: Rows, outcome: Selection, surplus: str) -> Rows:
 
 def group_tokens(index: Rows) -> torch.Tensor:
     """Action tokens of each row's group after masking, (B,) int64; what `prompt-mean` divides by."""
-    counted = index["action_tokens"] * taking_part(index)
+    counted = index["action_tokens"] * trained_mask(index)
     _, place = index["group"].unique(return_inverse=True)
     return torch.zeros(int(place.max()) + 1, dtype=torch.int64).index_add(0, place, counted)[place]

@@ -31,7 +31,7 @@ from braidrl.models.roles.base import RoleWorker
 from braidrl.models.roles.decoder import DecoderWorker
 from braidrl.models.roles.make import make_worker
 from braidrl.models.roles.scalar import ScalarWorker
-from braidrl.models.weights.following import Following, move_towards
+from braidrl.models.weights.following import Following, interpolate_weights
 from braidrl.models.weights.mirror import InferenceCopy
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
@@ -241,7 +241,7 @@ class StageExecutor:
         if weights is None:
             self._following(worker, source).move(decay)
         else:
-            move_towards(worker, weights, source, decay)
+            interpolate_weights(worker, weights, source, decay)
 
     def _following(self, worker: RoleWorker, source: str) -> Following:
         """Made once for two roles: ranks have to agree on every move."""
@@ -268,7 +268,9 @@ class StageExecutor:
         if stage.kind is not Kind.INFER or stage.role not in self.workers:
             return False
         copy = self.copies.get(stage.role)
-        return self.workers[stage.role].ranks.together or (copy is not None and copy.frozen.ranks.together)
+        return self.workers[stage.role].ranks.forward_is_collective or (
+            copy is not None and copy.frozen.ranks.forward_is_collective
+        )
 
     def join_collectives(self, stage: Stage) -> None:
         """The part of a rank that has no rows in a stage that ranks compute together."""
@@ -291,7 +293,7 @@ class StageExecutor:
         Of ranks that share the roles all call this, and one has to `write` what all of them have.
         """
         for role in self.flow.changed_roles:
-            if role in self.workers and (write or self.workers[role].ranks.divided):
+            if role in self.workers and (write or self.workers[role].ranks.is_sharded):
                 with self.residency.all_of(role):
                     self.workers[role].export(folder / role, write)
 
@@ -299,7 +301,7 @@ class StageExecutor:
         """What `save` does, from copies in host memory: calls that a thread can make while the roles train on."""
         parts: list[Write] = []
         for role in self.flow.changed_roles:
-            if role in self.workers and (write or self.workers[role].ranks.divided):
+            if role in self.workers and (write or self.workers[role].ranks.is_sharded):
                 with self.residency.all_of(role):
                     parts += saving_tasks(self.workers[role], folder / role, write, beside=True)
         return parts

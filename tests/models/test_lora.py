@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from braidrl.cluster.processes import run_ranks
 from braidrl.config import Config, LoraConfig
 from braidrl.errors import UserError
-from braidrl.models.checkpoint import load_worker, save_worker, whole_weights
+from braidrl.models.checkpoint import full_state_dict, load_worker, save_worker
 from braidrl.models.contract import CHECKS, BackendUnderTest
 from braidrl.models.lora import ADAPTER
 from braidrl.models.memory.footprint import model_shape, resident_bytes
@@ -167,7 +167,7 @@ def test_a_copied_reference_takes_the_merged_weights(tiny_models: dict[str, Path
     worker = started(adapted(tiny_models["qwen2"]))
     reference = DecoderWorker("reference", config_of(str(tiny_models["qwen2"])), train=False)
     Following(reference, worker).move(0.0)
-    for name, tensor in whole_weights(worker).items():
+    for name, tensor in full_state_dict(worker).items():
         assert torch.equal(reference.model.state_dict()[name], tensor), name
 
 

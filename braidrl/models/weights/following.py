@@ -1,6 +1,6 @@
-"""A role without a loss of its own, whose weights follow those of another role: a reference that is renewed, or a slow average.
+"""Roles whose weights follow another role's: a reference that is copied now and then, or an exponential moving average.
 
-source's parts ──block by block, adapters merged──▶ each rank's part of its own:   own = decay · own + (1 - decay) · theirs
+source's shards ──block by block, adapters merged──▶ local shards:   own = decay · own + (1 - decay) · source
 """
 
 from __future__ import annotations
@@ -12,42 +12,51 @@ import torch
 from torch import Tensor
 
 from braidrl.errors import UserError
-from braidrl.models.parallel.shards import local_part, part_of
+from braidrl.models.parallel.shards import local_shard, shard_of
 from braidrl.models.roles.base import RoleWorker
-from braidrl.models.weights.mirror import LayoutCopy, settled_parts
+from braidrl.models.weights.mirror import LayoutCopy, local_weight_parts
 
 
 class Following:
-    """A worker that takes its weights from another role's of the same ranks, which may be divided among them in another way."""
+    """A worker that takes its weights from another role on the same ranks, which may have another layout."""
 
     def __init__(self, worker: RoleWorker, source: RoleWorker) -> None:
-        """Raises UserError as `move_towards` does."""
+        """Plan the transfer. Raises UserError as `interpolate_weights` does."""
         check_follows(worker, source.role, source.base_shapes)
         self.worker = worker
-        self.copy = LayoutCopy(source, partial(settled_parts, worker), worker.ranks.divided)
+        self.copy = LayoutCopy(source, partial(local_weight_parts, worker), worker.ranks.is_sharded)
 
     def move(self, decay: float) -> None:
-        """Weights become `decay` times their own and the rest the source's; all ranks call this at the same time."""
-        self.worker.changes += 1
+        """Set the weights to `decay` times their own plus the rest of the source's; all ranks call this at the same time."""
+        self.worker.weight_updates += 1
         self.copy.refresh(keep=decay)
 
 
 @torch.no_grad()
-def move_towards(worker: RoleWorker, theirs: Mapping[str, Tensor], source: str, decay: float) -> None:
-    """Weights become `decay` times their own and the rest `theirs`, whole and merged, of the role `source`.
+def interpolate_weights(worker: RoleWorker, source_weights: Mapping[str, Tensor], source: str, decay: float) -> None:
+    """Set the worker's weights to decay · own + (1 - decay) · source.
 
-    Raises UserError for a model of other shapes, and for one with an optimizer, which has weights of its own.
+    Args:
+        worker: A worker without an optimizer.
+        source_weights: Full tensors by name, adapters merged.
+        source: The source role's name, for messages.
+        decay: The share that stays; 0 copies the source.
+
+    Raises:
+        UserError: For a model of other shapes, and for a worker with an optimizer.
     """
-    check_follows(worker, source, {name: theirs[name].shape for name in worker.base_shapes if name in theirs})
-    worker.ranks.settle(worker.model)
-    worker.changes += 1
+    check_follows(
+        worker, source, {name: source_weights[name].shape for name in worker.base_shapes if name in source_weights}
+    )
+    worker.ranks.reshard(worker.model)
+    worker.weight_updates += 1
     for name, parameter in worker.model.named_parameters():
-        own = local_part(parameter)
-        own.lerp_(part_of(theirs[name], parameter).to(own), 1.0 - decay)
+        own = local_shard(parameter)
+        own.lerp_(shard_of(source_weights[name], parameter).to(own), 1.0 - decay)
 
 
 def check_follows(worker: RoleWorker, source: str, shapes: Mapping[str, torch.Size]) -> None:
-    """Raises UserError where the worker is trained by a loss, or its weights have other shapes."""
+    """Raise UserError where the worker is trained by a loss, or its weights have other shapes."""
     if worker.optimizer is not None:
         raise UserError(f"{worker.role} is trained by a loss: it cannot take weights from {source} too")
     if worker.base_shapes != shapes:

@@ -1,7 +1,7 @@
-"""A second model with a role's weights, in its own layout: what the role infers with, what its engine decodes with, a role that follows it.
+"""A second model with a role's weights, in its own layout: for inference, for the engine, or for a role that follows.
 
 training layout   step ─ step ──────────── step ─
-                              ╲ moves             ╲          box to box, when the weights have changed and somebody needs them
+                              ╲ moves             ╲          block by block, when the weights have changed and somebody needs them
 another layout                 infer ─ infer       infer
 """
 
@@ -18,7 +18,7 @@ from braidrl.models.weights.transfer import (
     TransferVolume,
     WeightPart,
     WeightTransfer,
-    holdings,
+    gather_weight_index,
     weight_parts,
 )
 
@@ -26,41 +26,48 @@ Parts = Callable[[], Mapping[str, WeightPart]]
 
 
 class LayoutCopy:
-    """Brings parts of a second model up to date with a worker; all ranks of the role do so at the same time."""
+    """Brings local parts of a second model up to date with a worker; all ranks of the role do so at the same time."""
 
     def __init__(self, worker: RoleWorker, parts: Parts, divided: bool, limit_bytes: int = LIMIT_BYTES) -> None:
-        """`parts` are those that this rank has of it, and ranks have `divided` it. Raises ValueError where it is another model."""
+        """Plan the transfer. Raises ValueError where the target is another model.
+
+        Args:
+            worker: The source of the weights.
+            parts: Returns this rank's parts of the second model.
+            divided: Whether the second model is sharded.
+            limit_bytes: Bytes that a rank sends, or receives, in one round.
+        """
         self.worker, self.parts = worker, parts
         # Where each rank has all of both, nobody is waited for.
-        meet = worker.ranks if worker.ranks.divided or divided else DataParallel()
-        known = holdings(settled_parts(worker), meet)
-        self.transfer = WeightTransfer(known, holdings(parts(), meet).boxes, meet, limit_bytes)
+        meet = worker.ranks if worker.ranks.is_sharded or divided else DataParallel()
+        known = gather_weight_index(local_weight_parts(worker), meet)
+        self.transfer = WeightTransfer(known, gather_weight_index(parts(), meet).boxes, meet, limit_bytes)
         self.traffic = TransferVolume()
 
     def refresh(self, keep: float = 0.0) -> None:
-        """Takes the worker's weights as they are now; `keep` is the share of its own that stays."""
+        """Copy the worker's current weights; `keep` is the share of the old ones that stays."""
         into = {name: replace(part, kept=keep) for name, part in self.parts().items()}
-        self.traffic = self.transfer.run(settled_parts(self.worker), into)
+        self.traffic = self.transfer.run(local_weight_parts(self.worker), into)
 
 
 class InferenceCopy:
-    """A frozen worker that infers with the weights of one that is trained."""
+    """A frozen worker that infers with the weights of a trained one."""
 
     def __init__(self, worker: RoleWorker, frozen: RoleWorker) -> None:
-        """Both have just been loaded from the same files."""
+        """Pair two workers that were just loaded from the same files."""
         self.worker, self.frozen = worker, frozen
-        self.copy = LayoutCopy(worker, partial(settled_parts, frozen), frozen.ranks.divided)
-        self._changes = worker.changes
+        self.copy = LayoutCopy(worker, partial(local_weight_parts, frozen), frozen.ranks.is_sharded)
+        self._weight_updates = worker.weight_updates
 
     def current(self) -> RoleWorker:
-        """The frozen worker with the weights of now; all ranks of the role call this at the same time."""
-        if self._changes != self.worker.changes:
+        """Return the frozen worker with the current weights; all ranks of the role call this at the same time."""
+        if self._weight_updates != self.worker.weight_updates:
             self.copy.refresh()
-            self._changes = self.worker.changes
+            self._weight_updates = self.worker.weight_updates
         return self.frozen
 
 
-def settled_parts(worker: RoleWorker) -> Mapping[str, WeightPart]:
-    """What a rank has of a worker's weights when nothing of the others' is with it."""
-    worker.ranks.settle(worker.model)
+def local_weight_parts(worker: RoleWorker) -> Mapping[str, WeightPart]:
+    """Return the worker's local shards after resharding."""
+    worker.ranks.reshard(worker.model)
     return weight_parts(worker.model)

@@ -51,7 +51,7 @@ class ForkedFollowers:
             self._processes.append(process)
 
     def meet(self, port: int) -> None:
-        """Lets them begin."""
+        """Let them begin."""
         self._send(port)
 
     def tell(self, commands: Sequence[Command]) -> None:
@@ -76,7 +76,7 @@ class ForkedFollowers:
         return f"{'; '.join(ended) or ', '.join(name for name, _ in all_of_them) + ' was waited for'} ({seen})"
 
     def close(self) -> None:
-        """Ends them at once, whatever they do."""
+        """End them at once, whatever they do."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -114,12 +114,12 @@ def _run(
 
 
 def open_port(ranks: int, limit_s: float) -> dist.TCPStore:
-    """Where the ranks of an engine meet, on this machine; its leader has it."""
+    """Return where the ranks of an engine meet, on this machine; its leader has it."""
     return dist.TCPStore(LOOPBACK, 0, ranks, is_master=True, timeout=timedelta(seconds=limit_s), wait_for_workers=False)
 
 
 def join(store: dist.Store, rank: int, ranks: int, limit_s: float, device: torch.device) -> TensorRanks:
-    """Meets the other ranks of an engine. Raises RuntimeError, as all that they do together, after `limit_s` seconds in vain."""
+    """Meet the other ranks of an engine. Raises RuntimeError, as all that they do together, after `limit_s` seconds in vain."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -29,13 +29,13 @@ class Followers(Protocol):
     """The other processes of an engine, as their leader sees them."""
 
     def tell(self, commands: Sequence[Command]) -> None:
-        """Sends what is to be done; does not wait until it is."""
+        """Send what is to be done; does not wait until it is."""
 
     def wait(self) -> None:
-        """Returns when all have done what asks for a word. Raises RuntimeError for one that did not."""
+        """Return when all have done what asks for a word. Raises RuntimeError for one that did not."""
 
     def describe_end(self, error: Exception) -> str:
-        """Which of them ended, and how; where none did, what the leader saw."""
+        """Return which of them ended, and how; where none did, what the leader saw."""
 
 
 class LeadingEngine(EmbeddedEngine):
@@ -58,12 +58,12 @@ class LeadingEngine(EmbeddedEngine):
         self._failure: EngineError | None = None
 
     def await_followers(self) -> None:
-        """Returns when all have loaded their slices. Raises EngineError for one that did not."""
+        """Return when all have loaded their slices. Raises EngineError for one that did not."""
         with self._together():
             self._followers.wait()
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Raises ValueError also for a source that is no file: every process reads its own part."""
+        """Raise ValueError also for a source that is no file: every process reads its own part."""
         if not isinstance(source, WeightFile):
             raise ValueError("an engine of several processes takes weights from a file that all of them can read")
         given = self._weights.checked(source)
@@ -91,7 +91,7 @@ class LeadingEngine(EmbeddedEngine):
                 self._tell("clear", release)
 
     def recover(self) -> int:
-        """Raises EngineError after any failure: processes that are at different places cannot be brought together."""
+        """Raise EngineError after any failure: processes that are at different places cannot be brought together."""
         if self._failure is not None:
             raise self._failure
         return super().recover()
@@ -106,7 +106,7 @@ class LeadingEngine(EmbeddedEngine):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Whatever fails here leaves the processes at different places: from then on the engine has failed."""
+        """Return whatever fails here leaves the processes at different places: from then on the engine has failed."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -117,7 +117,7 @@ class LeadingEngine(EmbeddedEngine):
 
 
 def follow(engine: EmbeddedEngine, commands: Sequence[Command]) -> bool:
-    """Does what the leader's engine does; True where the leader waits for a word that it is done."""
+    """Do what the leader's engine does; True where the leader waits for a word that it is done."""
     asked = False
     for name, *arguments in commands:
         if name == "add":

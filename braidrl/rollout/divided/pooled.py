@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from braidrl.models.parallel.decoding import Slices
-from braidrl.models.parallel.messages import gathered
+from braidrl.models.parallel.replicated import all_gather_bytes
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.requests import Request, Response, Uid
 from braidrl.rollout.wire import plain_request, request_of
@@ -46,7 +46,7 @@ class PooledEngine(EmbeddedEngine):
         on_finished: Callable[[Response], None] | None = None,
         to_end: Callable[[], Iterable[Uid]] | None = None,
     ) -> list[Response]:
-        """All of this rank's responses, in the order of `requests`. Rows that any rank has `to_end` end in the same step on all."""
+        """Return all of this rank's responses, in the order of `requests`. Rows that any rank has `to_end` end in the same step on all."""
         own = list(requests)
         uids = {request.uid for request in own}
         said = self._of_all([to_end is not None, [plain_request(request) for request in own]])
@@ -62,7 +62,7 @@ class PooledEngine(EmbeddedEngine):
         return [found[request.uid] for request in own]
 
     def _ending(self, to_end: Callable[[], Iterable[Uid]] | None) -> Callable[[], list[Uid]]:
-        """What all ranks have to end, asked by all at the same time."""
+        """Return what all ranks have to end, asked by all at the same time."""
 
         def ending() -> list[Uid]:
             named = self._of_all(list(to_end() if to_end else ()))
@@ -71,5 +71,5 @@ class PooledEngine(EmbeddedEngine):
         return ending
 
     def _of_all(self, value: Any) -> list[Any]:
-        """What every rank says, in the order of ranks."""
-        return [msgpack.unpackb(part) for part in gathered(bytearray(msgpack.packb(value)), self._group)]
+        """Return what every rank says, in the order of ranks."""
+        return [msgpack.unpackb(part) for part in all_gather_bytes(bytearray(msgpack.packb(value)), self._group)]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from braidrl.models.cpu.malloc import keep_freed_memory
 from braidrl.models.loading import load_tokenizer
-from braidrl.models.parallel.decoding import TensorRanks, load_divided
+from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
 from braidrl.rollout.divided.followers import LOOPBACK, ForkedFollowers, join, open_port
 from braidrl.rollout.divided.leader import LeadingEngine
 from braidrl.rollout.embedded.engine import EmbeddedEngine
@@ -19,12 +19,12 @@ from braidrl.rollout.process.spec import EngineSpec
 
 
 def fork_followers(spec: EngineSpec, inherited: int) -> ForkedFollowers:
-    """Starts the other processes of an engine; for `inherited` see there."""
+    """Start the other processes of an engine; for `inherited` see there."""
     return ForkedFollowers(spec.tensor - 1, partial(_follower, spec), inherited, wait_s(spec))
 
 
 def lead(spec: EngineSpec, followers: ForkedFollowers) -> LeadingEngine:
-    """The engine, once every process has loaded its slices.
+    """Return the engine, once every process has loaded its slices.
 
     Raises UserError for a model that cannot be used, and EngineError for a follower that fails.
     """
@@ -45,8 +45,8 @@ def _follower(spec: EngineSpec, rank: int, port: int) -> EmbeddedEngine:
 
 
 def _parts(spec: EngineSpec, ranks: TensorRanks) -> dict[str, Any]:
-    """What every rank's engine is made of."""
-    model, slices = load_divided(spec.model, getattr(torch, spec.dtype), device_of(spec, ranks.rank), ranks)
+    """Return what every rank's engine is made of."""
+    model, slices = load_tensor_parallel(spec.model, getattr(torch, spec.dtype), device_of(spec, ranks.rank), ranks)
     return {
         "model": model, "tokenizer": load_tokenizer(spec.model), "slots": spec.slots,
         "max_sequence_tokens": spec.max_sequence_tokens, "seed": spec.seed, "slices": slices, **spec.options,
@@ -60,5 +60,5 @@ def device_of(spec: EngineSpec, rank: int) -> torch.device:
 
 
 def wait_s(spec: EngineSpec) -> float:
-    """How long the processes wait for one another: whoever waits for their leader is still to hear for whom it waited."""
+    """Return how long the processes wait for one another: whoever waits for their leader is still to hear for whom it waited."""
     return spec.limit_s / 2

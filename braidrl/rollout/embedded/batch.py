@@ -59,7 +59,7 @@ class SlotBatch:
         return torch.promote_types(self._model.dtype, torch.float32)
 
     def clear(self, release: bool = True) -> None:
-        """Drops every row. Memory of keys and values is given back, but for what recorded steps touch unless `release` says so."""
+        """Drop every row. Memory of keys and values is given back, but for what recorded steps touch unless `release` says so."""
         self.rows.clear()
         self._positions, self._response_tokens, self._stop_tokens = 0, 1, 1
         if release or self._graphs is None:
@@ -78,11 +78,11 @@ class SlotBatch:
         self.prompts.expect(row.request.prompt)
 
     def free(self) -> list[int]:
-        """Slots without a row."""
+        """Return slots without a row."""
         return [slot for slot in range(self._slots) if slot not in self.rows]
 
     def begin(self, new: Mapping[int, Row], version: int) -> None:
-        """Puts expected rows into free slots, computing the prompts that have not been."""
+        """Put expected rows into free slots, computing the prompts that have not been."""
         self._cache.reserve(self._positions)
         if self._native is not None:
             self._native.refresh()
@@ -115,7 +115,7 @@ class SlotBatch:
         return sorted(slots)
 
     def take(self, slots: Sequence[int], aborted: bool = False) -> list[Response]:
-        """What is in these slots, which become idle."""
+        """Return what is in these slots, which become idle."""
         if not slots:
             return []
         index = self._index(slots)
@@ -143,7 +143,7 @@ class SlotBatch:
                 self.prompts.forget(prompt)
 
     def _fit(self) -> None:
-        """Moves rows down into free slots where that makes the step smaller."""
+        """Move rows down into free slots where that makes the step smaller."""
         target = round_up(len(self.rows), ROW_MULTIPLE)
         if not self._shrink or target >= len(self._active.current):
             return
@@ -173,7 +173,7 @@ class SlotBatch:
         return tokens, states.advance(tokens, log_probs)
 
     def _logits(self, longest: int) -> Tensor:
-        """The model's own forward, (B, V), where the longest row has so many tokens."""
+        """Return the model's own forward, (B, V), where the longest row has so many tokens."""
         states = self._active
         context = SlotStep(self._cache, states.position, longest)
         hidden = self._model.base_model(
@@ -186,7 +186,7 @@ class SlotBatch:
         return logits
 
     def _changed(self) -> None:
-        """Derives anew what depends on which rows are in which slots."""
+        """Derive anew what depends on which rows are in which slots."""
         top = round_up(max(self.rows, default=0) + 1, ROW_MULTIPLE) if self._shrink else self._slots
         self._active = self._states.first(top)
         self._choice = self._active.choice([row.request.sampling for row in self.rows.values()])
@@ -194,7 +194,7 @@ class SlotBatch:
         self._watched = {slot: row for slot, row in self.rows.items() if row.stop_texts}
 
     def _touched(self) -> Iterator[Tensor]:
-        """What a step of the model reads and writes."""
+        """Return what a step of the model reads and writes."""
         yield from (self._states.current, self._states.position, self._cache.store)
         yield from self._model.parameters()
         yield from self._model.buffers()

@@ -94,7 +94,7 @@ class EmbeddedEngine(SteppingEngine):
         self._waiting.append(row)
 
     def step(self) -> list[Response]:
-        """Fills free slots first."""
+        """Fill free slots first."""
         with self._decoding():
             if self._waiting:
                 count = min(self.waiting, len(free := self._batch.free()))

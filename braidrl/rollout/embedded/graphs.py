@@ -39,7 +39,7 @@ class StepGraphs:
         return len(self._graphs)
 
     def settle(self, touched: Iterable[Tensor]) -> None:
-        """Forgets every graph if one of the tensors that steps read or write is not where it was."""
+        """Forget every graph if one of the tensors that steps read or write is not where it was."""
         places = tuple(tensor.data_ptr() for tensor in touched)
         if places != self._places:
             self._graphs.clear()
@@ -92,6 +92,8 @@ def step_graphs(device: torch.device) -> StepGraphs | None:
 
 
 def read_by_graphs(positions: int) -> int:
-    """At least so many positions, at most an eighth more: 8 lengths between a power of two and the next, so that few graphs are made."""
+    """Return at least so many positions, at most an eighth more: 8 lengths between a power of two and the next, so that few graphs are
+    made.
+    """
     eighth = 1 << max(0, positions.bit_length() - 4)
     return round_up(positions, max(READ_MULTIPLE, eighth))

@@ -44,11 +44,11 @@ class Prompts:
             self._kept.pop(name, None)
 
     def discard(self) -> None:
-        """Lets all keys and values go, because the weights changed; they are computed anew when needed."""
+        """Let all keys and values go, because the weights changed; they are computed anew when needed."""
         self._kept.clear()
 
     def compute(self, model: PreTrainedModel, prompts: Iterable[Tensor]) -> None:
-        """Makes the keys and values of those prompts that have none yet, several in one packed forward."""
+        """Make the keys and values of those prompts that have none yet, several in one packed forward."""
         missing = {name_of(prompt): prompt[:-1] for prompt in prompts if len(prompt) > 1}
         missing = {name: ids for name, ids in missing.items() if name not in self._kept}
         for part in _packs(missing):
@@ -56,7 +56,7 @@ class Prompts:
             self.computed_tokens += sum(len(ids) for ids in part.values())
 
     def prefix(self, prompt: Tensor) -> Tensor | None:
-        """What `compute` made for this prompt; None for one of a single token."""
+        """Return what `compute` made for this prompt; None for one of a single token."""
         return self._kept[name_of(prompt)] if len(prompt) > 1 else None
 
     def _forward(self, model: PreTrainedModel, part: dict[bytes, Tensor]) -> dict[bytes, Tensor]:
@@ -73,7 +73,7 @@ class Prompts:
 
 
 def _packs(prompts: dict[bytes, Tensor]) -> Iterator[dict[bytes, Tensor]]:
-    """The prompts in order, as many together as PREFILL_TOKENS allows."""
+    """Return the prompts in order, as many together as PREFILL_TOKENS allows."""
     part: dict[bytes, Tensor] = {}
     held = 0
     for name, ids in prompts.items():
@@ -87,5 +87,5 @@ def _packs(prompts: dict[bytes, Tensor]) -> Iterator[dict[bytes, Tensor]]:
 
 
 def name_of(prompt: Tensor) -> bytes:
-    """The prompt's ids as a key: rows with equal prompts share it, whatever group they are of."""
+    """Return the prompt's ids as a key: rows with equal prompts share it, whatever group they are of."""
     return prompt.numpy().tobytes()

@@ -36,7 +36,7 @@ class SlotCache:
         return self.store.shape[4]
 
     def reserve(self, positions: int) -> None:
-        """Grows to at least so many positions per slot; what is stored stays."""
+        """Grow to at least so many positions per slot; what is stored stays."""
         if positions <= self.capacity:
             return
         layers, slots, heads, width = (self.store.shape[i] for i in (1, 2, 3, 5))
@@ -45,11 +45,11 @@ class SlotCache:
         self.store = grown
 
     def release(self) -> None:
-        """Gives the memory back; nothing that was stored is left."""
+        """Give the memory back; nothing that was stored is left."""
         self.store = self.store.new_zeros((*self.store.shape[:4], 0, self.store.shape[5]))
 
     def fill(self, slots: Tensor, prefix: Tensor) -> None:
-        """Puts one prompt's keys and values (2, layers, K, P, D) at the beginning of each of `slots` (S,)."""
+        """Put one prompt's keys and values (2, layers, K, P, D) at the beginning of each of `slots` (S,)."""
         self.store[:, :, slots, :, : prefix.shape[3]] = prefix[:, :, None]
 
     def move(self, source: int, target: int, positions: int) -> None:
@@ -122,5 +122,5 @@ class PrefillSequences:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The least multiple that is not below the number."""
+    """Return the least multiple that is not below the number."""
     return -(-number // multiple) * multiple

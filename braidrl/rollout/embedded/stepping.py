@@ -58,18 +58,18 @@ class SteppingEngine(ABC):
 
     @abstractmethod
     def step(self) -> list[Response]:
-        """Draws one token for every row that has a slot, and gives back those that ended."""
+        """Draw one token for every row that has a slot, and gives back those that ended."""
 
     @abstractmethod
     def abort(self, uid: Uid) -> Response:
-        """Ends a row at once with what it has. Raises KeyError when it is not under way."""
+        """End a row at once with what it has. Raises KeyError when it is not under way."""
 
     @abstractmethod
     def clear(self, release: bool = True) -> None:
-        """Drops every row and gives the memory of keys and values back; without `release` an engine may keep what it will need again."""
+        """Drop every row and gives the memory of keys and values back; without `release` an engine may keep what it will need again."""
 
     def recover(self) -> int:
-        """Makes an engine that failed ready, and returns the version of its weights. Raises EngineError when it cannot."""
+        """Make an engine that failed ready, and return the version of its weights. Raises EngineError when it cannot."""
         return self.version
 
     def generate(
@@ -78,7 +78,7 @@ class SteppingEngine(ABC):
         on_finished: Callable[[Response], None] | None = None,
         to_end: Callable[[], Iterable[Uid]] | None = None,
     ) -> list[Response]:
-        """All responses, in the order of `requests`; `on_finished` is told each that ends by itself.
+        """Return all responses, in the order of `requests`; `on_finished` is told each that ends by itself.
 
         `to_end` is asked after each step for rows that are to end with what they have; it may name some that have ended.
 
@@ -106,7 +106,7 @@ class SteppingEngine(ABC):
         return [finished[uid] for uid in order]
 
     def add(self, request: Request) -> None:
-        """Lets a request wait for a slot. Raises UserError for a prompt that leaves no room for a response."""
+        """Let a request wait for a slot. Raises UserError for a prompt that leaves no room for a response."""
         if request.uid in self._under_way:
             raise ValueError(f"row {request.uid} is under way already")
         self._accept(row_of(request, self._tokenizer, self._end_ids, self._max_sequence_tokens))
@@ -114,7 +114,7 @@ class SteppingEngine(ABC):
 
     @abstractmethod
     def _accept(self, row: Row) -> None:
-        """Lets a row that can be answered wait for a slot."""
+        """Let a row that can be answered wait for a slot."""
 
     def _done(self, finished: list[Response]) -> list[Response]:
         self._under_way.difference_update(row.uid for row in finished)
@@ -122,5 +122,5 @@ class SteppingEngine(ABC):
         return finished
 
     def _decoding(self) -> AbstractContextManager[None]:
-        """What holds while steps are taken."""
+        """Return what holds while steps are taken."""
         return nullcontext()

@@ -27,7 +27,7 @@ class Agents(Player):
     on_finished: Callable[[Episode], None] = field(default=lambda episode: None)
 
     async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
-        """Runs a row's agent; what it returns, a number or an Observation, is the score."""
+        """Run a row's agent; what it returns, a number or an Observation, is the score."""
         url = self.endpoint.open(uid)
         failure: EnvironmentFailed | None = None
         outcome = Observation()
@@ -52,7 +52,7 @@ class Agents(Player):
 
 
 def outcome_of(returned: Any) -> Observation:
-    """The score that an agent gave itself. Raises EnvironmentFailed for what is none."""
+    """Return the score that an agent gave itself. Raises EnvironmentFailed for what is none."""
     if isinstance(returned, Observation):
         return returned
     try:

@@ -65,7 +65,7 @@ class Endpoint:
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        """Raises UserError for a tokenizer without a chat template, which could not tell who says what."""
+        """Raise UserError for a tokenizer without a chat template, which could not tell who says what."""
         if not template.template.is_chat:
             raise UserError("the endpoint speaks chat, and the tokenizer has no chat template; set one in its folder")
         self.engine, self.template, self.sampling = engine, template, sampling
@@ -90,7 +90,7 @@ class Endpoint:
         await self._runner.cleanup()
 
     def open(self, uid: Uid) -> str:
-        """Begins a row's session; the base URL to be given to its client. Raises ValueError when it is open already."""
+        """Begin a row's session; the base URL to be given to its client. Raises ValueError when it is open already."""
         name = name_of(uid)
         if name in self._sessions:
             raise ValueError(f"the session of row {uid} is open already")
@@ -98,7 +98,7 @@ class Endpoint:
         return f"http://{self._host}:{self._port}/sessions/{name}/v1"
 
     async def close(self, uid: Uid) -> EndpointSession:
-        """Ends a row's session, with what there is of a turn under way; later requests get an error. Raises KeyError for one not open."""
+        """End a row's session, with what there is of a turn under way; later requests get an error. Raises KeyError for one not open."""
         session = self._sessions.pop(name_of(uid))
         if session.lock.locked():
             # the turn may just be before or behind its time in the engine; then there is nothing to abort
@@ -146,7 +146,7 @@ class Endpoint:
         return completion(asked, session, message, reason, len(context), len(finished.tokens))
 
     def _context(self, session: EndpointSession, messages: list[Message], tools: Any) -> tuple[list[int], bool]:
-        """Token ids to be appended before the reply, and whether they open a new sequence."""
+        """Return token ids to be appended before the reply, and whether they open a new sequence."""
         known = len(session.said)
         if known and len(messages) > known and messages[:known] == session.said:
             new = [as_template(message) for message in messages[known:]]
@@ -155,12 +155,12 @@ class Endpoint:
 
 
 def name_of(uid: Uid) -> str:
-    """A row as part of a URL."""
+    """Return a row as part of a URL."""
     return ".".join(map(str, uid))
 
 
 def checked(body: Any) -> Mapping[str, Any]:
-    """The request's body. Raises UserError for what is not served here."""
+    """Return the request's body. Raises UserError for what is not served here."""
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
         raise UserError("`messages` must be a list of {role, content}")
     for name in UNSUPPORTED:
@@ -175,7 +175,7 @@ def checked(body: Any) -> Mapping[str, Any]:
 
 
 def as_template(message: Message) -> Message:
-    """A message as chat templates take it: content as text, arguments of calls as objects."""
+    """Return a message as chat templates take it: content as text, arguments of calls as objects."""
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content)
@@ -191,7 +191,7 @@ def with_object(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reply(text: str, with_tools: bool) -> Message:
-    """The assistant's message; well-formed calls of tools as clients expect them, where the request named tools."""
+    """Return the assistant's message; well-formed calls of tools as clients expect them, where the request named tools."""
     calls = [call for call in parse_tool_calls(text) if call.fault is None] if with_tools else []
     if not calls:
         return {"role": "assistant", "content": text}
@@ -211,7 +211,7 @@ def reply(text: str, with_tools: bool) -> Message:
 def completion(
     asked: Mapping[str, Any], session: EndpointSession, message: Message, reason: str, prompt: int, sampled: int
 ) -> dict[str, Any]:
-    """The response's body."""
+    """Return the response's body."""
     return {
         "id": f"{name_of(session.trajectory.uid)}-{session.turns}", "object": "chat.completion",
         "created": int(time.time()), "model": asked.get("model", "actor"),
@@ -221,5 +221,5 @@ def completion(
 
 
 def failed(status: int, message: str) -> web.Response:
-    """An error in the form that clients show to their users."""
+    """Return an error in the form that clients show to their users."""
     return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)

@@ -23,14 +23,14 @@ class Observation:
     """`said` takes the place of everything before. Where it extends that token by token it is appended, else it opens a new sequence."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a reward that is not a finite number, and TypeError for what cannot be said."""
+        """Raise ValueError for a reward that is not a finite number, and TypeError for what cannot be said."""
         check_context(self.said)
         if not math.isfinite(self.reward):
             raise ValueError(f"the reward of a turn must be a finite number, got {self.reward}")
 
 
 def check_context(said: object) -> None:
-    """Raises TypeError for what is neither text nor messages."""
+    """Raise TypeError for what is neither text nor messages."""
     if isinstance(said, str):
         return
     if not isinstance(said, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in said):

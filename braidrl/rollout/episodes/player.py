@@ -83,7 +83,7 @@ class Player(ABC):
 
     @abstractmethod
     async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
-        """Plays a row's trajectory to its end, whatever happens in it."""
+        """Play a row's trajectory to its end, whatever happens in it."""
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Episodes(Player):
     on_finished: Callable[[Episode], None] = field(default=lambda episode: None)
 
     async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
-        """Plays a row's trajectory to its end, whatever its environment does."""
+        """Play a row's trajectory to its end, whatever its environment does."""
         episode = Episode(Trajectory(uid))
         environment: Environment | None = None
         try:
@@ -149,7 +149,7 @@ class Episodes(Player):
         return self.template.first(context, tools)
 
     async def _turn(self, episode: Episode) -> bool:
-        """Lets the model act; False when it was aborted."""
+        """Let the model act; False when it was aborted."""
         trajectory = episode.trajectory
         context = torch.tensor(trajectory.sequence, dtype=torch.int64)
         room = self.limits.max_sequence_tokens - len(context)
@@ -165,7 +165,7 @@ class Episodes(Player):
         return finished.finish_reason is not FinishReason.ABORT
 
     def _continue(self, trajectory: Trajectory, observation: Observation, tools: Any) -> bool:
-        """Appends what the environment says; False, and nothing is appended, where that leaves no room for another action."""
+        """Append what the environment says; False, and nothing is appended, where that leaves no room for another action."""
         held, opens = trajectory.sequence, False
         if observation.restart:
             ids = self.template.first(observation.said, tools)
@@ -186,12 +186,12 @@ class Episodes(Player):
             )
 
     async def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The environment's answer. Raises EnvironmentFailed for an exception and after the time limit."""
+        """Return the environment's answer. Raises EnvironmentFailed for an exception and after the time limit."""
         return await answer_of(function, *arguments, timeout_s=self.limits.timeout_s)
 
 
 async def answer_of(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
-    """What a user's function returns. Raises EnvironmentFailed for an exception and after the time limit."""
+    """Return what a user's function returns. Raises EnvironmentFailed for an exception and after the time limit."""
     try:
         async with asyncio.timeout(timeout_s) as limit:
             return await called(function, *arguments)
@@ -203,7 +203,7 @@ async def answer_of(function: Callable[..., Any], *arguments: Any, timeout_s: fl
 
 
 async def at_once(limit: int, starts: Sequence[Callable[[], Coroutine[Any, Any, Episode]]]) -> list[Episode]:
-    """What all of them give, at most so many under way at a time. The first exception ends the others and goes on."""
+    """Return what all of them give, at most so many under way at a time. The first exception ends the others and goes on."""
     free = asyncio.Semaphore(limit)
 
     async def one(start: Callable[[], Coroutine[Any, Any, Episode]]) -> Episode:
@@ -220,20 +220,20 @@ async def at_once(limit: int, starts: Sequence[Callable[[], Coroutine[Any, Any, 
 
 
 def fail(episode: Episode, failed: EnvironmentFailed) -> None:
-    """Notes why the environment ended the trajectory."""
+    """Note why the environment ended the trajectory."""
     episode.finish_reason = FinishReason.ERROR
     episode.failure, episode.detail = failed.reason, failed.detail
 
 
 def example_of(uid: Uid, metadata: dict[str, Any], seed: int, purpose: str) -> dict[str, Any]:
-    """What an environment is told of its row; `seed` is the same for all rows of a group."""
+    """Return what an environment is told of its row; `seed` is the same for all rows of a group."""
     source, group, sample = uid
     own = int(hashed(seed, "environment", purpose, source, group)) & 0x7FFFFFFF
     return {**metadata, "source": source, "group": group, "sample": sample, "seed": own}
 
 
 def episode_columns(episodes: Sequence[Episode], limits: Limits) -> dict[str, Column]:
-    """The columns of a generate stage with an environment, in the order of `episodes`."""
+    """Return the columns of a generate stage with an environment, in the order of `episodes`."""
     columns = trajectory_columns([e.trajectory for e in episodes], [e.finish_reason for e in episodes])
     score = torch.tensor([e.score for e in episodes], dtype=torch.float32)
     correct = [e.score >= limits.correct_score if e.correct is None else e.correct for e in episodes]
@@ -241,5 +241,5 @@ def episode_columns(episodes: Sequence[Episode], limits: Limits) -> dict[str, Co
 
 
 def failure_counts(episodes: Sequence[Episode]) -> Counter[str]:
-    """How many trajectories their environments ended, by reason."""
+    """Return how many trajectories their environments ended, by reason."""
     return Counter(episode.failure for episode in episodes if episode.failure is not None)

@@ -33,12 +33,12 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """Every call in a turn, in order, those that are not well-formed included."""
+    """Return every call in a turn, in order, those that are not well-formed included."""
     return [parse_tool_call(match[1]) for match in CALL.finditer(text)]
 
 
 def parse_tool_call(text: str) -> ToolCall:
-    """The call between one pair of tags."""
+    """Return the call between one pair of tags."""
     try:
         call = json.loads(text)
     except json.JSONDecodeError as error:
@@ -74,10 +74,10 @@ class ToolEnvironment(ABC):
 
     @abstractmethod
     def answered(self, text: str) -> Observation:
-        """What the turn without calls is worth; it ends the trajectory."""
+        """Return what the turn without calls is worth; it ends the trajectory."""
 
     async def result(self, call: ToolCall) -> str:
-        """What the model is told: the function's result, or why there is none."""
+        """Return what the model is told: the function's result, or why there is none."""
         if call.fault is None and call.name not in self._functions:
             return f"error: no tool is called {call.name!r}; there are {', '.join(self._functions)}"
         if call.fault is not None or call.arguments is None:

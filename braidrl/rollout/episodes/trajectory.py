@@ -53,7 +53,7 @@ class Trajectory:
         versions: Tensor | None = None,
         opens: bool = False,
     ) -> None:
-        """Adds what was sampled, with log-probs (T,) and versions (T,), or without them what was not.
+        """Add what was sampled, with log-probs (T,) and versions (T,), or without them what was not.
 
         `opens` begins a new sequence, with a context and never with an action. Raises ValueError, and changes nothing, for lengths
         that differ, for log-probs without versions or the reverse, and for actions where nothing predicts them.
@@ -82,7 +82,7 @@ class Trajectory:
 
 
 def trajectory_columns(trajectories: Sequence[Trajectory], reasons: Sequence[FinishReason]) -> dict[str, Column]:
-    """The columns `prompt` to `version` of a generate stage, in the order of `trajectories`.
+    """Return the columns `prompt` to `version` of a generate stage, in the order of `trajectories`.
 
     `prompt` is what precedes the first action of the first sequence; `version` the oldest among the row's tokens, 0 without any.
     """
@@ -106,7 +106,7 @@ def trajectory_columns(trajectories: Sequence[Trajectory], reasons: Sequence[Fin
 
 
 def first_context(trajectory: Trajectory) -> list[int]:
-    """What precedes the first action; all of the first sequence where there is none."""
+    """Return what precedes the first action; all of the first sequence where there is none."""
     end = trajectory.sequence_lengths[0]
     acted = trajectory.actions[:end]
     return trajectory.tokens[: acted.index(True) if True in acted else end]

@@ -34,13 +34,13 @@ class TurnTemplate:
     template: PromptTemplate
 
     def first(self, context: Context, tools: Tools = ()) -> list[int]:
-        """Token ids of a whole context. Raises UserError when the chat template refuses it."""
+        """Return token ids of a whole context. Raises UserError when the chat template refuses it."""
         if not self.template.is_chat:
             return self.template.encode(context)
         return self.template.encode_text([self._render(self.template.messages(context), tools)])[0]
 
     def following(self, said: Context, last_token: int, tools: Tools = ()) -> list[int]:
-        """Token ids that lead from the end of a sampled turn, whose last token is given, to the beginning of the next one.
+        """Return token ids that lead from the end of a sampled turn, whose last token is given, to the beginning of the next one.
 
         Raises UserError when the chat template refuses the messages.
         """
@@ -56,12 +56,12 @@ class TurnTemplate:
         return self._alone(after)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What sampled tokens say to an environment, without special tokens."""
+        """Return what sampled tokens say to an environment, without special tokens."""
         tokenizer = self.template.tokenizer
         return tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _alone(self, text: str) -> list[int]:
-        """Token ids of a text in the middle of a sequence: no special tokens are put before it."""
+        """Return token ids of a text in the middle of a sequence: no special tokens are put before it."""
         return list(self.template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _render(self, messages: list[Message], tools: Tools) -> str:

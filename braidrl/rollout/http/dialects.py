@@ -77,7 +77,7 @@ class Dialect:
 
 
 def vllm_generate(part: ReplyPart) -> Call:
-    """Tokens are drawn in the server by `DrawByRow`, so that vLLM's own settings are those that change nothing."""
+    """Return tokens are drawn in the server by `DrawByRow`, so that vLLM's own settings are those that change nothing."""
     return "/v1/completions", {
         "request_id": part.name, "prompt": part.request.prompt.tolist(), "cache_salt": part.weights,
         "max_tokens": part.request.sampling.max_tokens, "stop_token_ids": list(part.stop_token_ids), "ignore_eos": True,
@@ -141,7 +141,7 @@ VLLM = Dialect(
 
 
 def sglang_generate(part: ReplyPart) -> Call:
-    """The seed belongs to the row; SGLang draws by it and the token's place in the sequence."""
+    """Return the seed belongs to the row; SGLang draws by it and the token's place in the sequence."""
     sampling = part.request.sampling
     return "/generate", {
         "rid": part.name, "input_ids": part.request.prompt.tolist(), "return_logprob": True,

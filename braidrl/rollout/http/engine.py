@@ -83,7 +83,7 @@ class HttpEngine:
         return self.spec.max_sequence_tokens
 
     async def start(self) -> None:
-        """Raises UserError for a server that does not answer, or was started in a way that Braid cannot train with."""
+        """Raise UserError for a server that does not answer, or was started in a way that Braid cannot train with."""
         await self.server.reach(self.spec.max_sequence_tokens)
 
     async def close(self) -> None:
@@ -116,7 +116,7 @@ class HttpEngine:
         await self._open()
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """Raises ValueError also without a source: a server shares no weights."""
+        """Raise ValueError also without a source: a server shares no weights."""
         if source is None:
             raise ValueError(f"{self.server.url} is a server and shares no weights: give it a source")
         if not isinstance(source, ReadableFolder | WeightFile):
@@ -150,7 +150,7 @@ class HttpEngine:
         await self._open()
 
     async def recover(self) -> int:
-        """Whoever started the server starts it again; its weights are then those that it began with."""
+        """Return whoever started the server starts it again; its weights are then those that it began with."""
         await self.server.back()
         self._failure = None
         return NOTHING_YET
@@ -161,7 +161,7 @@ class HttpEngine:
         return Load(self.spec.slots, running, len(self._flights) - running)
 
     async def _drawn(self, flight: UnderWay) -> Response:
-        """The whole response, in as many parts as it takes."""
+        """Return the whole response, in as many parts as it takes."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._goes or flight.aborted or self._failure)
@@ -181,7 +181,7 @@ class HttpEngine:
         return not (self._paused or self._asleep or self._updating)
 
     async def _part(self, flight: UnderWay, rest: Request) -> ServerAnswer:
-        """What the server draws of a row before it ends or is interrupted."""
+        """Return what the server draws of a row before it ends or is interrupted."""
         flight.name, flight.interrupted = uuid4().hex, False
         flight.row.versions.append((len(flight.tokens), self.version))
         limit = min(rest.sampling.max_tokens, flight.row.limit - len(flight.tokens))
@@ -200,7 +200,7 @@ class HttpEngine:
         return answer
 
     def _take(self, flight: UnderWay, answer: ServerAnswer) -> bool:
-        """Adds a part's tokens to the row; True where it ended with them."""
+        """Add a part's tokens to the row; True where it ended with them."""
         for token, log_prob in zip(answer.tokens, answer.log_probs, strict=True):
             flight.tokens.append(token)
             flight.log_probs.append(log_prob)
@@ -216,13 +216,13 @@ class HttpEngine:
         await asyncio.gather(*(self._interrupt(flight) for flight in list(self._flights.values())))
 
     async def _interrupt(self, flight: UnderWay) -> None:
-        """Has the server end the part that it draws, and returns when that has come back."""
+        """Have the server end the part that it draws, and return when that has come back."""
         call, name, flight.interrupted = flight.call, flight.name, True
         while call is not None and not call.done():
             await self.server.ask("POST", *self.server.dialect.abort(name))
             await asyncio.wait([call], timeout=ABORT_AGAIN_S)
 
     async def _open(self) -> None:
-        """Has everybody at the gate look again."""
+        """Have everybody at the gate look again."""
         async with self._changed:
             self._changed.notify_all()

@@ -41,7 +41,7 @@ class GenerationServer:
         self._session: ClientSession | None = None
 
     async def reach(self, max_sequence_tokens: int) -> None:
-        """Raises UserError for a server that does not answer, or was started in a way that Braid cannot train with."""
+        """Raise UserError for a server that does not answer, or was started in a way that Braid cannot train with."""
         self._session = ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=self.limit_s))
         told = f"rollout.servers: {self.url}"
         try:
@@ -63,7 +63,7 @@ class GenerationServer:
             await self._session.close()
 
     async def load_weights(self, weights: ReadableFolder | WeightFile) -> None:
-        """Raises EngineError where it does not take them: which it has is not known then."""
+        """Raise EngineError where it does not take them: which it has is not known then."""
         label = secrets.token_hex(8)
         try:
             if isinstance(weights, ReadableFolder):
@@ -89,7 +89,7 @@ class GenerationServer:
             await self.ask("POST", *call)
 
     async def _while_sent(self, call: Call, broadcast: Broadcast) -> None:
-        """Asks the server to receive and sends; whichever of the two fails, the other is not waited for."""
+        """Ask the server to receive and sends; whichever of the two fails, the other is not waited for."""
         asked, sent = asyncio.ensure_future(self.ask("POST", *call)), in_thread(broadcast.run)
         try:
             both: list[asyncio.Future[Any]] = [asked, sent]
@@ -104,7 +104,7 @@ class GenerationServer:
                 await asked
 
     async def check_weights(self) -> None:
-        """Raises EngineError where the server was started anew since it was given weights: others may have drawn its tokens."""
+        """Raise EngineError where the server was started anew since it was given weights: others may have drawn its tokens."""
         if not self._given:
             return
         before, (path, field) = self.weights, self.dialect.label
@@ -113,7 +113,7 @@ class GenerationServer:
             raise EngineError(f"{self.url} was started anew, or given weights by somebody else: it has {found!r}")
 
     async def back(self) -> None:
-        """Returns when it answers; it may have been started anew. Raises EngineError when it does not."""
+        """Return when it answers; it may have been started anew. Raises EngineError when it does not."""
         try:
             await self.ask("GET", self.dialect.settings)
         except UserError as error:
@@ -121,7 +121,7 @@ class GenerationServer:
         self._given = False
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The server's answer. Raises UserError for what it refuses, and EngineError when it fails or does not answer."""
+        """Return the server's answer. Raises UserError for what it refuses, and EngineError when it fails or does not answer."""
         if self._session is None or self._session.closed:
             raise EngineError(f"{self.url} has not been reached")
         try:

@@ -35,7 +35,7 @@ READY = -1
 
 
 def make_engine(spec: EngineSpec) -> SteppingEngine:
-    """Loads the model. Raises UserError for one that cannot be used."""
+    """Load the model. Raises UserError for one that cannot be used."""
     tokenizer, folder = load_tokenizer(spec.model), Path(spec.model)
     if spec.kind == "vllm":
         # Imported here: vLLM need not be installed.
@@ -67,7 +67,7 @@ class Host:
         self.writer.write(packed({**message, "load": astuple(self.engine.load())}))
 
     async def beat(self) -> None:
-        """Lets the run know that a process which says nothing else is alive."""
+        """Let the run know that a process which says nothing else is alive."""
         while True:
             await asyncio.sleep(BEAT_S)
             if self.tasks:
@@ -97,7 +97,7 @@ class Host:
 
 
 async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFollowers | None) -> None:
-    """Makes the engine, and does what messages say until the run is gone."""
+    """Make the engine, and does what messages say until the run is gone."""
     reader, writer = await asyncio.open_connection(sock=connection)
     torch.set_num_threads(spec.threads)
     keep_freed_memory()
@@ -116,7 +116,7 @@ async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFo
 
 
 def main(handle: int) -> None:
-    """Serves the engine that the first message asks for. Its other processes are forked while this one has nothing but code."""
+    """Serve the engine that the first message asks for. Its other processes are forked while this one has nothing but code."""
     connection = socket.socket(fileno=handle)
     message = receive_at_once(connection)
     if message is None:

@@ -79,7 +79,7 @@ class Dispatcher:
         return self._seen["tokens"] / self._seen["rows"] if self._seen["rows"] else self._first_guess
 
     def engine_of(self, uid: Uid) -> int | None:
-        """Where a row is; None while it waits. Raises KeyError when it is not under way."""
+        """Return where a row is; None while it waits. Raises KeyError when it is not under way."""
         for number, station in enumerate(self.stations):
             if uid in station.jobs:
                 return number
@@ -94,7 +94,7 @@ class Dispatcher:
         self._waiting[uid] = Job(uid, prompt_tokens)
 
     def assign(self) -> list[tuple[Uid, int]]:
-        """Rows that go out now, each with its engine."""
+        """Return rows that go out now, each with its engine."""
         assigned = []
         while self._waiting:
             open_now = [n for n, s in enumerate(self.stations) if s.alive and len(s.jobs) < s.slots]
@@ -125,7 +125,7 @@ class Dispatcher:
             self.stations[engine].remove(uid)
 
     def fail(self, engine: int) -> list[Uid]:
-        """The engine is dead: nothing goes there, and its rows wait again, before all others."""
+        """Return the engine is dead: nothing goes there, and its rows wait again, before all others."""
         station = self.stations[engine]
         station.alive = False
         lost = [station.remove(uid) for uid in list(station.jobs)]
@@ -141,7 +141,7 @@ class Dispatcher:
         self.stations[engine].alive = True
 
     def _choose(self, job: Job, open_now: Sequence[int]) -> int:
-        """The least loaded engine, or one with the row's prefix that is hardly more loaded."""
+        """Return the least loaded engine, or one with the row's prefix that is hardly more loaded."""
         work = {engine: self.stations[engine].work for engine in open_now}
         least = min(work.values())
         # what is not bound yet can even out a difference; when nothing waits, only the load counts
@@ -155,7 +155,7 @@ class Dispatcher:
         return best if self._held(job, best) else min(open_now, key=lambda engine: (work[engine], engine))
 
     def _held(self, job: Job, engine: int) -> int:
-        """Tokens of the row's prompt that the engine has seen."""
+        """Return tokens of the row's prompt that the engine has seen."""
         held = max(self._prefixes.get(prefix, {}).get(engine, 0) for prefix in (job.uid, job.uid[:2]))
         return min(held, job.prompt_tokens)
 

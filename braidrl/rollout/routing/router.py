@@ -96,7 +96,7 @@ class Router:
         self._send()
 
     async def recover(self) -> int:
-        """Waits for every dead engine. Raises EngineError when one cannot be recovered now."""
+        """Wait for every dead engine. Raises EngineError when one cannot be recovered now."""
         for number, station in enumerate(self._dispatcher.stations):
             if not station.alive:
                 await self._recover(number)
@@ -108,13 +108,13 @@ class Router:
         return Load(slots, running, waiting + self._dispatcher.waiting)
 
     async def close(self) -> None:
-        """Stops asking dead engines to recover."""
+        """Stop asking dead engines to recover."""
         for task in self._recovering.values():
             task.cancel()
         await asyncio.gather(*self._recovering.values(), return_exceptions=True)
 
     async def _place(self, uid: Uid) -> bool:
-        """Waits for an engine with room; False for a row that is aborted first. Raises EngineError after `give_up_s` without any."""
+        """Wait for an engine with room; False for a row that is aborted first. Raises EngineError after `give_up_s` without any."""
         loop = asyncio.get_running_loop()
         place = self._places.setdefault(uid, loop.create_future())
         # rows that are submitted together are dispatched together, in the order in which they came
@@ -130,7 +130,7 @@ class Router:
             self._places.pop(uid, None)
 
     async def _ask(self, request: Request) -> Response | None:
-        """What the row's engine answers; None when that engine dies."""
+        """Return what the row's engine answers; None when that engine dies."""
         number = self._dispatcher.engine_of(request.uid)
         assert number is not None
         call = self._calls[request.uid] = asyncio.ensure_future(self.engines[number].submit(request))
@@ -148,7 +148,7 @@ class Router:
         return call.result()
 
     def _send(self) -> None:
-        """Tells rows that need not wait any longer."""
+        """Tell rows that need not wait any longer."""
         if not self._asleep:
             for uid, _ in self._dispatcher.assign():
                 place = self._places.setdefault(uid, asyncio.get_running_loop().create_future())
@@ -156,7 +156,7 @@ class Router:
                     place.set_result(None)
 
     def _engine_failed(self, number: int, error: EngineError) -> None:
-        """Takes an engine out; the rows that it had wait again."""
+        """Take an engine out; the rows that it had wait again."""
         if not self._dispatcher.stations[number].alive:
             return
         self._errors[number] = error
@@ -174,7 +174,7 @@ class Router:
                 self._errors[number] = error
 
     async def _recover(self, number: int) -> None:
-        """Brings an engine back with the weights and in the state of the others."""
+        """Bring an engine back with the weights and in the state of the others."""
         engine = self.engines[number]
         version = await engine.recover()
         while self._version is not None and version != self._version:
@@ -201,6 +201,6 @@ class Router:
 
 
 def nothing_of(uid: Uid) -> Response:
-    """The response of a row that was aborted before an engine had it."""
+    """Return the response of a row that was aborted before an engine had it."""
     nothing = torch.empty(0, dtype=torch.int64)
     return Response(uid, nothing, nothing.to(torch.float32), FinishReason.ABORT, nothing)

@@ -34,17 +34,17 @@ class ServedEngine(Engine, Protocol):
         """Tokens of prompt and response together."""
 
     async def start(self) -> None:
-        """Returns when it takes requests. Raises UserError where it cannot be used as it is, EngineError where it fails."""
+        """Return when it takes requests. Raises UserError where it cannot be used as it is, EngineError where it fails."""
 
     async def close(self) -> None:
-        """Ends what `start` began; may be called without it."""
+        """End what `start` began; may be called without it."""
 
 
 class StoredWeights(WeightSource, Protocol):
     """One version where all engines can read it."""
 
     def close(self) -> None:
-        """Gives the room back."""
+        """Give the room back."""
 
 
 class EngineService:
@@ -56,7 +56,7 @@ class EngineService:
         limit_s: float = 600.0,
         store: Callable[[Iterable[tuple[str, Tensor]]], StoredWeights] = SharedWeights,
     ) -> None:
-        """Starts the engines; `store` puts weights where they read them.
+        """Start the engines; `store` puts weights where they read them.
 
         Raises UserError for a model that they cannot use, and EngineError after `limit_s` seconds without a living engine.
         """
@@ -93,7 +93,7 @@ class EngineService:
         on_finished: Callable[[Response], None] | None = None,
         to_end: Callable[[], Iterable[Uid]] | None = None,
     ) -> list[Response]:
-        """All responses, in the order of `requests`; `on_finished` is told each that ends by itself.
+        """Return all responses, in the order of `requests`; `on_finished` is told each that ends by itself.
 
         `to_end` is asked now and then for rows that are to end with what they have; it may name some that have ended.
 
@@ -123,7 +123,7 @@ class EngineService:
             raise several.exceptions[0] from None
 
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
-        """What `work` returns, which has the engines for as long as it runs."""
+        """Return what `work` returns, which has the engines for as long as it runs."""
         return self._runner.run(work(self.router))
 
     def publish(self, version: int, source: WeightSource) -> None:
@@ -148,7 +148,7 @@ class EngineService:
             self._weights = None
 
     async def _end(self, to_end: Callable[[], Iterable[Uid]]) -> None:
-        """Ends rows that are named, until it is cancelled."""
+        """End rows that are named, until it is cancelled."""
         while True:
             await asyncio.sleep(ASK_EVERY_S)
             for uid in to_end():
@@ -169,7 +169,7 @@ class EngineService:
 
 
 def run_with(engine: SteppingEngine | EngineService, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
-    """What `work` returns, which has the engine for as long as it runs; nothing is under way afterwards."""
+    """Return what `work` returns, which has the engine for as long as it runs; nothing is under way afterwards."""
     if isinstance(engine, EngineService):
         return engine.run(work)
     try:

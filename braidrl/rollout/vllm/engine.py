@@ -57,7 +57,7 @@ class VllmEngine(SteppingEngine):
         dtype: str = "float32",
         options: dict[str, Any] | None = None,
     ) -> None:
-        """Raises UserError where vLLM does not take the model."""
+        """Raise UserError where vLLM does not take the model."""
         super().__init__(tokenizer, end_ids_of(folder, tokenizer), max_sequence_tokens, seed)
         self._slots = slots
         self._expected = shapes_of(folder)
@@ -81,7 +81,7 @@ class VllmEngine(SteppingEngine):
         return len(self._waiting)
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Raises ValueError for a source that is no file: each of vLLM's workers reads its own part of that."""
+        """Raise ValueError for a source that is no file: each of vLLM's workers reads its own part of that."""
         if not isinstance(source, WeightFile):
             raise ValueError("vLLM's workers take weights from a file, which each of them reads for itself")
         check_shapes(source.shapes(), self._expected)
@@ -100,7 +100,7 @@ class VllmEngine(SteppingEngine):
                 self._begin(flight.row)
 
     def step(self) -> list[Response]:
-        """Fills free slots first."""
+        """Fill free slots first."""
         while self._waiting and self.in_flight < self._slots:
             self._begin(self._waiting.popleft())
         ended = []
@@ -149,12 +149,12 @@ class VllmEngine(SteppingEngine):
         self._flights[name] = Flight(row, name)
 
     def _leave(self, flight: Flight) -> None:
-        """Ends a row in vLLM."""
+        """End a row in vLLM."""
         del self._flights[flight.name]
         self._engine.abort_request([flight.name])
 
     def _take(self, flight: Flight, output: Any) -> bool:
-        """Notes a step's token; True if it is the row's last."""
+        """Note a step's token; True if it is the row's last."""
         (part,) = output.outputs
         for token, log_probs in zip(part.token_ids, part.logprobs, strict=True):
             flight.tokens.append(token)
@@ -188,7 +188,7 @@ def start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, option
 
 
 def params_of(row: Row, seed: int) -> SamplingParams:
-    """What vLLM is asked for; which token it is, `DrawByRow` decides."""
+    """Return what vLLM is asked for; which token it is, `DrawByRow` decides."""
     return SamplingParams(
         max_tokens=row.limit, stop_token_ids=list(row.stop_token_ids), ignore_eos=True, detokenize=False,
         logprobs=0, output_kind=RequestOutputKind.DELTA, extra_args=draws_of(row.request, seed).arguments(),
@@ -196,7 +196,7 @@ def params_of(row: Row, seed: int) -> SamplingParams:
 
 
 def cpu_cache_bytes(folder: Path, slots: int, max_sequence_tokens: int, dtype: str) -> int:
-    """Room for the keys and values of `slots` of the longest rows."""
+    """Return room for the keys and values of `slots` of the longest rows."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     heads, width = config.num_key_value_heads, getattr(config, "head_dim", None)
     width = width or config.hidden_size // config.num_attention_heads

@@ -62,7 +62,7 @@ class DrawBatch:
         )
 
     def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens (B,) and their log-probs (B,); overwrites `logits` (B, V)."""
+        """Return tokens (B,) and their log-probs (B,); overwrites `logits` (B, V)."""
         positions = torch.tensor([row.position for row in self.rows], device=self.key.device)
         asked = [row.draws.sampling for row in self.rows]
         choice = chosen_for(asked, self.temperature, self.greedy, self.top_k, self.top_p)
@@ -74,7 +74,7 @@ class DrawByRow(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raises ValueError for a request that is not Braid's: a server answers it with an error, and goes on."""
+        """Raise ValueError for a request that is not Braid's: a server answers it with an error, and goes on."""
         draws_from(sampling_params.extra_args)
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:

@@ -27,11 +27,11 @@ class TakesWeights:
     has_weights_in_part = False
 
     def take_weights(self, path: str) -> None:
-        """Generates with the weights in a file from now on. The caller has seen to it that they are the model's."""
+        """Generate with the weights in a file from now on. The caller has seen to it that they are the model's."""
         self.load_as_they_come(WeightFile(path).tensors())
 
     def receive_weights(self, notice: Mapping[str, Any]) -> None:
-        """Generates with the weights that the run sends to all workers at once; `notice` is plain."""
+        """Generate with the weights that the run sends to all workers at once; `notice` is plain."""
         parallel = self.vllm_config.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + self.rank
         self.load_as_they_come(received(notice, worker, self.device))

@@ -71,7 +71,7 @@ class Notice:
         return Notice(**{**plain, "tensors": [Sent(**sent) for sent in plain["tensors"]]})
 
     def buckets(self) -> list[list[Sent]]:
-        """Tensors that go together: as many in a row as there is room for, and one that is larger alone."""
+        """Return tensors that go together: as many in a row as there is room for, and one that is larger alone."""
         buckets: list[list[Sent]] = []
         room = 0
         for sent in self.tensors:
@@ -98,7 +98,7 @@ class Broadcast:
         self.notice = Notice(host, self._store.port, workers, limit_s, device.type, checked, bucket_bytes, tensors)
 
     def run(self) -> None:
-        """Raises EngineError, naming whom it waited for, where workers do not come or go away."""
+        """Raise EngineError, naming whom it waited for, where workers do not come or go away."""
         if not self._all_came():
             return
         notice, tensors = self.notice, iter(self._weights.tensors())
@@ -117,7 +117,7 @@ class Broadcast:
         self._cancelled.set()
 
     def _all_came(self) -> bool:
-        """Waits for every worker; False where it was cancelled first."""
+        """Wait for every worker; False where it was cancelled first."""
         end = time.monotonic() + self.notice.limit_s
         while (came := self._store.add("here", 0)) < self.notice.workers:
             if self._cancelled.wait(LOOK_EVERY_S):
@@ -130,7 +130,7 @@ class Broadcast:
 
 
 def received(plain: Mapping[str, Any], worker: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in the order in which it was sent, on the worker's device or with gloo on the CPU.
+    """Return every tensor in the order in which it was sent, on the worker's device or with gloo on the CPU.
 
     `worker` counts the engine's workers from 0. What a tensor is a view of is not written to again. Raises ValueError for a bucket
     that is not what was sent.
@@ -147,7 +147,7 @@ def received(plain: Mapping[str, Any], worker: int, device: torch.device) -> Ite
 
 
 def in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
-    """What becomes of `work`, which a thread does that nobody has to wait for: a group whose workers are gone may hold it for long."""
+    """Return what becomes of `work`, which a thread does that nobody has to wait for: a group whose workers are gone may hold it for long."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
@@ -170,7 +170,7 @@ def in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
 
 
 def join(store: dist.Store, rank: int, notice: Notice) -> Any:
-    """A group of the sender, rank 0, and the workers; of no other group's world."""
+    """Return a group of the sender, rank 0, and the workers; of no other group's world."""
     limit, store = timedelta(seconds=notice.limit_s), dist.PrefixStore("group", store)
     if notice.device == "cuda":
         nccl = dist.ProcessGroupNCCL.Options()
@@ -183,7 +183,7 @@ def join(store: dist.Store, rank: int, notice: Notice) -> Any:
 
 
 def packed(tensors: Sequence[Tensor], bucket: Sequence[Sent], device: torch.device, checked: bool) -> Tensor:
-    """The bytes of a bucket (N,), on the device."""
+    """Return the bytes of a bucket (N,), on the device."""
     buffer = torch.zeros(bytes_of(bucket, checked), dtype=torch.uint8, device=device)
     start = 0
     for tensor, sent in zip(tensors, bucket, strict=True):
@@ -196,7 +196,7 @@ def packed(tensors: Sequence[Tensor], bucket: Sequence[Sent], device: torch.devi
 
 
 def unpacked(buffer: Tensor, bucket: Sequence[Sent], checked: bool) -> Iterator[tuple[str, Tensor]]:
-    """The reverse of `packed`: views of the buffer."""
+    """Return the reverse of `packed`: views of the buffer."""
     end = len(buffer) - CHECK_BYTES * checked
     if checked and (expected := int(buffer[end:].view(torch.int64))) != (found := checksum(buffer[:end])):
         raise ValueError(f"the weights that arrived have checksum {found:08x}, and {expected:08x} was sent")

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from braidrl.models.parallel.messages import gathered
-from braidrl.models.parallel.replicated import DataParallel
-from braidrl.models.weights.plan import Boxes, shared_out
-from braidrl.models.weights.transfer import Holdings, TransferVolume, WeightPart, WeightTransfer, holdings
+from braidrl.models.parallel.replicated import DataParallel, all_gather_bytes
+from braidrl.models.weights.plan import Boxes, assign_writers
+from braidrl.models.weights.transfer import TransferVolume, WeightIndex, WeightPart, WeightTransfer, gather_weight_index
 from braidrl.rollout.weights.shared_file import (
     CHECKSUM,
     WEIGHTS,
@@ -53,7 +52,7 @@ class WeightWriter:
         With `check` readers compare a checksum. Where they know nothing of tied tensors these are to `repeat` under each name.
         """
         self.ranks, self.check = ranks, check
-        known = holdings(parts, ranks, machine())
+        known = gather_weight_index(parts, ranks, machine())
         self.here = [rank for rank, where in enumerate(known.machines) if where == known.machines[ranks.rank]]
         self.layout = FileLayout.of(known, check, repeat)
         self.transfer = WeightTransfer(known, written_by(known), ranks)
@@ -83,7 +82,7 @@ class WeightWriter:
 
     @contextmanager
     def _made(self, make: Callable[[], tempfile.TemporaryDirectory[str]]) -> Iterator[Path | OSError | None]:
-        """A folder on the rank that leads, which is removed at the end, or why there is none."""
+        """Return a folder on the rank that leads, which is removed at the end, or why there is none."""
         if not self.leads:
             yield None
             return
@@ -96,7 +95,7 @@ class WeightWriter:
             yield Path(name)
 
     def _filled(self, path: Path, parts: Mapping[str, WeightPart]) -> int:
-        """The handle of the file when everything is in it."""
+        """Return the handle of the file when everything is in it."""
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             self._fill(handle, parts)
@@ -117,7 +116,7 @@ class WeightWriter:
             self._meet("the end of the file")
 
     def _begun(self, folder: Path | OSError | None, mode: int) -> Path:
-        """The path of this machine's file, which the rank that leads makes."""
+        """Return the path of this machine's file, which the rank that leads makes."""
         said: dict[str, Any] = {}
         try:
             if isinstance(folder, OSError):
@@ -134,12 +133,12 @@ class WeightWriter:
         return Path(of_all[self.here[0]]["path"])
 
     def _meet(self, purpose: str, said: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """What every rank says, when all are here."""
+        """Return what every rank says, when all are here."""
         if self.ranks.group is None:
             return [dict(said or {})]
         with self.ranks.meeting(purpose):
             message = bytearray(json.dumps(said or {}).encode())
-            return [json.loads(bytes(part)) for part in gathered(message, self.ranks.group)]
+            return [json.loads(bytes(part)) for part in all_gather_bytes(message, self.ranks.group)]
 
 
 class JointFolder(ReadableFolder):
@@ -151,23 +150,23 @@ class JointFolder(ReadableFolder):
         self._made = made
 
     def close(self) -> None:
-        """Removes the folder where this rank has made it."""
+        """Remove the folder where this rank has made it."""
         self._made.close()
 
 
 def machine() -> str:
-    """The same for processes that see the same shared memory, and for no others."""
+    """Return the same for processes that see the same shared memory, and for no others."""
     about = os.stat(shared_folder())
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{boot.read_text().strip() if boot.is_file() else os.uname().nodename} {about.st_dev} {about.st_ino}"
 
 
-def written_by(known: Holdings) -> list[Boxes]:
-    """The blocks that each rank writes into its machine's file: together, on each machine, everything once."""
+def written_by(known: WeightIndex) -> list[Boxes]:
+    """Return the blocks that each rank writes into its machine's file: together, on each machine, everything once."""
     found: list[Boxes] = [{} for _ in known.boxes]
     for where in dict.fromkeys(known.machines):
         here = [rank for rank, other in enumerate(known.machines) if other == where]
-        shares = shared_out(known.boxes, known.shapes, here)
+        shares = assign_writers(known.boxes, known.shapes, here)
         for rank in here:
             found[rank] = shares[rank]
     return found
@@ -186,8 +185,8 @@ class FileLayout:
     check: bool
 
     @classmethod
-    def of(cls, known: Holdings, check: bool, repeat: bool = False) -> FileLayout:
-        """Larger numbers first, so that each tensor begins at a multiple of its numbers' size."""
+    def of(cls, known: WeightIndex, check: bool, repeat: bool = False) -> FileLayout:
+        """Return larger numbers first, so that each tensor begins at a multiple of its numbers' size."""
         others = {other: first for first, names in known.names.items() for other in names if other != first}
         repeated = others if repeat else {}
         at, places = 0, {}
@@ -207,7 +206,7 @@ class FileLayout:
         return {name: shape for name, (_, shape, *_) in self.tensors_at.items()}
 
     def header(self, check_sum: str) -> bytes:
-        """What the file begins with; of the same length whatever the checksum."""
+        """Return what the file begins with; of the same length whatever the checksum."""
         notes = {**self.notes, **({CHECKSUM: check_sum} if self.check else {})}
         about: dict[str, Any] = {"__metadata__": notes} if notes else {}
         for name, (dtype, shape, start, end) in self.tensors_at.items():
@@ -228,7 +227,7 @@ class FileLayout:
             os.close(handle)
 
     def tensors(self, handle: int) -> dict[str, Tensor]:
-        """The file's tensors in memory that is the file's own, for as long as one of them is there."""
+        """Return the file's tensors in memory that is the file's own, for as long as one of them is there."""
         header = self.header(NO_CHECKSUM)
         content = torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=self._size(header), dtype=torch.uint8)
         body = content[len(header) :]

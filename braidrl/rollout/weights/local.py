@@ -27,7 +27,7 @@ class EngineWeights:
 
     @torch.no_grad()
     def refresh(self, source: WeightSource | None = None) -> None:
-        """Takes the tensors of `source`, or brings a copy up to date with the trainer; shared weights always are.
+        """Take the tensors of `source`, or brings a copy up to date with the trainer; shared weights always are.
 
         Raises ValueError before anything changes where the source's tensors are not exactly the model's.
         """
@@ -40,7 +40,7 @@ class EngineWeights:
             target.copy_(source)
 
     def checked(self, source: WeightSource) -> dict[str, Tensor]:
-        """The tensors of a source, whole. Raises ValueError where they are not exactly the model's."""
+        """Return the tensors of a source, whole. Raises ValueError where they are not exactly the model's."""
         given = dict(source.tensors())
         own = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
         check_tensors(given, own if self._slices is None else self._slices.shapes)
@@ -55,7 +55,7 @@ class EngineWeights:
 
 
 def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
-    """Raises ValueError where names or shapes are not exactly those of the model."""
+    """Raise ValueError where names or shapes are not exactly those of the model."""
     check_shapes({name: tensor.shape for name, tensor in given.items()}, expected)
 
 
@@ -67,14 +67,14 @@ def check_shapes(given: Mapping[str, torch.Size], expected: Mapping[str, torch.S
 
 
 def shapes_of(folder: Path) -> dict[str, torch.Size]:
-    """Every tensor of the model in a Hugging Face directory; a tied one under each of its names. Reads no weights."""
+    """Return every tensor of the model in a Hugging Face directory; a tied one under each of its names. Reads no weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
 def _copy(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The same module with parameters in `dtype`; tied ones stay tied, and buffers keep their precision."""
+    """Return the same module with parameters in `dtype`; tied ones stay tied, and buffers keep their precision."""
     copies = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in model.parameters()}
     copied = deepcopy(model, copies)
     copied.config.dtype = dtype

@@ -33,7 +33,7 @@ class WeightFile:
         self.path = Path(path)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, a tied one under each of its names; of the file only what is looked at is read."""
+        """Return every tensor, a tied one under each of its names; of the file only what is looked at is read."""
         with safe_open(self.path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 yield name, file.get_tensor(name)
@@ -47,7 +47,7 @@ class WeightFile:
             return found | {name: found[same] for name, same in self._ties(file).items()}
 
     def verify(self) -> None:
-        """Raises ValueError where a checksum was written and is not that of the tensors."""
+        """Raise ValueError where a checksum was written and is not that of the tensors."""
         with safe_open(self.path, "pt") as file:
             expected = (file.metadata() or {}).get(CHECKSUM)
             if expected is None:
@@ -65,12 +65,12 @@ class UnnamedWeights(WeightFile):
     """Weights in a file that is open and may have no name any more: they are there until this object is closed."""
 
     def __init__(self, handle: int) -> None:
-        """Takes over the handle of an open file."""
+        """Take over the handle of an open file."""
         self._handle = handle
         super().__init__(f"/proc/{os.getpid()}/fd/{handle}")
 
     def close(self) -> None:
-        """Gives the memory back once nobody reads it any more."""
+        """Give the memory back once nobody reads it any more."""
         os.close(self._handle)
 
 
@@ -78,7 +78,7 @@ class SharedWeights(UnnamedWeights):
     """Copies of tensors, for as long as this object is not closed. With `check` readers compare a checksum."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], check: bool = False) -> None:
-        """Raises OSError where memory is full."""
+        """Raise OSError where memory is full."""
         kept, notes = without_ties(tensors)
         if check:
             notes[CHECKSUM] = checksum(kept)
@@ -119,19 +119,19 @@ class WeightFolder(ReadableFolder):
         save_file(kept, self.path / WEIGHTS)
 
     def close(self) -> None:
-        """Removes the folder."""
+        """Remove the folder."""
         self._folder.cleanup()
 
 
 def folder_for_all(within: Path | None) -> tempfile.TemporaryDirectory[str]:
-    """A folder that servers can read which belong to somebody else."""
+    """Return a folder that servers can read which belong to somebody else."""
     folder = tempfile.TemporaryDirectory(prefix="braid-weights-", dir=within)
     Path(folder.name).chmod(0o755)
     return folder
 
 
 def without_ties(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Each tensor once, on the CPU, and for every further name of one the name that it is kept under."""
+    """Return each tensor once, on the CPU, and for every further name of one the name that it is kept under."""
     kept: dict[str, Tensor] = {}
     names: dict[tuple[int, torch.Size], str] = {}
     notes: dict[str, str] = {}
@@ -145,7 +145,7 @@ def without_ties(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tenso
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """A number that changes with any name, dtype, shape or value."""
+    """Return a number that changes with any name, dtype, shape or value."""
     found = 0
     for name in sorted(tensors):
         tensor = tensors[name]

@@ -103,7 +103,7 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
         if role not in generating:
             raise UserError(f"roles.{role}.generate_workers is set, but {role} generates nothing in {flow.name}")
         generating_ranks(config, role, size)
-        if own.generate_workers < size and not layout_of(role, config).copies:
+        if own.generate_workers < size and not layout_of(role, config).is_replicated:
             raise UserError(
                 f"roles.{role}.generate_workers={own.generate_workers}: ranks that divide a model ({layout_key(role, config)}) "
                 "all generate; remove it"

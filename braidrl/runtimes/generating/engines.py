@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from braidrl.config import Config
 from braidrl.errors import UserError
 from braidrl.models.loading import load_decoder
-from braidrl.models.parallel.decoding import TensorRanks, load_divided
+from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
 from braidrl.models.parallel.sharded import subgroup
 from braidrl.models.role_settings import DTYPES
 from braidrl.models.roles.base import RoleWorker
@@ -41,7 +41,7 @@ def start_engine(
     if pools_ranks(config):
         return pooled_engine(worker, config, tokenizer, longest)
     if not count:
-        if not worker.holds_its_weights:
+        if not worker.has_full_weights:
             # Decoding needs all weights on each rank, adapters merged: a frozen copy, brought up to date at each publication.
             model = load_decoder(worker.path, dtype or worker.dtype, worker.device).requires_grad_(False).eval()
         return EmbeddedEngine(
@@ -67,7 +67,7 @@ def pooled_engine(worker: RoleWorker, config: Config, tokenizer: PreTrainedToken
     group = subgroup(torch.arange(worker.ranks.size).view(-1, rollout.tensor))
     assert group is not None
     dtype = DTYPES[rollout.dtype] if rollout.dtype else worker.dtype
-    model, slices = load_divided(worker.path, dtype, worker.device, TensorRanks(group))
+    model, slices = load_tensor_parallel(worker.path, dtype, worker.device, TensorRanks(group))
     return PooledEngine(model, tokenizer, rollout.slots, longest, config.seed, slices, group, compile=rollout.compile)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from braidrl.config import Config
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.roles.base import RoleWorker
-from braidrl.models.weights.mirror import LayoutCopy, settled_parts
+from braidrl.models.weights.mirror import LayoutCopy, local_weight_parts
 from braidrl.models.weights.transfer import weight_parts
 from braidrl.rollout.divided.pooled import PooledEngine
 from braidrl.rollout.embedded.engine import EmbeddedEngine
@@ -28,7 +28,7 @@ def publication(worker: RoleWorker, engine: EmbeddedEngine | EngineService, conf
     """The way of one engine; all ranks that generate for the role call this together."""
     if isinstance(engine, EmbeddedEngine):
         pooled = isinstance(engine, PooledEngine)
-        return into_copy(worker, engine) if pooled or not worker.holds_its_weights else engine.publish
+        return into_copy(worker, engine) if pooled or not worker.has_full_weights else engine.publish
     return through_file(worker, engine, config)
 
 
@@ -48,15 +48,15 @@ def through_file(worker: RoleWorker, engine: EngineService, config: Config) -> P
     """Processes of engines, and servers, read what the ranks of their machine have written."""
     own = config.roles.get(worker.role)
     # Of ranks that each have everything some may generate alone: those do not wait for the others.
-    together = worker.ranks.divided or own is None or own.generate_workers is None
+    together = worker.ranks.is_sharded or own is None or own.generate_workers is None
     ranks, rollout = worker.ranks if together else DataParallel(), config.rollout
     asks = rollout.engine == "http"
     in_folder = asks and rollout.servers.weights == "folder"
     # What servers are sent is checked on its way.
-    writer = WeightWriter(settled_parts(worker), ranks, rollout.check_weights and not asks, repeat=in_folder)
+    writer = WeightWriter(local_weight_parts(worker), ranks, rollout.check_weights and not asks, repeat=in_folder)
 
     def publish(version: int) -> None:
-        parts = settled_parts(worker)
+        parts = local_weight_parts(worker)
         folder = rollout.servers.folder
         engine.publish(version, writer.in_folder(parts, folder) if in_folder else writer.in_memory(parts))
 

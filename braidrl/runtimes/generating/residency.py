@@ -14,7 +14,7 @@ from typing import Any
 from braidrl.config import Config
 from braidrl.flow import Flow, Stage
 from braidrl.models.memory.footprint import cache_bytes
-from braidrl.models.memory.offload import Movable, storages
+from braidrl.models.memory.offload import OffloadableTensors, storages
 from braidrl.models.roles.base import RoleWorker
 from braidrl.placement.residency import PUBLISH, Asset, needed_assets, residency_plan, stage_needs
 from braidrl.rollout.embedded.engine import EmbeddedEngine
@@ -28,7 +28,7 @@ class Held:
     """Something of a role that can be put away, its bytes, and what else happens when it is."""
 
     size: int
-    movable: Movable
+    offloadable: OffloadableTensors
     before_leaving: Callable[[], object] = lambda: None
 
 
@@ -99,9 +99,9 @@ class Residency:
                 # Noted before: a move that is broken off is made again, whole.
                 self.resident.discard(asset)
                 self.held[asset].before_leaving()
-                self.held[asset].movable.offload()
+                self.held[asset].offloadable.offload()
             for asset in sorted(wanted - self.resident):
-                self.held[asset].movable.onload()
+                self.held[asset].offloadable.onload()
                 self.resident.add(asset)
             self.current = needed
 
@@ -110,14 +110,14 @@ def held_by(worker: RoleWorker) -> dict[Asset, Held]:
     """A role's weights and, where it is trained, masters, moments and the gradients that a step needs room for."""
     found = {Asset(worker.role, "weights"): held_weights(worker)}
     if worker.optimizer is not None:
-        found[Asset(worker.role, "optimizer")] = Held(worker.optimizer.bytes_in_use, worker.movable["optimizer"])
+        found[Asset(worker.role, "optimizer")] = Held(worker.optimizer.bytes_in_use, worker.offloadable["optimizer"])
     return found
 
 
 def held_weights(worker: RoleWorker) -> Held:
     """A worker's weights alone."""
     size = sum(storage.nbytes() for storage in storages(worker.model.parameters()))
-    return Held(size, worker.movable["weights"])
+    return Held(size, worker.offloadable["weights"])
 
 
 def held_by_engine(worker: RoleWorker, engine: EmbeddedEngine) -> Held:
@@ -125,4 +125,4 @@ def held_by_engine(worker: RoleWorker, engine: EmbeddedEngine) -> Held:
     model = engine.model
     own = [] if model is worker.model else list(model.parameters())
     cache = cache_bytes(model.config, model.dtype.itemsize, engine.slots, engine.max_sequence_tokens)
-    return Held(sum(s.nbytes() for s in storages(own)) + cache, Movable(lambda: own), engine.clear)
+    return Held(sum(s.nbytes() for s in storages(own)) + cache, OffloadableTensors(lambda: own), engine.clear)

@@ -188,7 +188,7 @@ class HybridBackend:
         return self._divided([role]) or (other is not None and self._together(role, other))
 
     def _together(self, role: str, layout: ParallelLayout) -> bool:
-        return not layout.over(self.groups[role].mesh.size).copies
+        return not layout.resolve(self.groups[role].mesh.size).is_replicated
 
     def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup, Deal]:
         """The group that runs a role's stage, and how rows are dealt to its ranks."""

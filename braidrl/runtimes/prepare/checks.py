@@ -168,7 +168,7 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int
         if layout.sequence > 1 and config.trainer.share_prompts:
             raise UserError(f"{key}: sequence divides rows apart; write sequence=1, or trainer.share_prompts=false")
         if devices is not None:
-            layout.over(devices, key)
+            layout.resolve(devices, key)
         settings = model_settings(model_path(role, config))
         heads = settings.get("num_attention_heads", 1)
         layout.check_model(heads, settings.get("num_key_value_heads", heads), settings.get("num_hidden_layers", 1), key)

@@ -101,19 +101,19 @@ def footprint(seat: RoleUse, prepared: Prepared, devices: int) -> Footprint:
     dtype = DTYPES[(own and own.dtype) or config.dtype]
     lora = lora_of(role, config) if seat.trained else None
     shape = model_shape(model_path(role, config), dtype, role in prepared.flow.scalar_roles, lora)
-    layout = layout_of(role, config).over(devices)
+    layout = layout_of(role, config).resolve(devices)
     sizes = shape.config
     layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
     resident = resident_bytes(shape, seat.trained, layout)
     plain = model_shape(model_path(role, config), dtype, role in prepared.flow.scalar_roles)
     other = inference_layouts(config, prepared.flow).get(role) if seat.trained else None
     if other is not None:
-        resident[INFERENCE] = resident_bytes(plain, False, other.over(devices))["weights"]
+        resident[INFERENCE] = resident_bytes(plain, False, other.resolve(devices))["weights"]
     # Servers have devices of their own.
     if seat.generates and rollout.engine != "http":
         engine = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
         divisor = rollout.tensor if pools_ranks(config) else 1
-        if engine.dtype != dtype or lora or not layout.copies or divisor > 1:
+        if engine.dtype != dtype or lora or not layout.is_replicated or divisor > 1:
             resident[ENGINE] = engine.parameters * engine.element_bytes // divisor
         cache = cache_bytes(sizes, engine.element_bytes, rollout.slots, config.max_sequence_tokens)
         resident[CACHE] = cache // divisor
@@ -122,7 +122,7 @@ def footprint(seat: RoleUse, prepared: Prepared, devices: int) -> Footprint:
         scalar = role in prepared.flow.scalar_roles
         working = working_bytes(shape, config.trainer, layout, seat.trained, scalar)
         if other is not None:
-            inferring = working_bytes(plain, config.trainer, other.over(devices), False, scalar)
+            inferring = working_bytes(plain, config.trainer, other.resolve(devices), False, scalar)
             working = {part: max(working.get(part, 0), inferring.get(part, 0)) for part in {**working, **inferring}}
     return Footprint(seat, shape, resident, working)
 

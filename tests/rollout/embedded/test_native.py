@@ -118,3 +118,14 @@ def test_without_a_working_compiler_the_model_decodes_by_its_own_forward_and_one
     ]
     assert found[0] == found[1] == found[2]
     assert len(caplog.records) == 1 and reason in caplog.text
+
+
+def test_fused_weights_share_the_modules_storage() -> None:
+    first, second = nn.Linear(4, 3), nn.Linear(4, 5)
+    values = torch.cat([first.weight, second.weight]).detach().clone()
+    joined = side_by_side([first.weight, second.weight])
+    assert torch.equal(joined, values)
+    with torch.no_grad():
+        second.weight.mul_(2)
+    assert torch.equal(joined[3:], 2 * values[3:])
+    assert side_by_side([first.weight, second.weight]).data_ptr() == joined.data_ptr(), "nothing moves twice"

@@ -67,7 +67,7 @@ class RehearsingWorker(HybridWorker):
     def can_be_reused(self) -> bool:
         """False once a model was divided: DTensor's caches know the process groups, which end with the backend."""
         executor = getattr(self, "executor", None)
-        return executor is None or not any(worker.ranks.together for worker in executor.workers.values())
+        return executor is None or not any(worker.ranks.forward_is_collective for worker in executor.workers.values())
 
     def held(self) -> int:
         """Chunks that are kept here."""

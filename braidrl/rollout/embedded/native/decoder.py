@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from braidrl.models.cpu.fused import side_by_side
 from braidrl.models.cpu.linear import product
 from braidrl.rollout.embedded.native.kernels import Kernels
 from braidrl.rollout.embedded.slots import SlotCache
@@ -65,7 +64,7 @@ class NativeDecoder:
         self.refresh()
 
     def refresh(self) -> None:
-        """Finds the weights anew, for the case that something moved them."""
+        """Find the weights anew, for the case that something moved them."""
         body: Any = self._model.base_model
         self._layers = [_layer(layer) for layer in body.layers]
 
@@ -113,3 +112,33 @@ def _bias(layers: Sequence[nn.Linear]) -> Tensor | None:
     if any(layer.bias is None for layer in layers):
         return None
     return side_by_side([layer.bias for layer in layers])
+
+
+@torch.no_grad()
+def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Join parameters along their first dimension and return the joined tensor, whose storage they share from now on.
+
+    An optimizer's step on the parameters is then a step on the joined weight too. Parameters that are joined already stay where they are;
+    otherwise their data moves, and the parameters remain the same objects.
+    """
+    joined = _joined(parameters)
+    if joined is None:
+        joined = torch.cat([parameter.detach() for parameter in parameters])
+        start = 0
+        for parameter in parameters:
+            parameter.data = joined[start : start + len(parameter)]
+            start += len(parameter)
+    return joined
+
+
+def _joined(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+    """Return the tensor that parameters make up which lie one after the other in one storage; None where they do not."""
+    first = parameters[0]
+    address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for parameter in parameters:
+        same = parameter.untyped_storage().data_ptr() == storage and parameter.data_ptr() == address
+        if not same or not parameter.is_contiguous() or parameter.shape[1:] != first.shape[1:]:
+            return None
+        address += parameter.numel() * parameter.element_size()
+    shape = (sum(len(parameter) for parameter in parameters), *first.shape[1:])
+    return first.detach().as_strided(shape, first.stride())

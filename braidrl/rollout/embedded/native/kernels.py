@@ -32,13 +32,13 @@ class Kernels:
 
     @staticmethod
     def of(head_width: int, group: int, dtype: torch.dtype) -> Kernels | None:
-        """None where nothing compiles them."""
+        """Return None where nothing compiles them."""
         half = {"BFLOAT16": 1} if dtype == torch.bfloat16 else {}
         functions = build(SOURCE, HEAD=head_width, GROUP=group, **half)
         return None if functions is None else Kernels(functions, dtype)
 
     def add_norm(self, residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-        """Adds `update` (B, W) to `residual` (B, W) float32 in place; its RMS norm times `weight` (W,), (B, W)."""
+        """Add `update` (B, W) to `residual` (B, W) float32 in place; its RMS norm times `weight` (W,), (B, W)."""
         out = torch.empty(residual.shape, dtype=self.dtype)
         self._functions.add_norm(
             address(residual, torch.float32), None if update is None else address(update, self.dtype),
@@ -74,7 +74,7 @@ class Kernels:
         return out
 
     def draw(self, logits: Tensor, temperatures: Tensor, greedy: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens (B,) and their log-probs (B,) float32 at the rows' temperatures, from logits (B, V).
+        """Return tokens (B,) and their log-probs (B,) float32 at the rows' temperatures, from logits (B, V).
 
         `uniforms` (B,) float64 decide the tokens; where `greedy` (B,) it is the likeliest.
         """
