@@ -35,6 +35,8 @@ class TrainerConfig(Section):
     """Passes over a batch."""
     max_tokens_per_device: int = Field(8192, ge=1)
     """Tokens of a micro-batch; the only dial for memory, without effect on the result."""
+    backend: str = "torch"
+    """What trains and infers: `torch`, which has layouts, adapters and offloading, or `module:name` or `file.py:name` of your own."""
     optimizer: str = "adamw"
     """`adamw`, `sgd`, or `module:name` or `file.py:name` of your own; torch's have names too, as in `torch.optim:RMSprop`."""
     optimizer_settings: dict[str, Any] = {}
@@ -116,6 +118,8 @@ class RoleConfig(Section):
 
     model: Path | None = None
     """A model of its own; by default the run's."""
+    backend: str | None = None
+    """By default the trainer's."""
     learning_rate: float | None = Field(None, ge=0)
     """By default the trainer's."""
     dtype: DType | None = None

@@ -129,6 +129,14 @@ class Sums:
         known, _ = self._pairs.get(name, (float("-inf"), 1.0))
         self._pairs[name] = (max(known, float(value)), 1.0)
 
+    def add_per_token(self, role: str, metrics: Mapping[str, Tensor]) -> None:
+        """Add numbers per token (A,) under a role's name; those whose name ends in `_max` by their maximum."""
+        for name, values in metrics.items():
+            if name.endswith("_max"):
+                self.highest(f"{role}/{name}", values.max())
+            else:
+                self.add(f"{role}/{name}", values.sum(), len(values))
+
     def merge(self, other: Sums) -> None:
         """Add everything that `other` holds."""
         for name, (total, count) in other._pairs.items():

@@ -23,29 +23,26 @@ from braidrl.data.rows import Column, Rows
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
+from braidrl.models.backend import TrainingBackend
 from braidrl.models.checkpoint import Write, saving_tasks
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.role_settings import inference_layouts, with_layout
 from braidrl.models.roles.base import RoleWorker
-from braidrl.models.roles.decoder import DecoderWorker
-from braidrl.models.roles.make import make_worker
-from braidrl.models.roles.scalar import ScalarWorker
+from braidrl.models.roles.make import make_worker, torch_worker
 from braidrl.models.weights.following import Following, interpolate_weights
 from braidrl.models.weights.mirror import InferenceCopy
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
-from braidrl.rollout.divided.pooled import PooledEngine
-from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.engine import RoleEngine
 from braidrl.rollout.requests import Response
-from braidrl.rollout.routing.service import EngineService
 from braidrl.rollout.trajectories import to_rows
 from braidrl.runtimes.functions import computed, dropped, summed
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.engines import start_engine
 from braidrl.runtimes.generating.episodes import play
-from braidrl.runtimes.generating.publishing import Publish, publication
+from braidrl.runtimes.generating.publishing import Publish
 from braidrl.runtimes.generating.requests import leaders, requests_of, sampling_of
 from braidrl.runtimes.generating.residency import Residency
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks
@@ -72,8 +69,8 @@ class StageExecutor:
         """
         self.config, self.flow, self.tokenizer = config, flow, tokenizer
         self.progress, self.checks = progress, Checks(rewards, progress)
-        self.workers: dict[str, RoleWorker] = {}
-        self.engines: dict[str, EmbeddedEngine | EngineService] = {}
+        self.workers: dict[str, TrainingBackend] = {}
+        self.engines: dict[str, RoleEngine] = {}
         self.publications: dict[str, Publish] = {}
         self.followings: dict[tuple[str, str], Following] = {}
         self.copies: dict[str, InferenceCopy] = {}
@@ -84,12 +81,12 @@ class StageExecutor:
         for role in roles:
             worker = self.workers[role] = make_worker(role, config, flow, ranks, training)
             if role in generating:
-                engine = self.engines[role] = start_engine(worker, config, tokenizer)
-                self.publications[role] = publication(worker, engine, config)
+                self.engines[role], self.publications[role] = start_engine(worker, config, tokenizer)
             frozen = None
             if training and role in inferring:
-                frozen = make_worker(role, with_layout(role, config, inferring[role]), flow, ranks, training=False)
-                self.copies[role] = InferenceCopy(worker, frozen)
+                other = with_layout(role, config, inferring[role])
+                frozen = torch_worker(make_worker(role, other, flow, ranks, training=False))
+                self.copies[role] = InferenceCopy(torch_worker(worker), frozen)
             self.residency.add(worker, self.engines.get(role), frozen)
         self.residency.begin()
 
@@ -115,20 +112,15 @@ class StageExecutor:
     def _infer(self, stage: Stage, rows: Rows, bar: Bar) -> Mapping[str, Column]:
         worker = self._inferring(str(stage.role))
         if stage.type == "score":
-            assert isinstance(worker, ScalarWorker)
             of = stage.params.get("of")
             own, *_ = stage.writes
-            scores = worker.scores(of_namespace(rows, of), bar.update)
+            scores = worker.forward("scores", of_namespace(rows, of), bar.update).values
             weight = stage.params.get("weight")
             summed = self._added(stage, rows, scores, weight) if is_reward(worker.role, weight) else {}
             return {own: scores, **summed}
-        if stage.type == "values":
-            assert isinstance(worker, ScalarWorker)
-            return {stage.writes[0]: worker.values(rows, bar.update)}
-        assert isinstance(worker, DecoderWorker)
-        return {stage.writes[0]: worker.log_probs(rows, bar.update)}
+        return {stage.writes[0]: worker.forward(predicted_by(stage), rows, bar.update)}
 
-    def _inferring(self, role: str) -> RoleWorker:
+    def _inferring(self, role: str) -> TrainingBackend:
         """The worker that infers for a role, with its weights of now."""
         return self.copies[role].current() if role in self.copies else self.workers[role]
 
@@ -163,7 +155,7 @@ class StageExecutor:
         """Episodes in the stage's environment; failures of environments are counted and the first is shown."""
         assert stage.role
         engine = self.engines[stage.role]
-        if isinstance(engine, PooledEngine):
+        if engine.is_collective:
             raise UserError(f"{stage.name}: an environment needs engines of their own; write rollout.engines=1")
         with self.progress.stage(stage.name, len(rows)) as bar:
             columns, failures = play(
@@ -237,7 +229,11 @@ class StageExecutor:
     def copy_weights(self, stage: Stage, weights: Mapping[str, Tensor] | None = None) -> None:
         """An update without a loss: the role's weights move towards those of another role, which is here too or gave `weights`."""
         self.residency.before(stage)
-        worker, source, decay = self.workers[str(stage.role)], stage.params["source"], stage.params.get("decay", 0.0)
+        worker, source, decay = (
+            torch_worker(self.workers[str(stage.role)]),
+            stage.params["source"],
+            stage.params.get("decay", 0.0),
+        )
         if weights is None:
             self._following(worker, source).move(decay)
         else:
@@ -247,7 +243,7 @@ class StageExecutor:
         """Made once for two roles: ranks have to agree on every move."""
         found = self.followings.get((worker.role, source))
         if found is None:
-            found = self.followings[worker.role, source] = Following(worker, self.workers[source])
+            found = self.followings[worker.role, source] = Following(worker, torch_worker(self.workers[source]))
         return found
 
     def forward_backward(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
@@ -264,7 +260,7 @@ class StageExecutor:
     def meets(self, stage: Stage) -> bool:
         """True where a rank without rows takes part in a stage, because ranks infer or generate together."""
         if stage.kind is Kind.GENERATE:
-            return isinstance(self.engines.get(str(stage.role)), PooledEngine)
+            return stage.role in self.engines and self.engines[stage.role].is_collective
         if stage.kind is not Kind.INFER or stage.role not in self.workers:
             return False
         copy = self.copies.get(stage.role)
@@ -278,8 +274,7 @@ class StageExecutor:
         if stage.kind is Kind.GENERATE:
             self.engines[str(stage.role)].generate([])
             return
-        names = {"score": "scores", "values": "values"}
-        self._inferring(str(stage.role)).forward(names.get(stage.type, "log_probs"), Rows({}))
+        self._inferring(str(stage.role)).forward(predicted_by(stage), Rows({}))
 
     def publish(self, version: int) -> None:
         """The engines generate with the trained weights from now on."""
@@ -303,7 +298,7 @@ class StageExecutor:
         for role in self.flow.changed_roles:
             if role in self.workers and (write or self.workers[role].ranks.is_sharded):
                 with self.residency.all_of(role):
-                    parts += saving_tasks(self.workers[role], folder / role, write, beside=True)
+                    parts += saving_tasks(torch_worker(self.workers[role]), folder / role, write, beside=True)
         return parts
 
     def load(self, folder: Path) -> None:
@@ -314,9 +309,13 @@ class StageExecutor:
 
     def close(self) -> None:
         for engine in self.engines.values():
-            if isinstance(engine, EngineService):
-                engine.close()
+            engine.close()
         self.checks.close()
+
+
+def predicted_by(stage: Stage) -> str:
+    """Return the name under which a model predicts what an infer stage writes."""
+    return {"score": "scores", "values": "values"}.get(stage.type, "log_probs")
 
 
 def record_update(

@@ -13,9 +13,8 @@ from braidrl.flow import Flow, Stage
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import CheckFailure, Pending, RuleRewards
-from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.engine import RoleEngine
 from braidrl.rollout.requests import Response, Uid
-from braidrl.rollout.routing.service import EngineService
 from braidrl.rollout.trajectories import to_rows
 
 Tell = Callable[[Rows, Mapping[str, Pending]], object]
@@ -77,7 +76,7 @@ class EarlyChecks:
     def __init__(
         self,
         checks: Checks,
-        engine: EmbeddedEngine | EngineService,
+        engine: RoleEngine,
         rows: Rows,
         place: Mapping[Uid, int],
         beside: Sequence[Stage],

@@ -25,6 +25,7 @@ from braidrl.runtimes.evaluation import evaluation_flow
 from braidrl.runtimes.prepare.checks import (
     check_adapters,
     check_answers,
+    check_backends,
     check_divided_engines,
     check_generating_ranks,
     check_layouts,
@@ -52,6 +53,7 @@ class Prepared:
         """Raises UserError for parts that do not fit together."""
         config, held_out = self.config, list(self.eval_sources.values())
         check_names(config)
+        check_backends(config, self.flow)
         check_layouts(config, self.flow, self.flow.roles)
         evaluated = self.evaluation.stages if self.eval_sources else ()
         check_divided_engines(config, [*self.flow.stages, *evaluated])
