@@ -82,11 +82,7 @@ def covariance_sums(
 ) -> dict[str, Tensor]:
     """Return what the means over the batch are made of."""
     log_probs, of_tokens = token_pairs(rollout_log_probs, old_log_probs, advantage, advantages)
-    return {
-        "tokens": torch.ones_like(log_probs).sum(),
-        "log_probs": log_probs.sum(),
-        "advantages": of_tokens.sum(),
-    }
+    return {"tokens": torch.ones_like(log_probs).sum(), "log_probs": log_probs.sum(), "advantages": of_tokens.sum()}
 
 
 @shapes.register(writes=["covariance"], scope="batch", sums=covariance_sums)

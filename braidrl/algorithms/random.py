@@ -91,7 +91,6 @@ def _mix_tensor(x: Tensor) -> Tensor:
 
 
 def _mix_number(x: int) -> int:
-    """Return the same on one number, for the keys that a whole batch shares."""
     x = (x ^ (x >> 30)) * MULTIPLIER_1 & MASK
     x = (x ^ (x >> 27)) * MULTIPLIER_2 & MASK
     return x ^ (x >> 31)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.controllers import adaptive_kl_coefficient
 from braidrl.algorithms.gae import at_row_end, same_for_rows, sums_to_go
 from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged
@@ -120,6 +119,17 @@ def kl_sums(
     policy = rollout_log_probs if old_log_probs is None else old_log_probs
     kl = estimate(estimator, policy.values, ref_log_probs.values)
     return {"kl": kl.double().sum(), "rows": torch.tensor(float(len(policy)))}
+
+
+def adaptive_kl_coefficient(
+    coefficient: float, kl: float, *, target: float, gain: float = 0.1, limit: float = 0.2
+) -> float:
+    """β·(1 + gain·e) with the relative error e = (kl − target)/target, held within ±limit.
+
+    arXiv 1909.08593, section 2.2. `kl` is the batch's mean, in the unit of `target`: nats per row in the paper.
+    """
+    error = max(-limit, min(limit, (kl - target) / target))
+    return coefficient * (1 + gain * error)
 
 
 def next_kl_coefficient(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.controllers import safe_rlhf_multiplier
 from braidrl.algorithms.gae import rewards_of_tokens, same_for_rows, sums_to_go
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Needs, advantages
@@ -111,6 +110,11 @@ def cost_sums(
 ) -> Sums:
     """Return what the batch's mean cost is made of."""
     return {"cost": cost.double().sum(), "rows": torch.tensor(float(len(cost)))}
+
+
+def safe_rlhf_multiplier(multiplier: float, mean_cost: float, *, threshold: float, learning_rate: float) -> float:
+    """λ + learning_rate·(mean cost − threshold), kept ≥ 0: ascent on the constraint. Safe-RLHF, arXiv 2310.12773."""
+    return max(0.0, multiplier + learning_rate * (mean_cost - threshold))
 
 
 def next_multiplier(

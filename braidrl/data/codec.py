@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.data.frames import CodecError, Frame, joined_size
+from braidrl.data.frames import CodecError, Frame
 from braidrl.data.rows import Column, Objects, Rows
 
 MARK = b"braidrow"
@@ -88,11 +88,6 @@ def encode(rows: Rows) -> list[Frame]:
     return [MARK + zlib.crc32(packed).to_bytes(4, "little") + packed, *frames]
 
 
-def encoded_size(rows: Rows) -> int:
-    """Return bytes that `frames.join(encode(rows))` takes."""
-    return joined_size(encode(rows))
-
-
 def decode(frames: Sequence[Frame], columns: Sequence[str] | None = None) -> Rows:
     """Return the rows, or the named columns of them, as views on the frames.
 
@@ -112,12 +107,6 @@ def decode(frames: Sequence[Frame], columns: Sequence[str] | None = None) -> Row
             decoded[header.name] = _decode_column(header, size, frames[position : position + count])
         position += count
     return Rows({name: decoded[name] for name in wanted})
-
-
-def decode_index(frames: Sequence[Frame]) -> Rows:
-    """Return the index columns alone; payload frames are not looked at. Raises CodecError as `decode` does."""
-    _, headers = read_header(frames)
-    return decode(frames, [header.name for header in headers if header.kind == "index"])
 
 
 def read_header(frames: Sequence[Frame]) -> tuple[int, list[ColumnHeader]]:

@@ -69,15 +69,6 @@ def _plan_whole_groups(
     return [[sorted(row for item in batch for row in rows_of[item]) for batch in rank] for rank in plan]
 
 
-def estimated_operations(lengths: Sequence[int], *, parameters: int, layers: int, hidden: int) -> list[int]:
-    """Return floating-point operations to train on each row, forward and backward.
-
-    `parameters` are those in matrix products (2 operations each per token); causal attention adds 2 · hidden · length² per layer for
-    scores and values together; the backward pass costs twice the forward.
-    """
-    return [3 * (2 * parameters * length + 2 * layers * hidden * length**2) for length in lengths]
-
-
 def _pack(lengths: Sequence[int], rows: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:
     """Return a rank's rows in `count` micro-batches, fullest first, or None where they do not go in."""
     alone = [[row] for row in rows if lengths[row] > max_tokens]

@@ -20,11 +20,7 @@ Part = tuple[float, int, list[int]]
 
 
 def balanced_partition(
-    costs: Sequence[float],
-    parts: int,
-    *,
-    equal_size: bool = False,
-    groups: Sequence[int] | None = None,
+    costs: Sequence[float], parts: int, *, equal_size: bool = False, groups: Sequence[int] | None = None
 ) -> list[list[int]]:
     """Return positions of the items in each part, fullest part first; positions rise within a part, and a part may be empty.
 

@@ -35,10 +35,7 @@ UNSUPPORTED = {
 
 
 def load_decoder(
-    path: str | Path,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    on_meta: bool = False,
+    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", on_meta: bool = False
 ) -> PreTrainedModel:
     """Load the causal decoder of a Hugging Face directory, with Braid's attention.
 

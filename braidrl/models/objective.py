@@ -122,7 +122,6 @@ class Objective:
         return {self.denominator: weighted_sum(per_token, weights)}, metrics
 
     def _monitors(self, look: Lookup) -> dict[str, Tensor]:
-        """Return the metrics that every policy update reports, whatever its loss."""
         if "log_probs" not in look.predicted:
             return {}
         current = look.predicted["log_probs"].detach()

@@ -62,7 +62,7 @@ def check_optimizer(config: TrainerConfig) -> None:
 
 
 def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:
-    """Return the rate of iteration 1, 2, ...: linear warm-up, then constant, linear or cosine decay to 0 after `steps`."""
+    """Rate of iteration 1, 2, ...: linear warm-up, then constant, linear or cosine decay to 0 after `steps`."""
     if iteration <= config.warmup_steps:
         return peak * iteration / config.warmup_steps
     done = (iteration - 1 - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
@@ -103,7 +103,7 @@ class MasterOptimizer:
             parameter.register_post_accumulate_grad_hook(partial(self._collect, i))
 
     def backward(self, losses: Mapping[str, Tensor]) -> None:
-        """Add the gradients of loss sums, one scalar per denominator's name."""
+        """Adds the gradients of loss sums, one scalar per denominator's name."""
         names = [name for name, loss in losses.items() if loss.requires_grad]
         for name in names:
             self.collect(name)
@@ -144,7 +144,7 @@ class MasterOptimizer:
         return norm
 
     def _summed(self, name: str) -> list[Tensor | None]:
-        """Return the gradient sums of all ranks; a rank that had no rows contributes zeros."""
+        """The gradient sums of all ranks; a rank that had no rows contributes zeros."""
         sums = self.sums.get(name, [None] * len(self.parameters))
         if self.ranks.size == 1:
             return sums
@@ -175,11 +175,11 @@ class MasterOptimizer:
         return sum(m.nbytes * (3 + copied) for m, copied in zip(self.masters, copies, strict=True))
 
     def tensors(self) -> list[Tensor]:
-        """Return what it holds beside the model's own weights."""
+        """What it holds beside the model's own weights."""
         return [tensor for name, tensor in self.state().items() if name != "steps"]
 
     def state(self) -> dict[str, Tensor]:
-        """Return everything that a resumed run needs, as flat tensors by name: masters that are copies, moments, counts."""
+        """Everything that a resumed run needs, as flat tensors by name: masters that are copies, moments, counts."""
         tensors = {"steps": torch.tensor(self.steps)}
         for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
             if parameter.dtype != master.dtype:
@@ -201,7 +201,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore `state()`. Raises KeyError or RuntimeError when it belongs to another model."""
+        """Restores `state()`. Raises KeyError or RuntimeError when it belongs to another model."""
         self.steps = int(tensors["steps"])
         for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
             if parameter.dtype != master.dtype:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
+from braidrl.data.codec import DTYPES as CODEC_DTYPES
 from braidrl.data.rows import Column, Objects, Rows
 from braidrl.errors import UserError
 
@@ -32,14 +33,7 @@ RESPONSE_TEXT = "response_text"
 SCHEMA_KEY = b"braidrl.columns"
 # No dictionaries for numbers: they compare values, and so would make -0.0 and 0.0, or two kinds of NaN, one.
 FILE_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": [PROMPT_TEXT, RESPONSE_TEXT]}
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-        *(torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    )
-}
+DTYPES = CODEC_DTYPES | {"uint16": torch.uint16, "uint32": torch.uint32, "uint64": torch.uint64}
 
 
 def rollout_path(run: Path, step: int) -> Path:

@@ -73,7 +73,7 @@ class Lane(ABC):
 
     @abstractmethod
     def _serve(self) -> None:
-        """Take and answers calls until `closing` is set."""
+        """Take and answer calls until `closing` is set."""
 
     def _run(self) -> None:
         try:
@@ -105,7 +105,7 @@ class Lane(ABC):
             return self._process
 
     def _drop_process(self) -> str:
-        """End the process, if there is one, and says how it ended."""
+        """End the process, if there is one, and say how it ended."""
         with self._lock:
             if self._process is None:
                 return "no process could be started"
@@ -169,7 +169,7 @@ class Concurrent(Lane):
             call.abandon()
 
     def _admit(self) -> None:
-        """Send what is queued, as far as there is room; waits if nothing is in flight."""
+        """Send what is queued, as far as there is room; wait if nothing is in flight."""
         while len(self.in_flight) < MOST_IN_FLIGHT:
             try:
                 call = self.calls.get(block=not self.in_flight)

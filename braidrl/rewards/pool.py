@@ -10,14 +10,14 @@ import itertools
 import queue
 import threading
 from concurrent.futures import Future
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from braidrl.rewards.lanes import Call, CallOutcome, Calls, Concurrent, Lane, OneByOne
 from braidrl.rewards.verifier import Completion, Verifier
 from braidrl.rewards.worker import encode
 
 
-class RewardPool:
+class RewardPool(AbstractContextManager["RewardPool"]):
     """Calls verifiers in `processes` processes, and one more for each async verifier; `timeout_s` limits each call.
 
     Processes start when first needed. Closing, or leaving the `with` block by whatever way, leaves none behind.
@@ -67,10 +67,5 @@ class RewardPool:
         for lane in self._lanes:
             lane.abandon_queued()
 
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

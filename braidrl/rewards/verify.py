@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -97,7 +97,7 @@ class Pending:
         return Counter(f"{failure.label}/{failure.reason}" for failure in self.failures())
 
 
-class RuleRewards:
+class RuleRewards(AbstractContextManager["RuleRewards"]):
     """The verifiers of a run and the processes that they run in. Use it as a context, or call `close`."""
 
     def __init__(
@@ -149,12 +149,7 @@ class RuleRewards:
     def close(self) -> None:
         self._pool.close()
 
-    def __enter__(self) -> RuleRewards:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -31,17 +31,17 @@ class EngineUnderTest:
     """Token ids below this are plain tokens, none of which ends a response."""
     max_sequence_tokens: int
     training_log_probs: Callable[[Sequence[Request], Sequence[Response]], list[Tensor]]
-    """What training computes for the responses (T,), under the weights of version 0."""
+    """Training's log-probs of the responses, (T,) each, under the weights of version 0."""
     other_weights: Callable[[], WeightSource]
     """Weights of the same shapes that draw other tokens."""
     tolerance: float = 1e-5
-    """Of log-probs against training's."""
+    """Absolute tolerance of log-probs against training's."""
     long: int = 40
-    """Tokens of a response that is still being drawn when its engine is asked for something else."""
+    """Length in tokens of a response that is still being drawn when its engine is asked for something else."""
 
 
 def requests(subject: EngineUnderTest, count: int, tokens: int = 12) -> list[Request]:
-    """Return rows in groups of two with prompts of different lengths, which draw exactly so many tokens."""
+    """Make requests in groups of two, with prompts of different lengths; each draws exactly `tokens` tokens."""
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(0, subject.vocabulary, (3 + 2 * g,), generator=generator) for g in range(count)]
     sampling = SamplingParams(max_tokens=tokens, ends=False)
@@ -220,7 +220,7 @@ async def an_engine_sleeps_when_idle_and_requests_wait_for_it(subject: EngineUnd
 
 @dataclass
 class Lacking:
-    """A source without its last tensor."""
+    """A weight source without its last tensor."""
 
     whole: WeightSource
 

@@ -54,7 +54,7 @@ class WeightSource(Protocol):
     """One version of a model's weights, as any engine can take them."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Return every tensor of the model by its name; a tied one comes under each of its names."""
+        """Every tensor of the model by its name; a tied one comes under each of its names."""
 
 
 class ModelWeights:
@@ -71,16 +71,16 @@ class Engine(Protocol):
     """Generates responses. All methods belong to one event loop."""
 
     async def submit(self, request: Request) -> Response:
-        """Return the response. Raises UserError for a request that cannot be answered, and EngineError when the engine fails."""
+        """The response. Raises UserError for a request that cannot be answered, and EngineError when the engine fails."""
 
     async def abort(self, uid: Uid) -> None:
-        """End a row at once: its `submit` returns what there is. Raises KeyError when it is not under way."""
+        """Ends a row at once: its `submit` returns what there is. Raises KeyError when it is not under way."""
 
     async def pause(self) -> None:
         """No token is drawn until `resume`. Rows keep what they have, and requests may be submitted."""
 
     async def resume(self) -> None:
-        """Go on where `pause` stopped."""
+        """Goes on where `pause` stopped."""
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """From the next token on the weights are those of `version`; rows under way go on with them.
@@ -89,13 +89,13 @@ class Engine(Protocol):
         """
 
     async def sleep(self) -> None:
-        """Give memory back; requests wait until `wake`. Raises RuntimeError while rows are under way."""
+        """Gives memory back; requests wait until `wake`. Raises RuntimeError while rows are under way."""
 
     async def wake(self) -> None:
-        """Take requests again."""
+        """Takes requests again."""
 
     async def recover(self) -> int:
-        """Make a failed engine ready, and return the version of its weights. Raises EngineError when it cannot."""
+        """Makes a failed engine ready, and returns the version of its weights. Raises EngineError when it cannot."""
 
     def load(self) -> Load:
         """Return what the engine is busy with now."""
@@ -148,14 +148,14 @@ class RoleEngine(Protocol):
         self,
         requests: Iterable[Request],
         on_finished: Callable[[Response], None] | None = None,
-        to_end: Callable[[], Iterable[Uid]] | None = None,
+        rows_to_end: Callable[[], Iterable[Uid]] | None = None,
     ) -> list[Response]:
         """Return all responses, in the order of `requests`.
 
         Args:
             requests: one per row.
             on_finished: told each response that ends by itself.
-            to_end: asked now and then for rows that are to end with what they have; it may name some that have ended.
+            rows_to_end: asked now and then for rows that are to end with what they have; it may name some that have ended.
         """
 
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:

@@ -1,7 +1,7 @@
 """An engine of this process, which draws step by step, behind the engine protocol.
 
 submit ──▶ add ──▶ step, step, step ... ──▶ the future of each row that ended
-                     └── between two steps everybody else in the loop has a turn
+                     └── between two steps all other tasks of the loop run
 """
 
 from __future__ import annotations
@@ -115,7 +115,6 @@ class EngineReplica:
             answer.set_result(finished)
 
     def _fail(self, error: Exception) -> None:
-        """Every row under way ends with the error; the engine is left empty."""
         answers, self._answers = self._answers, {}
         self.engine.clear()
         for answer in answers.values():

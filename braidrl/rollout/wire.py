@@ -28,7 +28,7 @@ ERRORS: dict[str, type[Exception]] = {
 
 
 def packed(message: Message) -> bytes:
-    """Return a message with its length before it."""
+    """Encode a message with its length before it."""
     body = msgpack.packb(message)
     return LENGTH.pack(len(body)) + body
 
@@ -44,7 +44,7 @@ async def receive(reader: asyncio.StreamReader) -> Message | None:
 
 
 def receive_at_once(connection: socket.socket) -> Message | None:
-    """Return the same for whoever has no event loop yet; no more is read than the message."""
+    """Return the next message without an event loop, reading no more than it."""
     with connection.makefile("rb", buffering=0) as file:
         head = _exactly(file, LENGTH.size)
         body = None if head is None else _exactly(file, LENGTH.unpack(head)[0])
@@ -69,12 +69,9 @@ def plain_request(request: Request) -> Message:
 
 
 def request_of(plain: Message) -> Request:
-    """Return the reverse of `plain_request`."""
-    sampling: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in plain["sampling"].items()
-    }
+    """Invert `plain_request`."""
     return Request(
-        _uid(plain["uid"]), _tensor(plain["prompt"], torch.int64), SamplingParams(**sampling),
+        _uid(plain["uid"]), _tensor(plain["prompt"], torch.int64), SamplingParams.of(plain["sampling"]),
         plain["purpose"], plain["stage"], plain["first_draw"],
     )  # fmt: skip
 
@@ -88,7 +85,7 @@ def plain_response(finished: Response) -> Message:
 
 
 def response_of(plain: Message) -> Response:
-    """Return the reverse of `plain_response`."""
+    """Invert `plain_response`."""
     dtype = torch.float64 if plain["double"] else torch.float32
     return Response(
         _uid(plain["uid"]), _tensor(plain["tokens"], torch.int64), _tensor(plain["log_probs"], dtype),
@@ -97,13 +94,13 @@ def response_of(plain: Message) -> Response:
 
 
 def plain_error(error: Exception) -> Message:
-    """Return an exception that the other side raises again; one outside the protocol is the engine's failure."""
+    """Encode an exception for the other side to raise; one outside the protocol becomes an EngineError."""
     name, text = type(error).__name__, str(error.args[0]) if error.args else ""
     return {"error": name, "text": text} if name in ERRORS else {"error": "EngineError", "text": f"{name}: {text}"}
 
 
 def error_of(plain: Message) -> Exception:
-    """Return the reverse of `plain_error`."""
+    """Invert `plain_error`."""
     return ERRORS[plain["error"]](plain["text"])
 
 

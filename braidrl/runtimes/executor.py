@@ -30,14 +30,13 @@ from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.role_settings import inference_layouts, with_layout
 from braidrl.models.roles.base import RoleWorker
 from braidrl.models.roles.make import make_worker, torch_worker
-from braidrl.models.weights.following import Following, interpolate_weights
-from braidrl.models.weights.mirror import InferenceCopy
+from braidrl.models.weights.mirror import Following, InferenceCopy, interpolate_weights
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
 from braidrl.rollout.engine import RoleEngine
+from braidrl.rollout.episodes.trajectory import response_columns
 from braidrl.rollout.requests import Response
-from braidrl.rollout.trajectories import to_rows
 from braidrl.runtimes.functions import computed, dropped, summed
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.engines import start_engine
@@ -136,8 +135,8 @@ class StageExecutor:
         requests = [request for request in requests if first[request.uid] == request.uid]
         with self.progress.stage(stage.name, len(rows)) as bar:
             early = EarlyChecks(self.checks, engine, rows, place, beside, bar, stop.add if stop else None)
-            to_end = (lambda: [uid for uid in stop.rows_to_end() if uid in place]) if stop else None
-            done = {finished.uid: finished for finished in engine.generate(requests, early.add, to_end)}
+            rows_to_end = (lambda: [uid for uid in stop.rows_to_end() if uid in place]) if stop else None
+            done = {finished.uid: finished for finished in engine.generate(requests, early.add, rows_to_end)}
             finished = [done[uid] if uid in done else replace(done[leader], uid=uid) for uid, leader in first.items()]
             for copy in finished:
                 if copy.uid not in done:
@@ -149,7 +148,7 @@ class StageExecutor:
 
     def generated(self, stage: Stage, rows: Rows, finished: Sequence[Response]) -> Mapping[str, Column]:
         """The columns that a generate stage writes, in the order of `rows`."""
-        return self._named(stage, to_rows(rows, finished))
+        return self._named(stage, response_columns(rows, finished))
 
     def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Episodes in the stage's environment; failures of environments are counted and the first is shown."""

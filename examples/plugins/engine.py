@@ -13,8 +13,8 @@ from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.engine import WeightSource
 from braidrl.rollout.process.spec import EngineSpec
 from braidrl.rollout.requests import Response, Uid
-from braidrl.rollout.row import Flight, Row
-from braidrl.rollout.sampling import Choice, sample
+from braidrl.rollout.row import RemoteRow, Row
+from braidrl.rollout.sampling import BatchSampling, sample
 from braidrl.rollout.stopping import end_ids_of
 from braidrl.rollout.weights.local import EngineWeights
 
@@ -29,7 +29,7 @@ class PlainEngine(SteppingEngine):
         super().__init__(tokenizer, end_ids_of(folder, tokenizer), spec.max_sequence_tokens, spec.seed)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, spec.dtype))
         self.weights = EngineWeights(model.to(spec.device).requires_grad_(False).eval(), dtype=None)
-        self.slots, self.flights = spec.slots, dict[Uid, Flight]()
+        self.slots, self.flights = spec.slots, dict[Uid, RemoteRow]()
 
     @property
     def in_flight(self) -> int:
@@ -43,20 +43,20 @@ class PlainEngine(SteppingEngine):
 
     def _accept(self, row: Row) -> None:
         row.versions = [(0, self.version)]
-        self.flights[row.request.uid] = Flight(row)
+        self.flights[row.request.uid] = RemoteRow(row)
 
     def step(self) -> list[Response]:
         rows = list(self.flights.items())
         return self._done([self.flights.pop(uid).finished() for uid, flight in rows if self.draw(flight)])
 
     @torch.no_grad()
-    def draw(self, flight: Flight) -> bool:
+    def draw(self, flight: RemoteRow) -> bool:
         """Draw a row's next token by the row's own random numbers; True if it is the last."""
         row, model, sampling = flight.row, self.weights.model, flight.row.request.sampling
         ids = torch.cat([row.request.prompt, torch.tensor(flight.tokens, dtype=torch.int64)]).to(model.device)
         logits = model(ids[None]).logits[0, -1:].cpu()
         position = torch.tensor([row.request.first_draw + len(flight.tokens)])
-        choice = Choice(
+        choice = BatchSampling(
             torch.tensor([sampling.log_prob_temperature]),
             torch.tensor([sampling.takes_likeliest]),
             torch.tensor([sampling.top_k]),
@@ -66,7 +66,7 @@ class PlainEngine(SteppingEngine):
         flight.tokens.append(int(token))
         flight.log_probs.append(float(log_prob))
         self.tokens_generated += 1
-        stops = row.hears_stop(int(token)) or int(token) in row.stop_token_ids
+        stops = row.completes_stop_text(int(token)) or int(token) in row.stop_token_ids
         return stops or len(flight.tokens) == row.limit
 
     def abort(self, uid: Uid) -> Response:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from braidrl.errors import UserError
 from braidrl.models.loading import is_on_meta, load_decoder, load_scorer
-from braidrl.models.parallel.pipeline import cut
+from braidrl.models.parallel.pipeline import split_layers
 from braidrl.models.parallel.shards import shapes_of
 from braidrl.models.weight_files import ParameterReader, WeightFiles, shapes_in
 
@@ -52,7 +52,7 @@ def test_a_stage_reads_its_own_weights_once_and_no_others(
     for number in (0, 1):
         model: Any = load_decoder(tiny_models["qwen2"], on_meta=True)
         fill = ParameterReader(tiny_models["qwen2"], model)
-        cut(model, number, 2)
+        split_layers(model, number, 2)
         for layer in model.base_model.layers:
             fill(layer)
         kept = weakref.ref(model.base_model.layers[number].mlp.up_proj.weight)

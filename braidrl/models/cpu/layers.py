@@ -48,7 +48,6 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 @cache
 def _derived(kind: Any, forward: Any) -> Any:
-    """Return a subclass of the same name that has `forward` in place of its own."""
     return type(
         kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "plain_forward": kind.forward}
     )

@@ -153,7 +153,6 @@ def _keep_local_slices(model: nn.Module, boxes: Mapping[str, Box]) -> None:
 
 
 def _use_parallel_modules(model: Any, ranks: TensorRanks, plan: Mapping[str, str]) -> None:
-    """Change the class of modules whose output needs a collective."""
     output = model.get_output_embeddings()
     for name, module in model.named_modules():
         kind = ParallelLMHead if module is output else PARALLEL_MODULES.get(plan.get(pattern_of(name), ""))

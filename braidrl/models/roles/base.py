@@ -111,12 +111,7 @@ class RoleWorker(RoleModel, TrainingBackend):
         return totals
 
     def _forward_backward(
-        self,
-        term: Objective | Likelihood,
-        rows: Rows,
-        sums: Sums,
-        totals: dict[str, float],
-        advance: Advance | None,
+        self, term: Objective | Likelihood, rows: Rows, sums: Sums, totals: dict[str, float], advance: Advance | None
     ) -> None:
         assert self.optimizer is not None, f"{self.role} is not trained"
         batches = self.padded_micro_batches(term.select(rows) if len(rows) else rows, term.whole_groups)
@@ -137,7 +132,6 @@ class RoleWorker(RoleModel, TrainingBackend):
         self._run(batches, loss_of, term)
 
     def _run(self, batches: Sequence[MicroBatch], on_prediction: OnPrediction, *term: Objective | Likelihood) -> None:
-        """Run the micro-batches, and go backward where `on_prediction` returns a loss."""
         self.ranks.run_micro_batches(
             self.model, lambda packed: self.compute(packed, *term), [batch.packed for batch in batches], on_prediction
         )

@@ -189,7 +189,6 @@ class WeightTransfer:
         into: Mapping[str, WeightPart],
         traffic: TransferVolume,
     ) -> None:
-        """Copy the blocks that this rank has itself."""
         for move in moves:
             if move.stays:
                 traffic.stayed += self._bytes(move)
@@ -225,11 +224,9 @@ class WeightTransfer:
         return move.box.elements * self.known.dtypes[move.name].itemsize
 
     def _block(self, move: Move, local_tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the block that this rank sends."""
         (held,) = self.known.boxes[self.ranks.rank][move.name]
         return local_tensors[move.name][move.box.within(held)]
 
     def _blocks(self, moves: Sequence[Move], buffer: Tensor) -> Iterator[tuple[Move, Tensor]]:
-        """Yield moves with their places in a byte buffer."""
         for move, part in zip(moves, buffer.split([self._bytes(move) for move in moves]), strict=True):
             yield move, part.view(self.known.dtypes[move.name]).view(move.box.sizes)

@@ -35,7 +35,7 @@ class EmbeddedEngine(SteppingEngine):
 
     `slots` rows are decoded at once, rounded up to a multiple of 16. `max_sequence_tokens` limits prompt and response together.
     With another `dtype` than the model's the engine has a copy of the weights, refreshed by `publish`. `shrink` lets steps get
-    smaller when few rows are left; by default on the CPU, where it does not change a bit. `compile` is `rollout.compile`.
+    smaller when few rows are left; by default on the CPU, where results stay bitwise equal. `compile` is `rollout.compile`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class EmbeddedEngine(SteppingEngine):
         compile: bool = True,
         slices: Slices | None = None,
     ) -> None:
-        """With `slices` the model is a rank's part of one: all ranks do the same in the same order, see `lockstep`."""
+        """With `slices` the model is a rank's part of one, and all ranks execute the same calls in the same order."""
         super().__init__(tokenizer, end_of_sequence_ids(model.generation_config, tokenizer), max_sequence_tokens, seed)
         self._weights = EngineWeights(model, dtype, slices)
         shrink = model.device.type == "cpu" if shrink is None else shrink
@@ -61,7 +61,7 @@ class EmbeddedEngine(SteppingEngine):
 
     @property
     def model(self) -> PreTrainedModel:
-        """What it decodes with: the trainer's module, or a copy."""
+        """The model that decodes: the trainer's module, or a copy."""
         return self._weights.model
 
     @property
@@ -94,7 +94,6 @@ class EmbeddedEngine(SteppingEngine):
         self._changed(version)
 
     def _changed(self, version: int) -> None:
-        """Rows go on with weights that are of this version now."""
         self._batch.version_changed(version)
         self.version = version
 
@@ -103,7 +102,7 @@ class EmbeddedEngine(SteppingEngine):
         self._waiting.append(row)
 
     def step(self) -> list[Response]:
-        """Fill free slots first."""
+        """Fill free slots, then draw a token for each row."""
         with self._decoding():
             if self._waiting:
                 count = min(self.waiting, len(free := self._batch.free()))
@@ -136,7 +135,7 @@ class EmbeddedEngine(SteppingEngine):
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
-        """No gradients and no activation checkpointing; the module's mode is as before afterwards."""
+        """Disable gradients and activation checkpointing, and restore the module's mode afterwards."""
         model = self._weights.model
         training = model.training
         if training:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from braidrl.rollout.episodes.environments import called, environments
-from braidrl.rollout.episodes.observations import Observation, check_context
+from braidrl.rollout.episodes.turns import Observation, check_context
 
 ODD = ("", "\n", "\0", "∑ 😀 \u202e", "<tool_call>{", "9" * 10_000)
 """Turns that models do take."""

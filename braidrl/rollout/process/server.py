@@ -18,8 +18,7 @@ import torch
 from braidrl.errors import UserError
 from braidrl.models.cpu.malloc import keep_freed_memory
 from braidrl.models.loading import load_decoder, load_tokenizer
-from braidrl.rollout.divided.followers import ForkedFollowers
-from braidrl.rollout.divided.processes import fork_followers, lead
+from braidrl.rollout.divided.followers import ForkedFollowers, fork_followers, lead
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.engine import ENGINES, Engine, EngineError, ServedEngine
@@ -78,7 +77,7 @@ class Host:
         self.writer.write(packed({**message, "load": astuple(self.engine.load())}))
 
     async def beat(self) -> None:
-        """Let the run know that a process which says nothing else is alive."""
+        """Lets the run know that a process which says nothing else is alive."""
         while True:
             await asyncio.sleep(BEAT_S)
             if self.tasks:
@@ -108,7 +107,7 @@ class Host:
 
 
 async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFollowers | None) -> None:
-    """Make the engine, and does what messages say until the run is gone."""
+    """Makes the engine, and does what messages say until the run is gone."""
     reader, writer = await asyncio.open_connection(sock=connection)
     torch.set_num_threads(spec.threads)
     keep_freed_memory()
@@ -129,7 +128,7 @@ async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFo
 
 
 def main(handle: int) -> None:
-    """Serve the engine that the first message asks for. Its other processes are forked while this one has nothing but code."""
+    """Serves the engine that the first message asks for. Its other processes are forked while this one has nothing but code."""
     connection = socket.socket(fileno=handle)
     message = receive_at_once(connection)
     if message is None:

@@ -1,4 +1,4 @@
-"""Several engines that take requests, wherever they are, as one engine for whoever generates a batch and has no event loop.
+"""Engines in other processes as one engine, for callers that generate batches without an event loop.
 
 generate ──▶ router ──▶ engine, engine, ... ──▶ Response
 publish ──▶ weights, written once ──▶ every engine reads them
@@ -20,18 +20,18 @@ from braidrl.rollout.routing.router import Router
 from braidrl.rollout.weights.shared_file import ReadableFolder, SharedWeights, UnnamedWeights
 
 ASK_EVERY_S = 0.02
-"""How often rows that are to end are asked for."""
+"""Seconds between calls of `rows_to_end`."""
 
 
 class StoredWeights(WeightSource, Protocol):
-    """One version where all engines can read it."""
+    """One version of the weights where all engines can read it."""
 
     def close(self) -> None:
-        """Give the room back."""
+        """Free the space."""
 
 
 class EngineService:
-    """Holds the event loop of its engines, which goes on only while one of its methods runs. `close` ends what it started."""
+    """Owns the event loop of its engines, which runs only inside its methods. `close` ends the engines."""
 
     def __init__(
         self,
@@ -39,9 +39,15 @@ class EngineService:
         limit_s: float = 600.0,
         store: Callable[[Iterable[tuple[str, Tensor]]], StoredWeights] = SharedWeights,
     ) -> None:
-        """Start the engines; `store` puts weights where they read them.
+        """Start the engines.
 
-        Raises UserError for a model that they cannot use, and EngineError after `limit_s` seconds without a living engine.
+        Args:
+            engines: Not started yet.
+            limit_s: Seconds without a living engine after which calls raise EngineError.
+            store: Writes weights where the engines read them.
+
+        Raises:
+            UserError: For a model that the engines cannot use.
         """
         self.engines, self._limit_s, self._store = list(engines), limit_s, store
         self._runner = asyncio.Runner()
@@ -78,14 +84,9 @@ class EngineService:
         self,
         requests: Iterable[Request],
         on_finished: Callable[[Response], None] | None = None,
-        to_end: Callable[[], Iterable[Uid]] | None = None,
+        rows_to_end: Callable[[], Iterable[Uid]] | None = None,
     ) -> list[Response]:
-        """Return all responses, in the order of `requests`; `on_finished` is told each that ends by itself.
-
-        `to_end` is asked now and then for rows that are to end with what they have; it may name some that have ended.
-
-        Raises UserError for a prompt that leaves no room for a response.
-        """
+        """Generate as `SteppingEngine.generate`; `rows_to_end` is asked every ASK_EVERY_S seconds."""
 
         async def one(request: Request) -> Response:
             finished = await self.router.submit(request)
@@ -94,7 +95,7 @@ class EngineService:
             return finished
 
         async def everything() -> list[Response]:
-            ending = asyncio.ensure_future(self._end(to_end)) if to_end else None
+            ending = asyncio.ensure_future(self._end(rows_to_end)) if rows_to_end else None
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(one(request)) for request in requests]
@@ -110,14 +111,11 @@ class EngineService:
             raise several.exceptions[0] from None
 
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
-        """Return what `work` returns, which has the engines for as long as it runs."""
+        """Run `work` with the engines to its end, and return its result."""
         return self._runner.run(work(self.router))
 
     def publish(self, version: int, source: WeightSource) -> None:
-        """The engines generate with these weights from now on; a file of them is closed when the next version is there.
-
-        Raises ValueError where the source lacks a tensor.
-        """
+        """Give new weights to the engines; the file of the version before is closed. Raises ValueError where the source lacks a tensor."""
         weights = source if isinstance(source, UnnamedWeights | ReadableFolder) else self._store(source.tensors())
         # an engine that comes back later is given those of now
         before, self._weights = self._weights, weights
@@ -137,11 +135,10 @@ class EngineService:
             self._weights.close()
             self._weights = None
 
-    async def _end(self, to_end: Callable[[], Iterable[Uid]]) -> None:
-        """End rows that are named, until it is cancelled."""
+    async def _end(self, rows_to_end: Callable[[], Iterable[Uid]]) -> None:
         while True:
             await asyncio.sleep(ASK_EVERY_S)
-            for uid in to_end():
+            for uid in rows_to_end():
                 # it may have ended by itself, or with the engine that it was on
                 with contextlib.suppress(KeyError, EngineError):
                     await self.router.abort(uid)

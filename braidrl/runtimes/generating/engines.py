@@ -18,7 +18,7 @@ from braidrl.models.loading import load_decoder, read_model_config
 from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
 from braidrl.models.parallel.sharded import subgroup
 from braidrl.models.role_settings import DTYPES, choose_device, dtype_of, model_path
-from braidrl.rollout.divided.pooled import PooledEngine
+from braidrl.rollout.divided.spmd import SpmdEngine
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.engine import ENGINES, ModelWeights, RoleEngine, ServedEngine
@@ -44,7 +44,7 @@ def start_engine(
         servers = reach_servers(worker, config, tokenizer, spec.max_sequence_tokens)
         return servers, through_file(worker, servers, config)
     if pools_ranks(config):
-        return pooled_engine(worker, config, tokenizer, spec)
+        return spmd_engine(worker, config, tokenizer, spec)
     if count := engine_processes(config):
         service = start_processes(worker.role, config, on_devices(spec, count))
         return service, through_file(worker, service, config)
@@ -95,14 +95,14 @@ def own_engine(config: Config, spec: EngineSpec) -> RoleEngine:
     return EngineService([made], config.cluster.wait_limit_s)
 
 
-def pooled_engine(
+def spmd_engine(
     worker: TrainingBackend, config: Config, tokenizer: PreTrainedTokenizerBase, spec: EngineSpec
 ) -> tuple[RoleEngine, Publish]:
     """Return what neighbouring ranks decode with together; all ranks call this at the same time. Raises UserError as `start_engine`."""
     group = subgroup(torch.arange(worker.ranks.size).view(-1, spec.tensor))
     assert group is not None
     model, slices = load_tensor_parallel(Path(spec.model), getattr(torch, spec.dtype), spec.device, TensorRanks(group))
-    engine = PooledEngine(
+    engine = SpmdEngine(
         model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, slices, group,
         compile=config.rollout.compile,
     )  # fmt: skip
@@ -128,7 +128,7 @@ def reach_servers(
     """The servers of this rank; of ranks that generate each has its own. Raises UserError for those that cannot be trained with."""
     # Imported here: only servers need aiohttp, which need not be installed.
     from braidrl.rollout.http.engine import HttpEngine, ServerSpec
-    from braidrl.rollout.http.servers import GenerationServer, Sending
+    from braidrl.rollout.http.servers import BroadcastSettings, GenerationServer
 
     rollout, ranks = config.rollout, worker.ranks
     urls = rollout.servers.urls[ranks.rank :: ranks.size]
@@ -139,7 +139,7 @@ def reach_servers(
     model, device = model_path(worker.role, config).expanduser(), choose_device(config.device)
     sent = rollout.servers.weights == "network"
     store = SharedWeights if sent else partial(WeightFolder, within=rollout.servers.folder)
-    sending = Sending(device, rollout.check_weights) if sent else None
+    sending = BroadcastSettings(device, rollout.check_weights) if sent else None
     spec = ServerSpec(
         tokenizer, end_ids_of(model, tokenizer), shapes_of(model), rollout.slots, longest, config.seed, store,
     )  # fmt: skip

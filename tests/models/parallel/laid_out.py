@@ -27,8 +27,7 @@ from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.parallel.sharded import subgroup
 from braidrl.models.parallel.shards import full_tensor, local_shard
 from braidrl.models.roles.decoder import DecoderWorker
-from braidrl.models.weights.following import Following
-from braidrl.models.weights.mirror import LayoutCopy, local_weight_parts
+from braidrl.models.weights.mirror import Following, LayoutCopy, local_weight_parts
 from braidrl.models.weights.transfer import LIMIT_BYTES, TransferVolume, WeightTransfer, weight_parts
 from braidrl.observe.metrics import Sums
 from braidrl.rollout.weights import joint_file

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from braidrl.data.rows import Rows
 from braidrl.models.compute.packed import FILLER, Packed, pack
-from braidrl.models.compute.shared_prompts import pack_shared, pays
+from braidrl.models.compute.shared_prompts import pack_shared, saves_enough
 from braidrl.models.loading import load_scorer
 from braidrl.models.parallel.pipeline import HIDDEN, RUN, local_layers, runs, split_layers
 from braidrl.models.parallel.shards import shapes_of
@@ -64,7 +64,7 @@ def test_a_scorers_head_is_on_its_last_stage(tiny_models: dict[str, Path]) -> No
 def test_tokens_that_fill_up_change_nothing_for_the_rows(shared: bool, tiny_models: dict[str, Path]) -> None:
     rows: Rows = rows_of() if shared else make_rows()
     rows = rows.with_columns({"tokens": rows["tokens"].with_values(rows["tokens"].values % len(TOKENIZER))})
-    assert pays(rows) == shared
+    assert saves_enough(rows) == shared
     packed: Packed = pack_shared(rows, CPU) if shared else pack(rows, CPU)
     worker = DecoderWorker("actor", config_of(str(tiny_models["qwen2"])), train=False)
     wanted = worker.predict(packed)["log_probs"]

@@ -13,7 +13,7 @@ from braidrl.cluster.world import World
 from braidrl.data.rows import FinishReason
 from braidrl.models.loading import load_decoder
 from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
-from braidrl.rollout.divided.pooled import PooledEngine
+from braidrl.rollout.divided.spmd import SpmdEngine
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.requests import Response, SamplingParams, Uid
 from tests.rollout.tiny import make_requests, make_tokenizer
@@ -30,7 +30,7 @@ def together(world: World, task: Mapping[str, Any]) -> list[str]:
     torch.set_num_threads(1)
     assert world.group is not None
     model, slices = load_tensor_parallel(task["path"], torch.float64, "cpu", TensorRanks(world.group))
-    engine = PooledEngine(model, make_tokenizer(), 16, 64, 0, slices, world.group, compile=False)
+    engine = SpmdEngine(model, make_tokenizer(), 16, 64, 0, slices, world.group, compile=False)
     whole = {row.uid: row for row in generated(load_decoder(Path(task["path"]), torch.float64).eval(), False)}
     own, heard, wrong = REQUESTS[world.rank :: world.size], list[Uid](), list[str]()
     for row in engine.generate(own, lambda row: heard.append(row.uid)):

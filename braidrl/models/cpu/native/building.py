@@ -80,7 +80,6 @@ def _name(source: Path, command: str, flags: list[str]) -> str:
 
 
 def _processor() -> list[str]:
-    """Return the processor's name and features, where the system tells them."""
     if not PROCESSOR.exists():
         return [platform.processor()]
     lines = PROCESSOR.read_text().splitlines()

@@ -26,7 +26,7 @@ FAMILIES = {"qwen2", "qwen3", "llama"}
 
 
 def native_decoder(model: PreTrainedModel) -> NativeDecoder | None:
-    """Compiled decoding, where the model is one that the kernels know and something compiles them; else None."""
+    """Return a compiled decoder, or None where the kernels do not know the model or nothing compiles them."""
     config: Any = model.config
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
         return None
@@ -39,14 +39,14 @@ def native_decoder(model: PreTrainedModel) -> NativeDecoder | None:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer's weights, as views of the module's own."""
+    """One layer's weights, as views of the module's parameters."""
 
     input_norm: Tensor
     projections: Tensor
     projection_bias: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None
     output: nn.Module
-    """Called as it is: of a divided model it is where ranks meet."""
+    """Called as a module: in a tensor-parallel model it runs a collective."""
     post_norm: Tensor
     gate_up: Tensor
     gate_up_bias: Tensor | None
@@ -56,7 +56,7 @@ class DecoderLayer:
 
 
 class NativeDecoder:
-    """Decodes with the weights of `model` where they lie; see `native_decoder` for which."""
+    """Decodes with the weights of `model` in place; see `native_decoder` for the models it knows."""
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
         config: Any = model.config
@@ -64,12 +64,12 @@ class NativeDecoder:
         self.refresh()
 
     def refresh(self) -> None:
-        """Find the weights anew, for the case that something moved them."""
+        """Look up the weights again, in case they have moved."""
         body: Any = self._model.base_model
         self._layers = [_layer(layer) for layer in body.layers]
 
     def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
-        """(B, V) for the tokens (B,) at `positions` (B,) of the first B slots, whose keys and values are written."""
+        """Return logits (B, V) for the tokens (B,) at `positions` (B,) of the first B slots, whose keys and values are written."""
         body: Any = self._model.base_model
         kernels, epsilon = self.kernels, self._epsilon
         residual = body.embed_tokens(tokens[:, None])[:, 0].float()
