@@ -14,7 +14,7 @@ from braidrl.rollout.engine import WeightSource
 from braidrl.rollout.process.spec import EngineSpec
 from braidrl.rollout.requests import Response, Uid
 from braidrl.rollout.row import RemoteRow, Row
-from braidrl.rollout.sampling import BatchSampling, sample
+from braidrl.rollout.sampling import batch_sampling, sample
 from braidrl.rollout.stopping import end_ids_of
 from braidrl.rollout.weights.local import EngineWeights
 
@@ -56,12 +56,13 @@ class PlainEngine(SteppingEngine):
         ids = torch.cat([row.request.prompt, torch.tensor(flight.tokens, dtype=torch.int64)]).to(model.device)
         logits = model(ids[None]).logits[0, -1:].cpu()
         position = torch.tensor([row.request.first_draw + len(flight.tokens)])
-        choice = BatchSampling(
-            torch.tensor([sampling.log_prob_temperature]),
+        settings = (
+            torch.tensor([float(sampling.log_prob_temperature)]),
             torch.tensor([sampling.takes_likeliest]),
             torch.tensor([sampling.top_k]),
             torch.tensor([sampling.top_p], dtype=torch.float64),
         )
+        choice = batch_sampling([sampling], *settings)
         token, log_prob = sample(logits, choice, uniform(row.request.key(self.seed), position))
         flight.tokens.append(int(token))
         flight.log_probs.append(float(log_prob))

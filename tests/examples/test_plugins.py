@@ -153,7 +153,7 @@ def test_the_backend_keeps_the_contract(
     config, rows = config_of(str(workshop.model), learning_rate=1e-2), make_rows()
     subject = BackendUnderTest(
         lambda: BACKENDS.find(BACKEND)(BackendSpec("actor", config)), Objective.of("actor", OBJECTIVE), rows,
-        {"tokens": denominators(rows)["tokens"]}, tmp_path / "exported", lambda: None,
+        {"tokens": denominators(rows)["tokens"]}, tmp_path / "exported", lambda: None, True,
     )  # fmt: skip
     check(subject)
 
