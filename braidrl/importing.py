@@ -58,8 +58,9 @@ class PluginRegistry:
     def place(self, name: str) -> str:
         """Return the `module:name` behind a name. Raises UserError for a short name that is not known."""
         if name not in self.built_in and ":" not in name:
+            near = f"{suggest(name, self.built_in)} " if self.built_in else ""
             own = "Your own is written module:name or path/to/file.py:name."
-            raise UserError(f"no {self.kind} is called {name!r}. {suggest(name, self.built_in)} {own}")
+            raise UserError(f"no {self.kind} is called {name!r}. {near}{own}")
         return self.built_in.get(name, name)
 
     def __contains__(self, name: object) -> bool:

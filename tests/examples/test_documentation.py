@@ -63,7 +63,7 @@ def test_the_flow_that_the_readme_shows_is_the_recipe() -> None:
 
 
 def test_the_reward_of_the_documentation_works_as_it_stands_there(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "add-a-reward.md").read_text(), re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", (DOCS / "add-a-reward.md").read_text(), re.DOTALL)
     (tmp_path / "rewards.py").write_text(code)
     counts = resolve(f"{tmp_path}/rewards.py:counts_steps", {"at_most": 2})
     judged = resolve(f"{tmp_path}/rewards.py:judged", {"url": "http://localhost"})
@@ -73,7 +73,7 @@ def test_the_reward_of_the_documentation_works_as_it_stands_there(tmp_path: Path
 
 
 def test_the_environment_of_the_documentation_works_as_it_stands_there(tmp_path: Path) -> None:
-    code, _ = re.findall(r"```python\n(.*?)```", (DOCS / "add-an-environment.md").read_text(), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", (DOCS / "add-an-environment.md").read_text(), re.DOTALL)
     (tmp_path / "countdown.py").write_text(code)
 
     async def play() -> list[tuple[object, float, bool]]:

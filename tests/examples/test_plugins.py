@@ -128,14 +128,14 @@ def test_the_engine_keeps_the_contract(
     asyncio.run(check(subject))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("engines", [None, 1])
+@pytest.mark.parametrize(("runtime", "engines"), [("eager", None), ("eager", 1), ("streaming", None)])
 def test_a_run_on_the_engine_draws_and_trains_what_the_embedded_engine_does(
-    workshop: Workshop, engines: int | None
+    workshop: Workshop, runtime: str, engines: int | None
 ) -> None:
-    """In the process that trains, and in one of its own."""
+    """In the process that trains, in one of its own, and in a worker that the queue feeds."""
     common: dict[str, Any] = {"algorithm": {"old": "rollout"}, "trainer": {"learning_rate": 3e-3}}
     ours = workshop.run("embedded", **common)
-    mine = workshop.run("mine", **common, rollout={"engine": ENGINE, "engines": engines})
+    mine = workshop.run("mine", **common, runtime=runtime, rollout={"engine": ENGINE, "engines": engines})
     for step in (1, 2):
         assert recorded(mine, step)["tokens"].tolist() == recorded(ours, step)["tokens"].tolist()
     assert recorded(mine, 2)["version"].unique().tolist() == [1], "it got the weights of the first step"
