@@ -17,14 +17,14 @@ PAIR = Needs(group_size=2)
 
 
 def counted_rows(like: Tensor, statistics_mask: Tensor | None) -> Tensor:
-    """Return rows that count in their group's statistics, (B,) bool."""
+    """Mask the rows that count in their group's statistics, (B,) bool."""
     if statistics_mask is None:
         return torch.ones_like(like, dtype=torch.bool)
     return statistics_mask > 0
 
 
 def centered(reward: Tensor, group: Tensor, statistics_mask: Tensor | None) -> tuple[Tensor, Groups, Tensor]:
-    """R − R̄ (B,) in float64, exactly 0 in a group of equal scores; the groups; the rows that count (B,) bool."""
+    """Return R − R̄ (B,) in float64, exactly 0 in a group of equal scores; the groups; and the rows that count, (B,) bool."""
     groups, counted, scores = Groups.of(group), counted_rows(reward, statistics_mask), reward.double()
     difference = scores - groups.spread(groups.means(scores, counted))
     return difference * groups.spread(groups.varies(scores, counted)) * counted, groups, counted

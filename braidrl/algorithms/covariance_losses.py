@@ -80,7 +80,7 @@ def covariance_sums(
     advantage: Tensor | None = None,
     advantages: Ragged | None = None,
 ) -> dict[str, Tensor]:
-    """Return what the means over the batch are made of."""
+    """Return the sums that the means over the batch are made of."""
     log_probs, of_tokens = token_pairs(rollout_log_probs, old_log_probs, advantage, advantages)
     return {"tokens": torch.ones_like(log_probs).sum(), "log_probs": log_probs.sum(), "advantages": of_tokens.sum()}
 
@@ -114,7 +114,7 @@ def bin_of(values: Tensor) -> Tensor:
 def covariance_histogram(
     covariance: Ragged, *, fraction: float, low: float | None = None, high: float | None = None
 ) -> dict[str, Tensor]:
-    """Return tokens per bin among those within bounds, and all tokens."""
+    """Count the tokens per bin among those within bounds, and all tokens."""
     within = in_bounds(covariance.values, low, high)
     counts = torch.zeros(BINS + 1, dtype=torch.int64, device=within.device)
     return {

@@ -23,7 +23,7 @@ def is_row_end(rows: Ragged) -> Tensor:
 
 
 def at_row_end(per_row: Tensor, rows: Ragged) -> Ragged:
-    """One number per row (B,) at the row's last entry, 0 elsewhere."""
+    """Place one number per row (B,) at the row's last entry, 0 elsewhere."""
     return rows.with_values(rows.spread(per_row) * is_row_end(rows))
 
 
@@ -44,7 +44,7 @@ def sums_to_go(rows: Ragged, decay: Tensor) -> Ragged:
 
 
 def same_for_rows(rows: Ragged, number: float) -> Tensor:
-    """Return the number for every row, (B,), with the dtype and device of the values."""
+    """Repeat a number for every row, (B,), with the dtype and device of the values."""
     return rows.values.new_full((len(rows),), number)
 
 

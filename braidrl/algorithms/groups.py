@@ -56,5 +56,5 @@ class Groups:
         return highest > lowest
 
     def spread(self, per_group: Tensor) -> Tensor:
-        """One number per group (K,) at each of its rows, (B,)."""
+        """Repeat one number per group (K,) at each of its rows, (B,)."""
         return per_group[self.index]

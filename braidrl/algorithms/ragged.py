@@ -34,7 +34,7 @@ class Ragged:
 
     @staticmethod
     def from_rows(rows: Sequence[Tensor | Sequence[float]], dtype: torch.dtype) -> Ragged:
-        """One row for each tensor or list; `dtype` also decides when there are none."""
+        """Make one row of each tensor or list; `dtype` also decides when there are none."""
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         lengths = torch.tensor([len(row) for row in tensors], dtype=torch.int64)
         values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
@@ -55,12 +55,12 @@ class Ragged:
         return self.offsets.diff()
 
     def row_ids(self) -> Tensor:
-        """For each of the N values, the row that it belongs to, (N,) int64."""
+        """Return the row of each of the N values, (N,) int64."""
         rows = torch.arange(len(self), device=self.offsets.device)
         return rows.repeat_interleave(self.lengths, output_size=len(self.values))
 
     def spread(self, per_row: Tensor) -> Tensor:
-        """One number per row (B, ...) repeated over the row's entries, (N, ...)."""
+        """Repeat one number per row (B, ...) over the row's entries, (N, ...)."""
         return per_row.repeat_interleave(self.lengths, dim=0, output_size=len(self.values))
 
     def row_sums(self) -> Tensor:
@@ -78,7 +78,7 @@ class Ragged:
         return Ragged(values, self.offsets)
 
     def take(self, rows: Tensor) -> Ragged:
-        """Return the named rows (K,) int64, in the order given; a row may be named more than once. Neighbours in order are not copied."""
+        """Return the rows of these numbers (K,) int64, in the order given and with repetitions. A run of neighbours is not copied."""
         if len(rows) and rows.device.type == "cpu" and bool((rows.diff() == 1).all()) and int(rows[0]) >= 0:
             first, end = int(rows[0]), int(rows[-1]) + 1
             begin = self.offsets[first]

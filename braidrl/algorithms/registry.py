@@ -72,7 +72,7 @@ class Entry:
     denominator: str = "tokens"
 
     def column(self, parameter: str) -> str:
-        """Return the column that a positional parameter stands for: its own name unless `columns` says another."""
+        """Return the column that a positional parameter stands for: its own name unless `columns` renames it."""
         return self.columns.get(parameter, parameter)
 
     def check(self, given: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ class Registry:
         needs: Needs | None = None,
         denominator: str = "tokens",
     ) -> Callable[[F], F]:
-        """Decorator; the name defaults to the function's own. Raises ValueError if another function has the name.
+        """Return a decorator; the name defaults to the function's own. Raises ValueError if another function has the name.
 
         `columns` renames parameters that are no Python names: `{"baseline": "greedy.reward"}`.
         """

@@ -11,7 +11,7 @@ from braidrl.algorithms.registry import responses
 
 @responses.register(writes=["tokens", "action_mask", "sequence_lengths", "length", "action_tokens"])
 def join_response(prompt: Ragged, response: Ragged) -> tuple[Ragged, Ragged, Ragged, Tensor, Tensor]:
-    """Return the prompt ids then response ids, as one sequence per row; the response's tokens are the actions.
+    """Join prompt ids and response ids, as one sequence per row; the response's tokens are the actions.
 
     Returns tokens (int64), the mask of actions (bool), the lengths of each row's sequences (here one), and per row the number of
     tokens and of action tokens, (B,) int64.

@@ -115,7 +115,7 @@ def kl_sums(
     gain: float = 0.1,
     estimator: str = "k1",
 ) -> dict[str, Tensor]:
-    """Return what the batch's mean KL per row is made of."""
+    """Return the sums that the batch's mean KL per row is made of."""
     policy = rollout_log_probs if old_log_probs is None else old_log_probs
     kl = estimate(estimator, policy.values, ref_log_probs.values)
     return {"kl": kl.double().sum(), "rows": torch.tensor(float(len(policy)))}
@@ -135,7 +135,7 @@ def adaptive_kl_coefficient(
 def next_kl_coefficient(
     state: dict[str, float], totals: dict[str, float], *, target: float, gain: float = 0.1, estimator: str = "k1"
 ) -> dict[str, float]:
-    """Return the coefficient after the batch's mean KL was seen."""
+    """Return the coefficient for the next iteration, given the batch's mean KL."""
     kl = totals["kl"] / max(totals["rows"], 1.0)
     return {"coef": adaptive_kl_coefficient(state["coef"], kl, target=target, gain=gain)}
 

@@ -14,14 +14,14 @@ DISCOUNT = Needs({"gamma": (0, 1)})
 
 
 def moments(tokens: Ragged, statistics_mask: Tensor | None) -> Sums:
-    """Count, sum and sum of squares over the action tokens of rows that count, float64."""
+    """Return count, sum and sum of squares over the action tokens of rows that count, float64."""
     counted = tokens.values.new_ones(len(tokens)) if statistics_mask is None else statistics_mask > 0
     weights, values = tokens.spread(counted).double(), tokens.values.double()
     return {"count": weights.sum(), "sum": (weights * values).sum(), "squares": (weights * values**2).sum()}
 
 
 def whitened(tokens: Ragged, totals: Sums, epsilon: float) -> Ragged:
-    """(x − mean)/√(variance + epsilon), with the sample variance."""
+    """Return (x − mean)/√(variance + epsilon), with the sample variance."""
     count = totals["count"].clamp(min=1)
     mean = totals["sum"] / count
     variance = ((totals["squares"] - count * mean**2) / (count - 1).clamp(min=1)).clamp(min=0)
@@ -35,12 +35,12 @@ def whiten_sums(advantages: Ragged, statistics_mask: Tensor | None = None, *, ep
 
 @advantages.register(writes=["advantages"], scope="batch", sums=whiten_sums)
 def whiten(advantages: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8, totals: Sums) -> Ragged:
-    """Return the mean 0 and deviation 1 over the batch's action tokens, as PPO's implementations do to GAE."""
+    """Normalise to mean 0 and deviation 1 over the batch's action tokens, as PPO's implementations do to GAE."""
     return whitened(advantages, totals, epsilon)
 
 
 def returns_to_go(reward: Tensor, action_tokens: Tensor, token_rewards: Ragged | None, gamma: float) -> Ragged:
-    """Σ_l γ^l·r_{t+l} per action token; without `token_rewards` the reward (B,) stands at the row's last one."""
+    """Return Σ_l γ^l·r_{t+l} per action token; without `token_rewards` the reward (B,) stands at the row's last one."""
     if token_rewards is None:
         empty = reward.new_zeros(int(action_tokens.sum()))
         token_rewards = rewards_of_tokens(reward, None, Ragged.from_lengths(empty, action_tokens))
@@ -108,7 +108,7 @@ def distillation(rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs
 def cost_sums(
     advantages: Ragged, cost_advantages: Ragged, cost: Tensor, *, threshold: float = 0.0, learning_rate: float = 0.1
 ) -> Sums:
-    """Return what the batch's mean cost is made of."""
+    """Return the sums that the batch's mean cost is made of."""
     return {"cost": cost.double().sum(), "rows": torch.tensor(float(len(cost)))}
 
 
@@ -120,7 +120,7 @@ def safe_rlhf_multiplier(multiplier: float, mean_cost: float, *, threshold: floa
 def next_multiplier(
     state: dict[str, float], totals: dict[str, float], *, threshold: float = 0.0, learning_rate: float = 0.1
 ) -> dict[str, float]:
-    """Return the multiplier after the batch's mean cost was seen."""
+    """Return the multiplier for the next iteration, given the batch's mean cost."""
     mean = totals["cost"] / max(totals["rows"], 1.0)
     return {
         "multiplier": safe_rlhf_multiplier(state["multiplier"], mean, threshold=threshold, learning_rate=learning_rate)

@@ -72,9 +72,9 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the CUDA device where there is one."""
     dtype: DType = "float32"
-    """Of the weights in the forward pass; master weights and optimizer state are never less than float32."""
+    """Type of the weights in the forward pass; master weights and optimizer state are never less than float32."""
     seed: int = 0
-    """Of everything random: order of the data, sampling, shuffles."""
+    """Seed of everything random: order of the data, sampling, shuffles."""
     output: Path = Path("runs")
     """The folder in which run folders are made."""
     name: str | None = None

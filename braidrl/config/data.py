@@ -111,5 +111,5 @@ def short_names(value: Any) -> Any:
 
 
 def short_source(value: Any) -> Any:
-    """A path is short for a source with nothing else set."""
+    """Return a path is short for a source with nothing else set."""
     return {"path": value} if isinstance(value, str | Path) else value

@@ -84,11 +84,11 @@ class RolloutConfig(Section):
     stop: list[str] = []
     """A response ends where one of these texts appears."""
     stop_token_ids: list[int] = []
-    """In addition to the tokenizer's end of sequence."""
+    """Token ids that end a response, besides the tokenizer's end of sequence."""
     slots: int = Field(64, ge=1)
     """Rows that the embedded engine decodes at once."""
     dtype: DType | None = None
-    """Of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
+    """Type of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
     compile: bool = True
     """Decode on a CPU by kernels compiled for it, in about a second once; by torch where there is no C compiler or the model is another
     than a Qwen2, Qwen3 or Llama. On CUDA steps are recorded as graphs, each the first time, and the memory of keys and values stays

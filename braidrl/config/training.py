@@ -48,11 +48,11 @@ class TrainerConfig(Section):
     warmup_steps: int = Field(0, ge=0)
     """Iterations over which the learning rate rises from 0."""
     weight_decay: float = Field(0.0, ge=0)
-    """Of AdamW, applied to the weights and not to the gradient."""
+    """AdamW's decoupled weight decay."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Of AdamW: how long the two moments remember."""
+    """AdamW's decay rates of the two moments."""
     epsilon: float = Field(1e-8, gt=0)
-    """Of AdamW, added to the root of the second moment."""
+    """AdamW's epsilon, added to the root of the second moment."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """A longer gradient is scaled down to this norm; none does not clip."""
     share_prompts: bool = False

@@ -19,7 +19,7 @@ def admit(loader: PromptLoader, groups: int, samples_per_prompt: int) -> Rows:
 
 
 def eval_rows(source: LoadedSource, samples: int, max_prompts: int | None = None, number: int = 0) -> Rows:
-    """Return every prompt of a held-out set, or the first `max_prompts`, in file order; `group` is the prompt's place, `source` is
+    """Return every prompt of a held-out set, or the first `max_prompts`, in file order; `group` is its place in the file, `source` is
     `number`.
     """
     count = len(source) if max_prompts is None else min(max_prompts, len(source))
@@ -27,10 +27,10 @@ def eval_rows(source: LoadedSource, samples: int, max_prompts: int | None = None
 
 
 def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
-    """Return rows in the order of `admitted`, the samples of a group one after the other.
+    """Make rows of admitted prompts, in their order, the samples of a group one after the other.
 
     Writes source, group, sample, prompt_length (B,) int64; prompt, int64 token ids; metadata, with "prompt" and "answer" as the
-    file has them in place of any fields of these names; response, int64 token ids, where the sources have been read with it. A pair of
+    file has them in place of any fields of these names; response, int64 token ids, where the sources were read with it. A pair of
     given responses makes two rows whatever `samples` is: sample 0 has the chosen one and sample 1 the rejected.
     """
     if any(a.rejected is not None for a in admitted):
@@ -57,7 +57,7 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
 
 
 def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows:
-    """Return the rows with `ptx_tokens`, int64, and `ptx_length`: one pre-training text each, in the texts' own seeded order.
+    """Add the columns `ptx_tokens`, int64, and `ptx_length`: one pre-training text for each row, in the texts' own seeded order.
 
     Row (group, sample) gets text group * samples_per_prompt + sample, whichever rows are asked for together and in any order.
     """

@@ -43,7 +43,7 @@ class PayloadForbidden(RuntimeError):
 
 
 class ColumnHeader(NamedTuple):
-    """What frame 0 says of one column; `shape` is that of the values, `dtype` is "json" for Objects."""
+    """The description of one column in frame 0; `shape` is that of the values, `dtype` is "json" for Objects."""
 
     name: str
     kind: str
@@ -52,7 +52,7 @@ class ColumnHeader(NamedTuple):
 
 
 class PayloadGuard:
-    """Counts who forbids payload, for all threads of the process: a driver's callbacks run in threads of their own."""
+    """Counts who forbids payload, for all threads of the process: a driver's callbacks run in other threads."""
 
     def __init__(self) -> None:
         self.holders = 0
@@ -68,7 +68,7 @@ _guard = PayloadGuard()
 
 @contextmanager
 def payload_forbidden() -> Iterator[None]:
-    """Inside, `decode` raises PayloadForbidden for payload columns, in every thread of this process."""
+    """Make `decode` raise PayloadForbidden for payload columns inside the context, in every thread of this process."""
     _guard.change(+1)
     try:
         yield
@@ -77,7 +77,7 @@ def payload_forbidden() -> Iterator[None]:
 
 
 def encode(rows: Rows) -> list[Frame]:
-    """Return frames that refer to the rows' memory. Raises CodecError for a dtype or an object that cannot travel, by name."""
+    """Encode rows as frames that refer to the rows' memory. Raises CodecError, naming the column, for what cannot be encoded."""
     headers: list[ColumnHeader] = []
     frames: list[Frame] = []
     for name, column in rows.items():
@@ -89,10 +89,12 @@ def encode(rows: Rows) -> list[Frame]:
 
 
 def decode(frames: Sequence[Frame], columns: Sequence[str] | None = None) -> Rows:
-    """Return the rows, or the named columns of them, as views on the frames.
+    """Decode the rows, or the named columns of them, as views on the frames.
 
-    Raises CodecError for frames that are damaged or incomplete, KeyError for a column that is not there, and PayloadForbidden for
-    a payload column inside `payload_forbidden()`.
+    Raises:
+        CodecError: For frames that are damaged or incomplete.
+        KeyError: For a column that is not there.
+        PayloadForbidden: For a payload column inside `payload_forbidden()`.
     """
     size, headers = read_header(frames)
     wanted = [h.name for h in headers] if columns is None else list(columns)
@@ -110,7 +112,7 @@ def decode(frames: Sequence[Frame], columns: Sequence[str] | None = None) -> Row
 
 
 def read_header(frames: Sequence[Frame]) -> tuple[int, list[ColumnHeader]]:
-    """Return the number of rows, and what the columns are. Raises CodecError unless the frames are as many as the header says."""
+    """Return the number of rows, and each column's header. Raises CodecError unless there are as many frames as the header says."""
     if not frames:
         raise CodecError("no frames")
     first = bytes(frames[0])

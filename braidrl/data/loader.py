@@ -41,7 +41,7 @@ class Admitted:
 
     @staticmethod
     def of(source: LoadedSource, number: int, position: int, epoch: int, index: int) -> Admitted:
-        """Return example `index` of a source, which is the run's `position`-th."""
+        """Make the admission of example `index` of a source, which is the run's `position`-th."""
         response, rejected = source.response(index), source.rejected_response(index)
         return Admitted(
             number, position, epoch, index, source.examples[index], source.prompt(index), response, rejected
@@ -52,7 +52,7 @@ class PromptLoader:
     """Draws prompts from sources in proportion to their weights, each source shuffled anew every time it is through."""
 
     def __init__(self, sources: Sequence[LoadedSource], seed: int = 0, shuffle: bool = True) -> None:
-        """Raise UserError when there is no source or an empty one."""
+        """Start at the first admission. Raises UserError when there is no source, or an empty one."""
         if not sources or not all(len(source) for source in sources):
             raise UserError("there are no prompts to draw from; give data.train a file with at least one")
         self.sources = list(sources)
@@ -77,13 +77,13 @@ class PromptLoader:
         return self.peek(self.advance(count))
 
     def advance(self, count: int) -> range:
-        """Return the admission numbers of the next `count` prompts, which are taken with that."""
+        """Take the next `count` prompts, and return their admission numbers alone."""
         numbers = range(self.admitted, self.admitted + count)
         self.admitted += count
         return numbers
 
     def peek(self, numbers: Sequence[int]) -> list[Admitted]:
-        """Return the prompts of these admission numbers, past or future; the loader stays where it is."""
+        """Return the prompts of these admission numbers, past or future, without taking them."""
         return [self._admitted(number) for number in numbers]
 
     def _admitted(self, number: int) -> Admitted:
@@ -95,12 +95,12 @@ class PromptLoader:
         return Admitted.of(source, number, position, epoch, index)
 
     def state(self) -> dict[str, Any]:
-        """Return a JSON value from which a loader over the same data goes on exactly."""
+        """Return a JSON value from which a loader over the same data continues exactly."""
         drawn = self._draw.counts(self.admitted)
         return {"admitted": self.admitted, "drawn": drawn, "epochs": self.epochs, "data": self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on after the admissions of `state`. Raises UserError when seed, sources or weights are others."""
+        """Continue after the admissions of `state`. Raises UserError when seed, sources or weights differ."""
         for name, value in self._identity().items():
             if state["data"][name] != value:
                 raise UserError(
@@ -126,7 +126,7 @@ class WeightedDraw:
     """Deals numbers 0, 1, 2, ... out to sources in proportion to `weights`.
 
     Of any first n numbers, source 0 has floor((n * share + phase) / UNIT), the others share the rest in the same way: an even
-    spread, closer to the weights than independent draws are, and counted without walking through them. The seed sets the phases.
+    spread, closer to the weights than independent draws are, and counted without iterating. The seed sets the phases.
     """
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
@@ -137,7 +137,7 @@ class WeightedDraw:
         self.phases = [seeded_key(seed, "source", i) % UNIT for i in range(len(self.shares))]
 
     def locate(self, number: int) -> tuple[int, int]:
-        """(source, how many earlier numbers it has) of one number."""
+        """Return the source of a number, and how many earlier numbers that source has."""
         for source, (share, phase) in enumerate(zip(self.shares, self.phases, strict=True)):
             before = (number * share + phase) // UNIT
             if ((number + 1) * share + phase) // UNIT > before:
@@ -163,6 +163,6 @@ def permutation(seed: int, source: int, epoch: int, size: int) -> np.ndarray:
 
 
 def seeded_key(seed: int, purpose: str, *counters: int) -> int:
-    """128 bits that depend on all arguments and on nothing else."""
+    """Hash all arguments to 128 bits."""
     text = f"{purpose}:{seed}:{':'.join(map(str, counters))}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")

@@ -122,7 +122,7 @@ class Rows:
         )
 
     def uids(self) -> list[tuple[int, int, int]]:
-        """(source, group, sample) of each row: its identity through the whole run."""
+        """Return (source, group, sample) of each row: its identity through the whole run."""
         return list(zip(*(self[name].tolist() for name in IDENTITY), strict=True))
 
     def ordered(self) -> Rows:
@@ -132,7 +132,7 @@ class Rows:
 
     @staticmethod
     def cat(parts: Sequence[Rows]) -> Rows:
-        """Return all rows of all parts. Raises ValueError when a part lacks a column that another has."""
+        """Concatenate rows. Raises ValueError when a part lacks a column that another has."""
         parts = [part for part in parts if len(part)] or list(parts[:1])
         if not parts:
             return Rows({})
@@ -153,5 +153,5 @@ def _cat(columns: Sequence[Any]) -> Column:
 
 
 def tokens_of(rows: Rows) -> int:
-    """Return tokens of all rows; 0 while they have none."""
+    """Count the tokens of all rows; 0 while they have none."""
     return int(rows["length"].sum()) if "length" in rows else 0

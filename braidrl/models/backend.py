@@ -28,7 +28,7 @@ from braidrl.models.role_settings import choose_device, dtype_of, learning_rate_
 from braidrl.observe.metrics import Sums
 
 Advance = Callable[[int, int], None]
-"""Told after each micro-batch how many rows and tokens it held."""
+"""Called after each micro-batch with the rows and tokens that it held."""
 
 
 BACKENDS = PluginRegistry("training backend", {"torch": "braidrl.models.roles.make:torch_backend"})
@@ -84,18 +84,32 @@ class TrainingBackend(Protocol):
         """Yield every full tensor of the model by its name in the Hugging Face directory, a tied one under each of its names."""
 
     def load(self, folder: Path) -> None:
-        """Weights and optimizer as `export` left them, whatever the layout was. Raises UserError for another model's."""
+        """Load weights and optimizer state as `export` wrote them under any layout. Raises UserError for another model's."""
 
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """Return what the model predicts under `name` for each row's actions, in the order of `rows`."""
+        """Predict `log_probs`, `values` or `scores` (`name`) of this rank's rows, possibly none.
+
+        Returns one number per action token (of `scores`, per row), in the order of `rows`.
+        """
 
     def forward_backward(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
     ) -> dict[str, float]:
-        """Add the gradient sums of `rows`; the loss sums by denominator, which ranks add up."""
+        """Accumulate the gradients of a loss over this rank's rows, possibly none, without dividing them.
+
+        Returns this rank's loss sums by denominator; metrics are added to `sums`.
+        """
 
     def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
-        """One update with each sum over its global count; the norm of the whole gradient, or None where nothing was counted."""
+        """Divide the accumulated sums and make one optimizer step.
+
+        Args:
+            denominators: Global counts, the same on all ranks; a sum whose count is 0 is left out.
+            iteration: From 1, for the learning-rate schedule.
+
+        Returns:
+            The 2-norm of the global gradient before clipping, or None where nothing was counted.
+        """
 
     def export(self, folder: Path, write: bool = True) -> None:
-        """A Hugging Face directory with the optimizer's state beside it; one rank has to `write` what all of them have."""
+        """Write a Hugging Face directory with the optimizer's state beside it; one rank is to `write` what all of them have."""

@@ -1,4 +1,4 @@
-"""What every training backend must do, as checks that run against it: ours under each layout, and those that users write.
+"""The contract of training backends, as checks that run against ours under each layout and against those that users write.
 
     for check in CHECKS:
         check(subject)          on every rank of the role, at the same time

@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to a decoder and its tokenizer; nothing is ever fetched."""
+"""Loading a decoder and its tokenizer from a Hugging Face directory; nothing is ever downloaded."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ ADAPTER = "adapter"
 NAME = "default"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What peft puts before the name of each tensor in a file."""
+"""The prefix of tensor names in peft's files."""
 
 
 def import_peft() -> Any:

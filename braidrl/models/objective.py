@@ -62,7 +62,7 @@ class Objective:
 
     @property
     def denominator(self) -> str:
-        """Which global count the sums are divided by: tokens, rows or groups."""
+        """The global count that the sums are divided by: tokens, rows or groups."""
         return entry_of(registry.aggregations, self.aggregate).denominator
 
     @property

@@ -62,7 +62,7 @@ def check_optimizer(config: TrainerConfig) -> None:
 
 
 def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:
-    """Rate of iteration 1, 2, ...: linear warm-up, then constant, linear or cosine decay to 0 after `steps`."""
+    """Return the rate of iteration 1, 2, ...: linear warm-up, then constant, or linear or cosine decay to 0 after `steps`."""
     if iteration <= config.warmup_steps:
         return peak * iteration / config.warmup_steps
     done = (iteration - 1 - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
@@ -103,14 +103,14 @@ class MasterOptimizer:
             parameter.register_post_accumulate_grad_hook(partial(self._collect, i))
 
     def backward(self, losses: Mapping[str, Tensor]) -> None:
-        """Adds the gradients of loss sums, one scalar per denominator's name."""
+        """Accumulate the gradients of loss sums, one scalar per denominator's name."""
         names = [name for name, loss in losses.items() if loss.requires_grad]
         for name in names:
             self.collect(name)
             losses[name].backward(retain_graph=name != names[-1])
 
     def collect(self, name: str) -> None:
-        """Gradients of losses that go backward from now on are added to the sum of this denominator."""
+        """Add the gradients of later backward passes to the sum of this denominator."""
         self.collecting = self.sums.setdefault(name, [None] * len(self.parameters))
 
     def _collect(self, i: int, parameter: Tensor) -> None:
@@ -144,7 +144,7 @@ class MasterOptimizer:
         return norm
 
     def _summed(self, name: str) -> list[Tensor | None]:
-        """The gradient sums of all ranks; a rank that had no rows contributes zeros."""
+        """All-reduce the gradient sums; a rank without rows contributes zeros."""
         sums = self.sums.get(name, [None] * len(self.parameters))
         if self.ranks.size == 1:
             return sums
@@ -170,16 +170,16 @@ class MasterOptimizer:
 
     @property
     def bytes_in_use(self) -> int:
-        """Of gradients, moments and masters that are copies, from the first step on."""
+        """Bytes of gradients, moments and masters that are copies, from the first step on."""
         copies = [p.dtype != m.dtype for p, m in zip(self.parameters, self.masters, strict=True)]
         return sum(m.nbytes * (3 + copied) for m, copied in zip(self.masters, copies, strict=True))
 
     def tensors(self) -> list[Tensor]:
-        """What it holds beside the model's own weights."""
+        """Return the tensors that it holds besides the model's own weights."""
         return [tensor for name, tensor in self.state().items() if name != "steps"]
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that a resumed run needs, as flat tensors by name: masters that are copies, moments, counts."""
+        """Return everything that a resumed run needs, as flat tensors by name: masters that are copies, moments, counts."""
         tensors = {"steps": torch.tensor(self.steps)}
         for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
             if parameter.dtype != master.dtype:
@@ -201,7 +201,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restores `state()`. Raises KeyError or RuntimeError when it belongs to another model."""
+        """Restore `state()`. Raises KeyError or RuntimeError when it belongs to another model."""
         self.steps = int(tensors["steps"])
         for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
             if parameter.dtype != master.dtype:

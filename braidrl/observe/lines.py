@@ -31,12 +31,11 @@ class LineFile:
 
 
 def whole_lines(content: bytes) -> bytes:
-    """Return the content up to its last line end."""
     return content[: content.rfind(b"\n") + 1]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return all whole lines of a file. Raises UserError when there is no such file, or with the number of a line that is not JSON."""
+    """Read all whole lines of a file. Raises UserError when there is no such file, or with the number of a line that is not JSON."""
     if not path.is_file():
         raise UserError(f"no file {path}: is {path.parent} the folder of a run?")
     records = []
@@ -59,7 +58,7 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[
 
 
 def json_number(value: Any) -> int | float | None:
-    """Return a number as JSON can hold it: NaN and infinities become null. Raises ValueError or TypeError for what is no number."""
+    """Return a number as JSON can hold it: NaN and infinities become null. Raises ValueError or TypeError for anything else."""
     if value is None or isinstance(value, int):
         return value
     number = float(value)

@@ -67,7 +67,7 @@ class MetricsWriter:
         self._trackers = trackers
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Writes one step; NaN and infinities become null.
+        """Write one step; NaN and infinities become null.
 
         Raises ValueError naming the keys that are missing, a value that is no number, or a step that was written before.
         """
@@ -77,7 +77,7 @@ class MetricsWriter:
         self._append({key: checked_number(key, value) for key, value in metrics.items()})
 
     def write_evaluation(self, step: int, version: int, metrics: Mapping[str, Any]) -> None:
-        """Writes an evaluation outside of any training step (before the first); the keys of training are null."""
+        """Write an evaluation outside of any training step (before the first); the keys of training are null."""
         self.write({**dict.fromkeys(self._required), **metrics, "step": step, "version": version})
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class MetricsWriter:
 
 
 def checked_number(key: str, value: Any) -> int | float | None:
-    """The value as JSON can hold it. Raises ValueError naming the key when it is no number."""
+    """Return the value as JSON can hold it. Raises ValueError naming the key when it is no number."""
     try:
         return json_number(value)
     except (TypeError, ValueError, RuntimeError):
@@ -105,7 +105,7 @@ def checked_number(key: str, value: Any) -> int | float | None:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, or of the one in a run folder; a half-written last line is left out."""
+    """Return the lines of a metrics.jsonl, or of the one in a run folder; a half-written last line is left out."""
     path = Path(path)
     return read_lines(path / FILE_NAME if path.is_dir() else path)
 
@@ -118,12 +118,12 @@ class Sums:
         self._pairs = {name: (float(total), float(count)) for name, (total, count) in (pairs or {}).items()}
 
     def add(self, name: str, total: float | Tensor, count: float | Tensor = 1) -> None:
-        """Adds `total`, a sum over `count` things (one number each)."""
+        """Add `total`, a sum over `count` things (one number each)."""
         old_total, old_count = self._pairs.get(name, (0.0, 0.0))
         self._pairs[name] = (old_total + float(total), old_count + float(count))
 
     def highest(self, name: str, value: float | Tensor) -> None:
-        """Keeps the largest value seen; `name` ends in `_max`, which is how it is told from a sum."""
+        """Keep the largest value seen; `name` ends in `_max`, which is how it is told from a sum."""
         if not name.endswith("_max"):
             raise ValueError(f"{name}: only names that end in _max are reduced by their maximum")
         known, _ = self._pairs.get(name, (float("-inf"), 1.0))
@@ -138,7 +138,7 @@ class Sums:
                 self.add(f"{role}/{name}", values.sum(), len(values))
 
     def merge(self, other: Sums) -> None:
-        """Adds everything that `other` holds."""
+        """Add everything that `other` holds."""
         for name, (total, count) in other._pairs.items():
             if name.endswith("_max"):
                 self.highest(name, total)
@@ -147,16 +147,16 @@ class Sums:
 
     @staticmethod
     def merged(parts: Iterable[Sums]) -> Sums:
-        """The sums of all workers, added in the order given."""
+        """Return the sums of all workers, added in the order given."""
         result = Sums()
         for part in parts:
             result.merge(part)
         return result
 
     def pairs(self) -> dict[str, tuple[float, float]]:
-        """Name to (sum, count): plain numbers, to be sent to whoever merges them."""
+        """Return name to (sum, count): plain numbers, to be sent to whoever merges them."""
         return dict(self._pairs)
 
     def means(self) -> dict[str, float]:
-        """Sum over count by name; NaN where nothing was counted."""
+        """Return the sum over count by name; NaN where nothing was counted."""
         return {name: total / count if count else float("nan") for name, (total, count) in self._pairs.items()}

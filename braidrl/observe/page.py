@@ -12,28 +12,27 @@ PALETTE_SIZE = 12
 
 
 def colour(number: int) -> str:
-    """Return the CSS value of the palette's colour `number`; after the last they begin again."""
+    """Return the CSS value of the palette's colour `number`, modulo the palette's size."""
     return f"var(--c{number % PALETTE_SIZE})"
 
 
 def escape(text: object) -> str:
-    """Return text as it must stand in HTML, inside an element or in a quoted attribute."""
+    """Escape text for HTML, inside an element or in a quoted attribute."""
     return html.escape(str(text), quote=True)
 
 
 def embed(data: Any) -> str:
-    """Return data for a script as an element. No `<` stays, so that no text in it can end the element."""
+    """Embed data for a script in an element. No `<` stays, so that no text in it can end the element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json">{text}</script>'
 
 
 def asset(name: str) -> str:
-    """Return a style or script that comes with the package."""
     return files("braidrl.observe").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def page(title: str, body: str, script: str) -> str:
-    """Return a whole HTML document; `body` is HTML, `script` the name of an asset."""
+    """Make an HTML document; `body` is HTML, `script` the name of an asset."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -43,7 +42,6 @@ def page(title: str, body: str, script: str) -> str:
 
 
 def tile(label: str, value: str, detail: str = "") -> str:
-    """Return a headline number."""
     return (
         f'<div class="tile"><div class="label">{escape(label)}</div><div class="value">{escape(value)}</div>'
         f'<div class="detail">{escape(detail)}</div></div>'

@@ -22,7 +22,7 @@ ALL_STAGES = "all"
 
 @dataclass(frozen=True)
 class Busy:
-    """Time of one role on one stage (or on all), summed over its workers; shares are of the workers' time in the run."""
+    """Seconds of one role on one stage (or on all), summed over its workers; shares are of the workers' time in the run."""
 
     role: str
     stage: str
@@ -36,7 +36,7 @@ class Busy:
 
 
 def busy_table(spans: Sequence[Span]) -> list[Busy]:
-    """For each role a line over all stages, and one for each stage, in the order in which they first began.
+    """Return a line for each role over all stages, and one for each of its stages, in the order in which they first began.
 
     A worker's time in the run is the run's, from the first start to the last end, less pauses of more than a minute. Spans of
     one role that overlap in one worker count once in the role's line.
@@ -52,7 +52,7 @@ def busy_table(spans: Sequence[Span]) -> list[Busy]:
 
 
 def busy_line(spans: Sequence[Span], role: str, stage: str, available: float) -> Busy:
-    """Return the line of these spans; `available` is the seconds that each of their workers had."""
+    """Summarise these spans; `available` is the seconds that each of their workers had."""
     workers = first_seen(span.worker for span in spans)
 
     def seconds(state: State) -> float:
@@ -66,7 +66,7 @@ def busy_line(spans: Sequence[Span], role: str, stage: str, available: float) ->
 
 
 def covered(spans: Iterable[Span], gap: float = 0.0) -> float:
-    """Return seconds in which at least one of the spans runs; gaps of up to `gap` seconds between them count too."""
+    """Return the seconds in which at least one of the spans runs, including gaps of up to `gap` seconds between them."""
     total, end = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start):
         begin = end if span.start - end <= gap else span.start
@@ -80,7 +80,7 @@ def first_seen(names: Iterable[str]) -> list[str]:
 
 
 def lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
-    """(worker, spans) with no two spans of a lane overlapping; a worker that does several things at once has several lanes."""
+    """Return (worker, spans) by lane, without overlaps in a lane; a worker that does several things at once has several lanes."""
     result = []
     for worker in sorted({span.worker for span in spans}, key=natural_order):
         own: list[list[Span]] = []
@@ -95,12 +95,12 @@ def lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """Sort `actor/10` after `actor/9`."""
+    """Return a sort key that puts `actor/10` after `actor/9`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """Return the Chrome trace event format (complete events, in microseconds), for chrome://tracing and Perfetto."""
+    """Convert spans to the Chrome trace event format (complete events, in microseconds), for chrome://tracing and Perfetto."""
     events: list[dict[str, Any]] = []
     process_ids: dict[str, int] = {}
     for thread_id, (worker, lane) in enumerate(lanes(spans), start=1):
@@ -130,7 +130,7 @@ def write_timeline(run: Path) -> tuple[Path, Path]:
 
 
 def busy_lines(run: Path) -> list[str]:
-    """Return the table as text for a terminal. Raises UserError where the run has no trace."""
+    """Format the table for a terminal. Raises UserError where the run has no trace."""
     header = f"{'role':<14}{'stage':<34}{'workers':>8}{'rows':>10}{'busy s':>10}{'waiting s':>11}{'busy':>7}"
     return [header] + [
         f"{line.role:<14}{line.stage:<34}{line.workers:>8}{line.rows:>10,}{line.busy_seconds:>10.2f}"
@@ -140,7 +140,7 @@ def busy_lines(run: Path) -> list[str]:
 
 
 def timeline_page(name: str, spans: Sequence[Span]) -> str:
-    """Return the page with headline numbers, lanes and the table."""
+    """Make the page with headline numbers, lanes and the table."""
     table = busy_table(spans)
     whole = [line for line in table if line.stage == ALL_STAGES]
     iterations = {span.iteration for span in spans}
@@ -169,7 +169,7 @@ other roles of the same workers.</p></section>"""
 
 
 def picture_data(spans: Sequence[Span], stages: Sequence[str]) -> dict[str, Any]:
-    """Return what timeline.js draws: lanes by name, spans as short lists, and where each iteration begins."""
+    """Return the data that timeline.js draws: lanes by name, spans as short lists, and where each iteration begins."""
     numbers = {stage: number for number, stage in enumerate(stages)}
     drawn = lanes(spans)
     listed = [
@@ -191,14 +191,12 @@ def picture_data(spans: Sequence[Span], stages: Sequence[str]) -> dict[str, Any]
 
 
 def table_html(table: Sequence[Busy]) -> str:
-    """Return the busy table; a role's own line stands above those of its stages."""
     names = ("Role", "Stage", "Workers", "Rows", "Tokens", "Busy", "Waiting", "Share of the workers' time")
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(map(row_html, table))}</tbody></table></div>'
 
 
 def row_html(line: Busy) -> str:
-    """One line of the busy table, with its shares as a bar."""
     of_role = line.stage == ALL_STAGES
     name = f"<td>{escape(line.role)}</td><td></td>" if of_role else f"<td></td><td>{escape(line.stage)}</td>"
     numbers = (f"{line.workers:,}", f"{line.rows:,}", f"{line.tokens:,}", f"{line.busy_seconds:,.2f} s",

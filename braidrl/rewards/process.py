@@ -46,14 +46,14 @@ class WorkerProcess:
         self.loaded: set[str] = set()
 
     def ask(self, message: bytes, limit_s: float) -> Message:
-        """Send and waits for the answer. Raises TimeoutError, or EOFError or OSError if the process dies."""
+        """Send a message and wait for the answer. Raises TimeoutError, or EOFError or OSError if the process dies."""
         self.connection.send_bytes(message)
         if not self.connection.poll(limit_s):
             raise TimeoutError(f"no answer within {limit_s:g} s")
         return receive(self.connection)
 
     def load(self, verifier: Verifier, timeout_s: float, concurrent: bool = False) -> Message:
-        """Have the verifier imported there, once; return the failure if that fails, else nothing. Raises as `ask`."""
+        """Import the verifier in the process, once; returns the failure, empty where there is none. Raises as `ask`."""
         if verifier.key in self.loaded:
             return {}
         message = {"load": verifier.key, "concurrent": concurrent, "limit_s": timeout_s}
@@ -69,7 +69,7 @@ class WorkerProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill(self) -> int:
-        """Kill and waits, once; return the exit status of a process that had ended by itself, else minus the signal."""
+        """Kill and wait, once; returns the exit status of a process that had ended by itself, else minus the signal."""
         self.signal()
         status = self.process.wait()
         self.connection.close()

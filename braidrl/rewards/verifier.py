@@ -49,12 +49,12 @@ class Verifier:
         return self.name.rpartition(":")[2]
 
     def __call__(self, completion: Mapping[str, Any]) -> Any:
-        """What the function returns for the fields of a completion; an awaitable if it is `async`."""
+        """Return what the function returns for the fields of a completion; an awaitable if it is `async`."""
         return self.function(**{name: completion[name] for name in self.reads}, **self.settings)
 
 
 def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Verifier:
-    """The built-in verifier of that name, or the user's `module:function` or `file.py:function`.
+    """Return the built-in verifier of that name, or the user's `module:function` or `file.py:function`.
 
     Raises UserError when there is none, or when parameters and settings do not fit together.
     """
@@ -81,7 +81,7 @@ def _parameters(name: str, function: Callable[..., Any]) -> dict[str, inspect.Pa
 
 
 def _check_settings(name: str, settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> None:
-    """Raises UserError for a setting without a parameter, or a parameter without a value."""
+    """Raise UserError for a setting without a parameter, or a parameter without a value."""
     any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     named = {n: p for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
     for setting in settings:

@@ -1,9 +1,9 @@
-"""What every engine must do, as checks that run against it: ours, and those that users write.
+"""The contract of engines, as checks that run against ours and against those that users write.
 
     for check in CHECKS:
         asyncio.run(check(subject))
 
-A check fails by AssertionError. `subject.make()` gives an engine with weights of version 0 and nothing under way; its model
+A check fails by AssertionError. `subject.make()` gives an engine with weights of version 0 and no row in flight; its model
 must be random enough that greedy tokens differ between prompts.
 """
 

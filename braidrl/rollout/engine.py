@@ -35,7 +35,7 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Load:
-    """What an engine is busy with."""
+    """An engine's current load."""
 
     slots: int
     """Rows that it decodes at once."""
@@ -46,15 +46,15 @@ class Load:
 
     @property
     def rows(self) -> int:
-        """Rows under way."""
+        """Rows in flight."""
         return self.running + self.waiting
 
 
 class WeightSource(Protocol):
-    """One version of a model's weights, as any engine can take them."""
+    """One version of a model's weights, in a form that any engine can take."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Every tensor of the model by its name; a tied one comes under each of its names."""
+        """Yield every tensor of the model by its name, a tied one under each of its names."""
 
 
 class ModelWeights:
@@ -71,31 +71,31 @@ class Engine(Protocol):
     """Generates responses. All methods belong to one event loop."""
 
     async def submit(self, request: Request) -> Response:
-        """The response. Raises UserError for a request that cannot be answered, and EngineError when the engine fails."""
+        """Generate a response. Raises UserError for a request that cannot be answered, and EngineError when the engine fails."""
 
     async def abort(self, uid: Uid) -> None:
-        """Ends a row at once: its `submit` returns what there is. Raises KeyError when it is not under way."""
+        """End a row at once: its `submit` returns what there is. Raises KeyError when it is not in flight."""
 
     async def pause(self) -> None:
-        """No token is drawn until `resume`. Rows keep what they have, and requests may be submitted."""
+        """Draw no token until `resume`. Rows keep what they have, and requests may be submitted."""
 
     async def resume(self) -> None:
-        """Goes on where `pause` stopped."""
+        """Continue after `pause`."""
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """From the next token on the weights are those of `version`; rows under way go on with them.
+        """Use the weights of `version` from the next token on; rows in flight continue with them.
 
-        Without a source they are what the engine shares with its trainer. Raises ValueError where the source lacks a tensor.
+        Without a source they are those that the engine shares with its trainer. Raises ValueError where the source lacks a tensor.
         """
 
     async def sleep(self) -> None:
-        """Gives memory back; requests wait until `wake`. Raises RuntimeError while rows are under way."""
+        """Free memory; requests wait until `wake`. Raises RuntimeError while rows are in flight."""
 
     async def wake(self) -> None:
-        """Takes requests again."""
+        """Accept requests again."""
 
     async def recover(self) -> int:
-        """Makes a failed engine ready, and returns the version of its weights. Raises EngineError when it cannot."""
+        """Make a failed engine ready, and return the version of its weights. Raises EngineError when it cannot."""
 
     def load(self) -> Load:
         """Return what the engine is busy with now."""

@@ -109,20 +109,6 @@ def remaining_request(request: Request, ended: Response) -> Request | None:
     )
 
 
-def joined(ended: Response, rest: Response) -> Response:
-    """Join the two parts of a response; each token keeps the version that drew it."""
-    if ended.uid != rest.uid:
-        raise ValueError(f"rows {ended.uid} and {rest.uid} are two")
-    log_probs = torch.cat([ended.log_probs.to(rest.log_probs.dtype), rest.log_probs])
-    return Response(
-        rest.uid,
-        torch.cat([ended.tokens, rest.tokens]),
-        log_probs,
-        rest.finish_reason,
-        torch.cat([ended.versions, rest.versions]),
-    )
-
-
 ARGUMENT = "braid"
 """The name of a row's draws among vLLM's extra arguments."""
 

@@ -1,4 +1,4 @@
-"""From logits and one uniform number per row to a token and its log-probability, without sorting the vocabulary.
+"""Sampling: from logits and one uniform number per row to a token and its log-probability, without sorting the vocabulary.
 
 Shapes: B rows, V vocabulary.
 """

@@ -24,7 +24,7 @@ LENGTH = struct.Struct("<Q")
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (UserError, EngineError, KeyError, ValueError, RuntimeError)
 }
-"""What an engine may raise by its protocol; anything else is its failure."""
+"""Exceptions of the engine protocol; any other one is the engine's failure."""
 
 
 def packed(message: Message) -> bytes:

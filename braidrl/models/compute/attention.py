@@ -45,19 +45,10 @@ class AttentionContext(Protocol):
 
 
 def braid_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    sequences: AttentionContext | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+    sequences: AttentionContext | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Compute attention for transformers, in each layer. Raises ValueError without `sequences`, and for anything but softmax attention."""
     if sequences is None:
         raise ValueError(

@@ -26,13 +26,9 @@ CHUNK_ELEMENTS = 1 << 24
 
 
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    with_entropy_grad: bool = False,
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy_grad: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return log_softmax(hidden @ weight.T / temperature) at `targets`, and the entropy of that distribution.
 
     Args:
@@ -59,15 +55,9 @@ def linear_log_probs(
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        with_entropy_grad: bool,
-        parts: list[slice],
-        vocabulary: Vocabulary,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy_grad: bool,
+        parts: list[slice], vocabulary: Vocabulary,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype = torch.promote_types(weight.dtype, torch.float32)
         log_probs = hidden.new_empty(len(hidden), dtype=dtype)
         entropy = hidden.new_empty(len(hidden), dtype=dtype)
@@ -145,13 +135,9 @@ class Vocabulary:
 
 
 def logits_grad(
-    log_softmax: Tensor,
-    targets: Tensor,
-    here: Tensor | None,
-    grad_log_prob: Tensor,
-    grad_entropy: Tensor | None,
+    log_softmax: Tensor, targets: Tensor, here: Tensor | None, grad_log_prob: Tensor, grad_entropy: Tensor | None,
     entropy: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the gradient with respect to scaled logits (C, V), written over `log_softmax`; `here` masks the targets that are local.
 
     d log p_y / dz = 1[y] − p;   d H / dz = −p (log p + H)

@@ -68,7 +68,6 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
 
 
 def elements(module: nn.Module) -> int:
-    """Count the elements of a module's parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -139,7 +138,6 @@ def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int
 
 
 def head_width(config: Any) -> int:
-    """Return the width of an attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
@@ -164,14 +162,7 @@ def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: Par
 
 
 def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
-    """Count the bytes that autograd keeps of a forward pass through so many layers, parameters left out.
-
-    Args:
-        shape: The model.
-        layers: Decoder layers.
-        tokens: Tokens of the micro-batch.
-        tensor: Tensor-parallel ranks; with sequence parallelism they divide the tokens too.
-    """
+    """Count the bytes that autograd keeps of a forward pass of so many tokens and layers on one of `tensor` ranks, without parameters."""
     config = deepcopy(shape.config)
     config.head_dim = head_width(config)
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):

@@ -128,7 +128,6 @@ class UnnamedFile:
         return lambda: self.take(storage, place)
 
     def take(self, storage: UntypedStorage, place: int) -> None:
-        """Read a storage's bytes back."""
         transfer(lambda view, at: os.preadv(self._file.fileno(), [view], at), storage, place)
 
 

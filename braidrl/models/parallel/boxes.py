@@ -28,7 +28,6 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The block as an index of the global tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
 
     def of(self, whole: Tensor) -> Tensor:

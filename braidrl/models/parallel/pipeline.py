@@ -63,13 +63,9 @@ class Pipeline:
             self._run(model, compute, micro_batches, on_prediction, numbers)
 
     def _run(
-        self,
-        model: Any,
-        compute: Predict,
-        micro_batches: Sequence[Packed],
-        on_prediction: OnPrediction,
+        self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction,
         numbers: Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         train = torch.is_grad_enabled()
         longest = max(len(micro_batches[number].input_ids) for number in numbers.tolist())
         own = -(-longest // self.divisor)

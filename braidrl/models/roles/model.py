@@ -69,9 +69,9 @@ class RoleModel(ABC):
             if config.trainer.activation_checkpointing:
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.background: dist.ProcessGroup | None = None
-        """In which the ranks meet that write a checkpoint while they train."""
+        """The group of ranks that write a checkpoint while they train."""
         self.offloadable = {"weights": OffloadableTensors(self._weights)}
-        """What can be put away while other roles need the device."""
+        """Tensors that can be offloaded while other roles need the device."""
         if self.optimizer is not None:
             self.offloadable["optimizer"] = OffloadableTensors(self.optimizer.tensors)
 

@@ -195,13 +195,9 @@ class WeightTransfer:
                 into[move.name].put(self._block(move, local_tensors), move.box)
 
     def _exchange(
-        self,
-        moves: Sequence[Move],
-        local_tensors: Mapping[str, Tensor],
-        into: Mapping[str, WeightPart],
-        traffic: TransferVolume,
-        device: torch.device,
-    ) -> None:
+        self, moves: Sequence[Move], local_tensors: Mapping[str, Tensor], into: Mapping[str, WeightPart],
+        traffic: TransferVolume, device: torch.device,
+    ) -> None:  # fmt: skip
         """Run one all-to-all. Between two ranks blocks go in the order of the plan, which both know."""
         me, everyone = self.ranks.rank, range(self.ranks.size)
         going = [move for to in everyone for move in moves if move.target == to and move.source == me != to]

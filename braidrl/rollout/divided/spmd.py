@@ -26,16 +26,9 @@ class SpmdEngine(EmbeddedEngine):
     """One rank's engine. All ranks of the group make the same calls at the same time, also those without a request."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        slots: int,
-        max_sequence_tokens: int,
-        seed: int,
-        slices: Slices,
-        group: dist.ProcessGroup,
-        compile: bool = True,
-    ) -> None:
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int,
+        seed: int, slices: Slices, group: dist.ProcessGroup, compile: bool = True,
+    ) -> None:  # fmt: skip
         """Make the engine of a model of which this rank holds `slices`; the other settings are the same on all ranks."""
         super().__init__(model, tokenizer, slots, max_sequence_tokens, seed, compile=compile, slices=slices)
         self.slices, self._group = slices, group

@@ -31,24 +31,10 @@ class SlotBatch:
     """Rows in `slots` slots (a multiple of 16) of one model; with `shrink` a step computes no more rows than it must."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        slots: int,
-        seed: int,
-        shrink: bool,
-        native: NativeDecoder | None = None,
+        self, model: PreTrainedModel, slots: int, seed: int, shrink: bool, native: NativeDecoder | None = None,
         graphs: StepGraphs | None = None,
-    ) -> None:
-        """Make an empty batch.
-
-        Args:
-            model: The decoder.
-            slots: A multiple of 16.
-            seed: The run's seed, which row keys are made from.
-            shrink: Whether steps get smaller when few rows are left.
-            native: Computes the steps in place of the model's own forward.
-            graphs: Record and replay the model's forward.
-        """
+    ) -> None:  # fmt: skip
+        """Start empty. `native` computes the steps in place of the model's own forward; `graphs` record and replay that forward."""
         self._model, self._slots, self._seed, self._shrink = model, slots, seed, shrink
         self._native, self._graphs = native, graphs
         self._cache = SlotCache(model.config, slots, model.dtype, model.device)
@@ -87,7 +73,6 @@ class SlotBatch:
         self.prompts.expect(row.request.prompt)
 
     def free(self) -> list[int]:
-        """Return the slots without a row."""
         return [slot for slot in range(self._slots) if slot not in self.rows]
 
     def begin(self, new: Mapping[int, Row], version: int) -> None:

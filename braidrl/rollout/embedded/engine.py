@@ -39,17 +39,10 @@ class EmbeddedEngine(SteppingEngine):
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        slots: int,
-        max_sequence_tokens: int,
-        seed: int = 0,
-        dtype: torch.dtype | None = None,
-        shrink: bool | None = None,
-        compile: bool = True,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int,
+        seed: int = 0, dtype: torch.dtype | None = None, shrink: bool | None = None, compile: bool = True,
         slices: Slices | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """With `slices` the model is a rank's part of one, and all ranks execute the same calls in the same order."""
         super().__init__(tokenizer, end_of_sequence_ids(model.generation_config, tokenizer), max_sequence_tokens, seed)
         self._weights = EngineWeights(model, dtype, slices)

@@ -32,7 +32,6 @@ class SlotCache:
 
     @property
     def capacity(self) -> int:
-        """Positions in each slot."""
         return self.store.shape[4]
 
     def reserve(self, positions: int) -> None:
@@ -122,5 +121,4 @@ class PrefillSequences:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Round up to a multiple."""
     return -(-number // multiple) * multiple

@@ -55,16 +55,9 @@ class Endpoint:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        template: TurnTemplate,
-        sampling: SamplingParams,
-        max_sequence_tokens: int,
-        purpose: str = "train",
-        stage: str = "generate",
-        host: str = "127.0.0.1",
-        port: int = 0,
-    ) -> None:
+        self, engine: Engine, template: TurnTemplate, sampling: SamplingParams, max_sequence_tokens: int,
+        purpose: str = "train", stage: str = "generate", host: str = "127.0.0.1", port: int = 0,
+    ) -> None:  # fmt: skip
         """Raise UserError for a tokenizer without a chat template, which could not tell the speakers apart."""
         if not template.template.is_chat:
             raise UserError("the endpoint speaks chat, and the tokenizer has no chat template; set one in its folder")
@@ -154,7 +147,6 @@ class Endpoint:
 
 
 def session_name(uid: Uid) -> str:
-    """Return a row's name in URLs."""
     return ".".join(map(str, uid))
 
 
@@ -210,7 +202,6 @@ def reply(text: str, with_tools: bool) -> Message:
 def completion(
     asked: Mapping[str, Any], session: EndpointSession, message: Message, reason: str, prompt: int, sampled: int
 ) -> dict[str, Any]:
-    """Make the response's body."""
     return {
         "id": f"{session_name(session.trajectory.uid)}-{session.turns}", "object": "chat.completion",
         "created": int(time.time()), "model": asked.get("model", "actor"),
@@ -220,5 +211,4 @@ def completion(
 
 
 def failed(status: int, message: str) -> web.Response:
-    """Make an error response in the form that clients show to their users."""
     return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)

@@ -30,7 +30,7 @@ from braidrl.rollout.requests import Request, SamplingParams, Uid
 
 @dataclass(frozen=True)
 class Limits:
-    """What ends a trajectory, and how many are played at a time."""
+    """Limits of a trajectory, and how many are played at a time."""
 
     at_once: int
     timeout_s: float

@@ -47,13 +47,9 @@ class Trajectory:
         return self.tokens[len(self.tokens) - len(self.log_probs[-1]) :]
 
     def append(
-        self,
-        tokens: Sequence[int],
-        *,
-        log_probs: Tensor | None = None,
-        versions: Tensor | None = None,
+        self, tokens: Sequence[int], *, log_probs: Tensor | None = None, versions: Tensor | None = None,
         opens: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Append sampled tokens, or tokens that were not sampled.
 
         Args:

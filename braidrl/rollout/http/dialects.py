@@ -27,7 +27,6 @@ class ReplyPart:
     stop_token_ids: tuple[int, ...]
     """All tokens that end the response, the model's own included."""
     seed: int
-    """The run's seed."""
     weights: str
     """Name of the server's weights; a cache computed under others is not used."""
 

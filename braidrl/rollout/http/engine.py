@@ -47,7 +47,6 @@ class ServerSpec:
     shapes: Mapping[str, torch.Size]
     """Shape of every tensor, a tied one under each of its names."""
     slots: int
-    """Rows that it is given at once."""
     max_sequence_tokens: int
     seed: int = 0
     store: Callable[[Iterable[tuple[str, Tensor]]], StoredFile] = WeightFolder
@@ -63,7 +62,6 @@ class HttpRow(RemoteRow):
     interrupted: bool = False
     """True where the current part was ended early."""
     aborted: bool = False
-    """True where the row was aborted."""
 
 
 class HttpEngine:

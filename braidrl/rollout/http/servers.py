@@ -35,10 +35,10 @@ class GenerationServer:
     def __init__(
         self, url: str, dialect: Dialect, limit_s: float = 600.0, sending: BroadcastSettings | None = None
     ) -> None:
-        """With `sending` the server gets weights over the network, else it reads them from a folder."""
+        """Name the server; it gets weights over the network with `sending`, and else reads them from a folder."""
         self.url, self.dialect, self.limit_s, self.sending = url.rstrip("/"), dialect, limit_s, sending
         self.weights = secrets.token_hex(8)
-        """What its weights are called: never twice the same, by whatever run."""
+        """The name of its weights, unique over all runs."""
         self._given = False
         self._session: ClientSession | None = None
 

@@ -39,7 +39,7 @@ DEFAULTS = {
     # vLLM would bind each of its workers to a memory node of its own, and refuse more of them than there are
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }  # fmt: skip
-"""Of vLLM; what the run's own environment says goes before."""
+"""Environment variables of vLLM, where the run's own environment does not set them."""
 NOTHING_YET = -1
 """Version of an engine whose process was started anew."""
 
@@ -70,11 +70,11 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """The process id, while there is a process."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
-        """Returns when the model is loaded. Raises UserError for one that cannot be used, EngineError as `submit`."""
+        """Start the process, and wait until the model is loaded. Raises UserError where it cannot be used, EngineError as `submit`."""
         if shutil.which(self._python) is None:
             raise UserError(f"rollout.python: {self._python} is no interpreter that can be run")
         ours, theirs = socket.socketpair()
@@ -114,7 +114,7 @@ class EngineProcess:
         await self._call("resume")
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """Raises ValueError also without a source: a process of its own shares no weights."""
+        """Raise ValueError also without a source: a process of its own shares no weights."""
         if source is None:
             raise ValueError(f"{self.name} is a process of its own and shares no weights: give it a source")
         if isinstance(source, WeightFile):
@@ -130,7 +130,7 @@ class EngineProcess:
         await self._call("wake")
 
     async def recover(self) -> int:
-        """A fresh process in place of one that ended or cannot go on; its weights are those of the model's directory."""
+        """Start a new process in place of one that ended or cannot continue; its weights are those of the model's directory."""
         # several may want it back at once
         async with self._recovering:
             if self._writer is not None:
@@ -149,7 +149,7 @@ class EngineProcess:
         return Load(self._load.slots, running, len(self._rows) - running)
 
     async def close(self) -> None:
-        """Ends the process and waits until it is gone."""
+        """End the process and waits until it is gone."""
         self._die("was closed")
         if self._listener is not None:
             await asyncio.gather(self._listener, return_exceptions=True)
@@ -172,7 +172,7 @@ class EngineProcess:
         self._writer.write(packed({"id": number, "method": method, **arguments}))
 
     async def _wait(self, answer: asyncio.Future[Any], what: str) -> Any:
-        """The answer. Raises EngineError when the process ends, or after `limit_s` seconds in which it said nothing at all."""
+        """Return the answer. Raises EngineError when the process ends, or after `limit_s` seconds without any message."""
         now = asyncio.get_running_loop().time
         begun = now()
         while not answer.done():
@@ -202,11 +202,11 @@ class EngineProcess:
             answer.set_result(message.get("result"))
 
     def _named(self, error: Exception) -> Exception:
-        """What the process says of itself, with whose words these are."""
+        """Add this engine's name to an EngineError."""
         return EngineError(f"{self.name}: {error}") if isinstance(error, EngineError) else error
 
     def _die(self, why: str) -> None:
-        """Kills what is left of the process; everybody who waits for it is told why."""
+        """Kill what is left of the process, and fail everything that waits for it."""
         if self._writer is None or self._process is None:
             return
         self._writer.close()
@@ -223,7 +223,7 @@ class EngineProcess:
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
-    """Of an engine's process."""
+    """Return the environment variables of an engine's process."""
     own = {**os.environ, "OMP_NUM_THREADS": str(spec.threads)}
     if spec.kind != "vllm":
         return own

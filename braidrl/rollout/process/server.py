@@ -28,7 +28,7 @@ from braidrl.rollout.weights.shared_file import WeightFile
 from braidrl.rollout.wire import Message, packed, plain_error, plain_response, receive, receive_at_once, request_of
 
 BEAT_S = 0.02
-"""How often a process with rows says how it is doing."""
+"""Seconds between messages about the load of a process with rows."""
 READY = -1
 """The number of the answer to the first message, which says what engine to make."""
 
@@ -61,14 +61,14 @@ def served(engine: SteppingEngine | ServedEngine) -> ServedEngine:
 
 
 class Host:
-    """Answers messages with what the engine does."""
+    """Executes messages on the engine and sends the results."""
 
     def __init__(self, engine: Engine, writer: asyncio.StreamWriter) -> None:
         self.engine, self.writer = engine, writer
         self.tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, message: Message) -> None:
-        """Messages begin in the order in which they come, and are answered when they are done."""
+        """Start a message's task. Messages start in the order in which they come, and are answered when they are done."""
         task = asyncio.create_task(self._act(message))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -77,7 +77,7 @@ class Host:
         self.writer.write(packed({**message, "load": astuple(self.engine.load())}))
 
     async def beat(self) -> None:
-        """Lets the run know that a process which says nothing else is alive."""
+        """Show that a process without other messages is alive."""
         while True:
             await asyncio.sleep(BEAT_S)
             if self.tasks:
@@ -107,7 +107,7 @@ class Host:
 
 
 async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFollowers | None) -> None:
-    """Makes the engine, and does what messages say until the run is gone."""
+    """Make the engine, and execute messages until the run is gone."""
     reader, writer = await asyncio.open_connection(sock=connection)
     torch.set_num_threads(spec.threads)
     keep_freed_memory()
@@ -128,7 +128,7 @@ async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFo
 
 
 def main(handle: int) -> None:
-    """Serves the engine that the first message asks for. Its other processes are forked while this one has nothing but code."""
+    """Serve the engine that the first message asks for. Its other processes are forked before this one has loaded anything."""
     connection = socket.socket(fileno=handle)
     message = receive_at_once(connection)
     if message is None:

@@ -1,11 +1,11 @@
-"""Which engine gets which row next: the router's decisions, without clocks or sockets.
+"""The choice of an engine for each row: the router's decisions, without clocks or sockets.
 
 add ──▶ waiting ──an engine has room──▶ on the engine with the least work ──done──▶ gone
            ▲                                    |
            └────────────── the engine failed ───┘
 
-A row is bound to an engine only when the engine has room for it, one by one: lengths are not known beforehand, and what is
-not bound yet can still even out what turned out long. Work is counted in response tokens.
+A row is bound to an engine only when the engine has room for it, one by one: lengths are not known beforehand, and rows that are
+not bound yet can still balance what turned out long. Work is counted in response tokens.
 """
 
 from __future__ import annotations
@@ -109,7 +109,6 @@ class Dispatcher:
         return assigned
 
     def done(self, uid: Uid, response_tokens: int) -> None:
-        """Remove a row that got its response."""
         engine = self.engine_of(uid)
         assert engine is not None, f"row {uid} waits and cannot be done"
         job = self.engines[engine].remove(uid)
@@ -117,7 +116,6 @@ class Dispatcher:
         self._seen.update(rows=1, tokens=response_tokens)
 
     def drop(self, uid: Uid) -> None:
-        """Remove a row that is not wanted any more."""
         engine = self.engine_of(uid)
         if engine is None:
             del self._waiting[uid]

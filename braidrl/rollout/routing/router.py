@@ -26,7 +26,7 @@ class Router:
         self.engines, self._retry_s, self._give_up_s = list(engines), retry_s, give_up_s
         self._dispatcher = Dispatcher([engine.load().slots for engine in engines])
         self._places: dict[Uid, asyncio.Future[None]] = {}
-        """Of rows that no engine has been given yet: done when there is a place, or when the row is aborted."""
+        """For each row without an engine: done when there is room, or when the row is aborted."""
         self._calls: dict[Uid, asyncio.Future[Response]] = {}
         self._aborted: set[Uid] = set()
         self._recovering: dict[int, asyncio.Task[None]] = {}

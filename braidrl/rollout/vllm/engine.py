@@ -47,15 +47,9 @@ class VllmEngine(SteppingEngine):
     """
 
     def __init__(
-        self,
-        folder: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        slots: int,
-        max_sequence_tokens: int,
-        seed: int = 0,
-        dtype: str = "float32",
-        options: dict[str, Any] | None = None,
-    ) -> None:
+        self, folder: Path, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int, seed: int = 0,
+        dtype: str = "float32", options: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         """Start vLLM. Raises UserError where it does not take the model."""
         super().__init__(tokenizer, end_ids_of(folder, tokenizer), max_sequence_tokens, seed)
         self._slots = slots

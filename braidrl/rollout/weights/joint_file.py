@@ -155,7 +155,6 @@ class JointFolder(ReadableFolder):
         self._made = made
 
     def close(self) -> None:
-        """Remove the folder where this rank has made it."""
         self._made.close()
 
 

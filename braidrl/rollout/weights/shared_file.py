@@ -119,7 +119,6 @@ class WeightFolder(ReadableFolder):
         save_file(kept, self.path / WEIGHTS)
 
     def close(self) -> None:
-        """Remove the folder."""
         self._folder.cleanup()
 
 

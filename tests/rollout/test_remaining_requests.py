@@ -10,8 +10,13 @@ import torch
 from braidrl.data.rows import FinishReason
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.replica import EngineReplica
-from braidrl.rollout.requests import Response, SamplingParams, joined, remaining_request
+from braidrl.rollout.requests import Response, SamplingParams, remaining_request
 from tests.rollout.tiny import make_model, make_requests, make_tokenizer, training_log_probs
+
+
+def joined(ended: Response, rest: Response) -> Response:
+    tokens, versions = (torch.cat(pair) for pair in ((ended.tokens, rest.tokens), (ended.versions, rest.versions)))
+    return Response(rest.uid, tokens, torch.cat([ended.log_probs, rest.log_probs]), rest.finish_reason, versions)
 
 
 def test_rows_that_were_aborted_and_continued_are_those_of_an_undisturbed_run() -> None:
