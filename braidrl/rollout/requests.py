@@ -43,7 +43,8 @@ class SamplingParams:
     @staticmethod
     def of(plain: Mapping[str, Any]) -> SamplingParams:
         """Restore settings from JSON or msgpack, which turn tuples into lists."""
-        return SamplingParams(**{name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()})
+        restored: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()}
+        return SamplingParams(**restored)
 
     @property
     def takes_likeliest(self) -> bool:
