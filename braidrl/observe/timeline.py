@@ -1,4 +1,4 @@
-"""`braid timeline`: the trace as a picture, as a Chrome trace, and as a table of who was busy and who waited."""
+"""`braid timeline`: the trace as a table of who was busy and who waited, and as a Chrome trace, which Perfetto draws."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from braidrl.observe.page import colour, embed, escape, page, tile
+from braidrl.observe.page import escape, page, tile
 from braidrl.observe.progress import spell_seconds
 from braidrl.observe.trace import Span, State, read_trace
 
@@ -22,7 +22,7 @@ ALL_STAGES = "all"
 
 @dataclass(frozen=True)
 class Busy:
-    """Seconds of one role on one stage (or on all), summed over its workers; shares are of the workers' time in the run."""
+    """Time of one role on one stage (or on all), summed over its workers; shares are of the workers' time in the run."""
 
     role: str
     stage: str
@@ -36,7 +36,7 @@ class Busy:
 
 
 def busy_table(spans: Sequence[Span]) -> list[Busy]:
-    """Return a line for each role over all stages, and one for each of its stages, in the order in which they first began.
+    """For each role a line over all stages, and one for each stage, in the order in which they first began.
 
     A worker's time in the run is the run's, from the first start to the last end, less pauses of more than a minute. Spans of
     one role that overlap in one worker count once in the role's line.
@@ -52,7 +52,7 @@ def busy_table(spans: Sequence[Span]) -> list[Busy]:
 
 
 def busy_line(spans: Sequence[Span], role: str, stage: str, available: float) -> Busy:
-    """Summarise these spans; `available` is the seconds that each of their workers had."""
+    """The line of these spans; `available` is the seconds that each of their workers had."""
     workers = first_seen(span.worker for span in spans)
 
     def seconds(state: State) -> float:
@@ -66,7 +66,7 @@ def busy_line(spans: Sequence[Span], role: str, stage: str, available: float) ->
 
 
 def covered(spans: Iterable[Span], gap: float = 0.0) -> float:
-    """Return the seconds in which at least one of the spans runs, including gaps of up to `gap` seconds between them."""
+    """Seconds in which at least one of the spans runs; gaps of up to `gap` seconds between them count too."""
     total, end = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start):
         begin = end if span.start - end <= gap else span.start
@@ -80,7 +80,7 @@ def first_seen(names: Iterable[str]) -> list[str]:
 
 
 def lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
-    """Return (worker, spans) by lane, without overlaps in a lane; a worker that does several things at once has several lanes."""
+    """(worker, spans) with no two spans of a lane overlapping; a worker that does several things at once has several lanes."""
     result = []
     for worker in sorted({span.worker for span in spans}, key=natural_order):
         own: list[list[Span]] = []
@@ -95,12 +95,12 @@ def lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts `actor/10` after `actor/9`."""
+    """Sorts `actor/10` after `actor/9`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """Convert spans to the Chrome trace event format (complete events, in microseconds), for chrome://tracing and Perfetto."""
+    """The Chrome trace event format (complete events, in microseconds), for chrome://tracing and Perfetto."""
     events: list[dict[str, Any]] = []
     process_ids: dict[str, int] = {}
     for thread_id, (worker, lane) in enumerate(lanes(spans), start=1):
@@ -121,16 +121,16 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def write_timeline(run: Path) -> tuple[Path, Path]:
-    """Write `run`/timeline.html and `run`/timeline.json (Chrome trace). Raises UserError where the run has no trace."""
+    """Writes `run`/timeline.html and `run`/timeline.json (Chrome trace). Raises UserError where the run has no trace."""
     spans = read_trace(run)
-    picture, chrome = run / "timeline.html", run / "timeline.json"
-    picture.write_text(timeline_page(run.resolve().name, spans), encoding="utf-8")
+    table, chrome = run / "timeline.html", run / "timeline.json"
+    table.write_text(timeline_page(run.resolve().name, spans), encoding="utf-8")
     chrome.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
-    return picture, chrome
+    return table, chrome
 
 
 def busy_lines(run: Path) -> list[str]:
-    """Format the table for a terminal. Raises UserError where the run has no trace."""
+    """The table as text for a terminal. Raises UserError where the run has no trace."""
     header = f"{'role':<14}{'stage':<34}{'workers':>8}{'rows':>10}{'busy s':>10}{'waiting s':>11}{'busy':>7}"
     return [header] + [
         f"{line.role:<14}{line.stage:<34}{line.workers:>8}{line.rows:>10,}{line.busy_seconds:>10.2f}"
@@ -140,7 +140,7 @@ def busy_lines(run: Path) -> list[str]:
 
 
 def timeline_page(name: str, spans: Sequence[Span]) -> str:
-    """Make the page with headline numbers, lanes and the table."""
+    """The page with headline numbers and the table."""
     table = busy_table(spans)
     whole = [line for line in table if line.stage == ALL_STAGES]
     iterations = {span.iteration for span in spans}
@@ -150,53 +150,24 @@ def timeline_page(name: str, spans: Sequence[Span]) -> str:
         tile("Workers", f"{len({span.worker for span in spans}):,}"),
         *(tile(f"{line.role} busy", f"{line.busy_share:.0%}", f"waiting {line.waiting_share:.0%}") for line in whole),
     ]
-    stages = first_seen(span.stage for span in spans)
-    legend = [f'<span><i style="background:{colour(i)}"></i>{escape(stage)}</span>' for i, stage in enumerate(stages)]
-    legend.append('<span><i class="waiting"></i>waiting</span>')
     body = f"""<header><h1>Timeline</h1><p>{escape(name)}</p></header>
 <section class="tiles">{"".join(tiles)}</section>
-<section><div class="toolbar"><div class="legend">{"".join(legend)}</div><div class="buttons">
-<button data-do="in">Zoom in</button><button data-do="out">Zoom out</button><button data-do="left" aria-label="Earlier">←</button>
-<button data-do="right" aria-label="Later">→</button><button data-do="all">Whole run</button></div></div>
-<div class="card lanes" id="timeline">{embed(picture_data(spans, stages))}</div>
-<p class="hint">Drag over a stretch to look closer; double-click for the whole run. Thin lines mark where an iteration begins.
-Where spans are too short to be seen apart, a stage's height is its share of the time.</p>
-</section>
 <section><h2>Who was busy, who waited</h2>{table_html(table)}
 <p class="hint">Shares are of the time that a role's workers had in the run; what is neither busy nor waiting is idle, or spent in
-other roles of the same workers.</p></section>"""
-    return page(f"{name}: timeline", body, "timeline.js")
-
-
-def picture_data(spans: Sequence[Span], stages: Sequence[str]) -> dict[str, Any]:
-    """Return the data that timeline.js draws: lanes by name, spans as short lists, and where each iteration begins."""
-    numbers = {stage: number for number, stage in enumerate(stages)}
-    drawn = lanes(spans)
-    listed = [
-        [lane, numbers[s.stage], round(s.start, 6), round(s.end, 6), int(s.state == "waiting"), s.iteration, s.rows, s.tokens,
-         s.version, s.role]
-        for lane, (_, own) in enumerate(drawn)
-        for s in own
-    ]  # fmt: skip
-    begins: dict[int, float] = {}
-    for span in spans:
-        begins[span.iteration] = min(span.start, begins.get(span.iteration, span.start))
-    end = max(span.end for span in spans)
-    names = [worker for worker, _ in drawn]
-    colours = [colour(number) for number in range(len(stages))]
-    return {
-        "lanes": names, "stages": list(stages), "colours": colours, "spans": listed,
-        "iterations": sorted(begins.items()), "end": end,
-    }  # fmt: skip
+other roles of the same workers. For every span on its worker's line, open timeline.json in Perfetto (ui.perfetto.dev, which reads it
+in the browser) or at chrome://tracing.</p></section>"""
+    return page(f"{name}: timeline", body)
 
 
 def table_html(table: Sequence[Busy]) -> str:
+    """The busy table; a role's own line stands above those of its stages."""
     names = ("Role", "Stage", "Workers", "Rows", "Tokens", "Busy", "Waiting", "Share of the workers' time")
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(map(row_html, table))}</tbody></table></div>'
 
 
 def row_html(line: Busy) -> str:
+    """One line of the busy table, with its shares as a bar."""
     of_role = line.stage == ALL_STAGES
     name = f"<td>{escape(line.role)}</td><td></td>" if of_role else f"<td></td><td>{escape(line.stage)}</td>"
     numbers = (f"{line.workers:,}", f"{line.rows:,}", f"{line.tokens:,}", f"{line.busy_seconds:,.2f} s",

@@ -43,8 +43,8 @@ class SamplingParams:
     @staticmethod
     def of(plain: Mapping[str, Any]) -> SamplingParams:
         """Restore settings from JSON or msgpack, which turn tuples into lists."""
-        restored: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()}
-        return SamplingParams(**restored)
+        settings: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()}
+        return SamplingParams(**settings)
 
     @property
     def takes_likeliest(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from braidrl.data.rows import Rows
 from braidrl.flow import Stage
-from braidrl.flow.stage_state import State
+from braidrl.flow.compute import State
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.generating.early_stop import Needless, Segment

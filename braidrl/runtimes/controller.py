@@ -11,16 +11,13 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Generic
 
-import torch
-
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.flow.stage_state import State, initial_states, next_state, with_state
+from braidrl.flow.compute import State, initial_states, next_state, with_state
 from braidrl.flow.updates import update_plan
 from braidrl.flow.waves import SURPLUS, GroupSelector, Selection, Verdict
-from braidrl.models.objective import trained_mask
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.backend import IterationResult, Position, SerialBackend, T
 from braidrl.runtimes.generating.early_stop import Segment, segment_of
@@ -180,10 +177,3 @@ def needed(generated: Rows, outcome: Selection, surplus: str) -> Rows:
     if surplus == "keep":
         return generated
     return generated.take((generated["group"] <= outcome.groups[-1]).nonzero().flatten().tolist())
-
-
-def group_tokens(index: Rows) -> torch.Tensor:
-    """Action tokens of each row's group after masking, (B,) int64; what `prompt-mean` divides by."""
-    counted = index["action_tokens"] * trained_mask(index)
-    _, place = index["group"].unique(return_inverse=True)
-    return torch.zeros(int(place.max()) + 1, dtype=torch.int64).index_add(0, place, counted)[place]
