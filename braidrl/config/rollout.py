@@ -50,12 +50,15 @@ class RolloutConfig(Section):
     """How responses are sampled."""
 
     engine: str = "embedded"
-    """Who generates: `embedded` decodes with the trainer's own weights, `vllm` in processes of its own, `http` asks servers."""
+    """Who generates: `embedded` decodes with the trainer's own weights, `vllm` in processes of its own, `http` asks servers;
+    or `module:name` or `file.py:name` of your own."""
+    engine_settings: dict[str, Any] = {}
+    """Settings of an engine of your own, which finds them in its spec's `options`."""
     servers: ServersConfig = ServersConfig()
     """An address, or a list of them, is short for servers with nothing else set."""
     engines: int | None = Field(None, ge=0)
     """Processes that generate, each with a copy of the weights; a router spreads rows over them, and replaces one that ends.
-    By default 1 for vLLM, and for the embedded engine 0: the process that trains generates too."""
+    By default 1 for vLLM, and 0 for the embedded engine and your own: the process that trains generates too."""
     tensor: int = Field(1, ge=1)
     """Processes that each of those engines consists of, where it is embedded: they divide its weights, heads and vocabulary, for a model
     that is too large for one device. A number that divides the model's heads and key/value heads. With `engines` 0, under `runtime:

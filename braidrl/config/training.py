@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -35,8 +35,14 @@ class TrainerConfig(Section):
     """Passes over a batch."""
     max_tokens_per_device: int = Field(8192, ge=1)
     """Tokens of a micro-batch; the only dial for memory, without effect on the result."""
+    backend: str = "torch"
+    """What trains and infers: `torch`, which has layouts, adapters and offloading, or `module:name` or `file.py:name` of your own."""
+    optimizer: str = "adamw"
+    """`adamw`, `sgd`, or `module:name` or `file.py:name` of your own; torch's have names too, as in `torch.optim:RMSprop`."""
+    optimizer_settings: dict[str, Any] = {}
+    """Settings handed to it by keyword, as in `{momentum: 0.9}`."""
     learning_rate: float = Field(1e-6, ge=0)
-    """Of AdamW, after warm-up."""
+    """Of the optimizer, after warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does after its warm-up, over `steps`."""
     warmup_steps: int = Field(0, ge=0)
@@ -112,6 +118,8 @@ class RoleConfig(Section):
 
     model: Path | None = None
     """A model of its own; by default the run's."""
+    backend: str | None = None
+    """By default the trainer's."""
     learning_rate: float | None = Field(None, ge=0)
     """By default the trainer's."""
     dtype: DType | None = None

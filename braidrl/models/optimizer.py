@@ -1,8 +1,9 @@
-"""AdamW on master weights of at least float32, with sums accumulated per denominator and divided once.
+"""The optimizer on master weights of at least float32, with sums accumulated per denominator and divided once.
 
 loss sums ──backward──▶ gradient sums per denominator ──step: / global count, clip──▶ master weights ──▶ model weights
 
-Where ranks divide a parameter, each has the gradient, master and moments of its own part alone.
+Where ranks divide a parameter, each has the gradient, master and moments of its own part alone. `trainer.optimizer` names what steps;
+`braidrl.models.optimizer_contract` holds the checks that an optimizer must pass.
 """
 
 from __future__ import annotations
@@ -10,13 +11,54 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from braidrl.config import TrainerConfig
+from braidrl.errors import UserError
+from braidrl.importing import PluginRegistry
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.parallel.shards import local_gradient, local_shard
+
+OPTIMIZERS = PluginRegistry(
+    "optimizer", {"adamw": "braidrl.models.optimizer:adamw", "sgd": "braidrl.models.optimizer:sgd"}
+)
+"""What makes an optimizer: called with a list of tensors, `lr`, and the settings by keyword, as those of `torch.optim` are."""
+
+
+def adamw(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
+    """Return torch's AdamW in one fused pass over all tensors."""
+    return torch.optim.AdamW(parameters, lr=lr, fused=True, **settings)
+
+
+def sgd(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
+    """Return torch's SGD: without momentum it keeps nothing beside the weights."""
+    return torch.optim.SGD(parameters, lr=lr, fused=True, **settings)
+
+
+def optimizer_settings(config: TrainerConfig) -> dict[str, Any]:
+    """Return the settings of the configured optimizer by keyword; AdamW has keys of its own for some."""
+    own = {"betas": config.betas, "eps": config.epsilon, "weight_decay": config.weight_decay}
+    return {**(own if config.optimizer == "adamw" else {}), **config.optimizer_settings}
+
+
+def check_optimizer(config: TrainerConfig) -> None:
+    """Raise UserError for an optimizer that there is not, and for settings that it does not have."""
+    OPTIMIZERS.check(config.optimizer)
+    if config.optimizer != "adamw":
+        OPTIMIZERS.check_settings(config.optimizer, config.optimizer_settings)
+        for key in ("weight_decay", "betas", "epsilon"):
+            if getattr(config, key) != TrainerConfig.model_fields[key].default:
+                raise UserError(
+                    f"trainer.{key} is AdamW's, and trainer.optimizer is {config.optimizer}; remove it, or write what that one has in "
+                    "trainer.optimizer_settings"
+                )
+    try:
+        OPTIMIZERS.find(config.optimizer)([torch.zeros(1)], lr=config.learning_rate, **optimizer_settings(config))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"trainer.optimizer={config.optimizer}: {' '.join(str(error).split())}") from error
 
 
 def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:
@@ -51,9 +93,8 @@ class MasterOptimizer:
         self.config, self.peak = config, peak
         parts = [local_shard(p) for p in self.parameters]
         self.masters = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in parts]
-        self.optimizer = torch.optim.AdamW(
-            self.masters, lr=peak, betas=config.betas, eps=config.epsilon, weight_decay=config.weight_decay, fused=True
-        )
+        make = OPTIMIZERS.find(config.optimizer)
+        self.optimizer: torch.optim.Optimizer = make(self.masters, lr=peak, **optimizer_settings(config))
         self.sums: dict[str, list[Tensor | None]] = {}
         self.collecting: list[Tensor | None] = []
         self.steps = 0
@@ -144,8 +185,19 @@ class MasterOptimizer:
             if parameter.dtype != master.dtype:
                 tensors[f"{i}.master"] = master
             for name, value in self.optimizer.state.get(master, {}).items():
-                tensors[f"{i}.{name}"] = value
+                # SGD without momentum notes that it has none.
+                if value is not None:
+                    tensors[f"{i}.{name}"] = self._checked(name, value, master)
         return tensors
+
+    def _checked(self, name: str, value: Any, master: Tensor) -> Tensor:
+        """The value. Raises UserError for what a checkpoint cannot divide among ranks as it divides the weights."""
+        if not isinstance(value, Tensor) or value.shape not in (master.shape, torch.Size()):
+            raise UserError(
+                f"trainer.optimizer={self.config.optimizer} keeps {name!r}, which is no tensor of its parameter's shape and no tensor of "
+                "one number; a checkpoint holds only these"
+            )
+        return value
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -154,7 +206,8 @@ class MasterOptimizer:
         for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
             if parameter.dtype != master.dtype:
                 master.copy_(tensors[f"{i}.master"])
-            names = [name for name in ("step", "exp_avg", "exp_avg_sq") if f"{i}.{name}" in tensors]
-            if names:
-                self.optimizer.state[master] = {name: tensors[f"{i}.{name}"].clone() for name in names}
+            own = {key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.startswith(f"{i}.")}
+            own.pop("master", None)
+            if own:
+                self.optimizer.state[master] = {name: tensor.clone() for name, tensor in own.items()}
         self._publish()

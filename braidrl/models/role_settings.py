@@ -19,6 +19,24 @@ def model_path(role: str, config: Config) -> Path:
     return Path((own and own.model) or config.model)
 
 
+def dtype_of(role: str, config: Config) -> torch.dtype:
+    """Return the type of a role's weights: its own, or the run's."""
+    own = config.roles.get(role)
+    return DTYPES[(own and own.dtype) or config.dtype]
+
+
+def backend_of(role: str, config: Config) -> str:
+    """Return the name of the training backend that has a role: its own, or the run's."""
+    own = config.roles.get(role)
+    return (own and own.backend) or config.trainer.backend
+
+
+def learning_rate_of(role: str, config: Config) -> float:
+    """Return a role's learning rate after warm-up: its own, or the run's."""
+    own = config.roles.get(role)
+    return config.trainer.learning_rate if own is None or own.learning_rate is None else own.learning_rate
+
+
 def layout_of(role: str, config: Config) -> ParallelLayout:
     """Return the role's parallel layout: its own, or the trainer's."""
     own = config.roles.get(role)

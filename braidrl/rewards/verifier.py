@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from braidrl.errors import UserError, suggest
-from braidrl.importing import import_function
-from braidrl.rewards.verifiers import BUILT_IN
+from braidrl.rewards.verifiers import VERIFIERS
 
 KNOWN_PARAMETERS = ("prompt", "response", "answer", "metadata", "source")
 
@@ -60,14 +59,11 @@ def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Verifier:
     Raises UserError when there is none, or when parameters and settings do not fit together.
     """
     settings = dict(settings or {})
-    if name not in BUILT_IN and ":" not in name:
-        hint = f"{suggest(name, BUILT_IN)} Your own is written module:function or file.py:function"
-        raise UserError(f"no verifier is called {name!r}. {hint}")
-    function = import_function(BUILT_IN.get(name, name))
+    function = VERIFIERS.find(name)
     parameters = _parameters(name, function)
     reads = tuple(p for p in KNOWN_PARAMETERS if p in parameters)
     _check_settings(name, settings, {n: p for n, p in parameters.items() if n not in reads})
-    if name in BUILT_IN and settings.get("pattern") is not None:
+    if name in VERIFIERS and settings.get("pattern") is not None:
         _check_pattern(name, settings["pattern"])
     asynchronous = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
     return Verifier(name, settings, function, reads, asynchronous)

@@ -13,12 +13,17 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-BUILT_IN = {
-    "exact": "braidrl.rewards.verifiers:exact",
-    "gsm8k": "braidrl.rewards.verifiers:gsm8k",
-    "format": "braidrl.rewards.verifiers:follows_format",
-    "math": "braidrl.rewards.math_equivalence:equivalent",
-}
+from braidrl.importing import PluginRegistry
+
+VERIFIERS = PluginRegistry(
+    "verifier",
+    {
+        "exact": "braidrl.rewards.verifiers:exact",
+        "gsm8k": "braidrl.rewards.verifiers:gsm8k",
+        "format": "braidrl.rewards.verifiers:follows_format",
+        "math": "braidrl.rewards.math_equivalence:equivalent",
+    },
+)
 
 
 @dataclass(frozen=True)

@@ -20,17 +20,16 @@ from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.compute import computed, dropped, of_namespace, summed
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.signatures import is_reward
+from braidrl.models.backend import TrainingBackend
 from braidrl.models.checkpoint import Write, saving_tasks
 from braidrl.models.objective import Objective, denominators, with_group_tokens
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.role_settings import inference_layouts, with_layout
-from braidrl.models.roles.base import RoleWorker
-from braidrl.models.roles.make import make_worker
+from braidrl.models.roles.make import make_worker, torch_worker
 from braidrl.models.weights.mirror import Following, InferenceCopy, interpolate_weights
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
-from braidrl.rollout.divided.spmd import SpmdEngine
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.generation import Generation
 from braidrl.runtimes.generating.residency import Residency
@@ -64,7 +63,7 @@ class StageExecutor:
         self.config, self.flow, self.progress = config, flow, progress
         self.generation = Generation(config, flow, tokenizer, rewards, progress)
         self.engines = self.generation.engines
-        self.workers: dict[str, RoleWorker] = {}
+        self.workers: dict[str, TrainingBackend] = {}
         self.followings: dict[tuple[str, str], Following] = {}
         self.copies: dict[str, InferenceCopy] = {}
         """Of roles that infer in another layout than they train in."""
@@ -77,8 +76,9 @@ class StageExecutor:
                 self.generation.start_engine(worker)
             frozen = None
             if role in inferring:
-                frozen = make_worker(role, with_layout(role, config, inferring[role]), flow, ranks, training=False)
-                self.copies[role] = InferenceCopy(worker, frozen)
+                other = with_layout(role, config, inferring[role])
+                frozen = torch_worker(make_worker(role, other, flow, ranks, training=False))
+                self.copies[role] = InferenceCopy(torch_worker(worker), frozen)
             self.residency.add(worker, self.engines.get(role), frozen)
         self.residency.begin()
 
@@ -137,7 +137,7 @@ class StageExecutor:
     def is_collective(self, stage: Stage) -> bool:
         """Return True where a rank without rows takes part in a stage, because ranks sum, infer or generate together."""
         if stage.kind is Kind.GENERATE:
-            return isinstance(self.engines.get(str(stage.role)), SpmdEngine)
+            return stage.role in self.engines and self.engines[stage.role].is_collective
         if stage.kind is not Kind.INFER or stage.role not in self.workers:
             return stage.scope is Scope.BATCH
         copy = self.copies.get(stage.role)
@@ -204,13 +204,14 @@ class StageExecutor:
     def copy_weights(self, stage: Stage, weights: Totals | None = None) -> None:
         """Move the role's weights towards those of another role, which is here too or gave `weights`."""
         self.residency.before(stage)
-        worker, source, decay = self.workers[str(stage.role)], stage.params["source"], stage.params.get("decay", 0.0)
+        worker, source = torch_worker(self.workers[str(stage.role)]), stage.params["source"]
+        decay = stage.params.get("decay", 0.0)
         if weights is not None:
             interpolate_weights(worker, weights, source, decay)
             return
         if (worker.role, source) not in self.followings:
             # Made once for two roles: ranks have to agree on every move.
-            self.followings[worker.role, source] = Following(worker, self.workers[source])
+            self.followings[worker.role, source] = Following(worker, torch_worker(self.workers[source]))
         self.followings[worker.role, source].move(decay)
 
     def publish(self, version: int) -> None:
@@ -232,7 +233,7 @@ class StageExecutor:
         parts: list[Write] = []
         for worker in self._changed(write):
             with self.residency.all_of(worker.role):
-                parts += saving_tasks(worker, folder / worker.role, write, beside=True)
+                parts += saving_tasks(torch_worker(worker), folder / worker.role, write, beside=True)
         return parts
 
     def load(self, folder: Path) -> None:
@@ -241,7 +242,7 @@ class StageExecutor:
             with self.residency.all_of(worker.role):
                 worker.load(folder / worker.role)
 
-    def _changed(self, write: bool = True) -> list[RoleWorker]:
+    def _changed(self, write: bool = True) -> list[TrainingBackend]:
         """The roles here that change; of a rank that does not `write` those whose weights ranks have divided."""
         workers = [self.workers[role] for role in self.flow.changed_roles if role in self.workers]
         return [worker for worker in workers if write or worker.ranks.is_sharded]

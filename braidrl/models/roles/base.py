@@ -5,9 +5,10 @@ rows ──plan──▶ micro-batches ──pack──▶ hidden states ──p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.models.backend import Advance, TrainingBackend
-from braidrl.models.checkpoint import load_worker, save_worker
+from braidrl.models.checkpoint import full_state_dict, load_worker, save_worker
 from braidrl.models.compute.packed import Packed, empty_packed, pack
 from braidrl.models.compute.shared_prompts import pack_shared, plan_shared, saves_enough
 from braidrl.models.objective import Objective
@@ -123,7 +124,7 @@ class RoleWorker(RoleModel, TrainingBackend):
             loss = losses[term.denominator]
             if self.ranks.is_reporting_rank:
                 totals[term.denominator] = totals.get(term.denominator, 0.0) + float(loss.detach())
-                self._record(metrics, sums)
+                sums.add_per_token(self.role, metrics)
             self._report_progress(advance, batch, isinstance(term, Objective))
             return loss
 
@@ -139,12 +140,14 @@ class RoleWorker(RoleModel, TrainingBackend):
         if advance and self.ranks.is_reporting_rank:
             advance(len(batch.rows) if counts_rows else 0, len(batch.packed.input_ids))
 
-    def _record(self, metrics: Mapping[str, Tensor], sums: Sums) -> None:
-        for name, values in metrics.items():
-            if name.endswith("_max"):
-                sums.highest(f"{self.role}/{name}", values.max())
-            else:
-                sums.add(f"{self.role}/{name}", values.sum(), len(values))
+    @property
+    def shared_model(self) -> Any:
+        """Return the model where its own parameters are the role's full weights, else None."""
+        return self.model if self.has_full_weights else None
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield every full tensor of the model, adapters merged; all ranks that have divided it call this at the same time."""
+        return full_state_dict(self).items()
 
     def load(self, folder: Path) -> None:
         load_worker(self, folder)

@@ -25,7 +25,7 @@ from braidrl.models.parallel.pipeline import HIDDEN
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.parallel.sharded import apply_layout
 from braidrl.models.parallel.shards import shapes_of
-from braidrl.models.role_settings import DTYPES, layout_of, lora_of, model_path
+from braidrl.models.role_settings import dtype_of, layout_of, learning_rate_of, lora_of, model_path
 from braidrl.models.roles.likelihood import Likelihood
 from braidrl.models.weight_files import ParameterReader
 
@@ -37,14 +37,13 @@ class RoleModel(ABC):
         self, role: str, config: Config, train: bool, ranks: DataParallel | None = None, is_copy: bool = False
     ) -> None:
         """Load the model; one that `is_copy` is frozen, and takes its weights from a trained one."""
-        own = config.roles.get(role)
         self.role, self.config, self.train, self.is_copy = role, config, train, is_copy
         self.weight_updates = 0
         """How often the weights have become others."""
         self.device = choose_device(config.device)
         keep_freed_memory()
         self.path = model_path(role, config)
-        self.dtype = DTYPES[(own and own.dtype) or config.dtype]
+        self.dtype = dtype_of(role, config)
         self.ranks = apply_layout(layout_of(role, config), ranks or DataParallel(), self.device)
         self.lora = lora_of(role, config) if train else None
         # Ranks that divide a model read it part by part. Adapters are drawn for a whole one.
@@ -64,7 +63,7 @@ class RoleModel(ABC):
         self.max_tokens = config.trainer.max_tokens_per_device
         self.optimizer: MasterOptimizer | None = None
         if train:
-            peak = own.learning_rate if own and own.learning_rate is not None else config.trainer.learning_rate
+            peak = learning_rate_of(role, config)
             names, parameters = zip(*self.model.named_parameters(), strict=True)
             places = [list(self.shapes).index(name) for name in names]
             self.optimizer = MasterOptimizer(parameters, config.trainer, peak, self.ranks, places)

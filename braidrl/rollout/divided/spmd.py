@@ -33,6 +33,11 @@ class SpmdEngine(EmbeddedEngine):
         super().__init__(model, tokenizer, slots, max_sequence_tokens, seed, compile=compile, slices=slices)
         self.slices, self._group = slices, group
 
+    @property
+    def is_collective(self) -> bool:
+        """True: every rank of the group takes part in every step."""
+        return True
+
     def generate(
         self,
         requests: Iterable[Request],

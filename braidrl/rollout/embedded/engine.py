@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from braidrl.models.memory.footprint import cache_bytes
 from braidrl.models.parallel.decoding import Slices
 from braidrl.rollout.embedded.batch import SlotBatch
 from braidrl.rollout.embedded.graphs import step_graphs
@@ -22,7 +23,7 @@ from braidrl.rollout.embedded.native.decoder import native_decoder
 from braidrl.rollout.embedded.prompts import ROW_MULTIPLE
 from braidrl.rollout.embedded.slots import round_up
 from braidrl.rollout.embedded.stepping import SteppingEngine
-from braidrl.rollout.engine import WeightSource
+from braidrl.rollout.engine import EngineMemory, WeightSource
 from braidrl.rollout.requests import Response, Uid
 from braidrl.rollout.row import Row
 from braidrl.rollout.stopping import end_of_sequence_ids
@@ -55,6 +56,14 @@ class EmbeddedEngine(SteppingEngine):
     def model(self) -> PreTrainedModel:
         """The model that decodes: the trainer's module, or a copy."""
         return self._weights.model
+
+    @property
+    def memory(self) -> EngineMemory:
+        """Return its model and the size of its keys and values."""
+        model = self.model
+        return EngineMemory(
+            model, cache_bytes(model.config, model.dtype.itemsize, self.slots, self.max_sequence_tokens)
+        )
 
     @property
     def slots(self) -> int:

@@ -5,13 +5,16 @@ add ──▶ waiting ──▶ step, step, step ... ──▶ Response
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from braidrl.rollout.engine import WeightSource
+from braidrl.rollout.engine import Engine, EngineMemory, T, WeightSource
+from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Request, Response, Uid
 from braidrl.rollout.row import Row, row_of
 
@@ -33,6 +36,16 @@ class SteppingEngine(ABC):
     def max_sequence_tokens(self) -> int:
         """Tokens of prompt and response together."""
         return self._max_sequence_tokens
+
+    @property
+    def is_collective(self) -> bool:
+        """False: this rank's rows are this rank's business."""
+        return False
+
+    @property
+    def memory(self) -> EngineMemory | None:
+        """Return what can leave the device while other roles need the room; None where nothing of it is known."""
+        return None
 
     @property
     @abstractmethod
@@ -112,6 +125,16 @@ class SteppingEngine(ABC):
         finally:
             self.clear(release=False)
         return [finished[uid] for uid in order]
+
+    def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+        """Return what `work` returns, which has the engine for as long as it runs; nothing is under way afterwards."""
+        try:
+            return asyncio.run(work(EngineReplica(self)))
+        finally:
+            self.clear()
+
+    def close(self) -> None:  # noqa: B027
+        """End whatever the engine has started; by default nothing."""
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError for a prompt that leaves no room for a response."""

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from braidrl.errors import UserError
-from braidrl.importing import import_function
+from braidrl.importing import PluginRegistry, import_function
 from braidrl.rollout.episodes.gem import GEM, GemEnvironment, check_gem
 from braidrl.rollout.episodes.turns import Context, Observation
 
@@ -43,6 +43,8 @@ class Environment(Protocol):
         """Return what follows from the model's turn."""
 
 
+ENVIRONMENTS = PluginRegistry("environment", {})
+"""A user's class, or function of all texts so far; `gem:` and `agent:` names are looked up elsewhere."""
 MakeEnvironment = Callable[[], Environment]
 AGENT = "agent:"
 
@@ -69,7 +71,7 @@ def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
     if name.startswith(GEM):
         check_gem(name.removeprefix(GEM))
         return partial(GemEnvironment, name.removeprefix(GEM), dict(settings))
-    found: Any = import_function(name)
+    found: Any = ENVIRONMENTS.find(name)
     if not isinstance(found, type):
         return partial(FunctionEnvironment, found, settings)
     lacking = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]

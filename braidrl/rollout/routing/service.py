@@ -9,35 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from braidrl.data.rows import FinishReason
-from braidrl.rollout.embedded.stepping import SteppingEngine
-from braidrl.rollout.engine import Engine, EngineError, WeightSource
-from braidrl.rollout.replica import EngineReplica
+from braidrl.rollout.engine import Engine, EngineError, ServedEngine, T, WeightSource
 from braidrl.rollout.requests import Request, Response, Uid
 from braidrl.rollout.routing.router import Router
 from braidrl.rollout.weights.shared_file import ReadableFolder, SharedWeights, UnnamedWeights
 
-T = TypeVar("T")
 ASK_EVERY_S = 0.02
 """Seconds between calls of `rows_to_end`."""
-
-
-class ServedEngine(Engine, Protocol):
-    """An engine outside this process."""
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        """Tokens of prompt and response together."""
-
-    async def start(self) -> None:
-        """Start, and wait until it takes requests. Raises UserError where it cannot be used, EngineError where it fails."""
-
-    async def close(self) -> None:
-        """Undo `start`; may be called without it."""
 
 
 class StoredWeights(WeightSource, Protocol):
@@ -87,6 +70,10 @@ class EngineService:
     def max_sequence_tokens(self) -> int:
         """Tokens of prompt and response together."""
         return self.engines[0].max_sequence_tokens
+
+    is_collective = False
+    memory = None
+    """What they take of a device is theirs."""
 
     @property
     def in_flight(self) -> int:
@@ -138,6 +125,9 @@ class EngineService:
             if before is not None:
                 before.close()
 
+    def clear(self) -> None:
+        """Do nothing: between two calls nothing is under way."""
+
     def close(self) -> None:
         self._runner.run(self._stop())
         self._runner.close()
@@ -163,13 +153,3 @@ class EngineService:
         if self._router is not None:
             await self._router.close()
         await asyncio.gather(*(engine.close() for engine in self.engines))
-
-
-def run_with(engine: SteppingEngine | EngineService, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
-    """Run `work` with the engine to its end, and return its result; no row is in flight afterwards."""
-    if isinstance(engine, EngineService):
-        return engine.run(work)
-    try:
-        return asyncio.run(work(EngineReplica(engine)))
-    finally:
-        engine.clear()

@@ -18,10 +18,9 @@ from braidrl.flow.signatures import SUMMED, in_namespace
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import CheckFailure, Pending, RuleRewards
-from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.engine import RoleEngine
 from braidrl.rollout.episodes.trajectory import response_columns
 from braidrl.rollout.requests import Response, Uid
-from braidrl.rollout.routing.service import EngineService
 
 Tell = Callable[[Rows, Mapping[str, Pending]], object]
 VERIFY_CHUNK = 8
@@ -82,7 +81,7 @@ class EarlyChecks:
     def __init__(
         self,
         checks: Checks,
-        engine: EmbeddedEngine | EngineService,
+        engine: RoleEngine,
         rows: Rows,
         place: Mapping[Uid, int],
         verify: Sequence[Stage],

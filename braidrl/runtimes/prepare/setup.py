@@ -23,6 +23,7 @@ from braidrl.placement.pools import check_copies, place
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.prepare.checks import (
     check_adapters,
+    check_backends,
     check_divided_engines,
     check_generating_ranks,
     check_layouts,
@@ -50,6 +51,7 @@ class Prepared:
         """Raise UserError for parts that do not fit together."""
         config, held_out = self.config, list(self.eval_sources.values())
         check_names(config)
+        check_backends(config, self.flow)
         check_layouts(config, self.flow, self.flow.roles)
         evaluated = self.evaluation.stages if self.eval_sources else ()
         check_divided_engines(config, [*self.flow.stages, *evaluated])

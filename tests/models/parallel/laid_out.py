@@ -66,11 +66,11 @@ def make_rows(prompt: int = 0) -> Rows:
     return with_group_tokens(rows, rows)
 
 
-def config_of(model: str, layout: dict[str, Any] | None = None, dtype: str = "float64") -> Config:
+def config_of(model: str, layout: dict[str, Any] | None = None, dtype: str = "float64", **more: Any) -> Config:
     # Recomputed activations go through the same collectives a second time.
     trainer = {
         "max_tokens_per_device": 64, "max_grad_norm": 0.5, "layout": layout or {},
-        "activation_checkpointing": bool(layout),
+        "activation_checkpointing": bool(layout), **more,
     }  # fmt: skip
     return parse_config(settings(Path("."), Path(model), Path("none.jsonl"), dtype=dtype, trainer=trainer))
 
@@ -155,8 +155,8 @@ def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
         found[f"{model} keeps under {layout}"] = of_all_ranks(world, kept_otherwise(world, model, layout))
     for case in task.get("copied", []):
         found |= copied_weights(world, *case)
-    for number, (model, layout) in enumerate(task.get("contract", [])):
-        keep_contract(world, config_of(model, layout), Path(task["folder"], f"contract-{number}"))
+    for number, (model, layout, trainer) in enumerate(task.get("contract", [])):
+        keep_contract(world, config_of(model, layout, **trainer), Path(task["folder"], f"contract-{number}"))
     for case in task.get("saved", []):
         found |= saved_and_loaded(world, *case)
     for case in task.get("reshaped", []):

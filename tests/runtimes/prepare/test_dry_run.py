@@ -117,7 +117,7 @@ def test_it_reads_no_weights_and_writes_nothing(workshop: Workshop, tmp_path: Pa
 
 
 def test_what_a_run_would_refuse_is_refused(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match="no engine is called 'turbo'"):
+    with pytest.raises(UserError, match="no rollout engine is called 'turbo'"):
         dry_run(workshop.config(rollout={"engine": "turbo"}))
     app(["train", str(workshop.config_file()), "--dry-run"], standalone_mode=False)
     assert "nothing was trained" in capsys.readouterr().out
