@@ -36,8 +36,7 @@ from braidrl.runtimes.generating.residency import Residency
 from braidrl.runtimes.generating.verification import added_scores
 
 Totals = Mapping[str, Tensor]
-PREDICTED = {"score": "scores", "values": "values"}
-"""What an infer stage asks its model for; the others ask for `log_probs`."""
+PREDICTED = {"score": "scores", "values": "values"}  # what infer stages ask models for; the others ask for `log_probs`
 
 
 class StageExecutor:
@@ -55,9 +54,8 @@ class StageExecutor:
         ranks: DataParallel | None = None,
         training: bool = True,
     ) -> None:
-        """Load the models of `roles`.
+        """Load the models of `roles`, with engines for those `generating`; `ranks` are the other processes that hold the same roles.
 
-        `generating` are the roles that need an engine; `ranks` the other processes that hold the same roles.
         Without `training` even trained roles are copies without an optimizer, whose weights come from elsewhere.
         """
         self.config, self.flow, self.progress = config, flow, progress
@@ -65,22 +63,23 @@ class StageExecutor:
         self.engines = self.generation.engines
         self.workers: dict[str, TrainingBackend] = {}
         self.followings: dict[tuple[str, str], Following] = {}
-        self.copies: dict[str, InferenceCopy] = {}
-        """Of roles that infer in another layout than they train in."""
+        self.copies: dict[str, InferenceCopy] = {}  # of roles that infer in another layout than they train in
         self.residency = Residency(config, flow)
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
-        inferring = inference_layouts(config, flow) if training else {}
         for role in roles:
-            worker = self.workers[role] = make_worker(role, config, flow, ranks, training)
-            if role in generating:
-                self.generation.start_engine(worker)
-            frozen = None
-            if role in inferring:
-                other = with_layout(role, config, inferring[role])
-                frozen = torch_worker(make_worker(role, other, flow, ranks, training=False))
-                self.copies[role] = InferenceCopy(torch_worker(worker), frozen)
-            self.residency.add(worker, self.engines.get(role), frozen)
+            self._load_role(role, role in generating, ranks, training)
         self.residency.begin()
+
+    def _load_role(self, role: str, generates: bool, ranks: DataParallel | None, training: bool) -> None:
+        worker = self.workers[role] = make_worker(role, self.config, self.flow, ranks, training)
+        if generates:
+            self.generation.start_engine(worker)
+        frozen, inferring = None, inference_layouts(self.config, self.flow)
+        if training and role in inferring:
+            settings = with_layout(role, self.config, inferring[role])
+            frozen = torch_worker(make_worker(role, settings, self.flow, ranks, training=False))
+            self.copies[role] = InferenceCopy(torch_worker(worker), frozen)
+        self.residency.add(worker, self.engines.get(role), frozen)
 
     def run(
         self,
@@ -123,7 +122,7 @@ class StageExecutor:
         return {stage.writes[0]: found.values, **added}
 
     def sums(self, stage: Stage, rows: Rows) -> dict[str, Tensor]:
-        """Return the first half of a stage of scope batch, or what a stage's state follows: numbers to be added up over all rows."""
+        """Return what a stage of scope batch, or a stage's state, needs to have added up over all rows."""
         return summed(stage, rows)
 
     def apply(self, stage: Stage, rows: Rows, totals: Totals) -> Mapping[str, Column]:
@@ -209,8 +208,7 @@ class StageExecutor:
         if weights is not None:
             interpolate_weights(worker, weights, source, decay)
             return
-        if (worker.role, source) not in self.followings:
-            # Made once for two roles: ranks have to agree on every move.
+        if (worker.role, source) not in self.followings:  # once: ranks have to agree on every move
             self.followings[worker.role, source] = Following(worker, torch_worker(self.workers[source]))
         self.followings[worker.role, source].move(decay)
 
@@ -230,11 +228,11 @@ class StageExecutor:
 
     def copy_for_saving(self, folder: Path, write: bool = True) -> list[Write]:
         """Copy what `save` would write to host memory; return calls that a thread can make while the roles train on."""
-        parts: list[Write] = []
+        calls: list[Write] = []
         for worker in self._changed(write):
             with self.residency.all_of(worker.role):
-                parts += saving_tasks(torch_worker(worker), folder / worker.role, write, beside=True)
-        return parts
+                calls += saving_tasks(torch_worker(worker), folder / worker.role, write, beside=True)
+        return calls
 
     def load(self, folder: Path) -> None:
         """Load every role that changes as `save` has written it."""
@@ -243,9 +241,9 @@ class StageExecutor:
                 worker.load(folder / worker.role)
 
     def _changed(self, write: bool = True) -> list[TrainingBackend]:
-        """The roles here that change; of a rank that does not `write` those whose weights ranks have divided."""
-        workers = [self.workers[role] for role in self.flow.changed_roles if role in self.workers]
-        return [worker for worker in workers if write or worker.ranks.is_sharded]
+        """Return the roles here that change; on a rank that does not `write`, those whose weights ranks have divided."""
+        changed = [self.workers[role] for role in self.flow.changed_roles if role in self.workers]
+        return changed if write else [worker for worker in changed if worker.ranks.is_sharded]
 
     def close(self) -> None:
         """End the processes of engines and checks."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -136,35 +135,12 @@ class Session:
 
 @dataclass(frozen=True)
 class SessionRole:
-    """A role whose methods act on rows; their settings are those of `braidrl.flow.roles.Role`."""
+    """A role whose methods act on rows: those of `braidrl.flow.roles.Role`, given the rows first and then the stage's settings."""
 
     session: Session
     name: str
 
-    def generate(self, rows: Table, **settings: Any) -> Table:
-        """Sample one trajectory per row."""
-        return self.session.run(Role(self.name).generate(**settings), rows)
-
-    def verify(self, rows: Table, **settings: Any) -> Table:
-        """Score rows by rules."""
-        return self.session.run(Role(self.name).verify(**settings), rows)
-
-    def score(self, rows: Table, **settings: Any) -> Table:
-        """Score rows by a model with a scalar head."""
-        return self.session.run(Role(self.name).score(**settings), rows)
-
-    def log_probs(self, rows: Table, **settings: Any) -> Table:
-        """Return the log-probabilities of the action tokens."""
-        return self.session.run(Role(self.name).log_probs(**settings), rows)
-
-    def values(self, rows: Table, **settings: Any) -> Table:
-        """Return one value per action token."""
-        return self.session.run(Role(self.name).values(**settings), rows)
-
-    def update(self, rows: Table, **settings: Any) -> None:
-        """Train on the rows, in `trainer.rows_per_update` steps."""
-        self.session.run(Role(self.name).update(**settings), rows)
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        """Return a method of the class that `roles.ROLE.methods` names, which is called by its transfer protocol."""
-        return partial(self.session.call, self.name, method)
+    def __getattr__(self, method: str) -> Callable[..., Table]:
+        """Return what makes the role's stage and runs it, as in `session.actor.update(rows, loss=loss.clip())`."""
+        make = getattr(Role(self.name), method)
+        return lambda rows, **settings: self.session.run(make(**settings), rows)
