@@ -130,14 +130,14 @@ class Flow:
 
 
 def with_old_log_probs(stages: Sequence[Stage]) -> list[Stage]:
-    """Puts `actor.log_probs` in where an update says `old: recompute` and no stage writes `old_log_probs`.
+    """Put `log_probs` of the role in where an update says `old: recompute` and no stage writes `old_log_probs`.
 
-    It comes right after the tokens, or after the last `select`, so that no dropped row is computed.
+    It comes as late as it can, before the first stage that reads them or trains: no row is computed that selection drops.
     """
     wanted = next((s for s in stages if s.params.get("old") == "recompute"), None)
     if wanted is None or any("old_log_probs" in stage.writes for stage in stages):
         return list(stages)
-    place = max((i + 1 for i, s in enumerate(stages) if s.kind is Kind.SELECT or "tokens" in s.writes), default=0)
+    place = next(i for i, s in enumerate(stages) if s.kind is Kind.TRAIN or "old_log_probs" in s.reads)
     return [*stages[:place], make_stage("log_probs", wanted.role), *stages[place:]]
 
 

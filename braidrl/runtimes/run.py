@@ -1,6 +1,6 @@
 """A training run: its folder, the loop over iterations, evaluation, checkpoints, resume and what is written down.
 
-configuration ──prepare──▶ flow, data, models ──▶ each step: walk the flow ─▶ rollouts ─▶ evaluate? ─▶ metrics ─▶ checkpoint?
+configuration ──prepare──▶ flow, data, models ──▶ each step: run the flow ─▶ rollouts ─▶ evaluate? ─▶ metrics ─▶ checkpoint?
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_pa
 from braidrl.runtimes.backend import IterationResult, Position
 from braidrl.runtimes.distributed.launch import in_ranks
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
-from braidrl.runtimes.gaps import GapWatch
 from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
-from braidrl.runtimes.prepare.checks import without_effect
+from braidrl.runtimes.prepare.checks import rows_may_be_stale, without_effect
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
 from braidrl.runtimes.saving.checkpoints import Checkpoints
 from braidrl.runtimes.saving.folders import latest_checkpoint, new_run_folder
 from braidrl.runtimes.saving.row_store import Recording, Surplus
 from braidrl.runtimes.saving.state import RunState, load_checkpoint
 from braidrl.runtimes.start import RunContext, check_runtime, start_backend, start_controller
-from braidrl.runtimes.step_metrics import step_metrics, summary
+from braidrl.runtimes.step_metrics import GapWatch, step_metrics, summary
 
 Metrics = dict[str, float | int | None]
 
@@ -142,7 +141,7 @@ class TrainingRun:
                 self.metrics.write(metrics)
         self.progress.print(summary(metrics))
         # Rows of a replay, and rows that may be stale, were drawn by other weights than those that they train.
-        if self.replay is None and not self.config.trainer.max_staleness:
+        if self.replay is None and not rows_may_be_stale(self.config):
             self.gaps.check(metrics)
 
     def _recorded(self, step: int) -> Any:

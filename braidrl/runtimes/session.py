@@ -12,10 +12,12 @@ with Session(config) as session:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
@@ -91,6 +93,14 @@ class Session:
         self.backend.train(stage, table, self.controller.updates(table, self.iteration), self.iteration, self.sums)
         self.trained = True
 
+    def call(self, role: str, method: str, *arguments: Any) -> Any:
+        """Call a method of the class that `roles.ROLE.methods` names; returns what its protocol collects."""
+        if self.config.runtime != "hybrid":
+            raise UserError(
+                f"{role}.{method} is called on workers, and runtime={self.config.runtime} has none; write runtime=hybrid"
+            )
+        return cast(Any, self.backend).call(role, method, arguments, self.iteration, self.sums)
+
     def publish(self) -> None:
         """Waits for all updates; what is generated next comes from the new weights."""
         if self.trained:
@@ -154,3 +164,7 @@ class SessionRole:
     def update(self, rows: Table, **settings: Any) -> None:
         """Trains on the rows, in `trainer.rows_per_update` steps."""
         self.session.run(Role(self.name).update(**settings), rows)
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """Return a method of the class that `roles.ROLE.methods` names, which is called by its transfer protocol."""
+        return partial(self.session.call, self.name, method)
