@@ -21,12 +21,13 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "braidrl"
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-PAGES["benchmarks/README.md"] = "benchmarks.md"
-PAGES |= {
+DOCS = ROOT / "docs"
+EXAMPLES = {
     f"examples/{path.parent.name}/README.md": f"examples/{path.parent.name}.md"
     for path in ROOT.glob("examples/*/README.md")
 }
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES |= {"benchmarks/README.md": "benchmarks.md", **EXAMPLES}
 LINK = re.compile(r"\]\(([^):#]+)(?=[)#])")
 """A link to a file; not one with a scheme, nor one within its page."""
 DRAWN = re.compile(r"[─│▲▼◀▶┌┐└┘├┤┬┴┼]|\S {3,}\S")
@@ -34,9 +35,19 @@ DRAWN = re.compile(r"[─│▲▼◀▶┌┐└┘├┤┬┴┼]|\S {3,}\S")
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Add the reference to the navigation, folder by folder."""
-    assert config.nav is not None
-    config.nav.append({"Reference": contents(PACKAGE)})
+    """Complete the navigation."""
+    use, develop = config.nav[:2], config.nav[2:]
+    sections: dict[str, list[Any]] = {
+        "Extend": sorted(path.name for path in DOCS.glob("add-*.md")),
+        "Examples": sorted(EXAMPLES.values()),
+        "Results": sorted(f"results/{path.name}" for path in DOCS.glob("results/*.md")),
+    }
+    config.nav = [
+        *use,
+        *({name: pages} for name, pages in sections.items()),
+        *develop,
+        {"Reference": contents(PACKAGE)},
+    ]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
@@ -61,7 +72,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 def documents() -> list[str]:
     """Return the paths of all pages that are written by hand, from the repository's root."""
-    return [*PAGES, *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+    return [*PAGES, *(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md"))]
 
 
 def targets(path: str) -> list[str]:

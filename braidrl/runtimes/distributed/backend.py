@@ -69,7 +69,7 @@ class DistributedBackend:
         self.iteration = self.version = self.waves = 0
 
     def admit(self, groups: int) -> Shard:
-        """Each rank reads and tokenises only the prompts of its own rows."""
+        """Make this rank's own rows. After the start, when the first rank tokenised every prompt, a rank tokenises no others."""
         assert self.loader is not None, "this backend only evaluates"
         self.world.at("admission")
         numbers = self.loader.advance(groups)
