@@ -26,9 +26,9 @@ from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.role_settings import DTYPES, inference_layouts, layout_of, lora_of, model_path
 from braidrl.placement.pools import place
 from braidrl.placement.residency import Asset, needed_assets, residency_plan
-from braidrl.runtimes.backends import check_runtime
 from braidrl.runtimes.generating.engines import pools_ranks
 from braidrl.runtimes.prepare.setup import Prepared, prepare
+from braidrl.runtimes.start import check_runtime
 from braidrl.runtimes.streaming.groups import worker_groups
 
 GIB, MIB = 1 << 30, 1 << 20
