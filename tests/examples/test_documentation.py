@@ -19,7 +19,7 @@ from braidrl.rollout.episodes.environments import environments
 from tests.tiny import ROOT, Workshop, load_module
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 
 
 def test_the_configuration_page_is_what_its_script_writes() -> None:
