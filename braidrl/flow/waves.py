@@ -129,8 +129,9 @@ class GroupSelector:
 
         Raises ValueError for a group that is not awaited, and UserError when a whole epoch of groups brought nothing to keep.
         """
+        awaited = set(self.pending)
         for group, verdict in verdicts.items():
-            if group not in self.pending:
+            if group not in awaited:
                 raise ValueError(f"group {group} is not awaited: it was decided before, or never admitted")
             self.verdicts[group] = verdict
         self.pending = [group for group in self.pending if group not in verdicts]

@@ -20,18 +20,16 @@ from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.compute import computed, dropped, of_namespace, summed
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.signatures import is_reward
+from braidrl.models.backend import TrainingBackend
 from braidrl.models.checkpoint import Write, saving_tasks
 from braidrl.models.objective import Objective, denominators, with_group_tokens
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.role_settings import inference_layouts, with_layout
-from braidrl.models.roles.base import RoleWorker
-from braidrl.models.roles.make import make_worker
-from braidrl.models.weights.following import Following, move_towards
-from braidrl.models.weights.mirror import InferenceCopy
+from braidrl.models.roles.make import make_worker, torch_worker
+from braidrl.models.weights.mirror import Following, InferenceCopy, interpolate_weights
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
-from braidrl.rollout.divided.pooled import PooledEngine
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.generation import Generation
 from braidrl.runtimes.generating.residency import Residency
@@ -63,7 +61,7 @@ class StageExecutor:
         self.config, self.flow, self.progress = config, flow, progress
         self.generation = Generation(config, flow, tokenizer, rewards, progress)
         self.engines = self.generation.engines
-        self.workers: dict[str, RoleWorker] = {}
+        self.workers: dict[str, TrainingBackend] = {}
         self.followings: dict[tuple[str, str], Following] = {}
         self.copies: dict[str, InferenceCopy] = {}  # of roles that infer in another layout than they train in
         self.residency = Residency(config, flow)
@@ -79,8 +77,8 @@ class StageExecutor:
         frozen, inferring = None, inference_layouts(self.config, self.flow)
         if training and role in inferring:
             settings = with_layout(role, self.config, inferring[role])
-            frozen = make_worker(role, settings, self.flow, ranks, training=False)
-            self.copies[role] = InferenceCopy(worker, frozen)
+            frozen = torch_worker(make_worker(role, settings, self.flow, ranks, training=False))
+            self.copies[role] = InferenceCopy(torch_worker(worker), frozen)
         self.residency.add(worker, self.engines.get(role), frozen)
 
     def run(
@@ -138,11 +136,13 @@ class StageExecutor:
     def is_collective(self, stage: Stage) -> bool:
         """Return True where a rank without rows takes part in a stage, because ranks sum, infer or generate together."""
         if stage.kind is Kind.GENERATE:
-            return isinstance(self.engines.get(str(stage.role)), PooledEngine)
+            return stage.role in self.engines and self.engines[stage.role].is_collective
         if stage.kind is not Kind.INFER or stage.role not in self.workers:
             return stage.scope is Scope.BATCH
         copy = self.copies.get(stage.role)
-        return self.workers[stage.role].ranks.together or (copy is not None and copy.frozen.ranks.together)
+        return self.workers[stage.role].ranks.forward_is_collective or (
+            copy is not None and copy.frozen.ranks.forward_is_collective
+        )
 
     def train(
         self,
@@ -203,12 +203,13 @@ class StageExecutor:
     def copy_weights(self, stage: Stage, weights: Totals | None = None) -> None:
         """Move the role's weights towards those of another role, which is here too or gave `weights`."""
         self.residency.before(stage)
-        worker, source, decay = self.workers[str(stage.role)], stage.params["source"], stage.params.get("decay", 0.0)
+        worker, source = torch_worker(self.workers[str(stage.role)]), stage.params["source"]
+        decay = stage.params.get("decay", 0.0)
         if weights is not None:
-            move_towards(worker, weights, source, decay)
+            interpolate_weights(worker, weights, source, decay)
             return
         if (worker.role, source) not in self.followings:  # once: ranks have to agree on every move
-            self.followings[worker.role, source] = Following(worker, self.workers[source])
+            self.followings[worker.role, source] = Following(worker, torch_worker(self.workers[source]))
         self.followings[worker.role, source].move(decay)
 
     def publish(self, version: int) -> None:
@@ -230,7 +231,7 @@ class StageExecutor:
         calls: list[Write] = []
         for worker in self._changed(write):
             with self.residency.all_of(worker.role):
-                calls += saving_tasks(worker, folder / worker.role, write, beside=True)
+                calls += saving_tasks(torch_worker(worker), folder / worker.role, write, beside=True)
         return calls
 
     def load(self, folder: Path) -> None:
@@ -239,10 +240,10 @@ class StageExecutor:
             with self.residency.all_of(worker.role):
                 worker.load(folder / worker.role)
 
-    def _changed(self, write: bool = True) -> list[RoleWorker]:
-        """The roles here that change; of a rank that does not `write`, those whose weights ranks have divided."""
+    def _changed(self, write: bool = True) -> list[TrainingBackend]:
+        """Return the roles here that change; on a rank that does not `write`, those whose weights ranks have divided."""
         changed = [self.workers[role] for role in self.flow.changed_roles if role in self.workers]
-        return changed if write else [worker for worker in changed if worker.ranks.divided]
+        return changed if write else [worker for worker in changed if worker.ranks.is_sharded]
 
     def close(self) -> None:
         """End the processes of engines and checks."""

@@ -19,6 +19,7 @@ from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
+from braidrl.observe.trackers import TrackedRun, Trackers
 from braidrl.runtimes.backend import IterationResult, Position
 from braidrl.runtimes.distributed.launch import in_ranks
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
@@ -80,7 +81,7 @@ class TrainingRun:
             checkpoint = latest_checkpoint(resume) if resume else None
             if checkpoint is not None:
                 self._restore(load_checkpoint(checkpoint))
-            self.metrics = MetricsWriter(self.folder, self.step if resume else None) if self.world.first else None
+            self.metrics = self._open_metrics(self.step if resume else None) if self.world.first else None
         except BaseException:
             self.backend.close()
             raise
@@ -94,6 +95,11 @@ class TrainingRun:
         self.backend.close()
         if self.metrics:
             self.metrics.close()
+
+    def _open_metrics(self, resume_step: int | None) -> MetricsWriter:
+        run = TrackedRun(self.folder, self.config.model_dump(mode="json"), resume_step)
+        trackers = Trackers(self.config.trackers, run, self.progress.print)
+        return MetricsWriter(self.folder, resume_step, trackers=trackers)
 
     def train(self) -> None:
         """Run to `trainer.steps`. On Ctrl-C the last complete step is saved, then KeyboardInterrupt goes on."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from braidrl.cluster.rank import at_end
+from braidrl.cluster.child import at_end
+from braidrl.cluster.devices import device_count, own_devices
 from braidrl.cluster.ray_cluster import import_ray
 from braidrl.cluster.world import World
 from braidrl.config import Config
@@ -23,6 +24,7 @@ from braidrl.runtimes.distributed.backend import DistributedBackend
 from braidrl.runtimes.distributed.launch import generating_ranks
 from braidrl.runtimes.eager import EagerBackend
 from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.generating.engines import own_engines
 from braidrl.runtimes.interrupts import Interrupts
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.streaming.groups import check_streaming
@@ -133,6 +135,9 @@ def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool) -> 
             f"trainer.over_sampling={trainer.over_sampling:g} begins groups in place of those that selection drops, and flow "
             f"{flow.name} selects none; remove it"
         )
+    devices = device_count(config.device)
+    if config.runtime == "eager" and devices is not None:
+        own_devices(devices, own_engines(config), config.rollout.tensor)
     if config.runtime == "streaming":
         check_streaming(config, flow)
         if not (generates and trains):

@@ -17,7 +17,7 @@ from braidrl.algorithms.metrics import effective_sample_share, explained_varianc
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import UserError
 from braidrl.flow import Flow
-from braidrl.models.objective import trained
+from braidrl.models.objective import trained_rows
 from braidrl.observe.metrics import REQUIRED_KEYS
 from braidrl.runtimes.backend import IterationResult
 
@@ -59,7 +59,7 @@ def step_metrics(
     metrics["score/mean"] = mean_of(result.generated if "score" in result.generated else batch, "score")
     if "cost" in batch:
         metrics["cost/mean"] = mean_of(batch, "cost")
-    metrics["tokens/trained"] = total_of(trained(batch), "length") if "length" in batch else 0
+    metrics["tokens/trained"] = total_of(trained_rows(batch), "length") if "length" in batch else 0
     metrics["throughput/tokens_per_second"] = total_of(batch, "length") / seconds
     metrics["staleness/max"] = int(version - batch["version"].min()) if "version" in batch and len(batch) else 0
     return {name: clean(value) for name, value in metrics.items()}

@@ -60,7 +60,7 @@ class DistributedBackend:
         self.exchange, self.notices, self.waves = ShardExchange(world, interrupts, trace), world.notices, 0
 
     def admit(self, groups: int) -> Shard:
-        """Read and tokenise only the prompts of this rank's own rows."""
+        """Make this rank's own rows. After the start, when the first rank tokenised every prompt, a rank tokenises no others."""
         assert self.loader is not None, "this backend only evaluates"
         self.world.at("admission")
         numbers = self.loader.advance(groups)

@@ -9,15 +9,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from braidrl.config import Config
 from braidrl.flow import Flow, Stage
-from braidrl.models.memory.footprint import cache_bytes
-from braidrl.models.memory.offload import Movable, storages
+from braidrl.models.backend import TrainingBackend
+from braidrl.models.memory.offload import OffloadableTensors, storages
 from braidrl.models.roles.base import RoleWorker
+from braidrl.models.roles.make import torch_worker
 from braidrl.placement.residency import PUBLISH, Asset, needed_assets, residency_plan, stage_needs
-from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.engine import RoleEngine
 
 GIB = 1 << 30
 NOTHING = frozenset[Asset]()
@@ -28,7 +28,7 @@ class Held:
     """Something of a role that can be put away, its bytes, and what else happens when it is."""
 
     size: int
-    movable: Movable
+    offloadable: OffloadableTensors
     before_leaving: Callable[[], object] = lambda: None
 
 
@@ -48,14 +48,18 @@ class Residency:
         # A checkpoint may be written beside a stage that runs.
         self._lock = threading.RLock()
 
-    def add(self, worker: RoleWorker, engine: Any, inferring: RoleWorker | None = None) -> None:
+    def add(self, worker: TrainingBackend, engine: RoleEngine | None, inferring: RoleWorker | None = None) -> None:
         """Take charge of a role that was just loaded, with what it infers with, and put it away: the next one needs the room."""
         if self.budget is None:
             return
+        worker = torch_worker(worker)
         found = held_by(worker)
-        if isinstance(engine, EmbeddedEngine):
-            found[Asset(worker.role, "engine")] = held_by_engine(worker, engine)
-            if engine.model is worker.model:
+        if engine is not None and (memory := engine.memory) is not None:
+            shared = memory.model is worker.model
+            own = [] if shared else list(memory.model.parameters())
+            size = memory.cache_bytes + sum(storage.nbytes() for storage in storages(own))
+            found[Asset(worker.role, "engine")] = Held(size, OffloadableTensors(lambda: own), engine.clear)
+            if shared:
                 self.shared |= {worker.role}
         if inferring is not None:
             found[Asset(worker.role, "inference")] = held_weights(inferring)
@@ -99,9 +103,9 @@ class Residency:
                 # Noted before: a move that is broken off is made again, whole.
                 self.resident.discard(asset)
                 self.held[asset].before_leaving()
-                self.held[asset].movable.offload()
+                self.held[asset].offloadable.offload()
             for asset in sorted(wanted - self.resident):
-                self.held[asset].movable.onload()
+                self.held[asset].offloadable.onload()
                 self.resident.add(asset)
             self.current = needed
 
@@ -110,19 +114,11 @@ def held_by(worker: RoleWorker) -> dict[Asset, Held]:
     """Return a role's weights and, where it is trained, masters, moments and the gradients that a step needs room for."""
     found = {Asset(worker.role, "weights"): held_weights(worker)}
     if worker.optimizer is not None:
-        found[Asset(worker.role, "optimizer")] = Held(worker.optimizer.bytes_in_use, worker.movable["optimizer"])
+        found[Asset(worker.role, "optimizer")] = Held(worker.optimizer.bytes_in_use, worker.offloadable["optimizer"])
     return found
 
 
 def held_weights(worker: RoleWorker) -> Held:
     """Return a worker's weights alone."""
     size = sum(storage.nbytes() for storage in storages(worker.model.parameters()))
-    return Held(size, worker.movable["weights"])
-
-
-def held_by_engine(worker: RoleWorker, engine: EmbeddedEngine) -> Held:
-    """Return an engine's keys and values, and its weights where they are not the trainer's."""
-    model = engine.model
-    own = [] if model is worker.model else list(model.parameters())
-    cache = cache_bytes(model.config, model.dtype.itemsize, engine.slots, engine.max_sequence_tokens)
-    return Held(sum(s.nbytes() for s in storages(own)) + cache, Movable(lambda: own), engine.clear)
+    return Held(size, worker.offloadable["weights"])

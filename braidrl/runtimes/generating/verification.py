@@ -18,10 +18,9 @@ from braidrl.flow.signatures import SUMMED, in_namespace
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import CheckFailure, Pending, RuleRewards
-from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.engine import RoleEngine
+from braidrl.rollout.episodes.trajectory import response_columns
 from braidrl.rollout.requests import Response, Uid
-from braidrl.rollout.routing.service import EngineService
-from braidrl.rollout.trajectories import to_rows
 
 Tell = Callable[[Rows, Mapping[str, Pending]], object]
 VERIFY_CHUNK = 8
@@ -82,7 +81,7 @@ class EarlyChecks:
     def __init__(
         self,
         checks: Checks,
-        engine: EmbeddedEngine | EngineService,
+        engine: RoleEngine,
         rows: Rows,
         place: Mapping[Uid, int],
         verify: Sequence[Stage],
@@ -111,7 +110,7 @@ class EarlyChecks:
         if not self.waiting:
             return
         part = self.rows.take([self.place[row.uid] for row in self.waiting])
-        part = part.with_columns(to_rows(part, self.waiting))
+        part = part.with_columns(response_columns(part, self.waiting))
         self.waiting = []
         begun = {stage.name: self.checks.begin(stage, part) for stage in self.verify}
         if self.tell is not None:

@@ -13,10 +13,13 @@ import torch
 from braidrl.config import Config
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
+from braidrl.models.backend import BACKENDS
 from braidrl.models.memory.footprint import model_shape
+from braidrl.models.optimizer import check_optimizer
 from braidrl.models.parallel.decoding import check_heads
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.role_settings import (
+    backend_of,
     inference_layout_key,
     inference_layouts,
     layout_key,
@@ -24,25 +27,34 @@ from braidrl.models.role_settings import (
     lora_of,
     model_path,
 )
+from braidrl.observe.trackers import TRACKERS
 from braidrl.placement.pools import NAMES as PLACEMENTS
+from braidrl.rollout.engine import ENGINES
 from braidrl.rollout.http.dialects import DIALECTS
 from braidrl.runtimes.generating.engines import pools_ranks
 
-ENGINES = ("embedded", "vllm", "http")
 LAID_OUT = ("distributed", "hybrid")
 """Runtimes whose processes of a role can divide its model."""
 
 
 def check_names(config: Config) -> None:
-    """Raise UserError for a rollout engine or a placement that there is not, whatever the runtime."""
+    """Raise UserError for something that the configuration names and there is not, whatever the runtime."""
     engine, placement = config.rollout.engine, config.placement.name
-    if engine not in ENGINES:
-        raise UserError(f"rollout.engine: no engine is called {engine!r}. {suggest(engine, ENGINES)}")
+    # Another interpreter may have packages that this one has not.
+    ENGINES.check(engine, load=config.rollout.python is None)
     check_servers(config)
     if engine == "vllm" and config.rollout.engines == 0:
         raise UserError(f"rollout.engine={engine} generates in processes of its own; write rollout.engines=1")
     if placement not in PLACEMENTS:
         raise UserError(f"no placement is called {placement!r}. {suggest(placement, PLACEMENTS)}")
+    if config.rollout.engine_settings and engine in ENGINES:
+        raise UserError(
+            f"rollout.engine_settings are those of an engine of your own, and rollout.engine is {engine}; remove them"
+        )
+    check_optimizer(config.trainer)
+    for tracker in config.trackers:
+        TRACKERS.check(tracker.name)
+        TRACKERS.check_settings(tracker.name, tracker.params)
 
 
 def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
@@ -171,10 +183,34 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int
         if layout.sequence > 1 and config.trainer.share_prompts:
             raise UserError(f"{key}: sequence divides rows apart; write sequence=1, or trainer.share_prompts=false")
         if devices is not None:
-            layout.over(devices, key)
+            layout.resolve(devices, key)
         settings = model_settings(model_path(role, config))
         heads = settings.get("num_attention_heads", 1)
         layout.check_model(heads, settings.get("num_key_value_heads", heads), settings.get("num_hidden_layers", 1), key)
+
+
+def check_backends(config: Config, flow: Flow) -> None:
+    """Raise UserError for a training backend that there is not, and for what a backend of a user's own does not do."""
+    for role in flow.roles:
+        backend = backend_of(role, config)
+        BACKENDS.check(backend)
+        if backend in BACKENDS:
+            continue
+        follows = [s.name for s in flow.stages if "source" in s.params and role in (s.role, s.params["source"])]
+        torch_only = {
+            layout_key(role, config): layout_of(role, config) != ParallelLayout(),
+            inference_layout_key(role, config): role in inference_layouts(config, flow),
+            "trainer.lora": lora_of(role, config) is not None,
+            "trainer.resident_gib": config.trainer.resident_gib is not None,
+            "trainer.checkpoint_async": config.trainer.checkpoint_async,
+            "trainer.optimizer": config.trainer.optimizer != "adamw",
+            "runtime=streaming": config.runtime == "streaming",
+            f"stage {', '.join(follows)}": bool(follows),
+        }
+        if key := next((key for key, asked in torch_only.items() if asked), None):
+            raise UserError(
+                f"{key} needs the backend torch, and {role} has {backend}; remove it, or write trainer.backend=torch"
+            )
 
 
 def check_inference_layouts(config: Config, flow: Flow) -> None:

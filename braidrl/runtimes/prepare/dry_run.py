@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from rich.table import Table
 
+from braidrl.cluster.devices import Devices, assign_devices, device_count, device_lines
 from braidrl.config import Config, TrainerConfig
 from braidrl.flow import Kind
 from braidrl.models.memory.footprint import (
@@ -24,12 +25,12 @@ from braidrl.models.memory.footprint import (
 )
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.role_settings import DTYPES, inference_layouts, layout_of, lora_of, model_path
-from braidrl.placement.pools import place
+from braidrl.placement.pools import Pool, place
 from braidrl.placement.residency import Asset, needed_assets, residency_plan
-from braidrl.runtimes.generating.engines import pools_ranks
+from braidrl.runtimes.generating.engines import pools_ranks, with_engines
 from braidrl.runtimes.prepare.setup import Prepared, prepare
 from braidrl.runtimes.start import check_runtime
-from braidrl.runtimes.streaming.groups import worker_groups
+from braidrl.runtimes.streaming.groups import pools_of, worker_groups
 
 GIB, MIB = 1 << 30, 1 << 20
 ENGINE, CACHE, INFERENCE = "weights of the engine", "keys and values", "weights to infer with"
@@ -94,6 +95,31 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
     return [DeviceGroup(workers, tuple(map(seat, roles)))]
 
 
+def pools_of_run(prepared: Prepared) -> list[Pool]:
+    """Return the processes of a run, with the engine processes that they start."""
+    config = prepared.config
+    if config.runtime == "streaming":
+        evaluation = prepared.evaluation if prepared.eval_sources else None
+        return pools_of(worker_groups(config, prepared.flow, evaluation), config)
+    if config.runtime == "hybrid":
+        pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
+        return list(with_engines(pools, prepared.generating, config))
+    name, workers = ("rank", config.workers) if config.runtime == "distributed" else ("eager", 1)
+    return list(with_engines([Pool((name,), workers)], (name,), config))
+
+
+def device_table(prepared: Prepared) -> dict[str, Devices]:
+    """Return which CUDA devices each process would get; nothing where the run uses none. Raises UserError for too few of them.
+
+    On a machine without any, where a run is only planned, there are as many as it needs.
+    """
+    available = device_count(prepared.config.device)
+    if available is None:
+        return {}
+    pools = pools_of_run(prepared)
+    return assign_devices(pools, available or sum(p.workers * (1 + p.engines * p.engine_devices) for p in pools))
+
+
 def footprint(seat: RoleUse, prepared: Prepared, devices: int) -> Footprint:
     """Return one role's parts on each of its devices. Raises UserError for a layout that does not fit them or the model."""
     config, role = prepared.config, seat.role
@@ -101,19 +127,19 @@ def footprint(seat: RoleUse, prepared: Prepared, devices: int) -> Footprint:
     dtype = DTYPES[(own and own.dtype) or config.dtype]
     lora = lora_of(role, config) if seat.trained else None
     shape = model_shape(model_path(role, config), dtype, role in prepared.flow.scalar_roles, lora)
-    layout = layout_of(role, config).over(devices)
+    layout = layout_of(role, config).resolve(devices)
     sizes = shape.config
     layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
     resident = resident_bytes(shape, seat.trained, layout)
     plain = model_shape(model_path(role, config), dtype, role in prepared.flow.scalar_roles)
     other = inference_layouts(config, prepared.flow).get(role) if seat.trained else None
     if other is not None:
-        resident[INFERENCE] = resident_bytes(plain, False, other.over(devices))["weights"]
+        resident[INFERENCE] = resident_bytes(plain, False, other.resolve(devices))["weights"]
     # Servers have devices of their own.
     if seat.generates and rollout.engine != "http":
         engine = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
         divisor = rollout.tensor if pools_ranks(config) else 1
-        if engine.dtype != dtype or lora or not layout.copies or divisor > 1:
+        if engine.dtype != dtype or lora or not layout.is_replicated or divisor > 1:
             resident[ENGINE] = engine.parameters * engine.element_bytes // divisor
         cache = cache_bytes(sizes, engine.element_bytes, rollout.slots, config.max_sequence_tokens)
         resident[CACHE] = cache // divisor
@@ -122,7 +148,7 @@ def footprint(seat: RoleUse, prepared: Prepared, devices: int) -> Footprint:
         scalar = role in prepared.flow.scalar_roles
         working = working_bytes(shape, config.trainer, layout, seat.trained, scalar)
         if other is not None:
-            inferring = working_bytes(plain, config.trainer, other.over(devices), False, scalar)
+            inferring = working_bytes(plain, config.trainer, other.resolve(devices), False, scalar)
             working = {part: max(working.get(part, 0), inferring.get(part, 0)) for part in {**working, **inferring}}
     return Footprint(seat, shape, resident, working)
 
@@ -202,7 +228,7 @@ def show(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], c
         if moved:
             names = ", ".join(f"{asset.role} {asset.part}" for asset in moved)
             console.print(f"waits in host memory while other roles need the room: {names}", soft_wrap=True)
-    for line in batch_lines(config):
+    for line in [*device_lines(device_table(prepared)), *batch_lines(config)]:
         console.print(line, soft_wrap=True)
 
 

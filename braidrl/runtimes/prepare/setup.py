@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from braidrl.cluster.world import LostPeers, World
+from braidrl.cluster.world import World
 from braidrl.config import Config, VerifierConfig
 from braidrl.data.prompts import LoadedSource, load_eval, load_texts, load_train
-from braidrl.errors import UserError
+from braidrl.errors import LostPeers, UserError
 from braidrl.flow import Flow, Stage
 from braidrl.flow.planner import serial_chain
 from braidrl.models.loading import check_scorer, load_tokenizer
@@ -23,6 +23,7 @@ from braidrl.placement.pools import check_copies, place
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.prepare.checks import (
     check_adapters,
+    check_backends,
     check_divided_engines,
     check_generating_ranks,
     check_layouts,
@@ -50,6 +51,7 @@ class Prepared:
         """Raise UserError for parts that do not fit together."""
         config, held_out = self.config, list(self.eval_sources.values())
         check_names(config)
+        check_backends(config, self.flow)
         check_layouts(config, self.flow, self.flow.roles)
         evaluated = self.evaluation.stages if self.eval_sources else ()
         check_divided_engines(config, [*self.flow.stages, *evaluated])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from braidrl.cluster import notices
 from braidrl.cluster.notices import Notices
-from braidrl.cluster.processes import run_ranks
+from braidrl.cluster.ranks import run_ranks
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow.recipes import load_flow

@@ -9,10 +9,14 @@ import torch
 
 from braidrl.data.rows import FinishReason
 from braidrl.rollout.embedded.engine import EmbeddedEngine
-from braidrl.rollout.partial import continued, joined
 from braidrl.rollout.replica import EngineReplica
-from braidrl.rollout.requests import Response, SamplingParams
+from braidrl.rollout.requests import Response, SamplingParams, remaining_request
 from tests.rollout.tiny import make_model, make_requests, make_tokenizer, training_log_probs
+
+
+def joined(ended: Response, rest: Response) -> Response:
+    tokens, versions = (torch.cat(pair) for pair in ((ended.tokens, rest.tokens), (ended.versions, rest.versions)))
+    return Response(rest.uid, tokens, torch.cat([ended.log_probs, rest.log_probs]), rest.finish_reason, versions)
 
 
 def test_rows_that_were_aborted_and_continued_are_those_of_an_undisturbed_run() -> None:
@@ -30,7 +34,7 @@ def test_rows_that_were_aborted_and_continued_are_those_of_an_undisturbed_run() 
                 await engine.abort(request.uid)
         first = await asyncio.gather(*tasks)
         await engine.update_weights(1)
-        rest = [continued(request, ended) for request, ended in zip(requests, first, strict=True)]
+        rest = [remaining_request(request, ended) for request, ended in zip(requests, first, strict=True)]
         again = await asyncio.gather(*(engine.submit(request) for request in rest if request is not None))
         by_uid = {row.uid: row for row in again}
         return [joined(ended, by_uid[ended.uid]) if ended.uid in by_uid else ended for ended in first]
@@ -47,10 +51,10 @@ def test_what_is_complete_or_of_another_row_is_not_continued() -> None:
     request, other = make_requests(1, 2, SamplingParams(max_tokens=3))
     tokens = torch.tensor([1, 2])
     aborted = Response(request.uid, tokens, -torch.ones(2), FinishReason.ABORT, torch.zeros(2, dtype=torch.int64))
-    going_on = continued(request, aborted)
+    going_on = remaining_request(request, aborted)
     assert going_on is not None
     assert (going_on.first_draw, going_on.sampling.max_tokens, going_on.prompt.tolist()[-2:]) == (2, 1, [1, 2])
     stopped = Response(request.uid, tokens, -torch.ones(2), FinishReason.STOP, torch.zeros(2, dtype=torch.int64))
-    assert continued(request, stopped) is None
+    assert remaining_request(request, stopped) is None
     with pytest.raises(ValueError, match="cannot go on from"):
-        continued(other, aborted)
+        remaining_request(other, aborted)

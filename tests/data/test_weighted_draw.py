@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.data.order import WeightedDraw, permutation
+from braidrl.data.loader import WeightedDraw, permutation
 
 weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)
 

@@ -8,8 +8,8 @@ import torch
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.flow.signatures import GENERATED
+from braidrl.rollout.episodes.trajectory import response_columns
 from braidrl.rollout.requests import Response
-from braidrl.rollout.trajectories import to_rows
 
 
 def make_rows(prompts: list[list[int]]) -> Rows:
@@ -37,7 +37,7 @@ def test_columns_hold_prompt_and_response_in_the_order_of_the_rows() -> None:
         response((0, 0, 1), [], [], FinishReason.ABORT),
         response((0, 0, 0), [5, 6], [3, 4], FinishReason.LENGTH),
     ]
-    columns = to_rows(rows, finished)
+    columns = response_columns(rows, finished)
     assert set(columns) == set(GENERATED)
     table = rows.with_columns(columns)
     assert table["tokens"].tolist() == [[1, 2, 5, 6], [1, 2], [3, 7]]
@@ -52,7 +52,7 @@ def test_columns_hold_prompt_and_response_in_the_order_of_the_rows() -> None:
 
 
 def test_no_rows_give_empty_columns() -> None:
-    columns = to_rows(make_rows([]), [])
+    columns = response_columns(make_rows([]), [])
     assert set(columns) == set(GENERATED) and all(len(column) == 0 for column in columns.values())
 
 
@@ -61,4 +61,4 @@ def test_a_response_missing_twice_or_of_another_row_is_refused() -> None:
     first = response((0, 0, 0), [5], [0], FinishReason.STOP)
     for finished in ([first], [first, first], [first, response((0, 9, 0), [5], [0], FinishReason.STOP)]):
         with pytest.raises(ValueError, match="not the same"):
-            to_rows(rows, finished)
+            response_columns(rows, finished)
