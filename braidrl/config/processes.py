@@ -62,7 +62,7 @@ class ClusterConfig(Section):
     """Who starts the ranks of `runtime: distributed` and the workers of `runtime: streaming`: this command, on this machine; Ray, on its
     cluster; or, for ranks, `torchrun`, which has started this command as one of them, and is the default there. Else it is `local`."""
     address: str | None = None
-    """Of a running cluster; by default RAY_ADDRESS, or a cluster of this machine that ends with the run."""
+    """Address of a running cluster; by default RAY_ADDRESS, or a cluster of this machine that ends with the run."""
     cpus: int | None = Field(None, ge=1)
     """CPUs that a cluster of this machine offers, one for each worker; by default all."""
     start_limit_s: float = Field(300.0, gt=0)

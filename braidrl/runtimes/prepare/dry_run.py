@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from rich.table import Table
 
+from braidrl.cluster.devices import Devices, assign_devices, device_count, device_lines
 from braidrl.config import Config, TrainerConfig
 from braidrl.flow import Kind
 from braidrl.models.memory.footprint import (
@@ -24,12 +25,12 @@ from braidrl.models.memory.footprint import (
 )
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.role_settings import DTYPES, inference_layouts, layout_of, lora_of, model_path
-from braidrl.placement.pools import place
+from braidrl.placement.pools import Pool, place
 from braidrl.placement.residency import Asset, needed_assets, residency_plan
-from braidrl.runtimes.generating.engines import pools_ranks
+from braidrl.runtimes.generating.engines import pools_ranks, with_engines
 from braidrl.runtimes.prepare.setup import Prepared, prepare
 from braidrl.runtimes.start import check_runtime
-from braidrl.runtimes.streaming.groups import worker_groups
+from braidrl.runtimes.streaming.groups import pools_of, worker_groups
 
 GIB, MIB = 1 << 30, 1 << 20
 ENGINE, CACHE, INFERENCE = "weights of the engine", "keys and values", "weights to infer with"
@@ -63,7 +64,7 @@ class Footprint:
 
 
 def dry_run(config: Config, console: Console | None = None) -> list[tuple[DeviceGroup, list[Footprint]]]:
-    """Checks a configuration as a run does, and prints what each device would hold. Raises UserError as a run does."""
+    """Check a configuration as a run does, and print what each device would hold. Raises UserError as a run does."""
     prepared = prepare(config)
     check_runtime(config, prepared.flow, generates=True, trains=True)
     groups = device_groups(prepared)
@@ -73,7 +74,7 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
 
 
 def device_groups(prepared: Prepared) -> list[DeviceGroup]:
-    """Every process of the run that has a device, with the roles whose models it holds."""
+    """Return every process of the run that has a device, with the roles whose models it holds."""
     config, roles, trained = prepared.config, prepared.roles(), prepared.flow.trained_roles
 
     def seat(role: str) -> RoleUse:
@@ -94,26 +95,51 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
     return [DeviceGroup(workers, tuple(map(seat, roles)))]
 
 
+def pools_of_run(prepared: Prepared) -> list[Pool]:
+    """Return the processes of a run, with the engine processes that they start."""
+    config = prepared.config
+    if config.runtime == "streaming":
+        evaluation = prepared.evaluation if prepared.eval_sources else None
+        return pools_of(worker_groups(config, prepared.flow, evaluation), config)
+    if config.runtime == "hybrid":
+        pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
+        return list(with_engines(pools, prepared.generating, config))
+    name, workers = ("rank", config.workers) if config.runtime == "distributed" else ("eager", 1)
+    return list(with_engines([Pool((name,), workers)], (name,), config))
+
+
+def device_table(prepared: Prepared) -> dict[str, Devices]:
+    """Return which CUDA devices each process would get; nothing where the run uses none. Raises UserError for too few of them.
+
+    On a machine without any, where a run is only planned, there are as many as it needs.
+    """
+    available = device_count(prepared.config.device)
+    if available is None:
+        return {}
+    pools = pools_of_run(prepared)
+    return assign_devices(pools, available or sum(p.workers * (1 + p.engines * p.engine_devices) for p in pools))
+
+
 def footprint(seat: RoleUse, prepared: Prepared, devices: int) -> Footprint:
-    """One role's parts on each of its devices. Raises UserError for a layout that does not fit them or the model."""
+    """Return one role's parts on each of its devices. Raises UserError for a layout that does not fit them or the model."""
     config, role = prepared.config, seat.role
     rollout, own = config.rollout, config.roles.get(role)
     dtype = DTYPES[(own and own.dtype) or config.dtype]
     lora = lora_of(role, config) if seat.trained else None
     shape = model_shape(model_path(role, config), dtype, role in prepared.flow.scalar_roles, lora)
-    layout = layout_of(role, config).over(devices)
+    layout = layout_of(role, config).resolve(devices)
     sizes = shape.config
     layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
     resident = resident_bytes(shape, seat.trained, layout)
     plain = model_shape(model_path(role, config), dtype, role in prepared.flow.scalar_roles)
     other = inference_layouts(config, prepared.flow).get(role) if seat.trained else None
     if other is not None:
-        resident[INFERENCE] = resident_bytes(plain, False, other.over(devices))["weights"]
+        resident[INFERENCE] = resident_bytes(plain, False, other.resolve(devices))["weights"]
     # Servers have devices of their own.
     if seat.generates and rollout.engine != "http":
         engine = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
         divisor = rollout.tensor if pools_ranks(config) else 1
-        if engine.dtype != dtype or lora or not layout.copies or divisor > 1:
+        if engine.dtype != dtype or lora or not layout.is_replicated or divisor > 1:
             resident[ENGINE] = engine.parameters * engine.element_bytes // divisor
         cache = cache_bytes(sizes, engine.element_bytes, rollout.slots, config.max_sequence_tokens)
         resident[CACHE] = cache // divisor
@@ -122,7 +148,7 @@ def footprint(seat: RoleUse, prepared: Prepared, devices: int) -> Footprint:
         scalar = role in prepared.flow.scalar_roles
         working = working_bytes(shape, config.trainer, layout, seat.trained, scalar)
         if other is not None:
-            inferring = working_bytes(plain, config.trainer, other.over(devices), False, scalar)
+            inferring = working_bytes(plain, config.trainer, other.resolve(devices), False, scalar)
             working = {part: max(working.get(part, 0), inferring.get(part, 0)) for part in {**working, **inferring}}
     return Footprint(seat, shape, resident, working)
 
@@ -130,7 +156,7 @@ def footprint(seat: RoleUse, prepared: Prepared, devices: int) -> Footprint:
 def working_bytes(
     shape: Shape, trainer: TrainerConfig, layout: ParallelLayout, trained: bool, scalar: bool
 ) -> dict[str, int]:
-    """What a role takes beside what stays, by part, while it computes a micro-batch."""
+    """Return the bytes that a role takes while it computes a micro-batch, in addition to what stays, by part."""
     tokens, working = trainer.max_tokens_per_device, {}
     if gathered := gathered_bytes(shape, layout):
         working["weights gathered"] = gathered
@@ -144,7 +170,7 @@ def working_bytes(
 
 
 def peak(footprints: list[Footprint], resident: int | None = None) -> int:
-    """Bytes of one device: what stays there, and the most that any role needs while it works; roles take turns.
+    """Return the bytes of one device: what stays there, and the most that any role needs while it works; roles take turns.
 
     `resident` says how much stays there where not everything does.
     """
@@ -153,7 +179,7 @@ def peak(footprints: list[Footprint], resident: int | None = None) -> int:
 
 
 def moving(prepared: Prepared, footprints: list[Footprint]) -> tuple[int | None, list[Asset]]:
-    """Under `trainer.resident_gib` the most bytes that are on a device at a time, and what has to leave it for others.
+    """Return, under `trainer.resident_gib`, the most bytes that are on a device at a time, and what has to leave it for others.
 
     Raises UserError for a stage that alone needs more.
     """
@@ -169,7 +195,7 @@ def moving(prepared: Prepared, footprints: list[Footprint]) -> tuple[int | None,
 
 
 def assets(one: Footprint) -> dict[Asset, int]:
-    """A role's parts as they move, in bytes."""
+    """Return a role's parts as they move, in bytes."""
     parts = {"weights": "weights", ENGINE: "engine", CACHE: "engine", INFERENCE: "inference"}
     found: dict[Asset, int] = {}
     for name, size in one.resident.items():
@@ -179,7 +205,7 @@ def assets(one: Footprint) -> dict[Asset, int]:
 
 
 def show(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], console: Console) -> None:
-    """Prints a table for each group of devices, and the sizes of a batch."""
+    """Print a table for each group of devices, and the sizes of a batch."""
     config = prepared.config
     console.print(f"flow {prepared.flow.name}, runtime {config.runtime}: nothing was trained, no weights were read")
     for group, footprints in found:
@@ -202,17 +228,17 @@ def show(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], c
         if moved:
             names = ", ".join(f"{asset.role} {asset.part}" for asset in moved)
             console.print(f"waits in host memory while other roles need the room: {names}", soft_wrap=True)
-    for line in batch_lines(config):
+    for line in [*device_lines(device_table(prepared)), *batch_lines(config)]:
         console.print(line, soft_wrap=True)
 
 
 def in_units(size: int) -> str:
-    """Bytes as people say them."""
+    """Return the bytes as people say them."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
 
 
 def batch_lines(config: Config) -> list[str]:
-    """The sizes of a step and of a micro-batch."""
+    """Return the sizes of a step and of a micro-batch."""
     trainer, longest = config.trainer, config.max_sequence_tokens
     rows = trainer.prompts_per_step * config.rollout.samples_per_prompt
     return [

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from braidrl.cluster.workers import Launcher, WorkerFailed
+from braidrl.cluster.process import Launcher
 from braidrl.config import Config
 from braidrl.data.rows import Rows
-from braidrl.errors import UserError
+from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Stage
 from braidrl.flow.updates import Sizes, check_update_size
 from braidrl.flow.waves import GroupSelector
@@ -167,7 +167,7 @@ class StreamingBackend:
             raise self.control.refused
         self.processes.watch()
         if self.server.failure is not None:
-            raise WorkerFailed(f"the queue's server failed:\n{self.server.failure}")
+            raise WorkerError(f"the queue's server failed:\n{self.server.failure}")
         self.seen = self.control.wait(self.seen, LOOK_EVERY_S)
 
     def change(self, change: Callable[[], object]) -> None:
@@ -200,14 +200,14 @@ class StreamingBackend:
         self.change(lambda: None)
 
     def _carry_out(self, order: dict[str, Any]) -> None:
-        """Returns when every leader has done it. Raises WorkerFailed where one does not in time."""
+        """Returns when every leader has done it. Raises WorkerError where one does not in time."""
         limit = time.monotonic() + ORDER_LIMIT_S
         for number, holder in self._give(order).items():
             while number not in self.control.results:
                 self._wait_until(limit, holder)
 
     def _give(self, order: dict[str, Any]) -> dict[int, str]:
-        """Whom the order was given to, by its number. Raises WorkerFailed for a leader that is not there in time."""
+        """Whom the order was given to, by its number. Raises WorkerError for a leader that is not there in time."""
         limit, given = time.monotonic() + ORDER_LIMIT_S, {}
         for holder, role in self.processes.trainers().items():
             while holder not in self.control.holders:
@@ -228,7 +228,7 @@ class StreamingBackend:
 
     def _wait_until(self, limit: float, holder: str) -> None:
         if time.monotonic() > limit:
-            raise WorkerFailed(f"{holder} did not answer within {ORDER_LIMIT_S:g} s")
+            raise WorkerError(f"{holder} did not answer within {ORDER_LIMIT_S:g} s")
         self.wait()
 
 

@@ -58,7 +58,9 @@ class TwoNodes:
         found = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             try:
-                if {"ray::WorkerActor", "ray::Node"} & set(" ".join(process.cmdline()).replace(".", " ").split()):
+                if {"ray::ProcessActor", "ray::StorageNode"} & set(
+                    " ".join(process.cmdline()).replace(".", " ").split()
+                ):
                     found.append(process.pid)
             except psutil.NoSuchProcess:
                 continue

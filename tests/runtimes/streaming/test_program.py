@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from braidrl.algorithms.shaping import next_kl_coefficient
-from braidrl.cluster.workers import WorkerFailed
-from braidrl.errors import UserError
+from braidrl.errors import UserError, WorkerError
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import read_trace
 from braidrl.runtimes.run import TrainingRun
@@ -281,7 +280,7 @@ def test_the_death_of_a_trainer_ends_the_run_and_says_so(workshop: Workshop) -> 
         assert isinstance(run.backend, StreamingBackend)
         killer = threading.Timer(0.0, kill_when_it_holds_rows, (run.backend, "actor", killed))
         killer.start()
-        with pytest.raises(WorkerFailed, match=r"actor 0, which holds .* is gone \(killed by signal 9\)"):
+        with pytest.raises(WorkerError, match=r"actor 0, which holds .* is gone \(killed by signal 9\)"):
             run.train()
         killer.join()
 
@@ -302,7 +301,7 @@ def faulty(workshop: Workshop) -> dict[str, Any]:
 
 
 def test_an_exception_in_a_worker_ends_the_run_with_its_traceback(workshop: Workshop) -> None:
-    with in_process(workshop, "faulty", **faulty(workshop)) as run, pytest.raises(WorkerFailed) as caught:
+    with in_process(workshop, "faulty", **faulty(workshop)) as run, pytest.raises(WorkerError) as caught:
         run.train()
     for part in ("compute-0", "the shape of water", "stage faulty", "rows (0, "):
         assert part in str(caught.value)
