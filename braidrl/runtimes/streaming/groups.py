@@ -97,7 +97,7 @@ def check_streaming(config: Config, flow: Flow) -> None:
         raise UserError(
             "runtime=streaming starts its workers itself; write cluster.launcher=local or cluster.launcher=ray"
         )
-    if config.streaming.storage != "shared_memory" and config.cluster.launcher != "local":
+    if config.streaming.storage != "shared_memory" and config.cluster.launcher == "ray":
         raise UserError(
             f"streaming.storage={config.streaming.storage} is one machine's; write cluster.launcher=local or shared_memory"
         )

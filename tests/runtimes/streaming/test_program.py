@@ -164,13 +164,17 @@ def test_the_same_result_under_every_setting_that_must_not_matter(
     assert_same(eager(flow), stream(workshop, name, flow, settings))
 
 
-@pytest.mark.parametrize("storage", ["file", "redis"])
-def test_wherever_payload_lies_the_result_is_the_same(
-    workshop: Workshop, eager: Callable[..., Path], request: pytest.FixtureRequest, tmp_path: Path, storage: str
+def test_payload_on_a_disk_gives_the_same_result(
+    workshop: Workshop, eager: Callable[..., Path], tmp_path: Path
 ) -> None:
-    place = f"file:{tmp_path}" if storage == "file" else request.getfixturevalue("redis_server")
-    assert_same(eager("grpo"), stream(workshop, f"streaming-{storage}", "grpo", {"storage": place}))
+    assert_same(eager("grpo"), stream(workshop, "streaming-file", "grpo", {"storage": f"file:{tmp_path}"}))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_payload_in_redis_gives_the_same_result(
+    workshop: Workshop, eager: Callable[..., Path], redis_server: str
+) -> None:
+    assert_same(eager("grpo"), stream(workshop, "streaming-redis", "grpo", {"storage": redis_server}))
 
 
 def test_text_of_a_second_source_is_streamed_with_its_rows(workshop: Workshop) -> None:
