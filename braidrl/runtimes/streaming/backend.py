@@ -31,7 +31,8 @@ from braidrl.runtimes.streaming.processes import Processes, worker_launcher
 from braidrl.runtimes.streaming.stream import Stream
 from braidrl.transfer.queue.client import assembled
 from braidrl.transfer.queue.owner import Owner
-from braidrl.transfer.queue.storage import DataPlane, Place, Segments
+from braidrl.transfer.queue.storage import DataPlane, Place
+from braidrl.transfer.queue.storage_backends import open_storage
 from braidrl.transfer.queue.transport import QueueServer
 
 LOOK_EVERY_S = 0.05
@@ -72,7 +73,7 @@ class StreamingBackend:
             launcher = worker_launcher(config)
             resources.callback(launcher.close)
             self._open_queue(launcher, resources)
-            place = Place(launcher.node, self.owner.run, self.server.address)
+            place = Place(launcher.node, self.owner.run, self.server.address, config.streaming.storage)
             self.processes = Processes(config, folder, self.control, launcher, place)
             resources.callback(self.processes.kill)
             self.processes.start(self.groups)
@@ -80,9 +81,9 @@ class StreamingBackend:
 
     def _open_queue(self, launcher: Launcher, resources: ExitStack) -> None:
         streaming = self.config.streaming
-        self.owner = Owner()
+        self.owner = Owner(storage=streaming.storage)
         resources.callback(self.owner.close)
-        self.data = DataPlane(Segments(self.owner.run, "main"), "", launcher.node)
+        self.data = DataPlane(open_storage(streaming.storage, self.owner.run, "main"), "", launcher.node)
         resources.callback(self.data.close)
         together = streaming.weights == "delayed"
         self.control = ControlPlane(self.stream, self.data, streaming.lease_s, self.exported, together)

@@ -97,6 +97,10 @@ def check_streaming(config: Config, flow: Flow) -> None:
         raise UserError(
             "runtime=streaming starts its workers itself; write cluster.launcher=local or cluster.launcher=ray"
         )
+    if config.streaming.storage != "shared_memory" and config.cluster.launcher != "local":
+        raise UserError(
+            f"streaming.storage={config.streaming.storage} is one machine's; write cluster.launcher=local or shared_memory"
+        )
     if engine_processes(config):
         raise UserError(
             "runtime=streaming generates in workers of its own, as many as streaming.workers says; write rollout.engine=embedded "

@@ -33,7 +33,8 @@ from braidrl.runtimes.streaming.model import ModelLoop
 from braidrl.runtimes.streaming.worker import LeaseProgress, WorkerContext, compute
 from braidrl.transfer.queue.client import Client
 from braidrl.transfer.queue.owner import StorageNode, remove_run
-from braidrl.transfer.queue.storage import DataPlane, Place, shared_folder
+from braidrl.transfer.queue.storage import DataPlane, Place
+from braidrl.transfer.queue.storage_backends import shared_folder
 
 CONNECT_LIMIT_S = 60.0
 RANKS_LIMIT_S = 600.0
@@ -230,4 +231,5 @@ def run_loop(context: WorkerContext, world: World, arguments: Mapping[str, Any])
 
 def orphaned(arguments: Mapping[str, Any]) -> None:
     """Remove what the run has in shared memory: its main program was killed, and nobody else does."""
-    remove_run(shared_folder(), Place(*arguments["place"]).run)
+    place = Place(*arguments["place"])
+    remove_run(shared_folder(), place.run, place.storage)

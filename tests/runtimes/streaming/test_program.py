@@ -21,7 +21,7 @@ from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import run_config
 from braidrl.runtimes.streaming.backend import StreamingBackend
 from braidrl.transfer.queue.owner import remove_abandoned
-from braidrl.transfer.queue.storage import PREFIX, shared_folder
+from braidrl.transfer.queue.storage_backends import PREFIX, shared_folder
 from tests.leftovers import family, listening
 from tests.runtimes.turns import PLAYED
 from tests.tiny import (
@@ -162,6 +162,15 @@ def test_the_same_result_under_every_setting_that_must_not_matter(
     name = f"soak-{flow}-{len(workers)}-{workers.get('actor', 1)}-{dispatch_rows}-{weights}"
     settings = {"workers": workers, "dispatch_rows": dispatch_rows, "weights": weights}
     assert_same(eager(flow), stream(workshop, name, flow, settings))
+
+
+@pytest.mark.parametrize("storage", ["file", "redis"])
+def test_wherever_payload_lies_the_result_is_the_same(
+    workshop: Workshop, eager: Callable[..., Path], request: pytest.FixtureRequest, tmp_path: Path, storage: str
+) -> None:
+    place = f"file:{tmp_path}" if storage == "file" else request.getfixturevalue("redis_server")
+    assert_same(eager("grpo"), stream(workshop, f"streaming-{storage}", "grpo", {"storage": place}))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_text_of_a_second_source_is_streamed_with_its_rows(workshop: Workshop) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from braidrl.transfer.queue.samplers import SAMPLERS
-from braidrl.transfer.queue.storage import Segments
+from braidrl.transfer.queue.storage_backends import Segments
 from braidrl.transfer.queue.transfer_queue import QueueFull, TransferQueue
 from braidrl.transfer.queue.transport import QueueError
 
