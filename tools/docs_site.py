@@ -35,17 +35,18 @@ DRAWN = re.compile(r"[─│▲▼◀▶┌┐└┘├┤┬┴┼]|\S {3,}\S")
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Complete the navigation."""
-    use, develop = config.nav[:2], config.nav[2:]
-    sections: dict[str, list[Any]] = {
-        "Extend": sorted(path.name for path in DOCS.glob("add-*.md")),
-        "Examples": sorted(EXAMPLES.values()),
-        "Results": sorted(f"results/{path.name}" for path in DOCS.glob("results/*.md")),
-    }
+    """Complete the navigation: pages that mkdocs.yml does not put into an order of its own come after those."""
+    assert config.nav is not None
+    start, use, develop = config.nav
+    extend = sorted(path.name for path in DOCS.glob("add-*.md"))
+    rest = {path.name for path in DOCS.glob("*.md")} - {*use["Use"], *extend}
     config.nav = [
-        *use,
-        *({name: pages} for name, pages in sections.items()),
-        *develop,
+        start,
+        {"Use": [*use["Use"], *sorted(rest)]},
+        {"Extend": extend},
+        {"Examples": sorted(EXAMPLES.values())},
+        {"Results": sorted(f"results/{path.name}" for path in DOCS.glob("results/*.md"))},
+        develop,
         {"Reference": contents(PACKAGE)},
     ]
 
