@@ -39,7 +39,7 @@ def on_config(config: MkDocsConfig) -> None:
     assert config.nav is not None
     start, use, develop = config.nav
     extend = sorted(path.name for path in DOCS.glob("add-*.md"))
-    rest = {path.name for path in DOCS.glob("*.md")} - {*use["Use"], *extend}
+    rest = {path.name for path in DOCS.glob("*.md")} - {*use["Use"], *develop["Develop"], *extend}
     config.nav = [
         start,
         {"Use": [*use["Use"], *sorted(rest)]},
