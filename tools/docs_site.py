@@ -59,7 +59,8 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
         files.append(File.generated(config, reference_page(module), content=reference(module)))
     linked = {target for path in documents() for target in targets(path)}
     for target in sorted(linked - set(PAGES)):
-        if not target.startswith("docs/"):
+        # mkdocs names the page of a link that leads nowhere.
+        if not target.startswith("docs/") and (ROOT / target).is_file():
             files.append(File(target, str(ROOT), config.site_dir, config.use_directory_urls))
 
 
