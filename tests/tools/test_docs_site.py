@@ -14,7 +14,7 @@ from mkdocs.config import load_config
 
 from tests.tiny import ROOT, load_module
 
-pages = load_module(ROOT / "tools" / "site.py")
+pages = load_module(ROOT / "tools" / "docs_site.py")
 
 
 @pytest.fixture(scope="module")

@@ -35,17 +35,18 @@ DRAWN = re.compile(r"[─│▲▼◀▶┌┐└┘├┤┬┴┼]|\S {3,}\S")
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Complete the navigation."""
-    use, develop = config.nav[:2], config.nav[2:]
-    sections: dict[str, list[Any]] = {
-        "Extend": sorted(path.name for path in DOCS.glob("add-*.md")),
-        "Examples": sorted(EXAMPLES.values()),
-        "Results": sorted(f"results/{path.name}" for path in DOCS.glob("results/*.md")),
-    }
+    """Complete the navigation: pages that mkdocs.yml does not put into an order of its own come after those."""
+    assert config.nav is not None
+    start, use, develop = config.nav
+    extend = sorted(path.name for path in DOCS.glob("add-*.md"))
+    rest = {path.name for path in DOCS.glob("*.md")} - {*use["Use"], *develop["Develop"], *extend}
     config.nav = [
-        *use,
-        *({name: pages} for name, pages in sections.items()),
-        *develop,
+        start,
+        {"Use": [*use["Use"], *sorted(rest)]},
+        {"Extend": extend},
+        {"Examples": sorted(EXAMPLES.values())},
+        {"Results": sorted(f"results/{path.name}" for path in DOCS.glob("results/*.md"))},
+        develop,
         {"Reference": contents(PACKAGE)},
     ]
 
@@ -58,7 +59,8 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
         files.append(File.generated(config, reference_page(module), content=reference(module)))
     linked = {target for path in documents() for target in targets(path)}
     for target in sorted(linked - set(PAGES)):
-        if not target.startswith("docs/"):
+        # mkdocs names the page of a link that leads nowhere.
+        if not target.startswith("docs/") and (ROOT / target).is_file():
             files.append(File(target, str(ROOT), config.site_dir, config.use_directory_urls))
 
 
