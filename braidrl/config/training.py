@@ -122,5 +122,9 @@ class RoleConfig(Section):
     """By default the trainer's; of a trained role."""
     lora: LoraConfig | None = None
     """By default the trainer's."""
+    max_tokens_per_device: int | None = Field(None, ge=1)
+    """By default the trainer's."""
+    activation_checkpointing: bool | None = None
+    """By default the trainer's."""
     generate_workers: int | None = Field(None, ge=1)
     """Ranks that generate for this role under `runtime: distributed`, from the first on; by default all."""

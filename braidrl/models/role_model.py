@@ -24,7 +24,15 @@ from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.packed import Packed
 from braidrl.models.parts import shapes_of
 from braidrl.models.pipeline import HIDDEN
-from braidrl.models.role_settings import DTYPES, choose_device, layout_of, lora_of, model_path
+from braidrl.models.role_settings import (
+    DTYPES,
+    checkpoints_activations,
+    choose_device,
+    layout_of,
+    lora_of,
+    max_tokens_of,
+    model_path,
+)
 from braidrl.models.sharded import laid_out
 from braidrl.models.weight_files import Filling
 
@@ -60,14 +68,14 @@ class RoleModel(ABC):
         self.model.to(self.device).requires_grad_(train).eval()
         if self.lora:
             train_adapters_only(self.model)
-        self.max_tokens = config.trainer.max_tokens_per_device
+        self.max_tokens = max_tokens_of(role, config)
         self.optimizer: MasterOptimizer | None = None
         if train:
             peak = own.learning_rate if own and own.learning_rate is not None else config.trainer.learning_rate
             names, parameters = zip(*self.model.named_parameters(), strict=True)
             places = [list(self.shapes).index(name) for name in names]
             self.optimizer = MasterOptimizer(parameters, config.trainer, peak, self.ranks, places)
-            if config.trainer.activation_checkpointing:
+            if checkpoints_activations(role, config):
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.background: dist.ProcessGroup | None = None
         """In which the ranks meet that write a checkpoint while they train."""
