@@ -40,8 +40,8 @@ def train(
 ) -> None:
     """Train by a flow. Prints the run folder first."""
     from braidrl.config import load_config
-    from braidrl.runtimes.folders import run_config
     from braidrl.runtimes.run import train as run_training
+    from braidrl.runtimes.saving.folders import run_config
 
     if resume is not None:
         if config is not None or overrides:
@@ -50,7 +50,7 @@ def train(
     else:
         settings = load_config(*split_config(config, overrides))
     if dry:
-        from braidrl.runtimes.dry_run import dry_run
+        from braidrl.runtimes.prepare.dry_run import dry_run
 
         dry_run(settings)
         return
@@ -61,12 +61,12 @@ def train(
 def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Evaluate a model, or a checkpoint given as model=, on the sets under data.eval."""
     from braidrl.config import load_config
-    from braidrl.runtimes.launch import speaks
+    from braidrl.runtimes.distributed.launch import is_reporting_rank
     from braidrl.runtimes.run import evaluate_model
 
     # Whatever trained the model: any flow that generates and verifies evaluates it.
     metrics = evaluate_model(load_config(*split_config(config, overrides), flow="grpo"))
-    for name, value in metrics.items() if speaks() else ():
+    for name, value in metrics.items() if is_reporting_rank() else ():
         typer.echo(f"{name}\t{value:.4f}")
 
 
@@ -81,7 +81,7 @@ def flow(
     from braidrl.flow.drawing import text
     from braidrl.flow.svg_drawing import svg as draw
     from braidrl.flow.yaml_form import to_yaml
-    from braidrl.runtimes.building import flow_by_name
+    from braidrl.runtimes.prepare.flow import flow_by_name
 
     shown = flow_by_name(config, overrides or [])
     typer.echo(to_yaml(shown) if yaml else text(shown))
@@ -116,7 +116,7 @@ def export(
     role: str = "actor",
 ) -> None:
     """Copy a role's model out of a run's latest checkpoint (or a checkpoint folder) as a Hugging Face directory."""
-    from braidrl.runtimes.export import export_model
+    from braidrl.runtimes.saving.export import export_model
 
     typer.echo(export_model(run, folder, role))
 
@@ -124,7 +124,7 @@ def export(
 @app.command()
 def doctor() -> None:
     """Check this machine: versions, devices, memory, and a training step on a tiny model."""
-    from braidrl.runtimes.doctor import examine
+    from braidrl.runtimes.prepare.doctor import examine
 
     if not examine(typer.echo):
         raise typer.Exit(1)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from braidrl.config import load_config
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.export import export_model
 from braidrl.runtimes.run import train
+from braidrl.runtimes.saving.export import export_model
 
 
 def imitate_then_learn(settings: Path, folder: Path) -> Path:

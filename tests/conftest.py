@@ -64,7 +64,7 @@ def ray_cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def warm_workers(ray_cluster: None) -> WarmCluster:
-    """Workers that crews of several tests share."""
+    """Workers that backends of several tests share."""
     from tests.runtimes.hybrid.warm import WarmCluster
 
     return WarmCluster()
@@ -72,6 +72,6 @@ def warm_workers(ray_cluster: None) -> WarmCluster:
 
 @pytest.fixture
 def warm_cluster(warm_workers: WarmCluster, monkeypatch: pytest.MonkeyPatch) -> WarmCluster:
-    """What crews of this test start on, in place of processes of their own."""
+    """What backends of this test start on, in place of processes of their own."""
     monkeypatch.setattr("braidrl.runtimes.hybrid.start.RayCluster", lambda config, device: warm_workers)
     return warm_workers

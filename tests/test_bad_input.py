@@ -18,7 +18,7 @@ import pytest
 from braidrl import cli
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.folders import latest_checkpoint
+from braidrl.runtimes.saving.folders import latest_checkpoint
 from tests.tiny import ROOT, Workshop, sums, write_jsonl
 
 Braid = Callable[..., tuple[int, str, str]]

@@ -24,10 +24,10 @@ from braidrl.data.loader import PromptLoader
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import read_rollouts, rollout_path
-from braidrl.runtimes.crews import start_crew
-from braidrl.runtimes.eager import EagerCrew
+from braidrl.runtimes.backends import start_backend
+from braidrl.runtimes.eager import EagerBackend
+from braidrl.runtimes.prepare.setup import prepare
 from braidrl.runtimes.run import TrainingRun
-from braidrl.runtimes.setup import prepare
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parent.parent
@@ -159,13 +159,13 @@ def recorded(run: Path, step: int) -> Any:
     return read_rollouts(rollout_path(run, step))
 
 
-def eager_crew(config: Config) -> EagerCrew:
+def eager_backend(config: Config) -> EagerBackend:
     """Everything that a run executes stages with, without the run: loader, workers, engines."""
     prepared = prepare(config)
     loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle)
-    crew = start_crew(prepared, loader, Progress(0))
-    assert isinstance(crew, EagerCrew)
-    return crew
+    backend = start_backend(prepared, loader, Progress(0))
+    assert isinstance(backend, EagerBackend)
+    return backend
 
 
 def braid(*arguments: Any, folder: Path | None = None, prefix: str = "") -> subprocess.Popen[str]:

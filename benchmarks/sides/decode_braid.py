@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.turns import Turn
 from braidrl.models.loading import load_decoder, load_tokenizer
-from braidrl.rollout.embedded import EmbeddedEngine
-from braidrl.rollout.requests import Request, Sampling
+from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.requests import Request, SamplingParams
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:
@@ -25,7 +25,9 @@ def prepare(case: Mapping[str, Any]) -> Turn:
     )  # fmt: skip
     requests = [
         Request(
-            (0, i // group, i % group), torch.tensor(case["prompts"][i // group]), Sampling(max_tokens=n, ends=False)
+            (0, i // group, i % group),
+            torch.tensor(case["prompts"][i // group]),
+            SamplingParams(max_tokens=n, ends=False),
         )
         for i, n in enumerate(lengths)
     ]

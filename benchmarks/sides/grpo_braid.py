@@ -29,7 +29,7 @@ def prepare(case: Mapping[str, Any]) -> Turn:
     for section, settings in case.get("settings", {}).items():
         tree[section] = {**tree.get(section, {}), **settings}
     run = TrainingRun(parse_config(tree))
-    force_lengths(run.crew.executor.engines["actor"], lengths, group)
+    force_lengths(run.backend.executor.engines["actor"], lengths, group)
 
     def turn() -> dict[str, float]:
         run._one_step()

@@ -11,9 +11,9 @@ from benchmarks.sides.shared_prompt_braid import made_rows
 from benchmarks.sides.workers import worker_of
 from benchmarks.turns import Turn, peak_mebibytes
 from braidrl.data.rows import Rows
+from braidrl.models.compute.packed import pack
 from braidrl.models.objective import Objective, denominators
-from braidrl.models.packed import pack
-from braidrl.models.worker import DecoderWorker
+from braidrl.models.roles.decoder import DecoderWorker
 from braidrl.observe.metrics import Sums
 
 PROMPT = 16
@@ -30,8 +30,8 @@ def prepare(case: Mapping[str, Any]) -> Turn:
         if case["way"] == "plain":
             plain(worker, objective, rows)
         else:
-            worker.accumulate(objective, rows, Sums())
-        worker.step(denominators(rows), 1)
+            worker.forward_backward(objective, rows, Sums())
+        worker.optim_step(denominators(rows), 1)
         return {"tokens": tokens, "peak_mebibytes": peak_mebibytes(), "mebibytes_before": before}
 
     return turn

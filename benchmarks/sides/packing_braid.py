@@ -15,9 +15,9 @@ from benchmarks.sides.workers import worker_of
 from benchmarks.turns import Turn
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
+from braidrl.models.compute.packed import Packed
 from braidrl.models.objective import Objective, denominators
-from braidrl.models.packed import Packed
-from braidrl.models.worker import DecoderWorker
+from braidrl.models.roles.decoder import DecoderWorker
 from braidrl.observe.metrics import Sums
 
 MICRO_BATCH_TOKENS = 4096
@@ -32,8 +32,8 @@ def prepare(case: Mapping[str, Any]) -> Turn:
     rows = rows_of(case["lengths"], case["vocabulary"])
 
     def turn() -> dict[str, float]:
-        worker.accumulate(objective, rows, Sums())
-        worker.step(denominators(rows), 1)
+        worker.forward_backward(objective, rows, Sums())
+        worker.optim_step(denominators(rows), 1)
         return {"tokens": sum(case["lengths"])}
 
     turn()

@@ -12,7 +12,7 @@ from benchmarks.turns import Turn, peak_mebibytes
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
 from braidrl.models.objective import Objective, denominators
-from braidrl.models.worker import DecoderWorker
+from braidrl.models.roles.decoder import DecoderWorker
 from braidrl.observe.metrics import Sums
 
 
@@ -23,8 +23,8 @@ def prepare(case: Mapping[str, Any]) -> Turn:
     tokens = len(rows) * (case["prompt"] + case["response"])
 
     def turn() -> dict[str, float]:
-        worker.accumulate(objective, rows, Sums())
-        worker.step(denominators(rows), 1)
+        worker.forward_backward(objective, rows, Sums())
+        worker.optim_step(denominators(rows), 1)
         return {"tokens": tokens, "peak_mebibytes": peak_mebibytes()}
 
     turn()

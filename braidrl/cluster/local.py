@@ -20,7 +20,7 @@ from typing import Any
 import msgpack
 
 from braidrl.cluster.rank_process import LOOPBACK
-from braidrl.cluster.workers import END_LIMIT_S, Arguments, Failure, Main, Worker, failure_of
+from braidrl.cluster.workers import END_LIMIT_S, Arguments, Main, RankFailure, Worker, failure_of
 from braidrl.placement.pools import Pool
 
 
@@ -39,7 +39,7 @@ class LocalProcess(Worker):
         with main_module_hidden():
             self._process.start()
         theirs.close()
-        self._failure: Failure | None = None
+        self._failure: RankFailure | None = None
 
     @property
     def pid(self) -> int:
@@ -51,7 +51,7 @@ class LocalProcess(Worker):
         return self._process.is_alive()
 
     @property
-    def failure(self) -> Failure | None:
+    def failure(self) -> RankFailure | None:
         if self._failure is None and not self._told.closed and self._told.poll():
             try:
                 self._failure = msgpack.unpackb(self._told.recv_bytes())

@@ -1,6 +1,6 @@
 """Starts the ranks of a run, hands each its task, and sees to it that all end together.
 
-launcher ──task──▶ rank 0 ... rank N-1        each a process of its own, on this machine unless other `Ranks` are given
+launcher ──task──▶ rank 0 ... rank N-1        each a process of its own, on this machine unless other `RankLauncher` are given
          ◀──result or failure──
 
 A failure in one rank stops the others; what the user sees is the failure that came first and not what followed from it.
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from braidrl.cluster.rank_process import LOOPBACK, Failure, RankProcess, answer_of, environment_of, start, stop
+from braidrl.cluster.rank_process import LOOPBACK, RankFailure, RankProcess, answer_of, environment_of, start, stop
 from braidrl.errors import UserError, WorkerError
 
 SETTLING_S = 3.0
@@ -28,14 +28,14 @@ PATIENCE = 2
 """Interrupts that are passed on; at the next one the ranks are killed."""
 
 
-class Ranks(Protocol):
+class RankLauncher(Protocol):
     """The ranks of a run, as whoever waits for them sees them."""
 
     def start(self, message: Mapping[str, Any], workers: int) -> None:
         """Starts them and hands each the message."""
 
     def answers(self, seconds: float | None) -> dict[int, Any]:
-        """Last words that have come within so many seconds, each once: by rank a result, or a Failure. None waits for one."""
+        """Last words that have come within so many seconds, each once: by rank a result, or a RankFailure. None waits for one."""
 
     def interrupt(self) -> None:
         """Passes Ctrl-C on to every rank. May be called at any moment, as signal handlers are."""
@@ -44,7 +44,9 @@ class Ranks(Protocol):
         """Ends every rank that still runs. Afterwards none is left."""
 
 
-def run_ranks(entry: str, task: Mapping[str, Any], workers: int, limit_s: float, ranks: Ranks | None = None) -> Any:
+def run_ranks(
+    entry: str, task: Mapping[str, Any], workers: int, limit_s: float, ranks: RankLauncher | None = None
+) -> Any:
     """Runs `module:function(world, task)` in `workers` processes and returns what rank 0 returned, a JSON value.
 
     They start on this machine unless other `ranks` say otherwise. Raises the failure of the rank that failed first: UserError,
@@ -88,16 +90,16 @@ class LocalRanks:
         self._store = None
 
 
-def outcome(ranks: Ranks, workers: int) -> Any:
+def outcome(ranks: RankLauncher, workers: int) -> Any:
     """Waits until every rank is done; rank 0's result. Raises the first failure."""
     results: dict[int, Any] = {}
-    failures: list[Failure] = []
+    failures: list[RankFailure] = []
     deadline: float | None = None
     while len(results) + len(failures) < workers:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         answers = ranks.answers(left)
-        results |= {rank: answer for rank, answer in answers.items() if not isinstance(answer, Failure)}
-        failures += [answer for answer in answers.values() if isinstance(answer, Failure)]
+        results |= {rank: answer for rank, answer in answers.items() if not isinstance(answer, RankFailure)}
+        failures += [answer for answer in answers.values() if isinstance(answer, RankFailure)]
         if any(failure.is_cause for failure in failures) or (left is not None and not answers):
             break
         # Interrupted ranks are waited for as long as they take: one of them saves.
@@ -108,7 +110,7 @@ def outcome(ranks: Ranks, workers: int) -> Any:
     return results[0]
 
 
-def error_of(failures: list[Failure]) -> BaseException:
+def error_of(failures: list[RankFailure]) -> BaseException:
     """The exception for the failure that the others follow from. An interrupt counts only where nothing failed."""
     failure = min(failures, key=lambda f: (f.follows, f.kind == "interrupted"))
     if failure.kind == "user":
@@ -119,7 +121,7 @@ def error_of(failures: list[Failure]) -> BaseException:
 
 
 @contextlib.contextmanager
-def forwarded_interrupts(ranks: Ranks) -> Iterator[None]:
+def forwarded_interrupts(ranks: RankLauncher) -> Iterator[None]:
     """Ctrl-C and SIGTERM go to the ranks, which save and end together; then the launcher ends as they did."""
     if threading.current_thread() is not threading.main_thread():
         yield

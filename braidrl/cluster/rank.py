@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from braidrl.cluster.rank_process import Failure, failure_message
+from braidrl.cluster.rank_process import RankFailure, failure_message
 from braidrl.cluster.world import LostPeers, World, join
 from braidrl.errors import UserError
 
@@ -33,7 +33,7 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # A thread of Ray's, in which it is blocked, may have started this process.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
-    failed: Failure | None = None
+    failed: RankFailure | None = None
     world = World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     result: Any = None
     try:
@@ -57,16 +57,16 @@ def entry_of(name: str) -> Callable[[World, dict[str, Any]], Any]:
     return entry
 
 
-def failure_of(world: World, error: BaseException) -> Failure:
+def failure_of(world: World, error: BaseException) -> RankFailure:
     """The error as the launcher reports it: where it happened, on which rows, with the traceback."""
     if isinstance(error, UserError):
-        return Failure(world.rank, "user", str(error))
+        return RankFailure(world.rank, "user", str(error))
     if isinstance(error, KeyboardInterrupt):
-        return Failure(world.rank, "interrupted", "")
+        return RankFailure(world.rank, "interrupted", "")
     where = f"rank {world.rank} failed in {world.place}" + (f" on rows {world.rows}" if world.rows else "")
     text = "".join(traceback.format_exception(error)).rstrip()
     kind = f"{type(error).__name__}: {error}".splitlines()[0]
-    return Failure(world.rank, "error", f"{where}: {kind}\n{text}", follows=isinstance(error, LostPeers))
+    return RankFailure(world.rank, "error", f"{where}: {kind}\n{text}", follows=isinstance(error, LostPeers))
 
 
 def end_with(connection: Connection) -> None:

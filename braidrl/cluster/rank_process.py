@@ -32,7 +32,7 @@ STOPPING_S = 5.0
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """How a rank ended that was not done. `follows` where it only noticed that others were gone."""
 
     rank: int
@@ -100,9 +100,9 @@ def answer_of(rank: RankProcess) -> Any:
     except (EOFError, OSError):
         status = rank.process.wait()
         how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
-        return Failure(rank.rank, "died", f"rank {rank.rank} {how}, without a word")
+        return RankFailure(rank.rank, "died", f"rank {rank.rank} {how}, without a word")
     if "failure" in message:
-        return Failure(**message["failure"])
+        return RankFailure(**message["failure"])
     return message["result"]
 
 
@@ -119,6 +119,6 @@ def stop(ranks: Sequence[RankProcess]) -> None:
             rank.process.wait()
 
 
-def failure_message(failure: Failure) -> bytes:
+def failure_message(failure: RankFailure) -> bytes:
     """What a rank sends in place of a result."""
     return json.dumps({"failure": asdict(failure)}).encode()

@@ -13,7 +13,7 @@ import ray
 import torch.distributed as dist
 from ray.exceptions import RayActorError
 
-from braidrl.cluster.rank_process import LOOPBACK, Failure, RankProcess, answer_of, environment_of, start, stop
+from braidrl.cluster.rank_process import LOOPBACK, RankFailure, RankProcess, answer_of, environment_of, start, stop
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.config import ClusterConfig
 from braidrl.placement.pools import Pool
@@ -33,7 +33,7 @@ class RankKeeper:
         return str(ray.util.get_node_ip_address())
 
     def keep(self, rank: int, meeting: Mapping[str, str], message: Mapping[str, Any]) -> Any:
-        """The rank's result, or its Failure."""
+        """The rank's result, or its RankFailure."""
         self.rank = start(rank, meeting, message)
         return answer_of(self.rank)
 
@@ -101,4 +101,6 @@ class RayRanks:
         try:
             return rank, ray.get(ref)
         except RayActorError as error:
-            return rank, Failure(rank, "died", f"rank {rank} is gone with its actor: {' '.join(str(error).split())}")
+            return rank, RankFailure(
+                rank, "died", f"rank {rank} is gone with its actor: {' '.join(str(error).split())}"
+            )

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from braidrl.cluster.rank_process import LOOPBACK
 from braidrl.cluster.ray_cluster import RayCluster
-from braidrl.cluster.workers import END_LIMIT_S, Arguments, Failure, Main, Worker, failure_of
+from braidrl.cluster.workers import END_LIMIT_S, Arguments, Main, RankFailure, Worker, failure_of
 from braidrl.config import ClusterConfig
 from braidrl.placement.pools import Pool
 
@@ -24,7 +24,7 @@ from braidrl.placement.pools import Pool
 class WorkerActor:
     """An actor that does one worker's work."""
 
-    def work(self, main: Main, arguments: Arguments) -> Failure | None:
+    def work(self, main: Main, arguments: Arguments) -> RankFailure | None:
         """What the work raised, when it has ended."""
         return failure_of(main, arguments)
 
@@ -53,11 +53,11 @@ class RayWorker(Worker):
         return not ray.wait([self._end], timeout=0)[0]
 
     @property
-    def failure(self) -> Failure | None:
+    def failure(self) -> RankFailure | None:
         if self.alive:
             return None
         try:
-            failure: Failure | None = ray.get(self._end)
+            failure: RankFailure | None = ray.get(self._end)
         except RayActorError:
             return None
         return failure

@@ -18,7 +18,7 @@ END_LIMIT_S = 10.0
 
 Arguments = Mapping[str, Any]
 Main = Callable[[Arguments], None]
-Failure = Mapping[str, str]
+RankFailure = Mapping[str, str]
 """What a worker raised: `kind` (user or worker) and `text`."""
 
 
@@ -26,7 +26,7 @@ class WorkerFailed(WorkerError):
     """A worker raised; the text holds its own traceback."""
 
 
-def failure_of(main: Main, arguments: Arguments) -> Failure | None:
+def failure_of(main: Main, arguments: Arguments) -> RankFailure | None:
     """Does a worker's work, in its process; what it raised."""
     try:
         main(arguments)
@@ -54,7 +54,7 @@ class Worker(ABC):
 
     @property
     @abstractmethod
-    def failure(self) -> Failure | None:
+    def failure(self) -> RankFailure | None:
         """What it raised; None for one that works, ended or was killed."""
 
     @abstractmethod

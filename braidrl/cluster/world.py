@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from braidrl.cluster.notices import Notices
-from braidrl.models.data_parallel import DataParallel
+from braidrl.models.parallel.replicated import DataParallel
 
 STORE_LIMIT_S = 5.0
 """For reading from the store who is where, after something went wrong."""

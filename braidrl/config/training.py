@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from braidrl.config.section import DType, Section
-from braidrl.models.layout import ParallelLayout
+from braidrl.models.parallel.layout import ParallelLayout
 
 
 class LoraConfig(Section):

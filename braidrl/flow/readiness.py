@@ -69,7 +69,7 @@ def complete_sets(ready: Bits, sets: Iterable[Sequence[int]]) -> list[int]:
     return [number for number, positions in enumerate(sets) if bool(ready[list(positions)].all())]
 
 
-class Progress:
+class StageProgress:
     """What every stage has written and consumed of the rows in work. Rows are named by uid and kept in the order of admission."""
 
     def __init__(self, flow: Flow, epochs: int = 1) -> None:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from braidrl.flow.readiness import Uid
 from braidrl.flow.updates import update_plan
-from braidrl.flow.waves import Sampling
+from braidrl.flow.waves import GroupSelector
 
 
 class Update(NamedTuple):
@@ -33,9 +33,11 @@ class Sizes:
     seed: int = 0
     over_sampling: float = 1.0
 
-    def sampling(self) -> Sampling:
+    def sampling(self) -> GroupSelector:
         """Selection at the run's beginning."""
-        return Sampling(self.prompts_per_step, self.epoch_groups, self.surplus, self.max_staleness, self.over_sampling)
+        return GroupSelector(
+            self.prompts_per_step, self.epoch_groups, self.surplus, self.max_staleness, self.over_sampling
+        )
 
     def updates(self, iteration: int, uids: Sequence[Uid]) -> list[Update]:
         """The optimizer steps of a batch, in order."""

@@ -32,7 +32,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Selection:
     """A finished batch: its groups by number, groups dropped by reason, and what is over.
 
     `dropped` counts the groups that ended with this batch. `released` names all groups whose rows can be forgotten; some of them
@@ -46,7 +46,7 @@ class Outcome:
 
 
 @dataclass
-class Sampling:
+class GroupSelector:
     """The state of selection through the whole run, from one batch to the next; everything in it is JSON.
 
     `target` groups make a batch and `epoch_groups` prompts an epoch. Raises UserError for surplus that no batch could train on.
@@ -143,7 +143,7 @@ class Sampling:
             return None
         return tuple(kept[: self.target])
 
-    def finish(self) -> Outcome:
+    def finish(self) -> Selection:
         """Ends the batch. Raises ValueError before it is complete, or before its surplus is known where that is kept."""
         groups = self.batch()
         if groups is None or (self.surplus == "keep" and self.pending):
@@ -162,7 +162,7 @@ class Sampling:
         self.waiting, self.pending, self.verdicts, self.expired = after, [], {}, ()
         if self.surplus == "drop":
             self.barren = {}
-        return Outcome(groups, dict(Counter(reasons.values())), tuple(sorted(reasons)), tuple(after))
+        return Selection(groups, dict(Counter(reasons.values())), tuple(sorted(reasons)), tuple(after))
 
     def state(self) -> dict[str, Any]:
         """Everything as JSON, for a checkpoint at any moment."""
@@ -172,11 +172,11 @@ class Sampling:
         return {**state, "expired": list(self.expired)}
 
     @staticmethod
-    def restored(state: Mapping[str, Any]) -> Sampling:
+    def restored(state: Mapping[str, Any]) -> GroupSelector:
         """The reverse of `state`."""
         verdicts = {group: Verdict(**verdict) for group, verdict in state["verdicts"]}
         changed = {"waiting": dict(state["waiting"]), "verdicts": verdicts, "expired": tuple(state["expired"])}
-        return Sampling(**{**state, **changed})
+        return GroupSelector(**{**state, **changed})
 
     def _judge(self) -> None:
         """Counts groups in the order of their numbers, so that the end of a hopeless run does not depend on arrival."""

@@ -1,7 +1,7 @@
 """What trains and infers a role: the one protocol that a runtime needs, so that another library's training can take its place.
 
-accumulate ─┐
-accumulate ─┴─▶ step ─▶ infer           a batch may arrive in pieces of any size, on any rank none at all
+forward_backward ─┐
+forward_backward ─┴─▶ optim_step ─▶ forward           a batch may arrive in pieces of any size, on any rank none at all
                   └───▶ export ─▶ load
 
 `braidrl.models.contract` holds the checks that a backend must pass.
@@ -28,15 +28,15 @@ class TrainingBackend(Protocol):
     def load(self, folder: Path) -> None:
         """Weights and optimizer as `export` left them, whatever the layout was. Raises UserError for another model's."""
 
-    def infer(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
+    def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
         """What the model predicts under `name` for each row's actions, in the order of `rows`."""
 
-    def accumulate(
+    def forward_backward(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
     ) -> dict[str, float]:
         """Adds the gradient sums of `rows`; the loss sums by denominator, which ranks add up."""
 
-    def step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
+    def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
         """One update with each sum over its global count; the norm of the whole gradient, or None where nothing was counted."""
 
     def export(self, folder: Path, write: bool = True) -> None:

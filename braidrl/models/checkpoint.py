@@ -38,8 +38,8 @@ from braidrl.models.lora import (
     save_adapters,
 )
 from braidrl.models.optimizer import MasterOptimizer
-from braidrl.models.parts import as_part, local_part, part_of, whole
-from braidrl.models.role_model import RoleModel
+from braidrl.models.parallel.shards import as_part, local_part, part_of, whole
+from braidrl.models.roles.model import RoleModel
 from braidrl.models.weight_files import WeightFiles, shapes_in
 
 OPTIMIZER = "optimizer.safetensors"
@@ -53,21 +53,21 @@ def save_worker(worker: RoleModel, folder: Path, write: bool = True) -> None:
 
     Of the ranks that have divided the model all call this and one has to `write` what is whole; of others that one alone calls it.
     """
-    for part in staged_worker(worker, folder, write):
+    for part in saving_tasks(worker, folder, write):
         part()
 
 
-def staged_worker(worker: RoleModel, folder: Path, write: bool = True, beside: bool = False) -> list[Write]:
+def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, beside: bool = False) -> list[Write]:
     """The parts of `save_worker` as calls, in their order. With `beside` they may be made in a thread while the worker trains on.
 
     They have copies in host memory then; what ranks write together has begun, and its call waits for it.
     """
-    staged = copied if beside else dict[str, Tensor]
+    kept = copied if beside else dict[str, Tensor]
     weights = whole_weights(worker, wanted=write)
     adapters = whole_adapters(worker) if worker.lora else {}
     parts: list[Write] = []
     if write:
-        parts.append(partial(write_model, worker, folder, staged(weights), staged(adapters)))
+        parts.append(partial(write_model, worker, folder, kept(weights), kept(adapters)))
     if worker.optimizer is not None and worker.ranks.divided:
         state, place = divided_state(worker.optimizer), folder / PARTS
         if beside:
@@ -79,7 +79,7 @@ def staged_worker(worker: RoleModel, folder: Path, write: bool = True, beside: b
         else:
             parts.append(partial(dcp.save, state, checkpoint_id=place))
     elif worker.optimizer is not None and write:
-        parts.append(partial(write_tensors, staged(worker.optimizer.state()), folder / OPTIMIZER))
+        parts.append(partial(write_tensors, kept(worker.optimizer.state()), folder / OPTIMIZER))
     return parts
 
 

@@ -24,7 +24,7 @@ TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
-class Subject:
+class BackendUnderTest:
     """A backend under test in float64, and this rank's part of what it is tested with."""
 
     make: Callable[[], TrainingBackend]
@@ -42,49 +42,49 @@ class Subject:
     """True on one rank."""
 
     def log_probs(self, backend: TrainingBackend) -> Tensor:
-        return backend.infer("log_probs", self.rows).values
+        return backend.forward("log_probs", self.rows).values
 
     def step(self, backend: TrainingBackend, iteration: int = 1) -> float | None:
         """A whole optimizer step."""
-        backend.accumulate(self.objective, self.rows, Sums())
-        return backend.step(self.counts, iteration)
+        backend.forward_backward(self.objective, self.rows, Sums())
+        return backend.optim_step(self.counts, iteration)
 
 
 def same(one: Tensor | float | None, other: Tensor | float | None) -> None:
     torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def rows_keep_their_order(subject: Subject) -> None:
+def rows_keep_their_order(subject: BackendUnderTest) -> None:
     backend, order = subject.make(), list(reversed(range(len(subject.rows))))
-    turned = backend.infer("log_probs", subject.rows.take(order))
-    found = backend.infer("log_probs", subject.rows)
+    turned = backend.forward("log_probs", subject.rows.take(order))
+    found = backend.forward("log_probs", subject.rows)
     assert len(found) == len(subject.rows)
     for place, row in enumerate(order):
         same(turned[place], found[row])
 
 
-def a_batch_may_come_in_portions(subject: Subject) -> None:
+def a_batch_may_come_in_portions(subject: BackendUnderTest) -> None:
     whole, portions = subject.make(), subject.make()
     half = len(subject.rows) // 2
-    losses = whole.accumulate(subject.objective, subject.rows, Sums())
-    first = portions.accumulate(subject.objective, subject.rows.take(list(range(half))), Sums())
-    rest = portions.accumulate(subject.objective, subject.rows.take(list(range(half, len(subject.rows)))), Sums())
+    losses = whole.forward_backward(subject.objective, subject.rows, Sums())
+    first = portions.forward_backward(subject.objective, subject.rows.take(list(range(half))), Sums())
+    rest = portions.forward_backward(subject.objective, subject.rows.take(list(range(half, len(subject.rows)))), Sums())
     for name, loss in losses.items():
         same(first.get(name, 0.0) + rest.get(name, 0.0), loss)
-    same(portions.step(subject.counts, 1), whole.step(subject.counts, 1))
+    same(portions.optim_step(subject.counts, 1), whole.optim_step(subject.counts, 1))
     same(subject.log_probs(portions), subject.log_probs(whole))
 
 
-def nothing_counted_changes_nothing(subject: Subject) -> None:
+def nothing_counted_changes_nothing(subject: BackendUnderTest) -> None:
     backend = subject.make()
     before = subject.log_probs(backend)
-    backend.accumulate(subject.objective, subject.rows, Sums())
-    assert backend.step(dict.fromkeys(subject.counts, 0.0), 1) is None
+    backend.forward_backward(subject.objective, subject.rows, Sums())
+    assert backend.optim_step(dict.fromkeys(subject.counts, 0.0), 1) is None
     same(subject.log_probs(backend), before)
     same(subject.step(backend), subject.step(subject.make()))
 
 
-def a_step_changes_the_weights_on_every_rank(subject: Subject) -> None:
+def a_step_changes_the_weights_on_every_rank(subject: BackendUnderTest) -> None:
     backend = subject.make()
     before = subject.log_probs(backend)
     norm = subject.step(backend)
@@ -93,7 +93,7 @@ def a_step_changes_the_weights_on_every_rank(subject: Subject) -> None:
     assert not len(subject.rows) or not torch.equal(after, before)
 
 
-def what_is_exported_goes_on_where_it_is_loaded(subject: Subject) -> None:
+def what_is_exported_goes_on_where_it_is_loaded(subject: BackendUnderTest) -> None:
     backend, other = subject.make(), subject.make()
     subject.step(backend)
     backend.export(subject.folder, subject.first)
@@ -104,7 +104,7 @@ def what_is_exported_goes_on_where_it_is_loaded(subject: Subject) -> None:
     same(subject.log_probs(other), subject.log_probs(backend))
 
 
-CHECKS: tuple[Callable[[Subject], None], ...] = (
+CHECKS: tuple[Callable[[BackendUnderTest], None], ...] = (
     rows_keep_their_order,
     a_batch_may_come_in_portions,
     nothing_counted_changes_nothing,

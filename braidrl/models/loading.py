@@ -18,8 +18,8 @@ from transformers import (
 from transformers.utils import logging
 
 from braidrl.errors import UserError
-from braidrl.models.attention import ATTENTION
-from braidrl.models.linear import use_fast_products
+from braidrl.models.compute.attention import ATTENTION
+from braidrl.models.cpu.linear import use_fast_products
 from braidrl.models.weight_files import HEAD, WeightFiles
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from braidrl.config import LoraConfig
 from braidrl.errors import UserError, suggest
-from braidrl.models.boxes import Box
-from braidrl.models.parts import box_of, local_part, whole
+from braidrl.models.parallel.boxes import Box
+from braidrl.models.parallel.shards import box_of, local_part, whole
 from braidrl.models.weight_files import HEAD
 
 ADAPTER = "adapter"

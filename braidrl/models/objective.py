@@ -25,7 +25,7 @@ from braidrl.algorithms.registry import Entry
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.flow.lookup import entry_of
 from braidrl.flow.signatures import columns_in_training
-from braidrl.models.likelihood import Likelihood, likelihood_counts, likelihoods
+from braidrl.models.roles.likelihood import Likelihood, likelihood_counts, likelihoods
 
 
 @dataclass(frozen=True)

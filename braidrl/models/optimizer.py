@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from braidrl.config import TrainerConfig
-from braidrl.models.data_parallel import DataParallel
-from braidrl.models.parts import local_gradient, local_part
+from braidrl.models.parallel.replicated import DataParallel
+from braidrl.models.parallel.shards import local_gradient, local_part
 
 
 def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:

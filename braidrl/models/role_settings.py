@@ -8,7 +8,7 @@ import torch
 
 from braidrl.config import Config, LoraConfig, RoleConfig
 from braidrl.flow import Flow, Kind
-from braidrl.models.layout import ParallelLayout
+from braidrl.models.parallel.layout import ParallelLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

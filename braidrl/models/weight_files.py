@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from braidrl.errors import UserError
-from braidrl.models.boxes import Box
+from braidrl.models.parallel.boxes import Box
 
 HEAD = "score.weight"
 """Of a scorer: where there is none in its directory it begins as zero."""

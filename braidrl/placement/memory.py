@@ -1,6 +1,6 @@
 """Return what a role takes of each of its devices, counted by `models.footprint`; `--dry-run` and `braid plan` both ask here.
 
-configuration or candidate ──▶ RoleUse ──role_memory──▶ Footprint(resident, working) ──peak──▶ bytes of a device
+configuration or candidate ──▶ Deployment ──role_memory──▶ Footprint(resident, working) ──peak──▶ bytes of a device
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cache
 
 from braidrl.config import Config
 from braidrl.flow import Flow, Kind
-from braidrl.models.footprint import (
+from braidrl.models.memory.footprint import (
     Shape,
     activation_bytes,
     cache_bytes,
@@ -21,7 +21,7 @@ from braidrl.models.footprint import (
     model_shape,
     resident_bytes,
 )
-from braidrl.models.layout import ParallelLayout
+from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.role_settings import (
     DTYPES,
     checkpoints_activations,
@@ -41,7 +41,7 @@ ActivationBytes = Callable[[Shape, int, bool, ParallelLayout], int]
 
 
 @dataclass(frozen=True)
-class Seat:
+class RoleUse:
     """A role on a device, and what it does there."""
 
     role: str
@@ -62,7 +62,7 @@ class EngineUse:
 
 
 @dataclass(frozen=True)
-class RoleUse:
+class Deployment:
     """How a role lies on its devices and what it does there. `plain` is its model without adapters."""
 
     shape: Shape
@@ -84,14 +84,14 @@ class RoleUse:
 class Footprint:
     """What a role takes of its device, in bytes by part: all the time, and while it works."""
 
-    seat: Seat
+    seat: RoleUse
     shape: Shape
     resident: dict[str, int]
     working: dict[str, int]
 
 
 def role_memory(
-    use: RoleUse, activations: ActivationBytes = activation_bytes
+    use: Deployment, activations: ActivationBytes = activation_bytes
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes of each device by part: those that stay, and those needed while the role works."""
     resident = resident_bytes(use.shape, use.trained, use.layout)
@@ -101,7 +101,7 @@ def role_memory(
         engine = use.engine
         if engine.own_weights:
             resident[ENGINE] = engine.shape.parameters * engine.shape.element_bytes // engine.divisor
-        whole = cache_bytes(engine.shape.config, engine.shape.element_bytes, engine.slots, engine.tokens)
+        whole = cache_bytes(engine.shape.sizes, engine.shape.element_bytes, engine.slots, engine.tokens)
         resident[CACHE] = whole // engine.divisor
     working: dict[str, int] = {}
     if use.computes:
@@ -113,7 +113,7 @@ def role_memory(
     return resident, working
 
 
-def working_bytes(use: RoleUse, activations: ActivationBytes = activation_bytes) -> dict[str, int]:
+def working_bytes(use: Deployment, activations: ActivationBytes = activation_bytes) -> dict[str, int]:
     """Return what a role takes beside what stays, by part, while it computes a micro-batch."""
     shape, layout, tokens = use.shape, use.layout, use.tokens
     working: dict[str, int] = {}
@@ -128,7 +128,7 @@ def working_bytes(use: RoleUse, activations: ActivationBytes = activation_bytes)
     return working
 
 
-def footprint(seat: Seat, config: Config, flow: Flow, devices: int, decoding_ranks: int = 1) -> Footprint:
+def footprint(seat: RoleUse, config: Config, flow: Flow, devices: int, decoding_ranks: int = 1) -> Footprint:
     """Return one role's parts on each of its devices.
 
     Args:
@@ -144,7 +144,7 @@ def footprint(seat: Seat, config: Config, flow: Flow, devices: int, decoding_ran
     lora = lora_of(role, config) if seat.trained else None
     shape = model_shape(model_path(role, config), dtype, scalar, lora) if lora else plain
     layout = layout_of(role, config).over(devices)
-    sizes = shape.config
+    sizes = shape.sizes
     layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
     other = inference_layouts(config, flow).get(role) if seat.trained else None
     engine = None
@@ -154,7 +154,7 @@ def footprint(seat: Seat, config: Config, flow: Flow, devices: int, decoding_ran
         own_weights = decoder.dtype != dtype or bool(lora) or not layout.copies or decoding_ranks > 1
         engine = EngineUse(decoder, rollout.slots, config.max_sequence_tokens, decoding_ranks, own_weights)
     computes = any(stage.role == role and stage.kind in (Kind.INFER, Kind.TRAIN) for stage in flow.stages)
-    use = RoleUse(
+    use = Deployment(
         shape, plain, layout, seat.trained, scalar, computes, max_tokens_of(role, config),
         checkpoints_activations(role, config), other and other.over(devices), engine,
     )  # fmt: skip

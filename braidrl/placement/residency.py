@@ -34,7 +34,7 @@ class Asset(NamedTuple):
     part: Part
 
 
-class Move(NamedTuple):
+class ResidencyMove(NamedTuple):
     """`onload` and `offload` move weights and optimizers between device and host; engines `wake` and `sleep`."""
 
     verb: Literal["onload", "offload", "wake", "sleep"]
@@ -49,7 +49,7 @@ class ResidencyPlan:
     """
 
     kept: frozenset[Asset]
-    before: Mapping[str, tuple[Move, ...]]
+    before: Mapping[str, tuple[ResidencyMove, ...]]
 
 
 def residency_plan(
@@ -72,11 +72,13 @@ def residency_plan(
         _check_fits(step, {asset: sizes[asset] for asset in needed}, budget)
     kept = _kept(needs, sizes, budget)
     steps = list(needs)
-    before: dict[str, tuple[Move, ...]] = {}
+    before: dict[str, tuple[ResidencyMove, ...]] = {}
     for number, step in enumerate(steps):
         now, last = needs[step] - kept, needs[steps[number - 1]] - kept
-        put_away = [Move("sleep" if asset.part == "engine" else "offload", asset) for asset in sorted(last - now)]
-        bring = [Move("wake" if asset.part == "engine" else "onload", asset) for asset in sorted(now - last)]
+        put_away = [
+            ResidencyMove("sleep" if asset.part == "engine" else "offload", asset) for asset in sorted(last - now)
+        ]
+        bring = [ResidencyMove("wake" if asset.part == "engine" else "onload", asset) for asset in sorted(now - last)]
         before[step] = (*put_away, *bring)
     return ResidencyPlan(kept, before)
 

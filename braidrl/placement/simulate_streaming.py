@@ -12,7 +12,7 @@ from braidrl.data.partition import balanced_partition
 from braidrl.flow.readiness import Uid
 from braidrl.flow.stage import Kind, Stage
 from braidrl.placement.clock import Clock
-from braidrl.placement.workload import Simulation, Span, Workload
+from braidrl.placement.workload import SimulatedSpan, Simulation, Workload
 from braidrl.transfer.leases import Lease, LeaseLost
 from braidrl.transfer.schedule import StreamSchedule
 
@@ -22,7 +22,7 @@ class Deadlock(RuntimeError):
 
 
 @dataclass
-class Worker:
+class SimulatedWorker:
     """A worker of one stage; a train stage's workers are one group of so many ranks. `version` is what an engine has loaded."""
 
     name: str
@@ -101,7 +101,7 @@ class Streaming:
             engine.version = published
         return True
 
-    def _begin(self, worker: Worker) -> bool:
+    def _begin(self, worker: SimulatedWorker) -> bool:
         """Gives an idle worker what is ready for it; False if nothing is."""
         generates = worker.stage.kind is Kind.GENERATE
         if generates and self.work.loading == "rolling":
@@ -122,18 +122,18 @@ class Streaming:
         self._watch()
         return True
 
-    def _shares(self, worker: Worker, rows: Sequence[Uid]) -> list[float]:
+    def _shares(self, worker: SimulatedWorker, rows: Sequence[Uid]) -> list[float]:
         costs = [self.work.seconds(worker.stage.name, row) for row in rows]
         return [sum(costs[i] for i in part) for part in balanced_partition(costs, worker.ranks)]
 
-    def _note(self, worker: Worker, lease: Lease, shares: Sequence[float]) -> None:
+    def _note(self, worker: SimulatedWorker, lease: Lease, shares: Sequence[float]) -> None:
         iteration = self.schedule.iteration_of[lease.rows[0][1]]
         for rank, share in enumerate(shares):
             name = worker.name if worker.ranks == 1 else f"{worker.name}/{rank}"
             start, rows = self.clock.now, len(lease.rows)
-            self.result.spans.append(Span(name, worker.stage.name, start, start + share, rows, iteration))
+            self.result.spans.append(SimulatedSpan(name, worker.stage.name, start, start + share, rows, iteration))
 
-    def _answers(self, worker: Worker, lease: Lease) -> None:
+    def _answers(self, worker: SimulatedWorker, lease: Lease) -> None:
         worker.busy = False
         try:
             if worker.stage.kind is Kind.SELECT:
@@ -149,11 +149,11 @@ class Streaming:
         if worker.stage.kind is Kind.TRAIN:
             self.result.trained.update((lease.consumer, row) for row in lease.rows)
 
-    def _reason(self, worker: Worker, group: int) -> str | None:
+    def _reason(self, worker: SimulatedWorker, group: int) -> str | None:
         """The verdict falls at the last select; those before it keep everything."""
         return self.work.verdict(group) if worker.stage.name == self.schedule.selects[-1] else None
 
-    def _dies(self, worker: Worker) -> None:
+    def _dies(self, worker: SimulatedWorker) -> None:
         worker.busy = False
         self.schedule.fail_holder(worker.name)
 
@@ -170,8 +170,8 @@ class Streaming:
         self._watch()
 
 
-def _workers(work: Workload, stage: Stage) -> list[Worker]:
+def _workers(work: Workload, stage: Stage) -> list[SimulatedWorker]:
     count = work.workers.get(stage.name, 1)
     if stage.kind is Kind.TRAIN:
-        return [Worker(f"{stage.name}/0", stage, ranks=count)]
-    return [Worker(f"{stage.name}/{number}", stage) for number in range(count)]
+        return [SimulatedWorker(f"{stage.name}/0", stage, ranks=count)]
+    return [SimulatedWorker(f"{stage.name}/{number}", stage) for number in range(count)]

@@ -17,7 +17,7 @@ from braidrl.flow.readiness import Consumer, Uid
 from braidrl.flow.stage import Kind, Scope, Stage
 from braidrl.flow.versions import check_staleness, trained_on
 from braidrl.flow.waves import Verdict
-from braidrl.placement.workload import Simulation, Span, Workload
+from braidrl.placement.workload import SimulatedSpan, Simulation, Workload
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Iterations(ABC):
         return [sum(costs[i] for i in part) for part in balanced_partition(costs, workers)]
 
     def note(self, worker: str, stage: Stage, start: float, seconds: float, rows: int) -> None:
-        self.result.spans.append(Span(worker, stage.name, start, start + seconds, rows, self.iteration))
+        self.result.spans.append(SimulatedSpan(worker, stage.name, start, start + seconds, rows, self.iteration))
 
 
 @dataclass

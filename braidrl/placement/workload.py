@@ -13,7 +13,7 @@ from braidrl.algorithms.random import uniform
 from braidrl.flow.flow import Flow
 from braidrl.flow.readiness import Consumer, Uid
 from braidrl.flow.sizes import Sizes
-from braidrl.flow.waves import Outcome
+from braidrl.flow.waves import Selection
 
 Fate = Literal["done", "dies", "late"]
 
@@ -48,7 +48,7 @@ class Workload:
         return [(0, group, sample) for group in groups for sample in range(self.sizes.samples_per_prompt)]
 
 
-class Span(NamedTuple):
+class SimulatedSpan(NamedTuple):
     """One worker at one stage, in seconds, with how many rows of which iteration."""
 
     worker: str
@@ -63,7 +63,7 @@ class Span(NamedTuple):
 class Simulation:
     """The timeline, when iterations ended, and what became of every row."""
 
-    spans: list[Span] = field(default_factory=list)
+    spans: list[SimulatedSpan] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     admitted: set[Uid] = field(default_factory=set)
     trained: Counter[tuple[Consumer, Uid]] = field(default_factory=Counter)
@@ -74,7 +74,7 @@ class Simulation:
     staleness: int = 0
     """The largest of any trained row."""
 
-    def finish_batch(self, outcome: Outcome) -> None:
+    def finish_batch(self, outcome: Selection) -> None:
         """Notes what selection made of a batch."""
         self.batches.append(outcome.groups)
         self.dropped.update(outcome.dropped)

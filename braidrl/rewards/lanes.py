@@ -27,7 +27,7 @@ TICK_S = 0.02
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """What one verifier said about one completion. `score` or `correct` is None where it left that open."""
 
     score: float | None = None
@@ -45,11 +45,11 @@ class Call:
     verifier: Verifier
     message: bytes
     """What the worker is sent."""
-    future: Future[Outcome] = field(default_factory=Future)
+    future: Future[CallOutcome] = field(default_factory=Future)
 
     def answer(self, message: Message) -> None:
         """Resolves the future with the worker's answer."""
-        self.future.set_result(Outcome(**{name: value for name, value in message.items() if name != "call"}))
+        self.future.set_result(CallOutcome(**{name: value for name, value in message.items() if name != "call"}))
 
     def abandon(self) -> None:
         self.future.set_exception(CancelledError("the reward pool was closed before this check ended"))

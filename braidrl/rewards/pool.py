@@ -12,7 +12,7 @@ import threading
 from concurrent.futures import Future
 from types import TracebackType
 
-from braidrl.rewards.lanes import Call, Calls, Concurrent, Lane, OneByOne, Outcome
+from braidrl.rewards.lanes import Call, CallOutcome, Calls, Concurrent, Lane, OneByOne
 from braidrl.rewards.verifier import Completion, Verifier
 from braidrl.rewards.worker import encode
 
@@ -32,7 +32,7 @@ class RewardPool:
         self._closed = False
         self._lock = threading.Lock()
 
-    def submit(self, completion: Completion, verifier: Verifier) -> Future[Outcome]:
+    def submit(self, completion: Completion, verifier: Verifier) -> Future[CallOutcome]:
         """Returns at once; the future never raises for what the verifier does, only when the pool is closed first.
 
         Raises TypeError when the completion is not JSON, RuntimeError after `close`.

@@ -18,7 +18,7 @@ from torch import Tensor
 from braidrl.config import RewardConfig, VerifierConfig
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
-from braidrl.rewards.lanes import Outcome
+from braidrl.rewards.lanes import CallOutcome
 from braidrl.rewards.pool import RewardPool
 from braidrl.rewards.verifier import Completion, Verifier, resolve
 
@@ -39,7 +39,7 @@ class Weighted:
 
 
 @dataclass(frozen=True)
-class Failure:
+class CheckFailure:
     """A check that came to nothing and counts as wrong."""
 
     row: int
@@ -52,7 +52,9 @@ class Failure:
 class Pending:
     """Checks under way for some rows, in the rows' order."""
 
-    def __init__(self, rewards: RuleRewards, checks: list[list[tuple[Weighted, Future[Outcome]]]], prefix: str) -> None:
+    def __init__(
+        self, rewards: RuleRewards, checks: list[list[tuple[Weighted, Future[CallOutcome]]]], prefix: str
+    ) -> None:
         self._rewards = rewards
         self._checks = checks
         self._prefix = prefix
@@ -81,10 +83,10 @@ class Pending:
                 columns[f"score_{label}"] = torch.tensor(values, dtype=torch.float32)
         return {self._prefix + name: column for name, column in columns.items()}
 
-    def failures(self) -> list[Failure]:
+    def failures(self) -> list[CheckFailure]:
         """Waits; the checks that raised, hung, died or returned no score."""
         return [
-            Failure(number, weighted.label, outcome.failure, outcome.detail)
+            CheckFailure(number, weighted.label, outcome.failure, outcome.detail)
             for number, row in enumerate(self._checks)
             for weighted, outcome in ((w, future.result()) for w, future in row)
             if outcome.failure is not None
@@ -135,7 +137,7 @@ class RuleRewards:
             checks.append([(w, self._pool.submit(completion, w.verifier)) for w in verifiers])
         return Pending(self, checks, prefix)
 
-    def judge(self, outcome: Outcome) -> tuple[float, bool]:
+    def judge(self, outcome: CallOutcome) -> tuple[float, bool]:
         """Score and correctness of one check. Of a bare score, `correct_score` and more is right; a failure is wrong."""
         if outcome.failure is not None:
             return self.wrong_score, False

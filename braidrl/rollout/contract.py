@@ -19,18 +19,18 @@ from torch import Tensor
 from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError
 from braidrl.rollout.engine import Engine, WeightSource
-from braidrl.rollout.requests import Finished, Request, Sampling
+from braidrl.rollout.requests import Request, Response, SamplingParams
 
 
 @dataclass(frozen=True)
-class Subject:
+class EngineUnderTest:
     """An engine under test and what the checks need to know of its model."""
 
     make: Callable[[], Engine]
     vocabulary: int
     """Token ids below this are plain tokens, none of which ends a response."""
     max_sequence_tokens: int
-    training_log_probs: Callable[[Sequence[Request], Sequence[Finished]], list[Tensor]]
+    training_log_probs: Callable[[Sequence[Request], Sequence[Response]], list[Tensor]]
     """What training computes for the responses (T,), under the weights of version 0."""
     other_weights: Callable[[], WeightSource]
     """Weights of the same shapes that draw other tokens."""
@@ -40,15 +40,15 @@ class Subject:
     """Tokens of a response that is still being drawn when its engine is asked for something else."""
 
 
-def requests(subject: Subject, count: int, tokens: int = 12) -> list[Request]:
+def requests(subject: EngineUnderTest, count: int, tokens: int = 12) -> list[Request]:
     """Rows in groups of two with prompts of different lengths, which draw exactly so many tokens."""
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(0, subject.vocabulary, (3 + 2 * g,), generator=generator) for g in range(count)]
-    sampling = Sampling(max_tokens=tokens, ends=False)
+    sampling = SamplingParams(max_tokens=tokens, ends=False)
     return [Request((0, i // 2, i % 2), prompts[i // 2], sampling) for i in range(count)]
 
 
-async def all_of(engine: Engine, wanted: Sequence[Request]) -> list[Finished]:
+async def all_of(engine: Engine, wanted: Sequence[Request]) -> list[Response]:
     return list(await asyncio.gather(*(engine.submit(request) for request in wanted)))
 
 
@@ -61,7 +61,7 @@ async def some_tokens_later(engine: Engine, rows: int) -> None:
     raise AssertionError(f"{rows} rows were submitted and {engine.load()} is under way")
 
 
-async def every_request_is_answered_once_with_what_it_asked_for(subject: Subject) -> None:
+async def every_request_is_answered_once_with_what_it_asked_for(subject: EngineUnderTest) -> None:
     engine, wanted = subject.make(), requests(subject, 10)
     for request, finished in zip(wanted, await all_of(engine, wanted), strict=True):
         assert finished.uid == request.uid
@@ -72,7 +72,7 @@ async def every_request_is_answered_once_with_what_it_asked_for(subject: Subject
     assert engine.load().rows == 0
 
 
-async def log_probs_are_those_of_training(subject: Subject) -> None:
+async def log_probs_are_those_of_training(subject: EngineUnderTest) -> None:
     engine, wanted = subject.make(), requests(subject, 8)
     sampling = replace(wanted[0].sampling, temperature=0.7, top_p=0.8)
     wanted = [replace(request, sampling=sampling) if i % 2 else request for i, request in enumerate(wanted)]
@@ -81,7 +81,7 @@ async def log_probs_are_those_of_training(subject: Subject) -> None:
         torch.testing.assert_close(response.log_probs, expected, rtol=0, atol=subject.tolerance)
 
 
-async def a_later_turn_has_the_log_probs_of_training(subject: Subject) -> None:
+async def a_later_turn_has_the_log_probs_of_training(subject: EngineUnderTest) -> None:
     """Also where an engine keeps what it has computed of the turns before."""
     engine, (request, *_), generator = subject.make(), requests(subject, 1), torch.Generator().manual_seed(8)
     said, observed = (
@@ -96,7 +96,7 @@ async def a_later_turn_has_the_log_probs_of_training(subject: Subject) -> None:
         torch.testing.assert_close(response.log_probs, expected, rtol=0, atol=subject.tolerance)
 
 
-async def a_rows_tokens_depend_on_the_row_alone(subject: Subject) -> None:
+async def a_rows_tokens_depend_on_the_row_alone(subject: EngineUnderTest) -> None:
     wanted = requests(subject, 9)
     together = await all_of(subject.make(), wanted)
     backwards = await all_of(subject.make(), wanted[::-1])
@@ -107,7 +107,7 @@ async def a_rows_tokens_depend_on_the_row_alone(subject: Subject) -> None:
     assert together[0].tokens.tolist() != together[1].tokens.tolist(), "samples of a group differ"
 
 
-async def a_row_goes_on_where_its_earlier_draws_ended(subject: Subject) -> None:
+async def a_row_goes_on_where_its_earlier_draws_ended(subject: EngineUnderTest) -> None:
     engine, (request, *_) = subject.make(), requests(subject, 1)
     whole = await engine.submit(request)
     begun = await engine.submit(replace(request, sampling=replace(request.sampling, max_tokens=5)))
@@ -120,7 +120,7 @@ async def a_row_goes_on_where_its_earlier_draws_ended(subject: Subject) -> None:
     assert torch.cat([begun.tokens, rest.tokens]).tolist() == whole.tokens.tolist()
 
 
-async def stop_tokens_end_a_row_and_belong_to_it(subject: Subject) -> None:
+async def stop_tokens_end_a_row_and_belong_to_it(subject: EngineUnderTest) -> None:
     engine, (request, *_) = subject.make(), requests(subject, 1)
     free = await engine.submit(request)
     stop = int(free.tokens[4])
@@ -129,15 +129,15 @@ async def stop_tokens_end_a_row_and_belong_to_it(subject: Subject) -> None:
     assert stopped.tokens.tolist() == free.tokens[: free.tokens.tolist().index(stop) + 1].tolist()
 
 
-async def a_request_without_room_is_refused_and_harms_no_other(subject: Subject) -> None:
+async def a_request_without_room_is_refused_and_harms_no_other(subject: EngineUnderTest) -> None:
     engine, (request, *_) = subject.make(), requests(subject, 1)
     long = replace(request, uid=(0, 99, 0), prompt=torch.zeros(subject.max_sequence_tokens, dtype=torch.int64))
     fine, refused = await asyncio.gather(engine.submit(request), engine.submit(long), return_exceptions=True)
     assert isinstance(refused, UserError)
-    assert isinstance(fine, Finished) and len(fine.tokens) == 12
+    assert isinstance(fine, Response) and len(fine.tokens) == 12
 
 
-async def abort_gives_what_there_is(subject: Subject) -> None:
+async def abort_gives_what_there_is(subject: EngineUnderTest) -> None:
     engine, (request, other, *_) = subject.make(), requests(subject, 2)
     free = await engine.submit(replace(request, sampling=replace(request.sampling, max_tokens=subject.long)))
     endless = replace(request, sampling=replace(request.sampling, max_tokens=subject.long))
@@ -157,7 +157,7 @@ async def abort_gives_what_there_is(subject: Subject) -> None:
     raise AssertionError("a row that is not under way was aborted")
 
 
-async def a_pause_changes_nothing_but_the_time(subject: Subject) -> None:
+async def a_pause_changes_nothing_but_the_time(subject: EngineUnderTest) -> None:
     wanted = requests(subject, 4, tokens=subject.long)
     straight = await all_of(subject.make(), wanted)
     engine = subject.make()
@@ -172,7 +172,7 @@ async def a_pause_changes_nothing_but_the_time(subject: Subject) -> None:
     assert [r.tokens.tolist() for r in finished] == [r.tokens.tolist() for r in straight]
 
 
-async def new_weights_draw_the_tokens_after_them(subject: Subject) -> None:
+async def new_weights_draw_the_tokens_after_them(subject: EngineUnderTest) -> None:
     (request, *_) = requests(subject, 1, tokens=subject.long)
     engine = subject.make()
     old = await engine.submit(request)
@@ -187,7 +187,7 @@ async def new_weights_draw_the_tokens_after_them(subject: Subject) -> None:
     assert both.tokens[:before].tolist() == old.tokens[:before].tolist()
 
 
-async def weights_that_lack_a_tensor_are_refused(subject: Subject) -> None:
+async def weights_that_lack_a_tensor_are_refused(subject: EngineUnderTest) -> None:
     engine, (request, *_) = subject.make(), requests(subject, 1)
     before = await engine.submit(request)
     try:
@@ -199,7 +199,7 @@ async def weights_that_lack_a_tensor_are_refused(subject: Subject) -> None:
     raise AssertionError("weights without one of the model's tensors were taken")
 
 
-async def an_engine_sleeps_when_idle_and_requests_wait_for_it(subject: Subject) -> None:
+async def an_engine_sleeps_when_idle_and_requests_wait_for_it(subject: EngineUnderTest) -> None:
     engine, (request, other, *_) = subject.make(), requests(subject, 2)
     endless = replace(request, sampling=replace(request.sampling, max_tokens=subject.long))
     task = asyncio.ensure_future(engine.submit(endless))
@@ -228,7 +228,7 @@ class Lacking:
         return list(self.whole.tensors())[:-1]
 
 
-CHECKS: tuple[Callable[[Subject], Awaitable[None]], ...] = (
+CHECKS: tuple[Callable[[EngineUnderTest], Awaitable[None]], ...] = (
     every_request_is_answered_once_with_what_it_asked_for,
     log_probs_are_those_of_training,
     a_later_turn_has_the_log_probs_of_training,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from braidrl.rollout.requests import Request, Sampling
+from braidrl.rollout.requests import Request, SamplingParams
 
 ARGUMENT = "braid"
 """Under which a request's draws are among vLLM's extra arguments."""
@@ -19,7 +19,7 @@ class Draws:
 
     key: int
     first: int
-    sampling: Sampling
+    sampling: SamplingParams
 
     def arguments(self) -> dict[str, str]:
         """As text under a name of its own: what passes through any engine and any server."""
@@ -41,4 +41,4 @@ def draws_from(arguments: Mapping[str, Any] | None) -> Draws:
     lists: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in plain["sampling"].items()
     }
-    return Draws(plain["key"], plain["first"], Sampling(**lists))
+    return Draws(plain["key"], plain["first"], SamplingParams(**lists))

@@ -1,6 +1,6 @@
 """What every engine can do, whoever wrote it: the one protocol behind which models generate.
 
-submit ──▶ Finished          one response per request, whenever it ends
+submit ──▶ Response          one response per request, whenever it ends
 abort  ──▶ the same, at once, with what there is
 
 `braidrl.rollout.contract` holds the checks that an engine must pass.
@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from braidrl.rollout.requests import Finished, Request, Uid
+from braidrl.rollout.requests import Request, Response, Uid
 
 
 class EngineError(RuntimeError):
@@ -58,7 +58,7 @@ class ModelWeights:
 class Engine(Protocol):
     """Generates responses. All methods belong to one event loop."""
 
-    async def submit(self, request: Request) -> Finished:
+    async def submit(self, request: Request) -> Response:
         """The response. Raises UserError for a request that cannot be answered, and EngineError when the engine fails."""
 
     async def abort(self, uid: Uid) -> None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 
 from braidrl.data.rows import FinishReason
-from braidrl.rollout.requests import Finished, Request
+from braidrl.rollout.requests import Request, Response
 
 
-def continued(request: Request, ended: Finished) -> Request | None:
+def continued(request: Request, ended: Response) -> Request | None:
     """What draws the rest of a row that was aborted, with the random numbers that come next; None when nothing is left to draw.
 
     Raises ValueError for a response of another row.
@@ -28,12 +28,12 @@ def continued(request: Request, ended: Finished) -> Request | None:
     )
 
 
-def joined(ended: Finished, rest: Finished) -> Finished:
+def joined(ended: Response, rest: Response) -> Response:
     """The whole response of a row that was drawn in two parts; each token keeps the version that drew it."""
     if ended.uid != rest.uid:
         raise ValueError(f"rows {ended.uid} and {rest.uid} are two")
     log_probs = torch.cat([ended.log_probs.to(rest.log_probs.dtype), rest.log_probs])
-    return Finished(
+    return Response(
         rest.uid,
         torch.cat([ended.tokens, rest.tokens]),
         log_probs,

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 
 from braidrl.errors import UserError
+from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.engine import EngineError, Load, WeightSource
-from braidrl.rollout.requests import Finished, Request, Uid
-from braidrl.rollout.stepping import SteppingEngine
+from braidrl.rollout.requests import Request, Response, Uid
 
 
 class EngineReplica:
@@ -19,14 +19,14 @@ class EngineReplica:
 
     def __init__(self, engine: SteppingEngine, name: str = "this process's engine") -> None:
         self.engine, self.name = engine, name
-        self._answers: dict[Uid, asyncio.Future[Finished]] = {}
+        self._answers: dict[Uid, asyncio.Future[Response]] = {}
         self._running, self._awake = asyncio.Event(), asyncio.Event()
         self._running.set()
         self._awake.set()
         self._driver: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
 
-    async def submit(self, request: Request) -> Finished:
+    async def submit(self, request: Request) -> Response:
         await self._awake.wait()
         if self._failure is not None:
             raise self._failure
@@ -94,7 +94,7 @@ class EngineReplica:
                 self._failure.__cause__ = error
                 self._fail(self._failure)
 
-    def _answer(self, finished: Finished) -> None:
+    def _answer(self, finished: Response) -> None:
         answer = self._answers.pop(finished.uid)
         if not answer.done():
             answer.set_result(finished)

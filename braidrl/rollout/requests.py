@@ -14,7 +14,7 @@ Uid = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How one response is drawn. A temperature of 0, or `greedy`, takes the likeliest token."""
 
     temperature: float = 1.0
@@ -53,7 +53,7 @@ class Request:
 
     uid: Uid
     prompt: Tensor
-    sampling: Sampling
+    sampling: SamplingParams
     purpose: str = "train"
     stage: str = "generate"
     first_draw: int = 0
@@ -70,7 +70,7 @@ class Request:
 
 
 @dataclass(frozen=True, eq=False)
-class Finished:
+class Response:
     """A response of T tokens, on the CPU."""
 
     uid: Uid

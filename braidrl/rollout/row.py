@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError
-from braidrl.rollout.requests import Finished, Request
+from braidrl.rollout.requests import Request, Response
 from braidrl.rollout.stopping import StopTexts
 
 
@@ -39,11 +39,11 @@ class Row:
         """Tokens that the row's slot holds in this step, the one being fed included."""
         return len(self.request.prompt) + step - self.begun
 
-    def finished(self, tokens: Tensor, log_probs: Tensor, aborted: bool = False) -> Finished:
+    def finished(self, tokens: Tensor, log_probs: Tensor, aborted: bool = False) -> Response:
         """The response of these tokens (T,) and log-probs (T,)."""
         stopped = self.said_stop or (len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids)
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-        return Finished(
+        return Response(
             self.request.uid, tokens, log_probs, FinishReason.ABORT if aborted else reason, self._versions(len(tokens))
         )
 
@@ -64,7 +64,7 @@ class Flight:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 
-    def finished(self, aborted: bool = False) -> Finished:
+    def finished(self, aborted: bool = False) -> Response:
         return self.row.finished(torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.log_probs), aborted)
 
 

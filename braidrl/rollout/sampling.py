@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from braidrl.rollout.requests import Sampling
+from braidrl.rollout.requests import SamplingParams
 
 BLOCK = 128
 """Tokens that are summed together when the vocabulary is long: a block is found first, then the token in it."""
@@ -35,7 +35,9 @@ class Choice:
         return self.top_k is None and self.top_p is None
 
 
-def chosen_for(asked: Sequence[Sampling], temperature: Tensor, greedy: Tensor, top_k: Tensor, top_p: Tensor) -> Choice:
+def chosen_for(
+    asked: Sequence[SamplingParams], temperature: Tensor, greedy: Tensor, top_k: Tensor, top_p: Tensor
+) -> Choice:
     """These settings of B rows, (B,) each, without those that none of the rows `asked` for."""
     return Choice(
         temperature=temperature if any(s.log_prob_temperature != 1 for s in asked) else None,

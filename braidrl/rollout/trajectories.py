@@ -9,10 +9,10 @@ from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Column, Rows
-from braidrl.rollout.requests import Finished
+from braidrl.rollout.requests import Response
 
 
-def to_rows(rows: Rows, finished: Sequence[Finished]) -> dict[str, Column]:
+def to_rows(rows: Rows, finished: Sequence[Response]) -> dict[str, Column]:
     """The columns `tokens` to `version` of a generate stage, in the order of `rows` and not of `finished`.
 
     `version` is the oldest among the row's tokens; a row that was ended before its first token has version 0.
@@ -47,5 +47,5 @@ def _actions(prompts: Tensor, actions: Tensor) -> Tensor:
     return torch.tensor([False, True]).repeat(len(prompts)).repeat_interleave(stretches)
 
 
-def _dtype(ordered: Sequence[Finished]) -> torch.dtype:
+def _dtype(ordered: Sequence[Response]) -> torch.dtype:
     return ordered[0].log_probs.dtype if ordered else torch.float32

@@ -17,7 +17,7 @@ from torch import Tensor
 from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError
 from braidrl.rollout.engine import EngineError
-from braidrl.rollout.requests import Finished, Request, Sampling
+from braidrl.rollout.requests import Request, Response, SamplingParams
 
 Message = dict[str, Any]
 LENGTH = struct.Struct("<Q")
@@ -74,12 +74,12 @@ def request_of(plain: Message) -> Request:
         name: tuple(value) if isinstance(value, list) else value for name, value in plain["sampling"].items()
     }
     return Request(
-        _uid(plain["uid"]), _tensor(plain["prompt"], torch.int64), Sampling(**sampling),
+        _uid(plain["uid"]), _tensor(plain["prompt"], torch.int64), SamplingParams(**sampling),
         plain["purpose"], plain["stage"], plain["first_draw"],
     )  # fmt: skip
 
 
-def plain_finished(finished: Finished) -> Message:
+def plain_response(finished: Response) -> Message:
     return {
         "uid": finished.uid, "tokens": _bytes(finished.tokens), "log_probs": _bytes(finished.log_probs),
         "double": finished.log_probs.dtype == torch.float64, "reason": int(finished.finish_reason),
@@ -87,10 +87,10 @@ def plain_finished(finished: Finished) -> Message:
     }  # fmt: skip
 
 
-def finished_of(plain: Message) -> Finished:
-    """The reverse of `plain_finished`."""
+def response_of(plain: Message) -> Response:
+    """The reverse of `plain_response`."""
     dtype = torch.float64 if plain["double"] else torch.float32
-    return Finished(
+    return Response(
         _uid(plain["uid"]), _tensor(plain["tokens"], torch.int64), _tensor(plain["log_probs"], dtype),
         FinishReason(plain["reason"]), _tensor(plain["versions"], torch.int64),
     )  # fmt: skip

@@ -17,14 +17,14 @@ from braidrl.flow.flow import is_optimized
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import Done, TraceWriter
-from braidrl.runtimes.checking import checked_beside
-from braidrl.runtimes.early_stop import EarlyStop, Needless, Segment
+from braidrl.runtimes.controller import group_tokens
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.iteration import group_tokens
-from braidrl.runtimes.row_store import Admission, Origin, RowStore, with_added
+from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
+from braidrl.runtimes.generating.verification import checked_beside
+from braidrl.runtimes.saving.row_store import Admission, Origin, RowStore, with_added
 
 
-class EagerCrew:
+class EagerBackend:
     """One executor that holds every role; the table is the rows."""
 
     def __init__(
@@ -40,7 +40,7 @@ class EagerCrew:
         self.trace, self.version = trace, 0
 
     def admit(self, groups: int) -> Rows:
-        assert self.loader is not None, "this crew only evaluates"
+        assert self.loader is not None, "this backend only evaluates"
         return self.store.make(Admission(tuple(self.loader.advance(groups))))
 
     def run(self, stage: Stage, table: Rows, iteration: int, sums: Sums) -> Rows:
@@ -114,8 +114,8 @@ class EagerCrew:
     def save(self, folder: Path) -> None:
         self.executor.save(folder)
 
-    def stage(self, folder: Path) -> list[Write]:
-        return self.executor.stage(folder)
+    def copy_for_saving(self, folder: Path) -> list[Write]:
+        return self.executor.copy_for_saving(folder)
 
     def load(self, folder: Path, version: int) -> None:
         self.executor.load(folder)

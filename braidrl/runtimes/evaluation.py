@@ -12,8 +12,8 @@ from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind
 from braidrl.flow.stages import make_stage
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.iteration import RunCrew
-from braidrl.runtimes.row_store import HeldOut
+from braidrl.runtimes.controller import RunBackend
+from braidrl.runtimes.saving.row_store import HeldOut
 
 T = TypeVar("T")
 SHARE_RIGHT = re.compile(r"eval/.+/(avg@\d+|pair_accuracy)")
@@ -74,11 +74,11 @@ def pair_metrics(name: str, index: Rows) -> dict[str, float]:
 
 
 def evaluated_sets(
-    crew: RunCrew[T], flow: Flow, names: Iterable[str], settings: EvaluationConfig, step: int
+    backend: RunBackend[T], flow: Flow, names: Iterable[str], settings: EvaluationConfig, step: int
 ) -> Iterator[tuple[str, T, dict[str, float]]]:
     """Each set's name, its rows and its metrics under the current weights."""
     for name in names:
-        table = crew.bring(HeldOut(name))
+        table = backend.bring(HeldOut(name))
         for stage in flow.stages:
-            table = crew.run(stage, table, step, Sums())
-        yield name, table, evaluation_metrics(name, crew.index(table), settings.samples)
+            table = backend.run(stage, table, step, Sums())
+        yield name, table, evaluation_metrics(name, backend.index(table), settings.samples)

@@ -3,7 +3,7 @@
 rows ──execute(stage)──▶ columns            generate, infer, verify, compute of scope row or group
 rows ──sums(stage)──▶ reduced over everybody ──apply(stage)──▶ columns            compute of scope batch
 rows ──select(stage)──▶ dropped groups
-rows ──accumulate(stage)──▶ loss sums ──reduced──▶ step(stage, denominators)
+rows ──forward_backward(stage)──▶ loss sums ──reduced──▶ optim_step(stage, denominators)
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from braidrl.data.rows import Column, Rows
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
-from braidrl.models.checkpoint import Write, staged_worker
-from braidrl.models.data_parallel import DataParallel
-from braidrl.models.following import Following, move_towards
-from braidrl.models.layout_copy import InferenceCopy
+from braidrl.models.checkpoint import Write, saving_tasks
 from braidrl.models.objective import Objective, denominators
+from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.role_settings import inference_layouts, with_layout
-from braidrl.models.role_worker import RoleWorker
-from braidrl.models.scalar_worker import ScalarWorker
-from braidrl.models.worker import DecoderWorker
-from braidrl.models.workers import make_worker
+from braidrl.models.roles.base import RoleWorker
+from braidrl.models.roles.decoder import DecoderWorker
+from braidrl.models.roles.make import make_worker
+from braidrl.models.roles.scalar import ScalarWorker
+from braidrl.models.weights.following import Following, move_towards
+from braidrl.models.weights.mirror import InferenceCopy
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
-from braidrl.rollout.embedded import EmbeddedEngine
-from braidrl.rollout.pooled_engine import PooledEngine
-from braidrl.rollout.requests import Finished
-from braidrl.rollout.service import EngineService
+from braidrl.rollout.divided.pooled import PooledEngine
+from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.requests import Response
+from braidrl.rollout.routing.service import EngineService
 from braidrl.rollout.trajectories import to_rows
-from braidrl.runtimes.checking import Checks, EarlyChecks
-from braidrl.runtimes.early_stop import EarlyStop
-from braidrl.runtimes.engines import start_engine
 from braidrl.runtimes.functions import computed, dropped, summed
-from braidrl.runtimes.generation import leaders, requests_of, sampling_of
-from braidrl.runtimes.playing import play
-from braidrl.runtimes.publishing import Publish, publication
-from braidrl.runtimes.residency import Residency
+from braidrl.runtimes.generating.early_stop import EarlyStop
+from braidrl.runtimes.generating.engines import start_engine
+from braidrl.runtimes.generating.episodes import play
+from braidrl.runtimes.generating.publishing import Publish, publication
+from braidrl.runtimes.generating.requests import leaders, requests_of, sampling_of
+from braidrl.runtimes.generating.residency import Residency
+from braidrl.runtimes.generating.verification import Checks, EarlyChecks
 
 
 class StageExecutor:
@@ -155,7 +155,7 @@ class StageExecutor:
                 stop.close()
         return self.generated(stage, rows, finished)
 
-    def generated(self, stage: Stage, rows: Rows, finished: Sequence[Finished]) -> Mapping[str, Column]:
+    def generated(self, stage: Stage, rows: Rows, finished: Sequence[Response]) -> Mapping[str, Column]:
         """The columns that a generate stage writes, in the order of `rows`."""
         return self._named(stage, to_rows(rows, finished))
 
@@ -221,9 +221,9 @@ class StageExecutor:
         Of the processes that share the update one alone has it `counted`; the sums of all together then say what happened.
         """
         self.residency.before(stage)
-        losses, counts = self.accumulate(stage, rows, sums, bar), denominators(index)
+        losses, counts = self.forward_backward(stage, rows, sums, bar), denominators(index)
         record_update(stage, losses, counts, sums, counted)
-        norm = self.step(stage, counts, iteration)
+        norm = self.optim_step(stage, counts, iteration)
         if norm is not None and counted:
             sums.add(f"{stage.role}/grad_norm", norm)
 
@@ -250,16 +250,16 @@ class StageExecutor:
             found = self.followings[worker.role, source] = Following(worker, self.workers[source])
         return found
 
-    def accumulate(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
+    def forward_backward(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
         """Adds the gradient sums of `rows`; returns loss sums by denominator."""
         assert stage.role
-        return self.workers[stage.role].accumulate(self.objective(stage), rows, sums, bar.update)
+        return self.workers[stage.role].forward_backward(self.objective(stage), rows, sums, bar.update)
 
-    def step(self, stage: Stage, denominators: Mapping[str, float], iteration: int) -> float | None:
+    def optim_step(self, stage: Stage, denominators: Mapping[str, float], iteration: int) -> float | None:
         """One optimizer step by the global denominators; the gradient norm, or None when there was nothing to learn."""
         assert stage.role
         needed = self.objective(stage).denominators
-        return self.workers[stage.role].step({name: denominators[name] for name in needed}, iteration)
+        return self.workers[stage.role].optim_step({name: denominators[name] for name in needed}, iteration)
 
     def meets(self, stage: Stage) -> bool:
         """True where a rank without rows takes part in a stage, because ranks infer or generate together."""
@@ -270,14 +270,14 @@ class StageExecutor:
         copy = self.copies.get(stage.role)
         return self.workers[stage.role].ranks.together or (copy is not None and copy.frozen.ranks.together)
 
-    def accompany(self, stage: Stage) -> None:
+    def join_collectives(self, stage: Stage) -> None:
         """The part of a rank that has no rows in a stage that ranks compute together."""
         self.residency.before(stage)
         if stage.kind is Kind.GENERATE:
             self.engines[str(stage.role)].generate([])
             return
         names = {"score": "scores", "values": "values"}
-        self._inferring(str(stage.role)).infer(names.get(stage.type, "log_probs"), Rows({}))
+        self._inferring(str(stage.role)).forward(names.get(stage.type, "log_probs"), Rows({}))
 
     def publish(self, version: int) -> None:
         """The engines generate with the trained weights from now on."""
@@ -295,13 +295,13 @@ class StageExecutor:
                 with self.residency.all_of(role):
                     self.workers[role].export(folder / role, write)
 
-    def stage(self, folder: Path, write: bool = True) -> list[Write]:
+    def copy_for_saving(self, folder: Path, write: bool = True) -> list[Write]:
         """What `save` does, from copies in host memory: calls that a thread can make while the roles train on."""
         parts: list[Write] = []
         for role in self.flow.changed_roles:
             if role in self.workers and (write or self.workers[role].ranks.divided):
                 with self.residency.all_of(role):
-                    parts += staged_worker(self.workers[role], folder / role, write, beside=True)
+                    parts += saving_tasks(self.workers[role], folder / role, write, beside=True)
         return parts
 
     def load(self, folder: Path) -> None:

@@ -19,18 +19,18 @@ from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
-from braidrl.runtimes.checkpoints import Checkpoints
-from braidrl.runtimes.checks import without_effect
-from braidrl.runtimes.crews import check_runtime, start_crew, walk_with
+from braidrl.runtimes.backends import check_runtime, controller_for, start_backend
+from braidrl.runtimes.controller import IterationResult, RunBackend
+from braidrl.runtimes.distributed.launch import in_ranks
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
-from braidrl.runtimes.folders import latest_checkpoint, new_run_folder
 from braidrl.runtimes.gaps import GapWatch
 from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
-from braidrl.runtimes.iteration import IterationResult, RunCrew
-from braidrl.runtimes.launch import in_ranks
-from braidrl.runtimes.row_store import Recording, Surplus
-from braidrl.runtimes.setup import prepare_together, set_up_torch
-from braidrl.runtimes.state import RunState, load_checkpoint
+from braidrl.runtimes.prepare.checks import without_effect
+from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
+from braidrl.runtimes.saving.checkpoints import Checkpoints
+from braidrl.runtimes.saving.folders import latest_checkpoint, new_run_folder
+from braidrl.runtimes.saving.row_store import Recording, Surplus
+from braidrl.runtimes.saving.state import RunState, load_checkpoint
 from braidrl.runtimes.step_metrics import step_metrics, summary
 
 Metrics = dict[str, float | int | None]
@@ -74,17 +74,17 @@ class TrainingRun:
         self.saved_step: int | None = None
         self.checkpoints = Checkpoints(self.folder, config, self.world.first)
         self.good_enough = False
-        self.crew: RunCrew[Any] = start_crew(
+        self.backend: RunBackend[Any] = start_backend(
             self.prepared, self.loader, self.progress, self.folder, self.world, self.interrupts
         )
         try:
-            self.walk = walk_with(self.crew, config, self.flow, self.loader.epoch_size)
+            self.controller = controller_for(self.backend, config, self.flow, self.loader.epoch_size)
             checkpoint = latest_checkpoint(resume) if resume else None
             if checkpoint is not None:
                 self._restore(load_checkpoint(checkpoint))
             self.metrics = MetricsWriter(self.folder, self.step if resume else None) if self.world.first else None
         except BaseException:
-            self.crew.close()
+            self.backend.close()
             raise
 
     def __enter__(self) -> TrainingRun:
@@ -93,7 +93,7 @@ class TrainingRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.crew.close()
+        self.backend.close()
         if self.metrics:
             self.metrics.close()
 
@@ -129,7 +129,7 @@ class TrainingRun:
             def hold() -> None:
                 held.enter_context(self.interrupts.hold())
 
-            result = self.walk.iterate(step, self.version, self._recorded(step), not self.rollout_only, hold)
+            result = self.controller.iterate(step, self.version, self._recorded(step), not self.rollout_only, hold)
             hold()
             seconds = time.perf_counter() - start
             metrics = step_metrics(self.flow, result, step, self.version, seconds)
@@ -149,14 +149,17 @@ class TrainingRun:
         """The rows of an earlier run's step as they were when they were sampled, without what its later stages added."""
         if self.replay is None:
             return None
-        sampled, later = self.flow.stages[: self.walk.recorded_stages], self.flow.stages[self.walk.recorded_stages :]
+        sampled, later = (
+            self.flow.stages[: self.controller.recorded_stages],
+            self.flow.stages[self.controller.recorded_stages :],
+        )
         kept = {name for stage in sampled for name in stage.writes}
         added = {name for stage in later for name in stage.writes} - kept
-        return self.crew.bring(Recording(rollout_path(self.replay, step), tuple(sorted(added))))
+        return self.backend.bring(Recording(rollout_path(self.replay, step), tuple(sorted(added))))
 
     def _record(self, path: Path, result: IterationResult[Any]) -> None:
-        if any("tokens" in stage.writes for stage in self.flow.stages[: self.walk.recorded_stages]):
-            self.crew.record(path, result.table, result.final)
+        if any("tokens" in stage.writes for stage in self.flow.stages[: self.controller.recorded_stages]):
+            self.backend.record(path, result.table, result.final)
 
     def _evaluation_is_due(self) -> bool:
         every, steps = self.config.evaluation.every, self.config.trainer.steps
@@ -178,20 +181,20 @@ class TrainingRun:
         """Every evaluation set under the current weights; the rows are recorded too."""
         prepared, metrics = self.prepared, Metrics()
         for name, table, found in evaluated_sets(
-            self.crew, prepared.evaluation, prepared.eval_sources, self.config.evaluation, self.step
+            self.backend, prepared.evaluation, prepared.eval_sources, self.config.evaluation, self.step
         ):
-            self.crew.record(evaluation_path(self.folder, name, self.step), table, table)
+            self.backend.record(evaluation_path(self.folder, name, self.step), table, table)
             metrics |= found
         self.good_enough = good_enough(metrics, self.config.evaluation.stop_at)
         return metrics
 
     def _snapshot(self) -> RunState:
         """What a resumed run needs beside the weights, as of the last complete step."""
-        return RunState(self.step, self.version, *self.walk.position(self.loader))
+        return RunState(self.step, self.version, *self.controller.position(self.loader))
 
     def _save(self, state: RunState) -> None:
         if self.saved_step != state.step:
-            self.checkpoints.save(state, self.crew)
+            self.checkpoints.save(state, self.backend)
             self.saved_step = state.step
 
     def _restore(self, checkpoint: tuple[Path, RunState]) -> None:
@@ -199,9 +202,9 @@ class TrainingRun:
         self.step = self.saved_step = state.step
         self.version = state.version
         self.loader.restore(state.loader)
-        surplus = [self.crew.bring(Surplus(path)) for path in state.surplus]
-        self.walk.restore(state.sampling, surplus, state.stages)
-        self.crew.load(folder, state.version)
+        surplus = [self.backend.bring(Surplus(path)) for path in state.surplus]
+        self.controller.restore(state.sampling, surplus, state.stages)
+        self.backend.load(folder, state.version)
 
 
 def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
@@ -255,11 +258,11 @@ def evaluated(config: Config, progress: Progress, world: World | None = None) ->
     for line in without_effect(config):
         progress.print(line)
     set_up_torch(config)
-    crew = start_crew(prepared, None, progress, world=world, interrupts=AgreedInterrupts())
+    backend = start_backend(prepared, None, progress, world=world, interrupts=AgreedInterrupts())
     metrics: dict[str, float] = {}
     try:
-        for _, _, found in evaluated_sets(crew, prepared.evaluation, prepared.eval_sources, config.evaluation, 0):
+        for _, _, found in evaluated_sets(backend, prepared.evaluation, prepared.eval_sources, config.evaluation, 0):
             metrics |= found
     finally:
-        crew.close()
+        backend.close()
     return metrics

@@ -26,10 +26,10 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.roles import Role
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
-from braidrl.runtimes.building import resolve
-from braidrl.runtimes.crews import start_crew
-from braidrl.runtimes.iteration import Crew, Walk
-from braidrl.runtimes.setup import prepare, set_up_torch
+from braidrl.runtimes.backends import start_backend
+from braidrl.runtimes.controller import Backend, SerialController
+from braidrl.runtimes.prepare.flow import resolve
+from braidrl.runtimes.prepare.setup import prepare, set_up_torch
 
 Table = Any
 """Rows under eager, a handle to them under hybrid."""
@@ -48,8 +48,10 @@ class Session:
         set_up_torch(config)
         self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
         self.progress = Progress()
-        self.crew = cast(Crew[Any], start_crew(self.prepared, self.loader, self.progress))
-        self.walk: Walk[Any] = Walk(config, self.prepared.flow, self.crew, self.loader.epoch_size)
+        self.backend = cast(Backend[Any], start_backend(self.prepared, self.loader, self.progress))
+        self.controller: SerialController[Any] = SerialController(
+            config, self.prepared.flow, self.backend, self.loader.epoch_size
+        )
         self.iteration = self.version = 0
         self.sums = Sums()
         self.trained = False
@@ -67,7 +69,7 @@ class Session:
         self.iteration += 1
         self.sums = Sums()
         self.progress.step(self.iteration)
-        return self.crew.admit(groups or self.config.trainer.prompts_per_step)
+        return self.backend.admit(groups or self.config.trainer.prompts_per_step)
 
     def run(self, stage: Stage, rows: Table) -> Table:
         """The rows with what a stage writes; those that a `select` stage keeps; the same rows for an update."""
@@ -76,10 +78,10 @@ class Session:
             self._train(stage, rows)
             return rows
         if stage.kind is not Kind.SELECT:
-            return self.crew.run(stage, rows, self.iteration, self.sums)
-        dropped = self.crew.select(stage, rows)
+            return self.backend.run(stage, rows, self.iteration, self.sums)
+        dropped = self.backend.select(stage, rows)
         groups = self.index(rows)["group"].tolist()
-        return self.crew.take(rows, [i for i, group in enumerate(groups) if group not in dropped])
+        return self.backend.take(rows, [i for i, group in enumerate(groups) if group not in dropped])
 
     def _train(self, stage: Stage, rows: Table) -> None:
         if is_optimized(stage) and stage.role not in self.prepared.flow.trained_roles:
@@ -87,8 +89,8 @@ class Session:
                 f"{stage.role} has no optimizer: the flow {self.prepared.flow.name} does not train it; "
                 f"it trains {', '.join(self.prepared.flow.trained_roles) or 'nothing'}"
             )
-        table = self.walk.ordered(rows)
-        self.crew.train(stage, table, self.walk.updates(table, self.iteration), self.iteration, self.sums)
+        table = self.controller.ordered(rows)
+        self.backend.train(stage, table, self.controller.updates(table, self.iteration), self.iteration, self.sums)
         self.trained = True
 
     def publish(self) -> None:
@@ -96,7 +98,7 @@ class Session:
         if self.trained:
             self.version += 1
             self.trained = False
-            self.crew.publish(self.version)
+            self.backend.publish(self.version)
 
     def metrics(self) -> dict[str, float]:
         """Means of what this iteration's stages counted. Waits for its updates."""
@@ -105,15 +107,15 @@ class Session:
 
     def index(self, rows: Table) -> Rows:
         """The index columns (rewards, lengths, ...), waited for."""
-        return self.crew.index(rows)
+        return self.backend.index(rows)
 
     def save(self, folder: Path) -> None:
         """Every trained role as a Hugging Face directory."""
         self.publish()
-        self.crew.save(folder)
+        self.backend.save(folder)
 
     def close(self) -> None:
-        self.crew.close()
+        self.backend.close()
 
     def __enter__(self) -> Session:
         return self

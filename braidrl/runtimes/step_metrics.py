@@ -18,7 +18,7 @@ from braidrl.data.rows import FinishReason, Rows
 from braidrl.flow import Flow
 from braidrl.models.objective import trained
 from braidrl.observe.metrics import REQUIRED_KEYS
-from braidrl.runtimes.iteration import IterationResult
+from braidrl.runtimes.controller import IterationResult
 
 # Name of a number: what computes it, from which means, and which of these it takes the place of.
 DERIVED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], tuple[str, ...]]] = {

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from braidrl.flow.flow import Flow, is_optimized
-from braidrl.flow.readiness import Consumer, Progress, Uid, weights_wait_for
+from braidrl.flow.readiness import Consumer, StageProgress, Uid, weights_wait_for
 from braidrl.flow.sizes import Sizes, Update
 from braidrl.flow.stage import Kind, Scope, Stage
 from braidrl.flow.versions import admissible, check_staleness, trained_on
-from braidrl.flow.waves import Outcome, Sampling, Verdict
+from braidrl.flow.waves import GroupSelector, Selection, Verdict
 from braidrl.transfer.leases import Lease, Leases
 
 
@@ -35,7 +35,7 @@ class StreamSchedule:
 
     def __init__(self, flow: Flow, sizes: Sizes) -> None:
         self.flow, self.sizes = flow, sizes
-        self.progress = Progress(flow, sizes.epochs)
+        self.progress = StageProgress(flow, sizes.epochs)
         self.leases = Leases()
         self.sampling = sizes.sampling()
         self.weights_wait = weights_wait_for(flow)
@@ -52,7 +52,7 @@ class StreamSchedule:
         self.is_open = False
         self.max_staleness_seen = 0
 
-    def resume(self, done: int, sampling: Sampling, surplus: Mapping[Uid, int]) -> None:
+    def resume(self, done: int, sampling: GroupSelector, surplus: Mapping[Uid, int]) -> None:
         """Goes on after `done` iterations, with the selection's state and the versions of surplus rows that wait."""
         self.published = self.opened = done
         self.trained = dict.fromkeys(self.trained, done)
@@ -89,7 +89,7 @@ class StreamSchedule:
         if not self.selects:
             self.sampling.decide({group: Verdict() for group in groups})
 
-    def close(self) -> Outcome | None:
+    def close(self) -> Selection | None:
         """Ends selection for the open batch if it is complete; the rows of released groups are forgotten."""
         known = self.is_open and self.sampling.batch() is not None
         if not known or (self.sampling.surplus == "keep" and self.sampling.pending):

@@ -15,8 +15,8 @@ from task import demonstrations, problems, questions, write_jsonl, write_model
 
 from braidrl.config import load_config
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.export import export_model
 from braidrl.runtimes.run import train
+from braidrl.runtimes.saving.export import export_model
 
 HERE = Path(__file__).parent
 HELD_OUT, TRAINED = 100, 4000

@@ -15,7 +15,7 @@ from braidrl.flow.recipes import load_flow
 from braidrl.observe.metrics import REQUIRED_KEYS, read_metrics
 from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verifiers import BUILT_IN
-from braidrl.rollout.environments import environments
+from braidrl.rollout.episodes.environments import environments
 from tests.tiny import ROOT, Workshop, load_module
 
 DOCS = ROOT / "docs"

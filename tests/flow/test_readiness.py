@@ -9,7 +9,7 @@ from braidrl.flow import Flow, Kind, Scope, Stage, actor, critic, reference, rew
 from braidrl.flow.flow import ADMISSION
 from braidrl.flow.readiness import (
     Consumer,
-    Progress,
+    StageProgress,
     complete_groups,
     complete_sets,
     ready_rows,
@@ -99,7 +99,7 @@ def test_sets_of_rows_are_complete_one_by_one() -> None:
 
 
 def test_rows_become_ready_in_the_portions_of_their_scope() -> None:
-    progress = Progress(dapo())
+    progress = StageProgress(dapo())
     progress.admit(uids(2))
     select, advantage = Consumer("informative"), Consumer("normalized")
     progress.write("actor.generate", uids(2))
@@ -113,7 +113,7 @@ def test_rows_become_ready_in_the_portions_of_their_scope() -> None:
 
 
 def test_a_stage_of_batch_scope_gets_all_rows_of_its_batch_or_none() -> None:
-    progress = Progress(ppo())
+    progress = StageProgress(ppo())
     progress.admit(uids(3))
     batch, whiten = uids(2), Consumer("whiten")
     for stage in ("actor.generate", "reward.verify", "reference.log_probs"):
@@ -137,7 +137,7 @@ def test_whatever_the_order_each_consumer_gets_each_row_once(data: st.DataObject
             train("actor", ("z",)),
         ],
     )
-    progress = Progress(flow, epochs=2)
+    progress = StageProgress(flow, epochs=2)
     progress.admit(uids(3))
     seen: list[tuple[Consumer, tuple[int, int, int]]] = []
     while ready := {c: rows for c in progress.consumers if (rows := progress.ready(c))}:
@@ -156,7 +156,7 @@ def test_whatever_the_order_each_consumer_gets_each_row_once(data: st.DataObject
 
 
 def test_rows_that_leave_take_their_bits_with_them() -> None:
-    progress = Progress(dapo())
+    progress = StageProgress(dapo())
     progress.admit(uids(3))
     progress.write("actor.generate", uids(3)[1:])
     progress.forget([(0, 0, 1), (0, 1, 0)])
@@ -168,7 +168,7 @@ def test_rows_that_leave_take_their_bits_with_them() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    progress = Progress(dapo())
+    progress = StageProgress(dapo())
     progress.admit(uids(1))
     with pytest.raises(ValueError, match="admitted twice"):
         progress.admit([(0, 0, 1)])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.errors import UserError
-from braidrl.flow.waves import Outcome, Sampling, Verdict, groups_to_abort
+from braidrl.flow.waves import GroupSelector, Selection, Verdict, groups_to_abort
 
 rates = st.sampled_from([0.1, 0.3, 0.7, 1.0])
 policies = st.sampled_from(["drop", "keep"])
@@ -23,10 +23,14 @@ def judge(group: int, rate: float, seed: int) -> str | None:
 
 
 def run(
-    sampling: Sampling, batches: int, verdict: Callable[[int, int], Verdict], arrival: random.Random, shuffled: bool
-) -> tuple[list[Outcome], int]:
+    sampling: GroupSelector,
+    batches: int,
+    verdict: Callable[[int, int], Verdict],
+    arrival: random.Random,
+    shuffled: bool,
+) -> tuple[list[Selection], int]:
     """Drives `sampling` through several batches; groups arrive in portions and, if `shuffled`, in any order."""
-    outcomes: list[Outcome] = []
+    outcomes: list[Selection] = []
     admitted = 0
     for version in range(batches):
         sampling.begin(version)
@@ -39,7 +43,7 @@ def run(
                 arrival.shuffle(waiting)
             portion = waiting[: arrival.randint(1, len(waiting))] if shuffled else waiting
             sampling.decide({group: verdict(group, version) for group in portion})
-            sampling = Sampling.restored(json.loads(json.dumps(sampling.state())))
+            sampling = GroupSelector.restored(json.loads(json.dumps(sampling.state())))
         outcomes.append(sampling.finish())
         assert outcomes[-1].groups == groups
     return outcomes, admitted
@@ -54,7 +58,7 @@ def test_arrival_changes_neither_batches_nor_counts(
 
     staleness = 1 if policy == "keep" else 0
     runs = [
-        run(Sampling(target, 10_000, policy, staleness), 5, verdict, random.Random(order), shuffled)  # type: ignore[arg-type]
+        run(GroupSelector(target, 10_000, policy, staleness), 5, verdict, random.Random(order), shuffled)  # type: ignore[arg-type]
         for shuffled in (False, True)
     ]
     assert runs[0] == runs[1]
@@ -64,7 +68,7 @@ def test_arrival_changes_neither_batches_nor_counts(
 def test_every_admitted_group_ends_once_and_batches_hold_the_first_kept(
     target: int, rate: float, policy: str, seed: int
 ) -> None:
-    sampling = Sampling(target, 10_000, policy, 1)  # type: ignore[arg-type]
+    sampling = GroupSelector(target, 10_000, policy, 1)  # type: ignore[arg-type]
     outcomes, admitted = run(
         sampling, 6, lambda group, version: Verdict(judge(group, rate, seed), version), random.Random(seed), True
     )
@@ -85,17 +89,17 @@ def test_every_admitted_group_ends_once_and_batches_hold_the_first_kept(
 
 
 def test_a_flow_that_selects_nothing_takes_one_wave_of_the_batch() -> None:
-    sampling = Sampling(4, 100)
+    sampling = GroupSelector(4, 100)
     sampling.begin(0)
     assert sampling.next_wave() == 4
     sampling.admit([0, 1, 2, 3])
     assert sampling.next_wave() == 0 and sampling.batch() is None
     sampling.decide({group: Verdict() for group in (3, 1, 0, 2)})
-    assert sampling.next_wave() == 0 and sampling.finish() == Outcome((0, 1, 2, 3), {}, (), ())
+    assert sampling.next_wave() == 0 and sampling.finish() == Selection((0, 1, 2, 3), {}, (), ())
 
 
 def test_later_waves_follow_the_share_kept_and_never_exceed_a_batch() -> None:
-    sampling = Sampling(32, 1000)
+    sampling = GroupSelector(32, 1000)
     sampling.begin(0)
     sampling.admit(range(sampling.next_wave()))
     sampling.decide({group: Verdict(None if group < 16 else "all_wrong") for group in range(32)})
@@ -108,7 +112,7 @@ def test_later_waves_follow_the_share_kept_and_never_exceed_a_batch() -> None:
 
 def test_a_batch_is_known_before_later_groups_are_decided_but_kept_surplus_is_waited_for() -> None:
     for policy in ("drop", "keep"):
-        sampling = Sampling(2, 100, policy, 1)
+        sampling = GroupSelector(2, 100, policy, 1)
         sampling.begin(0)
         sampling.admit([0, 1])
         sampling.decide({0: Verdict("all_wrong"), 1: Verdict()})
@@ -119,33 +123,33 @@ def test_a_batch_is_known_before_later_groups_are_decided_but_kept_surplus_is_wa
         sampling.decide({2: Verdict()})
         assert sampling.batch() == (1, 2)
         if policy == "drop":
-            assert sampling.finish() == Outcome((1, 2), {"all_wrong": 1, "surplus": 2}, (0, 3, 4), ())
+            assert sampling.finish() == Selection((1, 2), {"all_wrong": 1, "surplus": 2}, (0, 3, 4), ())
         else:
             with pytest.raises(ValueError, match="1 groups are undecided"):
                 sampling.finish()
             sampling.decide({4: Verdict("all_correct")})
-            assert sampling.finish() == Outcome((1, 2), {"all_wrong": 1, "all_correct": 1}, (0, 4), (3,))
+            assert sampling.finish() == Selection((1, 2), {"all_wrong": 1, "all_correct": 1}, (0, 4), (3,))
             sampling.begin(1)
             assert sampling.next_wave() == 1
 
 
 def test_surplus_older_than_the_bound_is_dropped_as_stale() -> None:
-    sampling = Sampling(1, 100, "keep", max_staleness=1)
+    sampling = GroupSelector(1, 100, "keep", max_staleness=1)
     sampling.begin(0)
     sampling.admit([0, 1, 2])
     sampling.decide({group: Verdict(version=0) for group in range(3)})
     assert sampling.finish().surplus == (1, 2)
     sampling.begin(1)
-    assert sampling.next_wave() == 0 and sampling.finish() == Outcome((1,), {}, (), (2,))
+    assert sampling.next_wave() == 0 and sampling.finish() == Selection((1,), {}, (), (2,))
     sampling.begin(2)
     assert sampling.next_wave() == 1
     sampling.admit([3])
     sampling.decide({3: Verdict(version=2)})
-    assert sampling.finish() == Outcome((3,), {"stale": 1}, (2,), ())
+    assert sampling.finish() == Selection((3,), {"stale": 1}, (2,), ())
 
 
 def test_an_epoch_that_brings_nothing_ends_with_the_explanation() -> None:
-    sampling = Sampling(16, 64)
+    sampling = GroupSelector(16, 64)
     sampling.begin(0)
     for start in (0, 16, 32, 48):
         assert sampling.next_wave() == 16
@@ -160,7 +164,7 @@ def test_an_epoch_that_brings_nothing_ends_with_the_explanation() -> None:
 @given(st.permutations(range(6)))
 def test_the_end_of_a_hopeless_run_does_not_depend_on_arrival(order: list[int]) -> None:
     def ended(barren: int, waves: list[list[int]]) -> bool:
-        sampling = Sampling(2, 3)
+        sampling = GroupSelector(2, 3)
         sampling.begin(0)
         sampling.admit(range(6))
         try:
@@ -177,7 +181,7 @@ def test_the_end_of_a_hopeless_run_does_not_depend_on_arrival(order: list[int]) 
 
 
 def test_mistakes_of_a_runtime_are_refused() -> None:
-    sampling = Sampling(2, 10)
+    sampling = GroupSelector(2, 10)
     sampling.begin(0)
     sampling.admit([5, 7])
     with pytest.raises(ValueError, match="numbers only rise"):
@@ -193,19 +197,19 @@ def test_mistakes_of_a_runtime_are_refused() -> None:
 
 def test_surplus_cannot_be_kept_on_policy() -> None:
     with pytest.raises(UserError, match=r"max_staleness=0 forbids; write trainer.max_staleness=1"):
-        Sampling(2, 10, surplus="keep")
+        GroupSelector(2, 10, surplus="keep")
 
 
 @pytest.mark.parametrize(("over", "missing", "begun"), [(1.0, 10, 10), (1.1, 10, 11), (1.5, 3, 5), (2.0, 4, 8)])
 def test_a_first_wave_has_so_many_times_what_is_missing(over: float, missing: int, begun: int) -> None:
-    sampling = Sampling(missing, 100, over_sampling=over)
+    sampling = GroupSelector(missing, 100, over_sampling=over)
     sampling.begin(0)
     assert sampling.next_wave() == begun
 
 
 def test_groups_are_needless_when_the_batch_is_full_before_them_and_surplus_is_not_kept() -> None:
     for policy, expected in (("drop", [3, 4]), ("keep", [])):
-        sampling = Sampling(2, 100, policy, 1, over_sampling=2.5)  # type: ignore[arg-type]
+        sampling = GroupSelector(2, 100, policy, 1, over_sampling=2.5)  # type: ignore[arg-type]
         sampling.begin(0)
         sampling.admit(range(sampling.next_wave()))
         assert sampling.needless({1: True, 2: True}) == [], "group 0 may still be kept"

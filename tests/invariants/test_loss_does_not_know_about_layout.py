@@ -15,9 +15,9 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config, parse_config
 from braidrl.data.rows import Rows
 from braidrl.models.objective import Objective, denominators
-from braidrl.models.worker import DecoderWorker
+from braidrl.models.roles.decoder import DecoderWorker
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.iteration import group_tokens
+from braidrl.runtimes.controller import group_tokens
 from tests.tiny import MODELS, TOKENIZER, settings
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -92,11 +92,11 @@ def update(config: Config, params: dict[str, Any], portions: list[Rows]) -> Resu
     assert worker.optimizer is not None
     objective, sums, losses = Objective.of("actor", params), Sums(), dict[str, float]()
     for rows in portions:
-        for name, loss in worker.accumulate(objective, rows, sums).items():
+        for name, loss in worker.forward_backward(objective, rows, sums).items():
             losses[name] = losses.get(name, 0.0) + loss
     counts = denominators(Rows.cat(portions))
     gradients = [g.clone() for g in worker.optimizer.sums[objective.denominator] if g is not None]
-    norm = worker.step({objective.denominator: counts[objective.denominator]}, 1)
+    norm = worker.optim_step({objective.denominator: counts[objective.denominator]}, 1)
     assert norm is not None
     weights = [p.detach().clone() for p in worker.model.parameters()]
     return Result(losses, gradients, norm, weights, sums.means())

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from braidrl.config import parse_config
-from tests.tiny import ROOT, SIZES, TOKENIZER, eager_crew, settings
+from tests.tiny import ROOT, SIZES, TOKENIZER, eager_backend, settings
 
 # Weights dominate: 30 million parameters, and four rows of at most a dozen tokens.
 MEASURE = """
@@ -36,7 +36,7 @@ before = process.memory_info().rss
 threading.Thread(target=watch, daemon=True).start()
 with TrainingRun(parse_config(json.loads(sys.argv[2]))) as run:
     run.train()
-    model = run.crew.executor.workers["actor"].model
+    model = run.backend.executor.workers["actor"].model
     print(json.dumps({"parameters": sum(p.numel() for p in model.parameters()), "peak": peak[0] - before}))
 """
 
@@ -55,8 +55,8 @@ def big_model(folder: Path) -> Path:
 def test_engine_and_trainer_hold_the_same_tensors(
     tmp_path: Path, tiny_models: dict[str, Path], sums_file: Path
 ) -> None:
-    crew = eager_crew(parse_config(settings(tmp_path, tiny_models["qwen2"], sums_file, flow="dapo")))
-    worker, engine = crew.executor.workers["actor"], crew.executor.engines["actor"]
+    backend = eager_backend(parse_config(settings(tmp_path, tiny_models["qwen2"], sums_file, flow="dapo")))
+    worker, engine = backend.executor.workers["actor"], backend.executor.engines["actor"]
     assert worker.optimizer is not None
     trained = {p.data_ptr() for p in worker.model.parameters()}
     assert {p.data_ptr() for p in engine._weights.model.parameters()} == trained

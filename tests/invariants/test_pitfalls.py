@@ -19,15 +19,15 @@ from braidrl.flow import actor, loss
 from braidrl.flow.planner import serial_chain
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.stages import make_stage
+from braidrl.models.compute.packed import pack
 from braidrl.models.objective import Objective, denominators
-from braidrl.models.packed import pack
-from braidrl.models.worker import DecoderWorker
+from braidrl.models.roles.decoder import DecoderWorker
 from braidrl.observe.metrics import Sums, read_metrics
 from braidrl.observe.rollouts import read_rollouts, rollout_path
-from braidrl.rollout.weights import EngineWeights
-from braidrl.runtimes.generation import sampling_of
+from braidrl.rollout.weights.local import EngineWeights
+from braidrl.runtimes.generating.requests import sampling_of
 from braidrl.runtimes.run import train
-from tests.models.test_scalar_worker import make_rows, random_rows
+from tests.models.roles.test_scalar import make_rows, random_rows
 from tests.recipes.tiny import make_config, write_data, write_decoder
 from tests.rollout.tiny import make_model
 
@@ -55,7 +55,7 @@ def test_a_mean_is_over_the_global_count_and_not_over_the_means_of_its_parts(agg
         "seq-mean-token-mean": -log_probs.row_means(),
     }[aggregate]
     parts = [[0], [1, 2, 3, 4], [5]]
-    total = sum(worker.accumulate(objective, rows.take(part), Sums())[objective.denominator] for part in parts)
+    total = sum(worker.forward_backward(objective, rows.take(part), Sums())[objective.denominator] for part in parts)
     assert total / denominators(rows)[objective.denominator] == pytest.approx(float(per_row.mean()))
     if aggregate == "token-mean":
         local = [log_probs.take(torch.tensor(part)) for part in parts]
@@ -88,8 +88,8 @@ def test_every_kl_variant_that_can_be_named_works_in_the_loss_and_in_the_reward(
         }
     )
     objective = Objective.of("actor", {"loss": "reinforce", "kl": {"name": name, "coef": 0.1}})
-    worker.accumulate(objective, rows, Sums())
-    norm = worker.step({"tokens": denominators(rows)["tokens"]}, 1)
+    worker.forward_backward(objective, rows, Sums())
+    norm = worker.optim_step({"tokens": denominators(rows)["tokens"]}, 1)
     assert norm is not None and norm > 0
     penalty = registry.shapes["kl_penalty"].function
     shaped = penalty(rows["reward"], log_probs, rows["ref_log_probs"], coef=0.1, estimator=name)
@@ -161,7 +161,7 @@ def test_every_action_token_of_every_micro_batch_has_its_gradient(folder: Path) 
     for weight in (torch.ones(5), torch.eye(5)[4]):
         given = rows.with_columns({"advantage": weight.double()})
         for part in ([0, 1], [2, 3, 4]):
-            worker.accumulate(objective, given.take(part), Sums())
+            worker.forward_backward(objective, given.take(part), Sums())
         gradients = [gradient.clone() for gradient in worker.optimizer.sums["tokens"] if gradient is not None]  # type: ignore[union-attr]
         worker.optimizer.sums.clear()  # type: ignore[union-attr]
         norms.append(torch.nn.utils.get_total_norm(gradients).item())

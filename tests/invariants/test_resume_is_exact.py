@@ -14,8 +14,8 @@ import torch
 
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.folders import latest_checkpoint, run_config
 from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.saving.folders import latest_checkpoint, run_config
 from tests.tiny import Workshop, braid, metrics_without_times, recorded, wait_for_steps, weights_of
 
 STEPS = 9

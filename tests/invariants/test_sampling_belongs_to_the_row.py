@@ -9,7 +9,7 @@ import torch
 
 from braidrl.config import parse_config
 from braidrl.observe.metrics import Sums
-from tests.tiny import MODELS, Workshop, eager_crew, recorded, settings
+from tests.tiny import MODELS, Workshop, eager_backend, recorded, settings
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -18,12 +18,12 @@ def test_a_row_sampled_alone_and_among_64_has_the_same_tokens_bit_for_bit(
     name: str, dtype: str, tmp_path: Path, tiny_models: dict[str, Path], sums_file: Path
 ) -> None:
     tree = settings(tmp_path, tiny_models[name], sums_file, flow="dapo", dtype=dtype, rollout={"slots": 64})
-    crew = eager_crew(parse_config(tree))
-    stage, rows = crew.flow["actor.generate"], crew.admit(16)
-    together = crew.executor.execute(stage, rows, Sums())
+    backend = eager_backend(parse_config(tree))
+    stage, rows = backend.flow["actor.generate"], backend.admit(16)
+    together = backend.executor.execute(stage, rows, Sums())
     assert len(rows) == 64 and len({tuple(together["tokens"][i].tolist()) for i in range(64)}) > 32
     for number in (0, 17, 40, 63):
-        alone = crew.executor.execute(stage, rows.take([number]), Sums())
+        alone = backend.executor.execute(stage, rows.take([number]), Sums())
         for column in ("tokens", "rollout_log_probs"):
             assert torch.equal(alone[column][0], together[column][number]), (number, column)
 

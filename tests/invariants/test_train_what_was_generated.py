@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from braidrl.data.prompts import load_train
 from braidrl.models.loading import load_decoder
-from braidrl.rollout.embedded import EmbeddedEngine
-from braidrl.rollout.requests import Request, Sampling
+from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.requests import Request, SamplingParams
 from tests.tiny import MODELS, TOKENIZER, Workshop, recorded
 
 TEMPERATURE = 0.8
@@ -63,7 +63,7 @@ def test_recorded_ids_are_the_prompts_of_the_file_and_what_the_engine_drew(works
     (source,) = load_train(config.data, TOKENIZER)
     prompts = {example.prompt: source.prompt(i) for i, example in enumerate(source.examples)}
     engine = EmbeddedEngine(load_decoder(workshop.model), TOKENIZER, 16, 64, seed=config.seed)
-    sampling = Sampling(temperature=TEMPERATURE, top_k=6, max_tokens=8)
+    sampling = SamplingParams(temperature=TEMPERATURE, top_k=6, max_tokens=8)
     for row, uid in enumerate(rows.uids()):
         prompt = prompts[rows["metadata"][row]["prompt"]]
         (drawn,) = engine.generate([Request(uid, prompt, sampling, stage="actor.generate")])

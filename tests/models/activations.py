@@ -8,8 +8,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from braidrl.models.attention import PackedSequences
-from braidrl.models.parts import local_part
+from braidrl.models.compute.attention import PackedSequences
+from braidrl.models.parallel.shards import local_part
 
 
 def kept_bytes(model: Any, tokens: int) -> int:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 
 from braidrl.errors import UserError
 from braidrl.models.loading import load_decoder, load_tokenizer
-from tests.models.test_attention import CONFIGS
+from tests.models.compute.test_attention import CONFIGS
 
 
 def save_model(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Tensor]:

@@ -14,16 +14,16 @@ from braidrl.cluster.processes import run_ranks
 from braidrl.config import Config, LoraConfig
 from braidrl.errors import UserError
 from braidrl.models.checkpoint import load_worker, save_worker, whole_weights
-from braidrl.models.contract import CHECKS, Subject
-from braidrl.models.following import Following
-from braidrl.models.footprint import model_shape, resident_bytes
-from braidrl.models.layout import ParallelLayout
+from braidrl.models.contract import CHECKS, BackendUnderTest
 from braidrl.models.lora import ADAPTER
+from braidrl.models.memory.footprint import model_shape, resident_bytes
 from braidrl.models.objective import Objective, denominators
-from braidrl.models.scalar_worker import ScalarWorker
-from braidrl.models.worker import DecoderWorker
+from braidrl.models.parallel.layout import ParallelLayout
+from braidrl.models.roles.decoder import DecoderWorker
+from braidrl.models.roles.scalar import ScalarWorker
+from braidrl.models.weights.following import Following
 from braidrl.observe.metrics import Sums
-from tests.models.laid_out import OBJECTIVE, config_of, make_rows, one_step
+from tests.models.parallel.laid_out import OBJECTIVE, config_of, make_rows, one_step
 
 LORA = {"rank": 4, "alpha": 6.0}
 
@@ -45,7 +45,7 @@ def started(config: Config, steps: int = 1) -> DecoderWorker:
 def gradients(worker: DecoderWorker) -> dict[str, torch.Tensor]:
     """Of the loss sum over all rows, by parameter."""
     assert worker.optimizer is not None
-    worker.accumulate(Objective.of("actor", OBJECTIVE), make_rows(), Sums())
+    worker.forward_backward(Objective.of("actor", OBJECTIVE), make_rows(), Sums())
     names = {id(p): name for name, p in worker.model.named_parameters()}
     found = zip(worker.optimizer.parameters, worker.optimizer.sums.pop("tokens"), strict=True)
     return {names[id(p)]: gradient for p, gradient in found if gradient is not None}
@@ -121,7 +121,7 @@ def test_a_worker_with_adapters_keeps_the_contract_of_training_backends(
 ) -> None:
     config, rows = adapted(tiny_models["llama"]), make_rows()
     check(
-        Subject(
+        BackendUnderTest(
             lambda: DecoderWorker("actor", config, train=True), Objective.of("actor", OBJECTIVE), rows,
             {"tokens": denominators(rows)["tokens"]}, tmp_path / "exported", lambda: None, True,
         )
@@ -186,7 +186,7 @@ def test_ranks_that_divide_the_model_train_the_same_adapters(
     model = tiny_models[name]
     save_worker(started(adapted(model)), tmp_path / "alone")
     task = {"model": str(model), "layouts": layouts, "folder": str(tmp_path)}
-    found = run_ranks("tests.models.laid_out:with_adapters", task, ranks, 200.0)
+    found = run_ranks("tests.models.parallel.laid_out:with_adapters", task, ranks, 200.0)
     assert found == {str(layout): [] for layout in layouts}
 
 

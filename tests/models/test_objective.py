@@ -11,11 +11,11 @@ import torch
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import aggregations
 from braidrl.data.rows import Rows
+from braidrl.models.compute.packed import pack
 from braidrl.models.objective import Objective, denominators
-from braidrl.models.packed import pack
-from braidrl.models.worker import DecoderWorker
+from braidrl.models.roles.decoder import DecoderWorker
 from braidrl.observe.metrics import Sums
-from tests.models.test_scalar_worker import random_rows
+from tests.models.roles.test_scalar import random_rows
 from tests.recipes.tiny import make_config, write_decoder
 
 PARAMS: dict[str, Any] = {"loss": "reinforce", "aggregate": "token-mean", "old": "self"}
@@ -71,7 +71,7 @@ def test_loss_and_gradient_are_those_of_the_formula(max_tokens: int, folder: Pat
     rows, worker = make_rows(), make_worker(folder, max_tokens)
     objective = Objective.of("actor", {**PARAMS, "ptx_coef": 0.7, "positive_coef": 0.3})
     sums = Sums()
-    losses, counts = worker.accumulate(objective, rows, sums), denominators(rows)
+    losses, counts = worker.forward_backward(objective, rows, sums), denominators(rows)
     assert set(losses) == set(objective.denominators) == {"tokens", "ptx_tokens", "positive_tokens"}
     policy, texts, right = torch.zeros(3, dtype=torch.float64).unbind()
     for i in range(6):
@@ -88,23 +88,25 @@ def test_loss_and_gradient_are_those_of_the_formula(max_tokens: int, folder: Pat
     assert sums.means()["actor/ptx_loss"] == pytest.approx(texts.item() / 10)
     gradient = torch.autograd.grad(wanted, list(worker.model.parameters()))
     norm = torch.nn.utils.get_total_norm(gradient).item()
-    assert worker.step({name: counts[name] for name in objective.denominators}, 1) == pytest.approx(norm, rel=1e-6)
+    assert worker.optim_step({name: counts[name] for name in objective.denominators}, 1) == pytest.approx(
+        norm, rel=1e-6
+    )
 
 
 def test_a_term_without_tokens_is_left_out_and_the_others_trained(folder: Path) -> None:
     rows, worker = make_rows().with_columns({"correct": torch.zeros(6)}), make_worker(folder)
     objective = Objective.of("actor", {**PARAMS, "positive_coef": 0.3})
-    worker.accumulate(objective, rows, Sums())
+    worker.forward_backward(objective, rows, Sums())
     counts = denominators(rows)
     assert counts["positive_tokens"] == 0
-    norm = worker.step({name: counts[name] for name in objective.denominators}, 1)
+    norm = worker.optim_step({name: counts[name] for name in objective.denominators}, 1)
     assert norm is not None and norm > 0
 
 
 def test_an_aggregation_of_ones_own_is_divided_by_what_it_registered(folder: Path) -> None:
     rows, worker = make_rows(), make_worker(folder)
     objective = Objective.of("actor", {**PARAMS, "aggregate": "per-row-tokens"})
-    losses = worker.accumulate(objective, rows, Sums())
+    losses = worker.forward_backward(objective, rows, Sums())
     built_in = Objective.of("actor", {**PARAMS, "aggregate": "seq-mean-token-sum"})
-    assert losses == pytest.approx(worker.accumulate(built_in, rows, Sums()))
+    assert losses == pytest.approx(worker.forward_backward(built_in, rows, Sums()))
     assert objective.denominators == ("rows",)

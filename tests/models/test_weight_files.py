@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from braidrl.errors import UserError
 from braidrl.models.loading import is_unread, load_decoder, load_scorer
-from braidrl.models.parts import shapes_of
-from braidrl.models.pipeline import cut
+from braidrl.models.parallel.pipeline import cut
+from braidrl.models.parallel.shards import shapes_of
 from braidrl.models.weight_files import Filling, WeightFiles, shapes_in
 
 

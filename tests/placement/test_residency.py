@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage, actor, critic, reference, reward
 from braidrl.flow.stage import Signature
-from braidrl.placement.residency import PUBLISH, Asset, Move, ResidencyPlan, needed_assets, residency_plan
+from braidrl.placement.residency import PUBLISH, Asset, ResidencyMove, ResidencyPlan, needed_assets, residency_plan
 
 
 def train(role: str) -> Stage:
@@ -74,8 +74,8 @@ def test_a_tight_process_lets_its_engine_sleep_while_it_trains() -> None:
     assert plan.kept == {Asset("actor", "weights")}
     assert plan.before == {
         "actor.generate": (),
-        "actor.update": (Move("sleep", engine), Move("onload", optimizer)),
-        PUBLISH: (Move("offload", optimizer), Move("wake", engine)),
+        "actor.update": (ResidencyMove("sleep", engine), ResidencyMove("onload", optimizer)),
+        PUBLISH: (ResidencyMove("offload", optimizer), ResidencyMove("wake", engine)),
     }
 
 

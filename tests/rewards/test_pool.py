@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from braidrl.rewards.lanes import Outcome
+from braidrl.rewards.lanes import CallOutcome
 from braidrl.rewards.pool import RewardPool
 from braidrl.rewards.verifier import Completion, resolve
 
@@ -56,9 +56,9 @@ def test_a_process_loads_neither_torch_nor_the_main_script():
     with RewardPool(1, timeout_s=5) as pool:
         modules = pool.submit(completion("x"), own("loaded_modules"))
         other = pool.submit(completion(r"\boxed{\frac{2}{4}}", "0.5"), resolve("math"))
-        assert modules.result(60) == Outcome(score=0.0)
-        assert other.result(60) == Outcome(correct=True)
-        assert pool.submit(completion("x"), own("loaded_modules")).result(60) == Outcome(score=0.0)
+        assert modules.result(60) == CallOutcome(score=0.0)
+        assert other.result(60) == CallOutcome(correct=True)
+        assert pool.submit(completion("x"), own("loaded_modules")).result(60) == CallOutcome(score=0.0)
 
 
 def test_returns_that_are_no_score_are_failures_that_say_so():
@@ -71,7 +71,7 @@ def test_returns_that_are_no_score_are_failures_that_say_so():
 def test_all_fields_reach_the_function_and_score_and_correctness_come_back():
     with RewardPool(1, timeout_s=5) as pool:
         right = Completion("p", "r", "a", {"level": 3}, "s")
-        assert pool.submit(right, own("judged")).result(60) == Outcome(score=0.25, correct=True)
+        assert pool.submit(right, own("judged")).result(60) == CallOutcome(score=0.25, correct=True)
         assert pool.submit(completion("r"), own("judged")).result(60).failure == "exception"
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from braidrl.models.attention import ATTENTION
+from braidrl.models.compute.attention import ATTENTION
 from braidrl.rollout.contract import all_of
 from braidrl.rollout.engine import Engine, ModelWeights
-from braidrl.rollout.engine_spec import EngineSpec
-from braidrl.rollout.process import EngineProcess
+from braidrl.rollout.process.client import EngineProcess
+from braidrl.rollout.process.spec import EngineSpec
 from braidrl.rollout.requests import Request
 from tests.rollout.tiny import SIZES, make_tokenizer, training_log_probs
 from tests.tiny import ROOT

@@ -9,12 +9,12 @@ from copy import deepcopy
 import pytest
 import torch
 
-from braidrl.rollout.contract import CHECKS, Subject, requests
-from braidrl.rollout.embedded import EmbeddedEngine
+from braidrl.rollout.contract import CHECKS, EngineUnderTest, requests
+from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.engine import Engine, EngineError, ModelWeights
 from braidrl.rollout.replica import EngineReplica
-from braidrl.rollout.requests import Finished, Request
-from braidrl.rollout.router import Router
+from braidrl.rollout.requests import Request, Response
+from braidrl.rollout.routing.router import Router
 from tests.rollout.tiny import END, make_model, make_tokenizer, training_log_probs
 
 MODEL, TOKENIZER = make_model(), make_tokenizer()
@@ -37,13 +37,13 @@ def other_weights() -> ModelWeights:
     return ModelWeights(model)
 
 
-def in_training(asked: list[Request], finished: list[Finished]) -> list[torch.Tensor]:
+def in_training(asked: list[Request], finished: list[Response]) -> list[torch.Tensor]:
     dtype = finished[0].log_probs.dtype
     return training_log_probs(deepcopy(MODEL).to(dtype), asked, finished)
 
 
-def subject(make: Callable[[], Engine]) -> Subject:
-    return Subject(make, END, LIMIT, in_training, other_weights)  # type: ignore[arg-type]
+def subject(make: Callable[[], Engine]) -> EngineUnderTest:
+    return EngineUnderTest(make, END, LIMIT, in_training, other_weights)  # type: ignore[arg-type]
 
 
 ENGINES: dict[str, Callable[[], Engine]] = {
@@ -55,7 +55,7 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", ENGINES)
-def test_engines_keep_the_contract(name: str, check: Callable[[Subject], Awaitable[None]]) -> None:
+def test_engines_keep_the_contract(name: str, check: Callable[[EngineUnderTest], Awaitable[None]]) -> None:
     asyncio.run(check(subject(ENGINES[name])))  # type: ignore[arg-type]
 
 
@@ -92,7 +92,7 @@ def break_after(dying: EngineReplica, steps: int) -> None:
 def test_when_an_engine_dies_in_the_middle_no_row_is_lost_or_twice_and_tokens_stay_the_same(steps: int) -> None:
     wanted = requests(subject(replica), 40, tokens=10)
 
-    async def gather(router: Router) -> list[Finished]:
+    async def gather(router: Router) -> list[Response]:
         answered = []
 
         async def one(request: Request) -> None:
@@ -101,7 +101,7 @@ def test_when_an_engine_dies_in_the_middle_no_row_is_lost_or_twice_and_tokens_st
         await asyncio.gather(*(one(request) for request in wanted))
         return answered
 
-    async def with_death() -> tuple[list[Finished], int, list[int]]:
+    async def with_death() -> tuple[list[Response], int, list[int]]:
         dying = replica()
         router = Router([dying, replica()], retry_s=0.02)
         await router.update_weights(5, ModelWeights(MODEL))

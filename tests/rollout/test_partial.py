@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from braidrl.data.rows import FinishReason
-from braidrl.rollout.embedded import EmbeddedEngine
+from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.partial import continued, joined
 from braidrl.rollout.replica import EngineReplica
-from braidrl.rollout.requests import Finished, Sampling
+from braidrl.rollout.requests import Response, SamplingParams
 from tests.rollout.tiny import make_model, make_requests, make_tokenizer, training_log_probs
 
 
 def test_rows_that_were_aborted_and_continued_are_those_of_an_undisturbed_run() -> None:
     model, tokenizer = make_model(), make_tokenizer()
-    requests = make_requests(4, 3, Sampling(max_tokens=30, temperature=0.9), shortest=4)
+    requests = make_requests(4, 3, SamplingParams(max_tokens=30, temperature=0.9), shortest=4)
     whole = EmbeddedEngine(model, tokenizer, 16, 128).generate(requests)
     engine = EngineReplica(EmbeddedEngine(model, tokenizer, 16, 128))
 
-    async def in_two_parts() -> list[Finished]:
+    async def in_two_parts() -> list[Response]:
         tasks = [asyncio.ensure_future(engine.submit(request)) for request in requests]
         while engine.engine.tokens_generated < 12 * 11:
             await asyncio.sleep(0)
@@ -44,13 +44,13 @@ def test_rows_that_were_aborted_and_continued_are_those_of_an_undisturbed_run() 
 
 
 def test_what_is_complete_or_of_another_row_is_not_continued() -> None:
-    request, other = make_requests(1, 2, Sampling(max_tokens=3))
+    request, other = make_requests(1, 2, SamplingParams(max_tokens=3))
     tokens = torch.tensor([1, 2])
-    aborted = Finished(request.uid, tokens, -torch.ones(2), FinishReason.ABORT, torch.zeros(2, dtype=torch.int64))
+    aborted = Response(request.uid, tokens, -torch.ones(2), FinishReason.ABORT, torch.zeros(2, dtype=torch.int64))
     going_on = continued(request, aborted)
     assert going_on is not None
     assert (going_on.first_draw, going_on.sampling.max_tokens, going_on.prompt.tolist()[-2:]) == (2, 1, [1, 2])
-    stopped = Finished(request.uid, tokens, -torch.ones(2), FinishReason.STOP, torch.zeros(2, dtype=torch.int64))
+    stopped = Response(request.uid, tokens, -torch.ones(2), FinishReason.STOP, torch.zeros(2, dtype=torch.int64))
     assert continued(request, stopped) is None
     with pytest.raises(ValueError, match="cannot go on from"):
         continued(other, aborted)

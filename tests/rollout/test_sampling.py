@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from braidrl.algorithms.random import uniform
-from braidrl.rollout.embedded import EmbeddedEngine
-from braidrl.rollout.requests import Request, Sampling
+from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.requests import Request, SamplingParams
 from braidrl.rollout.sampling import BLOCK, Choice, inverse_cdf, sample
 from tests.rollout.tiny import make_model, make_tokenizer, training_log_probs
 
@@ -123,9 +123,11 @@ def test_a_flat_tail_that_single_precision_sums_would_lose_is_drawn_as_often_as_
 def test_the_engines_first_tokens_are_as_frequent_as_the_model_says() -> None:
     model = make_model()
     prompt = torch.tensor([5, 99, 31])
-    requests = [Request((0, 0, sample), prompt, Sampling(max_tokens=1, temperature=0.5)) for sample in range(4000)]
+    requests = [
+        Request((0, 0, sample), prompt, SamplingParams(max_tokens=1, temperature=0.5)) for sample in range(4000)
+    ]
     finished = EmbeddedEngine(model, make_tokenizer(), 256, 16).generate(requests)
-    every = [Request((0, 0, 0), prompt, Sampling(temperature=0.5))] * 260
+    every = [Request((0, 0, 0), prompt, SamplingParams(temperature=0.5))] * 260
     answers = [type(finished[0])((0, 0, 0), torch.tensor([t]), *[None] * 3) for t in range(260)]  # type: ignore[list-item]
     probabilities = torch.cat(training_log_probs(model, every, answers)).exp()
     assert_frequencies_match(torch.cat([row.tokens for row in finished]), probabilities)

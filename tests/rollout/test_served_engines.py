@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from braidrl.errors import UserError
-from braidrl.models.data_parallel import DataParallel
-from braidrl.models.weight_transfer import weight_parts
-from braidrl.rollout.contract import CHECKS, Subject, all_of, requests
-from braidrl.rollout.embedded import EmbeddedEngine
+from braidrl.models.parallel.replicated import DataParallel
+from braidrl.models.weights.transfer import weight_parts
+from braidrl.rollout.contract import CHECKS, EngineUnderTest, all_of, requests
+from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.engine import EngineError, ModelWeights
-from braidrl.rollout.joint_weights import WeightWriter
-from braidrl.rollout.process import EngineProcess
-from braidrl.rollout.requests import Finished, Request, Uid
-from braidrl.rollout.service import EngineService
-from braidrl.rollout.shared_weights import SharedWeights, UnnamedWeights, WeightFile
+from braidrl.rollout.process.client import EngineProcess
+from braidrl.rollout.requests import Request, Response, Uid
+from braidrl.rollout.routing.service import EngineService
+from braidrl.rollout.weights.joint_file import WeightWriter
+from braidrl.rollout.weights.shared_file import SharedWeights, UnnamedWeights, WeightFile
 from tests.rollout.served import (
     LIMIT,
     LONG,
@@ -51,12 +51,14 @@ def served(request: pytest.FixtureRequest, model: Path) -> Iterator[Served]:
     served.close()
 
 
-def subject(served: Served) -> Subject:
-    return Subject(lambda: served.engine, END, LIMIT, in_training, other_weights, long=LONG)
+def subject(served: Served) -> EngineUnderTest:
+    return EngineUnderTest(lambda: served.engine, END, LIMIT, in_training, other_weights, long=LONG)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_engines_in_processes_keep_the_contract(served: Served, check: Callable[[Subject], Awaitable[None]]) -> None:
+def test_engines_in_processes_keep_the_contract(
+    served: Served, check: Callable[[EngineUnderTest], Awaitable[None]]
+) -> None:
     served.run(served.engine.update_weights(0, ModelWeights(MODEL)))
     served.run(check(subject(served)))  # type: ignore[arg-type]
 
@@ -84,11 +86,11 @@ def test_rows_of_a_killed_process_go_elsewhere_and_it_comes_back_with_the_weight
     service = EngineService(engines, limit_s=120.0)
     request.addfinalizer(service.close)
     service.publish(4, ModelWeights(MODEL))
-    wanted = requests(Subject(lambda: service.router, END, LIMIT, in_training, other_weights), 40, tokens=20)
+    wanted = requests(EngineUnderTest(lambda: service.router, END, LIMIT, in_training, other_weights), 40, tokens=20)
     expected = all_alone(wanted)
     dying, answered = service.engines[0], []
 
-    def kill(finished: Finished) -> None:
+    def kill(finished: Response) -> None:
         answered.append(finished.uid)
         if len(answered) == 3:
             assert dying.pid is not None
@@ -108,7 +110,7 @@ def test_rows_of_a_killed_process_go_elsewhere_and_it_comes_back_with_the_weight
         service.run(lambda _: dying.pause())
 
 
-def in_training(asked: Sequence[Request], finished: Sequence[Finished]) -> list[torch.Tensor]:
+def in_training(asked: Sequence[Request], finished: Sequence[Response]) -> list[torch.Tensor]:
     return training_log_probs(MODEL, list(asked), list(finished))
 
 

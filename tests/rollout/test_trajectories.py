@@ -8,7 +8,7 @@ import torch
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.flow.signatures import GENERATED
-from braidrl.rollout.requests import Finished
+from braidrl.rollout.requests import Response
 from braidrl.rollout.trajectories import to_rows
 
 
@@ -25,9 +25,9 @@ def make_rows(prompts: list[list[int]]) -> Rows:
     )
 
 
-def response(uid: tuple[int, int, int], tokens: list[int], versions: list[int], reason: FinishReason) -> Finished:
+def response(uid: tuple[int, int, int], tokens: list[int], versions: list[int], reason: FinishReason) -> Response:
     log_probs = -torch.tensor(tokens, dtype=torch.float32)
-    return Finished(uid, torch.tensor(tokens, dtype=torch.int64), log_probs, reason, torch.tensor(versions).long())
+    return Response(uid, torch.tensor(tokens, dtype=torch.int64), log_probs, reason, torch.tensor(versions).long())
 
 
 def test_columns_hold_prompt_and_response_in_the_order_of_the_rows() -> None:

@@ -16,8 +16,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from braidrl.models.attention import ATTENTION, PackedSequences
-from braidrl.rollout.requests import Finished, Request, Sampling
+from braidrl.models.compute.attention import ATTENTION, PackedSequences
+from braidrl.rollout.requests import Request, Response, SamplingParams
 
 END = 256
 VOCABULARY = 260
@@ -56,7 +56,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
-def make_requests(groups: int, samples: int, sampling: Sampling, shortest: int = 1, apart: int = 3) -> list[Request]:
+def make_requests(
+    groups: int, samples: int, sampling: SamplingParams, shortest: int = 1, apart: int = 3
+) -> list[Request]:
     """Groups of rows with one prompt each, of `shortest`, `shortest` + `apart`, ... tokens."""
     generator = torch.Generator().manual_seed(1)
     requests = []
@@ -66,7 +68,7 @@ def make_requests(groups: int, samples: int, sampling: Sampling, shortest: int =
     return requests
 
 
-def training_log_probs(model: PreTrainedModel, requests: list[Request], finished: list[Finished]) -> list[torch.Tensor]:
+def training_log_probs(model: PreTrainedModel, requests: list[Request], finished: list[Response]) -> list[torch.Tensor]:
     """What a packed forward, as in training, says of the responses, each at its request's temperature."""
     rows = [torch.cat([q.prompt, f.tokens]) for q, f in zip(requests, finished, strict=True)]
     sequences = PackedSequences.of([len(row) for row in rows])

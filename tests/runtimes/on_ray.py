@@ -13,13 +13,13 @@ from pathlib import Path
 from braidrl.config import load_config
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.streaming.program import StreamingProgram
-from tests.runtimes.test_streaming import kill_when_it_holds_rows
+from tests.runtimes.streaming.test_program import kill_when_it_holds_rows
 
 
 def main(config: str, *groups: str) -> None:
     killed: list[int] = []
     with TrainingRun(load_config(Path(config))) as run:
-        program = run.crew
+        program = run.backend
         assert isinstance(program, StreamingProgram)
         killers = [threading.Thread(target=kill_when_it_holds_rows, args=(program, group, killed)) for group in groups]
         for killer in killers:

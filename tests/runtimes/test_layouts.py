@@ -11,10 +11,10 @@ import yaml
 
 from braidrl.config import parse_config
 from braidrl.errors import UserError
-from braidrl.runtimes.folders import run_config, write_whole
 from braidrl.runtimes.run import TrainingRun, train
+from braidrl.runtimes.saving.folders import run_config, write_whole
 from tests.invariants.traces import EVERY_STEP, assert_same, merged, trace
-from tests.runtimes.ranks import run_in_ranks
+from tests.runtimes.distributed.ranks import run_in_ranks
 from tests.tiny import Workshop
 
 DIAMOND = Path(__file__).parent / "diamond.yaml"

@@ -15,16 +15,21 @@ from typing import Literal
 
 from braidrl.errors import UserError
 from braidrl.flow import Kind
-from braidrl.models.footprint import Shape, saved_bytes
-from braidrl.models.layout import ParallelLayout
-from braidrl.placement.memory import CACHE, ENGINE, EngineUse, RoleUse, assets, role_memory
+from braidrl.models.memory.footprint import Shape, saved_bytes
+from braidrl.models.parallel.layout import ParallelLayout
+from braidrl.placement.memory import CACHE, ENGINE, Deployment, EngineUse, assets, role_memory
 from braidrl.placement.plan.devices import USABLE, Group
 from braidrl.placement.plan.problem import Model, Problem
 from braidrl.placement.plan.rates import Cost
 from braidrl.placement.residency import PUBLISH, Asset, residency_plan
 
 Part = Literal["all", "model", "generate"]
-PARTS: tuple[Literal["weights", "optimizer", "engine", "inference"], ...] = ("weights", "optimizer", "engine", "inference")
+PARTS: tuple[Literal["weights", "optimizer", "engine", "inference"], ...] = (
+    "weights",
+    "optimizer",
+    "engine",
+    "inference",
+)
 LONG = 8192
 """Tokens of rows that are worth dividing among devices."""
 AT_ONCE = 2048
@@ -35,7 +40,7 @@ AT_ONCE = 2048
 class Choice:
     """One way for a role to lie on its devices, with the seconds of its stages and the bytes of each device."""
 
-    use: RoleUse
+    use: Deployment
     costs: Mapping[str, Cost]
     resident: Mapping[str, int]
     working: int
@@ -87,7 +92,7 @@ def layouts(shape: Shape, devices: int, group: Group, trained: bool, longest: in
 
     Rows are divided where the longest has many tokens.
     """
-    config = shape.config
+    config = shape.sizes
     heads = math.gcd(config.num_attention_heads, config.num_key_value_heads)
     within = math.gcd(devices, group.devices) if devices > group.devices else devices
     for tensor, sequence in itertools.product(divisors(math.gcd(heads, within)), repeat=2):
@@ -120,10 +125,10 @@ def activations(shape: Shape, tokens: int, checkpointing: bool, layout: Parallel
     """Return what `footprint.activation_bytes` does, counted once per model and `tensor` and taken to grow in proportion."""
     share = -(-tokens // (layout.sequence * layout.tensor))
     one, two = (_saved(shape, layers, layout.tensor) * share for layers in (1, 2))
-    layers = shape.config.num_hidden_layers
+    layers = shape.sizes.num_hidden_layers
     if not checkpointing:
         return int(one + (layers - 1) * (two - one))
-    return int(one + layers * share * shape.config.hidden_size * shape.element_bytes)
+    return int(one + layers * share * shape.sizes.hidden_size * shape.element_bytes)
 
 
 class Choices:
@@ -149,7 +154,12 @@ class Choices:
         return self._roles[key]
 
     def every_choice(
-        self, model: Model, group: Group, devices: int, part: Part = "all", keep: Callable[[Iterable[Choice]], list[Choice]] = list
+        self,
+        model: Model,
+        group: Group,
+        devices: int,
+        part: Part = "all",
+        keep: Callable[[Iterable[Choice]], list[Choice]] = list,
     ) -> Iterator[Choice]:
         """Yield each choice of a role that fits its devices alone.
 
@@ -159,7 +169,11 @@ class Choices:
         if part == "generate":
             yield from self._fitting(model, group, self._engines_alone(model, devices), devices, part)
             return
-        found = list(layouts(model.shape, devices, group, model.trained, self.problem.config.max_sequence_tokens)) if self.laid_out else [ParallelLayout(data=devices)]
+        found = (
+            list(layouts(model.shape, devices, group, model.trained, self.problem.config.max_sequence_tokens))
+            if self.laid_out
+            else [ParallelLayout(data=devices)]
+        )
         for layout in found:
             uses = self._uses(model, layout, found)
             models = keep(self._fitting(model, group, uses, devices, "model"))
@@ -175,7 +189,7 @@ class Choices:
             yield from (self._joined(one, other) for one in models for other in decoders)
 
     def _fitting(
-        self, model: Model, group: Group, uses: Iterable[RoleUse], devices: int, part: Part
+        self, model: Model, group: Group, uses: Iterable[Deployment], devices: int, part: Part
     ) -> Iterator[Choice]:
         """The choices that fit their devices alone, with the seconds of the stages of this part."""
         room = self.problem.kind(group).memory * USABLE
@@ -199,14 +213,14 @@ class Choices:
         ordered = {name: costs[name] for name in names if name in costs}
         return Choice(use, ordered, {**model.resident, **decoder.resident}, model.working)
 
-    def _uses(self, model: Model, layout: ParallelLayout, found: Sequence[ParallelLayout]) -> Iterator[RoleUse]:
+    def _uses(self, model: Model, layout: ParallelLayout, found: Sequence[ParallelLayout]) -> Iterator[Deployment]:
         """A role on a layout, with each micro-batch and each way to infer."""
         checkpointing = (False, True) if model.trained else (False,)
         copies = self._inference_layouts(model, layout, found)
         for tokens, again, inference in itertools.product(self._tokens(), checkpointing, copies):
             yield replace(self.problem.use(model.role, layout, tokens, again), inference=inference)
 
-    def _engines_alone(self, model: Model, devices: int) -> Iterator[RoleUse]:
+    def _engines_alone(self, model: Model, devices: int) -> Iterator[Deployment]:
         """Engines on devices of their own, each with a copy of the weights."""
         layout = ParallelLayout(data=devices)
         tokens = self.problem.config.trainer.max_tokens_per_device
@@ -234,7 +248,7 @@ class Choices:
     def _engine_ranks(self, model: Model, group: Group, devices: int) -> list[int]:
         if not self.laid_out:
             return [1]
-        config = model.shape.config
+        config = model.shape.sizes
         heads = math.gcd(config.num_attention_heads, config.num_key_value_heads)
         return divisors(math.gcd(heads, math.gcd(devices, group.devices)))
 
@@ -289,7 +303,13 @@ class Choices:
         return self._in_turns(roles, costs, group, devices, room - working, working)
 
     def _in_turns(
-        self, roles: Mapping[str, Choice], costs: Mapping[str, Cost], group: Group, devices: int, budget: int, working: int
+        self,
+        roles: Mapping[str, Choice],
+        costs: Mapping[str, Cost],
+        group: Group,
+        devices: int,
+        budget: int,
+        working: int,
     ) -> SetChoice | None:
         problem = self.problem
         sizes = {a: size for role, one in roles.items() for a, size in assets(role, dict(one.resident)).items()}

@@ -13,10 +13,10 @@ from braidrl.config import Config
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import is_optimized
-from braidrl.models.footprint import Shape, model_shape
-from braidrl.models.layout import ParallelLayout
+from braidrl.models.memory.footprint import Shape, model_shape
+from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.role_settings import DTYPES, lora_of, model_path
-from braidrl.placement.memory import EngineUse, RoleUse, shape_of
+from braidrl.placement.memory import Deployment, EngineUse, shape_of
 from braidrl.placement.plan.devices import Cluster, Group
 from braidrl.placement.plan.devices import Kind as DeviceKind
 from braidrl.placement.plan.rates import Cost, Rates, Work, price, rates_for
@@ -151,7 +151,7 @@ class Problem:
             return Cost(overhead=self.seconds[stage.name])
         return Cost(overhead=self.rates_of(group).stages.get(stage.type, 0.0) * len(self.rows_of(stage)))
 
-    def stage_cost(self, stage: Stage, use: RoleUse, group: Group, devices: int, apart: bool = False) -> Cost:
+    def stage_cost(self, stage: Stage, use: Deployment, group: Group, devices: int, apart: bool = False) -> Cost:
         """Return the seconds of a stage of a model.
 
         Args:
@@ -168,22 +168,30 @@ class Problem:
         lengths = self.rows_of(stage)
         if stage.kind is Kind.INFER:
             layout = use.inference or use.layout
-            cost = self.price(
-                model, infer_work(model.plain, layout, lengths, use.tokens, model.scalar, nodes), group
-            )
+            cost = self.price(model, infer_work(model.plain, layout, lengths, use.tokens, model.scalar, nodes), group)
             if use.inference is not None:
-                held = reshard_bytes(model.plain, use.layout, layout.tensor * layout.pipeline, True, use.plain.element_bytes)
+                held = reshard_bytes(
+                    model.plain, use.layout, layout.tensor * layout.pipeline, True, use.plain.element_bytes
+                )
                 cost = cost.plus(Cost(weights=held / (self.kind(group).link * self.rates_of(group).link)))
             return cost
         if not is_optimized(stage):
             return Cost(memory=3 * model.shape.parameters * 4 / self.kind(group).bandwidth)
         trainer = self.config.trainer
         work = train_work(
-            model.shape, use.layout, lengths, use.tokens, use.checkpointing, model.scalar, nodes, self.updates, trainer.epochs
+            model.shape,
+            use.layout,
+            lengths,
+            use.tokens,
+            use.checkpointing,
+            model.scalar,
+            nodes,
+            self.updates,
+            trainer.epochs,
         )
         return self.price(model, work, group)
 
-    def generation(self, use: RoleUse, devices: int, nodes: Nodes) -> tuple[Work, Work]:
+    def generation(self, use: Deployment, devices: int, nodes: Nodes) -> tuple[Work, Work]:
         """Return the work of one rank in generation: prompts, and decoding."""
         assert use.engine is not None
         multiple = ROW_MULTIPLE if self.cluster.device == "cpu" else 1
@@ -192,7 +200,7 @@ class Problem:
             self.config.rollout.samples_per_prompt, nodes, multiple,
         )  # fmt: skip
 
-    def publication_seconds(self, model: Model, use: RoleUse, group: Group, apart: bool) -> float:
+    def publication_seconds(self, model: Model, use: Deployment, group: Group, apart: bool) -> float:
         """Return the seconds until engines have new weights: none where they decode with the trainer's own."""
         engine = use.engine
         if engine is None or not (engine.own_weights or apart):
@@ -213,10 +221,10 @@ class Problem:
         other = shape.dtype != model.shape.dtype or model.shape is not model.plain
         return EngineUse(shape, slots, self.config.max_sequence_tokens, divisor, own_weights or other or divisor > 1)
 
-    def use(self, role: str, layout: ParallelLayout, tokens: int, checkpointing: bool = False) -> RoleUse:
+    def use(self, role: str, layout: ParallelLayout, tokens: int, checkpointing: bool = False) -> Deployment:
         """Return a role on a layout, without an engine."""
         model = self.models[role]
-        return RoleUse(
+        return Deployment(
             model.shape, model.plain, layout, model.trained, model.scalar, model.computes, tokens, checkpointing
         )
 

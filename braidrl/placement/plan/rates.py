@@ -1,7 +1,7 @@
 """Turn work into seconds: what a program reaches of a device's figures. Every number here is one that calibration fits.
 
-    Work ──price(kind, rates)──▶ Cost        compute = operations / (peak · share) + bytes / (bandwidth · share) + overheads
-                                             communication = what computing waits for, and what does not fit behind it
+Work ──price(kind, rates)──▶ Cost        compute = operations / (peak · share) + bytes / (bandwidth · share) + overheads
+                                         communication = what computing waits for, and what does not fit behind it
 """
 
 from __future__ import annotations

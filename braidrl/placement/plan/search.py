@@ -139,9 +139,7 @@ class Search:
             sizes = {place: size for one in picked for place, size in one.items()}
             yield tuple(sizes[i] for i in range(len(groups)))
 
-    def _quickest(
-        self, partition: Partition, groups: Sequence[Group], sizes: Sequence[int], bar: float
-    ) -> Plan | None:
+    def _quickest(self, partition: Partition, groups: Sequence[Group], sizes: Sequence[int], bar: float) -> Plan | None:
         sets: list[SetChoice] = []
         for roles, group, size in zip(partition, groups, sizes, strict=True):
             found = self.choices.of_set(roles, group, size)

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from braidrl.models.footprint import MASTER_BYTES, Shape, beside_layers, cache_bytes, head_width
-from braidrl.models.layout import ParallelLayout
-from braidrl.models.pipeline import RUN
+from braidrl.models.memory.footprint import MASTER_BYTES, Shape, beside_layers, cache_bytes, head_width
+from braidrl.models.parallel.layout import ParallelLayout
+from braidrl.models.parallel.pipeline import RUN
 from braidrl.placement.plan.rates import Phase, Work
 
 OPTIMIZER_BYTES = 30
@@ -103,14 +103,14 @@ class Nodes(NamedTuple):
 
 def matrix_parameters(shape: Shape, scalar: bool) -> int:
     """Return the parameters that each token is multiplied with: all but an embedding that is only looked up."""
-    embedding = shape.config.vocab_size * shape.config.hidden_size
-    tied = bool(getattr(shape.config, "tie_word_embeddings", False))
+    embedding = shape.sizes.vocab_size * shape.sizes.hidden_size
+    tied = shape.sizes.tie_word_embeddings
     return shape.parameters - (embedding if scalar or not tied else 0)
 
 
 def forward_operations(shape: Shape, tokens: float, squares: float, scalar: bool) -> float:
     """Return the operations of a forward pass over rows of so many tokens and squared lengths together."""
-    config = shape.config
+    config = shape.sizes
     attention = 2.0 * config.num_hidden_layers * config.num_attention_heads * head_width(config) * squares
     return 2.0 * matrix_parameters(shape, scalar) * tokens + attention
 
@@ -126,12 +126,12 @@ def model_work(
         passes: forward passes' worth of operations: 1 to infer, 3 to train, 4 with recomputation, 2 with adapters.
     """
     t, s, p = layout.tensor, layout.sequence, layout.pipeline
-    layers = shape.config.num_hidden_layers / p
+    layers = shape.sizes.num_hidden_layers / p
     batches = max(1, math.ceil(share.tokens / max_tokens))
     run = min(batches, RUN * p)
     bubble = (run + p - 1) / run
     operations = passes * forward_operations(shape, share.tokens, share.squares, scalar) / (t * s * p) * bubble
-    width = share.tokens * shape.config.hidden_size * shape.element_bytes / s
+    width = share.tokens * shape.sizes.hidden_size * shape.element_bytes / s
     times = layers * (1 if passes == 1 else passes - 1)
     roads = {"link": 0.0, "network": 0.0}
     collectives = 0.0
@@ -155,7 +155,7 @@ def model_work(
 def gather_work(shape: Shape, layout: ParallelLayout, batches: int, trains: bool, nodes: Nodes) -> Work:
     """Return the bytes of weights that come together for a share of rows and, in training, of gradients that are summed."""
     inner, outer = layout.tensor, (layout.data or 1) * layout.sequence
-    layers = shape.config.num_hidden_layers // layout.pipeline
+    layers = shape.sizes.num_hidden_layers // layout.pipeline
     own = (layers * shape.layer_parameters + beside_layers(shape, layout)) / inner
     trained = own * shape.trained / shape.parameters
     roads = {"link": 0.0, "network": 0.0}
@@ -227,7 +227,14 @@ def decoding(responses: Numbers, slots: int, multiple: int = 1) -> Decoding:
 
 
 def generate_work(
-    shape: Shape, tensor: int, replicas: int, lengths: Lengths, slots: int, samples: int, nodes: Nodes, multiple: int = 1
+    shape: Shape,
+    tensor: int,
+    replicas: int,
+    lengths: Lengths,
+    slots: int,
+    samples: int,
+    nodes: Nodes,
+    multiple: int = 1,
 ) -> tuple[Work, Work]:
     """Return the work of one rank in generation: prompts, and decoding.
 
@@ -236,7 +243,7 @@ def generate_work(
         samples: rows of a prompt, which is computed once for all of them.
     """
     rows = max(1, math.ceil(len(lengths) * lengths.generated / replicas))
-    config = shape.config
+    config = shape.sizes
     own = responses_of_one(lengths, rows)
     prompt = lengths.prompts.mean()
     prompts = max(1.0, rows / samples)
@@ -264,7 +271,9 @@ def generate_work(
 
 def responses_of_one(lengths: Lengths, rows: int) -> Numbers:
     """Return the responses of the engine that ends last: spread evenly over all lengths, with the longest, in mixed order."""
-    places = np.linspace(0, len(lengths) - 1, rows).round().astype(np.int64) if rows > 1 else np.array([len(lengths) - 1])
+    places = (
+        np.linspace(0, len(lengths) - 1, rows).round().astype(np.int64) if rows > 1 else np.array([len(lengths) - 1])
+    )
     return lengths.ordered[places][np.random.default_rng(0).permutation(rows)]
 
 

@@ -19,7 +19,7 @@ from braidrl.data.rows import Column, Rows
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
-from braidrl.runtimes.hybrid.dealing import Deal
+from braidrl.runtimes.hybrid.dispatch import Deal
 from braidrl.runtimes.hybrid.group import Dealt, Future, Outgoing, WorkerGroup
 from braidrl.runtimes.hybrid.handle import Chunk, Deferred, Handle, Layer, merged_column
 from braidrl.runtimes.hybrid.parts import Answer, columns_read

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from braidrl.errors import UserError
 from braidrl.flow import Stage
 from braidrl.placement.pools import Pool
-from braidrl.runtimes.hybrid.dealing import Deal
+from braidrl.runtimes.hybrid.dispatch import Deal
 from braidrl.runtimes.hybrid.failures import StageFailure, WorkerFailure, named_rows
 from braidrl.runtimes.hybrid.handle import Handle
 from braidrl.runtimes.hybrid.parts import Answer, Part, part_of
@@ -79,7 +79,7 @@ def outgoing(table: Handle, names: frozenset[str] | None = None, positions: Sequ
 
 
 @dataclass
-class Traffic:
+class DriverTraffic:
     """Bytes that the driver has sent to workers and received from them."""
 
     sent: int = 0
@@ -94,7 +94,7 @@ class WorkerGroup:
     actors: Sequence[Any]
     first: int
     limit_s: float
-    traffic: Traffic
+    traffic: DriverTraffic
     names: dict[str, str] = field(default_factory=dict)
     """Of all workers of the run, by Ray's id of the actor."""
     forgotten: dict[int, list[int]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""From a checked configuration to a crew of workers on Ray: pools, actors, models; all of it ends with the crew."""
+"""From a checked configuration to a backend of workers on Ray: pools, actors, models; all of it ends with the backend."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from braidrl.models.role_settings import inference_layouts, layout_of
 from braidrl.observe.progress import Progress
 from braidrl.placement.pools import Pool, place
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.hybrid.crew import HybridCrew
-from braidrl.runtimes.hybrid.group import Future, Traffic, WorkerGroup
-from braidrl.runtimes.hybrid.worker import HybridWorker, Seat
-from braidrl.runtimes.setup import Prepared
+from braidrl.runtimes.hybrid.backend import HybridBackend
+from braidrl.runtimes.hybrid.group import DriverTraffic, Future, WorkerGroup
+from braidrl.runtimes.hybrid.worker import HybridWorker, WorkerSpec
+from braidrl.runtimes.prepare.setup import Prepared
 
 
-def start_hybrid_crew(
+def start_hybrid_backend(
     prepared: Prepared,
     loader: PromptLoader | None,
     progress: Progress,
     folder: Path | None,
     cluster: RayCluster | None = None,
-) -> HybridCrew:
+) -> HybridBackend:
     """Starts the workers and has them load their models; without a `loader` it only evaluates.
 
     Raises UserError for a placement that does not fit.
@@ -45,7 +45,7 @@ def start_hybrid_crew(
             group.limit_s = config.cluster.wait_limit_s
         executor = StageExecutor(config, prepared.flow, (), prepared.tokenizer, None, progress)
         roles = {role: group for group in groups for role in group.pool.roles}
-        return HybridCrew(loader, roles, home, executor, resources.pop_all())
+        return HybridBackend(loader, roles, home, executor, resources.pop_all())
 
 
 def only(pools: Sequence[Pool], roles: Collection[str]) -> tuple[Pool, ...]:
@@ -56,8 +56,8 @@ def only(pools: Sequence[Pool], roles: Collection[str]) -> tuple[Pool, ...]:
 
 def start_groups(cluster: RayCluster, pools: Sequence[Pool], limit_s: float, folder: Path | None) -> list[WorkerGroup]:
     """An actor for each rank of each pool; every worker knows the others."""
-    groups, traffic, names = [], Traffic(), dict[str, str]()
-    seats: list[Seat] = []
+    groups, traffic, names = [], DriverTraffic(), dict[str, str]()
+    seats: list[WorkerSpec] = []
     everybody_by_name: list[str] = []
     for pool, reserved in zip(pools, cluster.seats(pools), strict=True):
         actors = [cluster.start(HybridWorker, place_) for place_ in reserved]
@@ -65,10 +65,12 @@ def start_groups(cluster: RayCluster, pools: Sequence[Pool], limit_s: float, fol
         for rank, actor in enumerate(actors):
             names[actor._actor_id.hex()] = f"{pool.name} rank {rank}"
             everybody_by_name.append(f"{pool.name} rank {rank}")
-            seats.append(Seat(len(seats), everybody_by_name, pool, rank, folder.resolve() if folder else None, limit_s))
+            seats.append(
+                WorkerSpec(len(seats), everybody_by_name, pool, rank, folder.resolve() if folder else None, limit_s)
+            )
     everybody = [actor for group in groups for actor in group.actors]
-    for actor, seat in zip(everybody, seats, strict=True):
-        actor.sit.remote(seat, *everybody)
+    for actor, spec in zip(everybody, seats, strict=True):
+        actor.configure.remote(spec, *everybody)
     return groups
 
 
@@ -83,7 +85,7 @@ def load(groups: Sequence[WorkerGroup], home: WorkerGroup, prepared: Prepared) -
         shards = any(layout.shard != "none" for layout in layouts)
         if group.mesh.size > 1 or shards:
             (answer,) = group.wait([group.call("rendezvous")])
-            begun.append((group, group.call("meet", answer.result)))
+            begun.append((group, group.call("join_process_group", answer.result)))
     for group in groups:
         size, is_home = group.mesh.size, group is home
         each = [prepared if is_home and rank == 0 else without_data for rank in range(size)]

@@ -28,25 +28,25 @@ from braidrl.data.codec import decode, encode
 from braidrl.data.rows import Column, Rows, tokens_of
 from braidrl.errors import UserError
 from braidrl.flow import Stage
-from braidrl.models.data_parallel import DataParallel
+from braidrl.models.parallel.replicated import DataParallel
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import Done, TraceWriter
 from braidrl.placement.pools import Pool
 from braidrl.rollout.requests import Uid
-from braidrl.runtimes.checking import checked_beside
-from braidrl.runtimes.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
+from braidrl.runtimes.generating.verification import checked_beside
 from braidrl.runtimes.hybrid.failures import StageFailure, named_rows
 from braidrl.runtimes.hybrid.parts import Answer, Numbers, Part, as_rows, assemble, columns_read, packed_rows
-from braidrl.runtimes.row_store import Origin, with_added
-from braidrl.runtimes.setup import Prepared, set_up_torch
-from braidrl.runtimes.writing import Writing
+from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
+from braidrl.runtimes.saving.background import BackgroundWriter
+from braidrl.runtimes.saving.row_store import Origin, with_added
 from braidrl.transfer.protocols import register
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerSpec:
     """A worker's place: its number among all workers, whose `names` it knows, its pool, its rank there; the folder for its trace."""
 
     number: int
@@ -73,7 +73,7 @@ class HybridWorker:
         self.resources = ExitStack()
         self.trace: TraceWriter | None = None
         self.version = 0
-        self.writing = Writing()
+        self.writing = BackgroundWriter()
 
     def perform(self, message: bytes, *answers: bytes) -> bytes:
         """Calls a method by name; `answers` are those of earlier calls that it needs. Raises StageFailure or UserError.
@@ -85,7 +85,7 @@ class HybridWorker:
             self.chunks.pop(key, None)
         self.call.asked = {}
         self.call.answers = [Answer.of(packed) for packed in answers]
-        self.call.doing = (self.seat.pool.name, method, None)
+        self.call.doing = (self.spec.pool.name, method, None)
         try:
             answer = getattr(self, method)(*arguments)
         except UserError:
@@ -93,7 +93,7 @@ class HybridWorker:
         except Exception:
             role, doing, part = self.call.doing
             uids = part.uids() if part else ()
-            story = f"{role} rank {self.seat.rank} failed in {doing}{named_rows(uids)}:\n{traceback.format_exc()}"
+            story = f"{role} rank {self.spec.rank} failed in {doing}{named_rows(uids)}:\n{traceback.format_exc()}"
             raise StageFailure(story) from None
         return (answer if isinstance(answer, Answer) else Answer(result=answer)).packed()
 
@@ -101,9 +101,9 @@ class HybridWorker:
         """The named columns of some rows of a chunk, encoded; as arrays, which Ray copies only once."""
         return [np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(key, rows, columns))]
 
-    def sit(self, seat: Seat, *peers: Any) -> None:
-        """Takes a seat in a run, whose workers are `peers` by number."""
-        self.seat, self.peers = seat, peers
+    def configure(self, spec: WorkerSpec, *peers: Any) -> None:
+        """Takes a spec in a run, whose workers are `peers` by number."""
+        self.spec, self.peers = spec, peers
 
     def close(self) -> None:
         """Ends the processes that check answers, and lets go of rows, files and ranks."""
@@ -116,17 +116,17 @@ class HybridWorker:
     def rendezvous(self) -> tuple[str, int]:
         """Opens the store at which the ranks of the pool meet; its address."""
         address = ray.util.get_node_ip_address()
-        self.meeting = dist.TCPStore(address, 0, self.seat.pool.workers, is_master=True, wait_for_workers=False)
+        self.meeting = dist.TCPStore(address, 0, self.spec.pool.workers, is_master=True, wait_for_workers=False)
         return address, self.meeting.port
 
     @register(protocol="ONE_TO_ALL")
-    def meet(self, address: tuple[str, int]) -> None:
+    def join_process_group(self, address: tuple[str, int]) -> None:
         """Joins the other ranks of the pool."""
-        size, limit = self.seat.pool.workers, timedelta(seconds=self.seat.limit_s)
-        if self.seat.rank > 0:
+        size, limit = self.spec.pool.workers, timedelta(seconds=self.spec.limit_s)
+        if self.spec.rank > 0:
             self.meeting = dist.TCPStore(*address, size, is_master=False)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=self.meeting, rank=self.seat.rank, world_size=size, timeout=limit)
+        dist.init_process_group(backend, store=self.meeting, rank=self.spec.rank, world_size=size, timeout=limit)
         self.resources.callback(dist.destroy_process_group)
         self.ranks = DataParallel(dist.group.WORLD)
         self.notices = Notices(dist.PrefixStore("notices", self.meeting))
@@ -135,16 +135,16 @@ class HybridWorker:
     def load_models(self, prepared: Prepared, generating: Sequence[str], verifies: bool) -> int:
         """Loads the pool's roles; with `verifies` also starts what checks answers. Returns this process's id."""
         set_up_torch(prepared.config)
-        self.call.doing = (self.seat.pool.name, "loading its models", None)
+        self.call.doing = (self.spec.pool.name, "loading its models", None)
         self.flow, self.rows = prepared.flow, prepared.store()
-        if self.seat.folder is not None:
-            self.trace = TraceWriter(self.seat.folder, self.seat.name)
+        if self.spec.folder is not None:
+            self.trace = TraceWriter(self.spec.folder, self.spec.name)
             self.resources.callback(self.trace.close)
         # The driver shows progress; a worker's own would go to a log file.
         silent = self.resources.enter_context(open(os.devnull, "w"))  # noqa: SIM115
-        own = [role for role in generating if role in self.seat.pool.roles]
+        own = [role for role in generating if role in self.spec.pool.roles]
         self.executor = StageExecutor(
-            prepared.config, prepared.flow, self.seat.pool.roles, prepared.tokenizer,
+            prepared.config, prepared.flow, self.spec.pool.roles, prepared.tokenizer,
             prepared.rewards() if verifies else None, Progress(stream=silent), own, self.ranks,
         )  # fmt: skip
         self.resources.callback(self.executor.close)
@@ -153,7 +153,7 @@ class HybridWorker:
     @register(protocol="RANK_ZERO")
     def make(self, origin: Origin, key: int) -> Answer:
         """Rows from data or a file."""
-        self.call.doing = (self.seat.pool.name, f"reading {type(origin).__name__}", None)
+        self.call.doing = (self.spec.pool.name, f"reading {type(origin).__name__}", None)
         return self._keep(key, dict(self.rows.make(origin).items()))
 
     @register(protocol="DP")
@@ -180,7 +180,7 @@ class HybridWorker:
         if len(part):
             return self.execute(part, stage, iteration, key)
         with self._span(stage, self._gather(part, stage, iteration), iteration):
-            self.executor.accompany(stage)
+            self.executor.join_collectives(stage)
         return Answer()
 
     @register(protocol="DP")
@@ -204,7 +204,7 @@ class HybridWorker:
             self._span(stage, rows, iteration) as span,
             self.executor.progress.stage(stage.name, len(rows)) as bar,
         ):
-            counted = self.seat.rank == 0
+            counted = self.spec.rank == 0
             self.executor.optimize(stage, as_rows(index), rows, iteration, sums, bar, counted)
         return Answer(sums=sums.pairs(), seconds=span.seconds)
 
@@ -222,16 +222,16 @@ class HybridWorker:
     @register(protocol="ONE_TO_ALL")
     def save(self, folder: Path) -> None:
         """Rank 0 writes what is whole, and every rank its part of what they have divided."""
-        self.executor.save(folder, self.seat.rank == 0)
+        self.executor.save(folder, self.spec.rank == 0)
 
     @register(protocol="ONE_TO_ALL")
-    def stage(self, folder: Path) -> None:
+    def copy_for_saving(self, folder: Path) -> None:
         """Begins to do as `save` does, from copies."""
-        self.writing.begin(self.executor.stage(folder, self.seat.rank == 0))
+        self.writing.begin(self.executor.copy_for_saving(folder, self.spec.rank == 0))
 
     @register(protocol="ONE_TO_ALL")
     def written(self) -> str:
-        """Waits for what `stage` began; why it could not be written, or nothing."""
+        """Waits for what `copy_for_saving` began; why it could not be written, or nothing."""
         return self.writing.trouble()
 
     @register(protocol="ONE_TO_ALL")
@@ -265,7 +265,7 @@ class HybridWorker:
 
     def _gather(self, part: Part, stage: Stage, iteration: int) -> Rows:
         """The part's rows with the columns that the stage may read."""
-        self.call.doing = (stage.role or self.seat.pool.name, f"{stage.name} (iteration {iteration})", part)
+        self.call.doing = (stage.role or self.spec.pool.name, f"{stage.name} (iteration {iteration})", part)
         if self.trace is None:
             return self._rows_of(part, columns_read(stage))
         with self.trace.span(stage.role or "compute", stage.name, iteration, rows=len(part), state="waiting"):
@@ -275,20 +275,20 @@ class HybridWorker:
         return assemble(part, self.call.answers, names, self._fetch, self._wait)
 
     def _fetch(self, worker: int, key: int, rows: Numbers, columns: tuple[str, ...]) -> Any:
-        if worker == self.seat.number:
+        if worker == self.spec.number:
             return self._own(key, rows, columns)
         future = self.peers[worker].fetch.options(concurrency_group="rows").remote(key, rows, columns)
-        self.call.asked[future] = self.seat.names[worker]
+        self.call.asked[future] = self.spec.names[worker]
         return future
 
     def _wait(self, fetched: list[Any]) -> list[Rows]:
         """Rows that are here as they are, the others when they have come. Raises TimeoutError naming whose rows did not."""
         coming = [future for future in fetched if not isinstance(future, Rows)]
         try:
-            come = iter(ray.get(coming, timeout=self.seat.limit_s))
+            come = iter(ray.get(coming, timeout=self.spec.limit_s))
         except ray.exceptions.GetTimeoutError:
             late = {self.call.asked[future] for future in ray.wait(coming, num_returns=len(coming), timeout=0)[1]}
-            raise TimeoutError(f"waited {self.seat.limit_s:g} s for rows of {', '.join(sorted(late))}") from None
+            raise TimeoutError(f"waited {self.spec.limit_s:g} s for rows of {', '.join(sorted(late))}") from None
         return [
             rows if isinstance(rows, Rows) else decode([memoryview(frame) for frame in next(come)]) for rows in fetched
         ]
@@ -299,9 +299,9 @@ class HybridWorker:
         return chunk if everything else chunk.take(torch.tensor(rows))
 
     @contextmanager
-    def _span(self, stage: Stage, rows: Rows, iteration: int) -> Iterator[Clock]:
+    def _span(self, stage: Stage, rows: Rows, iteration: int) -> Iterator[SpanTimer]:
         """Times a stage, and writes it to the trace."""
-        clock, start = Clock(), time.perf_counter()
+        clock, start = SpanTimer(), time.perf_counter()
         with ExitStack() as spans:
             if self.trace is not None:
                 role, count = stage.role or "compute", len(rows)
@@ -314,7 +314,7 @@ class HybridWorker:
 
 
 @dataclass
-class Clock:
+class SpanTimer:
     """Seconds that a block took, once it has ended; `done` is what the trace says of it."""
 
     seconds: float = 0.0

@@ -15,7 +15,7 @@ from typing import Literal
 from braidrl.config import Config
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.runtimes.engines import engine_processes
+from braidrl.runtimes.generating.engines import engine_processes
 
 COMPUTE = "compute"
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from braidrl.cluster.workers import WorkerFailed
+from braidrl.runtimes.saving.background import check_written
 from braidrl.runtimes.streaming.processes import Processes
-from braidrl.runtimes.writing import check_written
 from braidrl.transfer.queue.control import ControlPlane
-from braidrl.transfer.queue.server import Server
+from braidrl.transfer.queue.server import QueueServer
 
 ORDER_LIMIT_S = 600.0
 LOOK_EVERY_S = 0.05
@@ -22,7 +22,9 @@ LOOK_EVERY_S = 0.05
 class Orders:
     """`wait` waits for the queue to change, and raises what a worker has raised."""
 
-    def __init__(self, control: ControlPlane, server: Server, processes: Processes, wait: Callable[[], None]) -> None:
+    def __init__(
+        self, control: ControlPlane, server: QueueServer, processes: Processes, wait: Callable[[], None]
+    ) -> None:
         self.control, self.server, self.processes, self.wait = control, server, processes, wait
 
     def carry_out(self, order: dict[str, Any]) -> None:

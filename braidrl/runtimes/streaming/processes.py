@@ -19,7 +19,7 @@ from braidrl.runtimes.streaming.groups import Group
 from braidrl.runtimes.streaming.worker import orphaned, work
 from braidrl.transfer.queue.control import ControlPlane
 from braidrl.transfer.queue.data_plane import Place
-from braidrl.transfer.queue.node import Node
+from braidrl.transfer.queue.node import StorageNode
 
 READY_LIMIT_S = 600.0
 """How long a worker may take until its models are loaded."""
@@ -77,7 +77,7 @@ class Processes:
         pools = [Pool((group.name,), group.processes, device=group.kind != "compute") for group in groups]
         threads = self.launcher.reserve(pools)
         self.config = self.config.model_copy(update={"threads": self.config.threads or threads})
-        self.places |= {place.host: place for place in self.launcher.serve(Node)}
+        self.places |= {place.host: place for place in self.launcher.serve(StorageNode)}
         self._store = dist.TCPStore(self.launcher.ip, 0, is_master=True, wait_for_workers=False)
         for group in groups:
             for number in range(group.processes):

@@ -23,12 +23,12 @@ from braidrl.flow.sizes import Sizes
 from braidrl.flow.stage_state import State
 from braidrl.flow.updates import check_update_size
 from braidrl.flow.versions import admissible
-from braidrl.flow.waves import Sampling
+from braidrl.flow.waves import GroupSelector
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.iteration import IterationResult, Position
-from braidrl.runtimes.row_store import Admission, Origin, Recording, RowStore, Surplus, with_added
-from braidrl.runtimes.setup import Prepared
+from braidrl.runtimes.controller import IterationResult, Position
+from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.runtimes.saving.row_store import Admission, Origin, Recording, RowStore, Surplus, with_added
 from braidrl.runtimes.streaming.groups import check_streaming, worker_groups
 from braidrl.runtimes.streaming.orders import Orders
 from braidrl.runtimes.streaming.processes import Processes, worker_launcher
@@ -37,14 +37,14 @@ from braidrl.transfer.queue.client import assembled
 from braidrl.transfer.queue.control import ControlPlane
 from braidrl.transfer.queue.data_plane import DataPlane, Place
 from braidrl.transfer.queue.segments import Owner, Segments
-from braidrl.transfer.queue.server import Server
-from braidrl.transfer.queue.stream import Finished, Stream
+from braidrl.transfer.queue.server import QueueServer
+from braidrl.transfer.queue.stream import FinishedIteration, Stream
 
 LOOK_EVERY_S = 0.05
 
 
 class StreamingProgram:
-    """Crew and walk at once: what the run asks for is done by the workers of the queue. The table is the rows."""
+    """Backend and controller at once: what the run asks for is done by the workers of the queue. The table is the rows."""
 
     def __init__(self, prepared: Prepared, loader: PromptLoader, folder: Path) -> None:
         """Raises UserError, before anything starts, for what cannot stream."""
@@ -80,18 +80,18 @@ class StreamingProgram:
         resources.callback(self.data.close)
         together = streaming.weights == "delayed"
         self.control = ControlPlane(self.stream, self.data, streaming.lease_s, self.exported, together)
-        self.server = Server(self.control.handle, self.control.tick, f"tcp://{launcher.ip}:*")
+        self.server = QueueServer(self.control.handle, self.control.tick, f"tcp://{launcher.ip}:*")
         resources.callback(self.server.close)
         self.data.address = self.server.address
 
-    # The walk
+    # The controller
 
     @property
     def recorded_stages(self) -> int:
         return len(self.stream.recorded)
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> GroupSelector:
         return self.stream.schedule.sampling
 
     def iterate(
@@ -126,7 +126,7 @@ class StreamingProgram:
         known = self.stream.states.values
         known |= {name: dict(state) for name, state in states.items() if name in known}
 
-    # The crew
+    # The backend
 
     def bring(self, origin: Origin) -> Rows:
         """Rows of a checkpoint, or those of an evaluation set, which workers begin to generate at once."""
@@ -164,9 +164,9 @@ class StreamingProgram:
         """Has every role that changes written by its leader."""
         self.orders.carry_out({"do": "save", "folder": str(folder.resolve())})
 
-    def stage(self, folder: Path) -> list[Write]:
+    def copy_for_saving(self, folder: Path) -> list[Write]:
         """As `save`, but leaders go on as soon as they have copies, and write them in a thread."""
-        self.orders.carry_out({"do": "stage", "folder": str(folder.resolve())})
+        self.orders.carry_out({"do": "copy", "folder": str(folder.resolve())})
         return [partial(self.orders.written, *given) for given in self.orders.give({"do": "tell"}).items()]
 
     def load(self, folder: Path, version: int) -> None:
@@ -177,7 +177,7 @@ class StreamingProgram:
             versions = (
                 dict(zip(surplus.uids(), surplus["version"].tolist(), strict=True)) if surplus is not None else {}
             )
-            self.stream.schedule.resume(version, Sampling.restored(state), versions)
+            self.stream.schedule.resume(version, GroupSelector.restored(state), versions)
             if surplus is not None:
                 self.stream.restore(surplus, self.data.write_rows(surplus))
             self.control.engine_version = self.control.assignments.allowed = version
@@ -217,7 +217,7 @@ class StreamingProgram:
             surplus = [assembled(self.data, index, self.stream.table.payload(waiting, writers, None))]
         return self.loader.state(), self.sampling.state(), surplus, {}
 
-    def _result(self, finished: Finished) -> IterationResult[Rows]:
+    def _result(self, finished: FinishedIteration) -> IterationResult[Rows]:
         table = assembled(self.data, finished.index, finished.payload)
         final = assembled(self.data, finished.final, finished.final_payload)
         self.control.release(finished)

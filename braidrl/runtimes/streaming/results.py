@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.iteration import IterationResult, needed
+from braidrl.runtimes.controller import IterationResult, needed
 from braidrl.runtimes.streaming.groups import Group
-from braidrl.transfer.queue.stream import Finished, Report
+from braidrl.transfer.queue.stream import FinishedIteration, Report
 
 
 def iteration_result(
-    flow: Flow, groups: Sequence[Group], surplus: str, finished: Finished, table: Rows, final: Rows
+    flow: Flow, groups: Sequence[Group], surplus: str, finished: FinishedIteration, table: Rows, final: Rows
 ) -> IterationResult[Rows]:
     """`table` are the rows as they are recorded, `final` the same with every column; `surplus` is what becomes of groups that are over."""
     # As in serial order: scores as selection saw them, or where nothing is selected as they were in the end.

@@ -69,7 +69,7 @@ def received(blocks: Sequence[Block], data: DataPlane) -> dict[str, Tensor]:
     return tensors
 
 
-class WeightSource:
+class WeightReceiver:
     """An engine's side: receives versions bucket by bucket, and loads one whole."""
 
     def __init__(self, data: DataPlane) -> None:

@@ -15,15 +15,15 @@ from braidrl.cluster.world import World
 from braidrl.config import parse_config
 from braidrl.models.loading import load_tokenizer
 from braidrl.observe.trace import TraceWriter
-from braidrl.runtimes.building import build_flow
 from braidrl.runtimes.evaluation import evaluation_flow
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.setup import rule_rewards, set_up_torch
-from braidrl.runtimes.streaming.computing import compute
-from braidrl.runtimes.streaming.generating import Generation
+from braidrl.runtimes.prepare.flow import build_flow
+from braidrl.runtimes.prepare.setup import rule_rewards, set_up_torch
+from braidrl.runtimes.streaming.context import LeaseProgress, WorkerContext
 from braidrl.runtimes.streaming.groups import Group
-from braidrl.runtimes.streaming.modelling import Modelling
-from braidrl.runtimes.streaming.workplace import LeaseProgress, Workplace
+from braidrl.runtimes.streaming.loops.compute import compute
+from braidrl.runtimes.streaming.loops.generate import GenerateLoop
+from braidrl.runtimes.streaming.loops.model import ModelLoop
 from braidrl.transfer.queue.client import Client
 from braidrl.transfer.queue.data_plane import DataPlane, Place
 from braidrl.transfer.queue.segments import remove_run, shared_folder
@@ -48,7 +48,7 @@ def work(arguments: Mapping[str, Any]) -> None:
         progress, (group.role,) if group.role and group.kind == "generate" else (), world.data_parallel, group.trained,
     )  # fmt: skip
     trace = TraceWriter(Path(arguments["folder"]), arguments["name"])
-    place = Workplace(arguments["name"], group, config.streaming, flow, evaluation, executor, data, progress, trace)
+    place = WorkerContext(arguments["name"], group, config.streaming, flow, evaluation, executor, data, progress, trace)
     try:
         run_loop(place, world, arguments)
         world.close()
@@ -70,20 +70,20 @@ def join_ranks(group: Group, rank: int, meeting: tuple[str, int]) -> World:
     return World(rank, group.ranks, dist.group.WORLD, dist.PrefixStore("places", store))
 
 
-def run_loop(place: Workplace, world: World, arguments: Mapping[str, Any]) -> None:
+def run_loop(context: WorkerContext, world: World, arguments: Mapping[str, Any]) -> None:
     """The loop of the worker's group; ranks that do not lead have no connection of their own to the queue."""
     if not world.first:
-        Modelling(place, world, None).follow()
+        ModelLoop(context, world, None).follow()
         return
-    generates = place.group.kind == "generate"
-    client = Client(arguments["queue"], arguments["holder"], place.data, CONNECT_LIMIT_S, generates)
+    generates = context.group.kind == "generate"
+    client = Client(arguments["queue"], arguments["holder"], context.data, CONNECT_LIMIT_S, generates)
     try:
         if generates:
-            Generation(place, client).run()
-        elif place.group.kind == "compute":
-            compute(place, client)
+            GenerateLoop(context, client).run()
+        elif context.group.kind == "compute":
+            compute(context, client)
         else:
-            Modelling(place, world, client).lead()
+            ModelLoop(context, world, client).lead()
     finally:
         client.close()
 

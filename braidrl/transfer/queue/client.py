@@ -23,7 +23,7 @@ from braidrl.transfer.queue.table import in_order
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkItem:
     """Something to do: `rows` of a stage, an optimizer `step`, weights to `load`, or an `order`."""
 
     kind: str
@@ -82,7 +82,7 @@ class Client:
 
     def take(
         self, stages: Sequence[str], most: int, wait_s: float, single: bool = False, whole: Collection[str] = ()
-    ) -> Work:
+    ) -> WorkItem:
         """The next thing to do for one of the stages; of kind `stop` at the run's end, and `wait` if nothing came.
 
         With `single` each row is a lease of its own; train stages in `whole` are given all rows of an update at once.
@@ -101,7 +101,7 @@ class Client:
         kind = "wait" if answer.get("waited") else answer["kind"]
         if kind == "rows":
             self.held.update(number for number, _ in answer["leases"])
-        return Work(kind, self.data, answer, decode(frames) if frames else Rows({}), lost)
+        return WorkItem(kind, self.data, answer, decode(frames) if frames else Rows({}), lost)
 
     def write(self, uids: Sequence[Uid], columns: Mapping[str, Column]) -> Written:
         """Puts the payload of new columns where others can read it."""
@@ -173,7 +173,7 @@ class StreamLoader:
     ) -> None:
         self.client, self.stages, self.most, self.wait_s, self.whole = client, stages, most, wait_s, whole
 
-    def __iter__(self) -> Iterator[Work]:
+    def __iter__(self) -> Iterator[WorkItem]:
         while True:
             work = self.client.take(self.stages, self.most, self.wait_s, whole=self.whole)
             if work.kind == "stop":

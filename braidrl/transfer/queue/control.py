@@ -23,8 +23,8 @@ from braidrl.flow import Kind, Stage
 from braidrl.transfer.queue.assignments import Assignments
 from braidrl.transfer.queue.data_plane import REQUESTS, Block, DataPlane
 from braidrl.transfer.queue.messages import Answer
-from braidrl.transfer.queue.stream import Finished, Stream
-from braidrl.transfer.queue.table import Part
+from braidrl.transfer.queue.stream import FinishedIteration, Stream
+from braidrl.transfer.queue.table import StoredPart
 from braidrl.transfer.queue.versions import Copies, Versions
 
 
@@ -66,7 +66,7 @@ class ControlPlane:
         self.stopping = False
         self.refused: UserError | None = None
         """Why the run cannot go on, where that is the user's to change: selection kept nothing for a whole epoch."""
-        self.finished: deque[Finished] = deque()
+        self.finished: deque[FinishedIteration] = deque()
         self.results: dict[int, dict[str, Any]] = {}
         self.orders_given = 0
         self.changes = 0
@@ -206,7 +206,7 @@ class ControlPlane:
             stream.admit(rows.index, block, tuple(rows.payload))
             self.advance()
 
-    def release(self, finished: Finished) -> None:
+    def release(self, finished: FinishedIteration) -> None:
         """A finished iteration's payload has been read."""
         with self.changed:
             self.data.free(self.training.table.drop(finished.places))
@@ -270,12 +270,12 @@ class ControlPlane:
 
     # Inside
 
-    def _part(self, stage: str, part: dict[str, Any], frames: Sequence[Frame]) -> Part:
+    def _part(self, stage: str, part: dict[str, Any], frames: Sequence[Frame]) -> StoredPart:
         first, count = part["frames"]
         index = decode(list(frames[first : first + count]))
         rows = {tuple(uid): place for place, uid in enumerate(part["uids"])}
         block = Block(*part["block"]) if part["block"] else None
-        return Part(stage, index, block, tuple(part["columns"]), len(rows), rows)
+        return StoredPart(stage, index, block, tuple(part["columns"]), len(rows), rows)
 
     def _stream_of(self, stage: str) -> Stream | None:
         return next((s for s in self.streams if any(known.name == stage for known in s.flow.stages)), None)

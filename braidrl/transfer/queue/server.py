@@ -32,7 +32,7 @@ class Parked(NamedTuple):
     until: float
 
 
-class Server:
+class QueueServer:
     """Serves `handle` on an address of this machine until it is closed."""
 
     def __init__(

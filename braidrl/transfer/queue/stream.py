@@ -13,11 +13,11 @@ from braidrl.flow.columns import ADMISSION
 from braidrl.flow.readiness import Uid, waits_for
 from braidrl.flow.sizes import Sizes
 from braidrl.flow.stage_state import State
-from braidrl.flow.waves import Outcome
+from braidrl.flow.waves import Selection
 from braidrl.transfer.leases import Lease, LeaseLost
 from braidrl.transfer.queue.data_plane import Block
 from braidrl.transfer.queue.states import StageStates
-from braidrl.transfer.queue.table import Detached, Part, Table
+from braidrl.transfer.queue.table import Detached, StoredPart, Table
 from braidrl.transfer.schedule import StreamSchedule
 
 Report = dict[str, Any]
@@ -25,7 +25,7 @@ Report = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedIteration:
     """A published iteration: its rows as recorded after `recorded` stages and with everything, and what happened.
 
     The payload stays until `places` are dropped from the table.
@@ -37,7 +37,7 @@ class Finished:
     payload: list[dict[str, Any]]
     final_payload: list[dict[str, Any]]
     places: Detached
-    outcome: Outcome
+    outcome: Selection
     generated: list[Rows]
     reports: list[Report]
     states: dict[str, State]
@@ -47,7 +47,7 @@ class Finished:
 class Account:
     """What happened in an iteration so far."""
 
-    outcome: Outcome | None = None
+    outcome: Selection | None = None
     generated: list[Rows] = field(default_factory=list)
     """Index columns of rows that were generated and dropped."""
     reports: list[Report] = field(default_factory=list)
@@ -100,7 +100,7 @@ class Stream:
         return self.table.index(uids, writers), self.table.payload(uids, writers, wanted)
 
     def acknowledge(
-        self, leases: Sequence[int], parts: Sequence[Part], now: float, totals: Mapping[str, float] | None = None
+        self, leases: Sequence[int], parts: Sequence[StoredPart], now: float, totals: Mapping[str, float] | None = None
     ) -> list[int]:
         """Work is done and written; the numbers of leases that were lost, whose rows are left out.
 
@@ -148,7 +148,7 @@ class Stream:
             account.generated.append(self.table.index(generated, self.recorded_writers))
         return self.table.evict(released)
 
-    def publish(self) -> Finished:
+    def publish(self) -> FinishedIteration:
         """The due version is published: the batch leaves."""
         batch = self.schedule.batches[self.schedule.published + 1]
         account = self.accounts.pop(batch.iteration)
@@ -156,7 +156,7 @@ class Stream:
         uids = sorted(batch.uids, key=lambda uid: uid[1:])
         every = [ADMISSION, *(stage.name for stage in self.flow.stages)]
         recorded = self.recorded_writers
-        finished = Finished(
+        finished = FinishedIteration(
             batch.iteration, self.table.index(uids, recorded), self.table.index(uids, every),
             self.table.payload(uids, recorded, None), self.table.payload(uids, every, None),
             self.table.detach(uids), account.outcome, account.generated, account.reports, account.states,
@@ -184,9 +184,11 @@ class Stream:
     def _write(
         self, writer: str, uids: Sequence[Uid], index: Rows, block: Block | None, columns: tuple[str, ...]
     ) -> None:
-        self.table.add(Part(writer, index, block, columns, len(uids), {uid: place for place, uid in enumerate(uids)}))
+        self.table.add(
+            StoredPart(writer, index, block, columns, len(uids), {uid: place for place, uid in enumerate(uids)})
+        )
 
-    def _keep(self, part: Part, kept: set[Uid]) -> None:
+    def _keep(self, part: StoredPart, kept: set[Uid]) -> None:
         part.rows = {uid: place for uid, place in part.rows.items() if uid in kept}
         if part.rows:
             self.table.add(part)
@@ -206,7 +208,7 @@ def writers_before(flow: Flow, stage: Stage) -> list[str]:
     return [name for name in (ADMISSION, *(s.name for s in flow.stages)) if name in found]
 
 
-def oldest(part: Part) -> dict[Uid, int]:
+def oldest(part: StoredPart) -> dict[Uid, int]:
     """The `version` column of what a generate stage wrote, in whatever namespace; nothing of other stages."""
     name = next((name for name in part.index if name.rsplit(".", 1)[-1] == "version"), None)
     return dict(zip(part.rows, part.index[name].tolist(), strict=True)) if name else {}

@@ -18,7 +18,7 @@ from braidrl.transfer.queue.data_plane import Block
 
 
 @dataclass(eq=False)
-class Part:
+class StoredPart:
     """What `writer` wrote for some rows: index columns, and a block with its payload columns."""
 
     writer: str
@@ -31,17 +31,17 @@ class Part:
     """The place of each row that has not left."""
 
 
-Detached = list[tuple[Uid, Part]]
+Detached = list[tuple[Uid, StoredPart]]
 
 
 class Table:
     """All parts of the rows in work."""
 
     def __init__(self) -> None:
-        self.parts: dict[str, dict[Uid, Part]] = {}
+        self.parts: dict[str, dict[Uid, StoredPart]] = {}
         self.detached: list[Detached] = []
 
-    def add(self, part: Part) -> None:
+    def add(self, part: StoredPart) -> None:
         """Notes what was written."""
         self.parts.setdefault(part.writer, {}).update(dict.fromkeys(part.rows, part))
 
@@ -101,8 +101,8 @@ class Table:
     def _writers_of(self, uids: Sequence[Uid], writers: Sequence[str]) -> list[str]:
         return [w for w in writers if w in self.parts and uids and all(uid in self.parts[w] for uid in uids)]
 
-    def _by_part(self, uids: Sequence[Uid], writer: str) -> dict[Part, list[int]]:
-        places: defaultdict[Part, list[int]] = defaultdict(list)
+    def _by_part(self, uids: Sequence[Uid], writer: str) -> dict[StoredPart, list[int]]:
+        places: defaultdict[StoredPart, list[int]] = defaultdict(list)
         for place, uid in enumerate(uids):
             places[self.parts[writer][uid]].append(place)
         return dict(places)

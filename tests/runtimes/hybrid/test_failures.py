@@ -7,20 +7,20 @@ import pytest
 from braidrl.errors import UserError
 from braidrl.flow import Flow, data
 from braidrl.flow.roles import Role
-from braidrl.runtimes.hybrid.crew import HybridCrew
+from braidrl.runtimes.hybrid.backend import HybridBackend
 from braidrl.runtimes.hybrid.failures import WorkerFailure
-from tests.runtimes.hybrid.crews import hybrid_crew, rehearse
-from tests.runtimes.hybrid.test_driver import all_stages, given
+from tests.runtimes.hybrid.backends import hybrid_crew, rehearse
+from tests.runtimes.hybrid.test_backend import all_stages, given
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import Workshop
 
 CHAIN = Flow("chain", [data.join_response(), Role("first").log_probs(), Role("second").log_probs()])
 
 
-def failure(crew: HybridCrew, **orders: tuple[str, float]) -> str:
-    rehearse(crew, **orders)
+def failure(backend: HybridBackend, **orders: tuple[str, float]) -> str:
+    rehearse(backend, **orders)
     with pytest.raises(WorkerFailure) as caught:
-        crew.index(all_stages(crew, CHAIN, 4))
+        backend.index(all_stages(backend, CHAIN, 4))
     return str(caught.value)
 
 
@@ -28,8 +28,8 @@ def test_an_exception_names_role_rank_stage_and_rows_and_brings_its_traceback(
     workshop: Workshop, warm_cluster: WarmCluster
 ) -> None:
     config = workshop.config(**given(workshop, 16), placement="standalone")
-    with hybrid_crew(config, warm_cluster, CHAIN) as crew:
-        text = failure(crew, second__log_probs=("raise", 0.0))
+    with hybrid_crew(config, warm_cluster, CHAIN) as backend:
+        text = failure(backend, second__log_probs=("raise", 0.0))
     first = text.splitlines()[0]
     assert first.startswith(
         "second rank 0 failed in second.log_probs (iteration 1) on 4 rows (source, group, sample): (0, 0, 0)"
@@ -39,23 +39,23 @@ def test_an_exception_names_role_rank_stage_and_rows_and_brings_its_traceback(
 
 def test_a_worker_that_dies_is_named(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     config = workshop.config(**given(workshop, 16), placement="standalone")
-    with hybrid_crew(config, warm_cluster, CHAIN) as crew:
-        text = failure(crew, first__log_probs=("die", 0.0))
+    with hybrid_crew(config, warm_cluster, CHAIN) as backend:
+        text = failure(backend, first__log_probs=("die", 0.0))
     assert text.startswith("first rank 0 died in first.log_probs on 4 rows (source, group, sample): (0, 0, 0)")
 
 
 def test_a_worker_that_is_silent_for_too_long_is_named(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     config = workshop.config(**given(workshop, 16), placement="standalone", cluster={"wait_limit_s": 0.5})
-    with hybrid_crew(config, warm_cluster, CHAIN) as crew:
-        text = failure(crew, second__log_probs=("linger", 2.0))
+    with hybrid_crew(config, warm_cluster, CHAIN) as backend:
+        text = failure(backend, second__log_probs=("linger", 2.0))
     assert text.startswith("waited 0.5 s without a word from second rank 0 (second.log_probs on 4 rows")
     assert "raise cluster.wait_limit_s" in text
 
 
 def test_a_users_mistake_found_by_a_worker_stays_one_line(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     config = workshop.config(**given(workshop, 16), placement="standalone")
-    with hybrid_crew(config, warm_cluster, CHAIN) as crew:
-        rehearse(crew, first__log_probs=("refuse", 0.0))
+    with hybrid_crew(config, warm_cluster, CHAIN) as backend:
+        rehearse(backend, first__log_probs=("refuse", 0.0))
         with pytest.raises(UserError) as caught:
-            crew.index(all_stages(crew, CHAIN, 4))
+            backend.index(all_stages(backend, CHAIN, 4))
     assert str(caught.value) == "a row is too long; write trainer.max_tokens_per_device=64"

@@ -65,7 +65,7 @@ class RehearsingWorker(HybridWorker):
         self.orders, self.rows_given = {}, []
 
     def can_be_reused(self) -> bool:
-        """False once a model was divided: DTensor's caches know the process groups, which end with the crew."""
+        """False once a model was divided: DTensor's caches know the process groups, which end with the backend."""
         executor = getattr(self, "executor", None)
         return executor is None or not any(worker.ranks.together for worker in executor.workers.values())
 
@@ -89,7 +89,7 @@ def waited(stage: Stage, rows: Rows, sums: Sums, seconds: float) -> dict[str, Co
 
 
 class WarmCluster(RayCluster):
-    """Gives out workers that earlier crews have given back; without placement groups, which a test of their own covers."""
+    """Gives out workers that earlier backends have given back; without placement groups, which a test of their own covers."""
 
     def __init__(self) -> None:
         super().__init__(ClusterConfig(start_limit_s=120, wait_limit_s=60), "cpu")

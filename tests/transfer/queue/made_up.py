@@ -19,7 +19,7 @@ from braidrl.transfer.queue.client import Client
 from braidrl.transfer.queue.control import ControlPlane
 from braidrl.transfer.queue.data_plane import DataPlane
 from braidrl.transfer.queue.segments import Owner, Segments
-from braidrl.transfer.queue.server import Server
+from braidrl.transfer.queue.server import QueueServer
 from braidrl.transfer.queue.stream import Stream
 
 SAMPLES = 2
@@ -71,14 +71,14 @@ def queue(
     lease_s: float = 30.0,
     staleness: int = 0,
     host: str = "here",
-) -> Iterator[tuple[ControlPlane, Server, Owner]]:
+) -> Iterator[tuple[ControlPlane, QueueServer, Owner]]:
     """A queue that serves a flow from a thread of this process."""
     owner = Owner()
     LOADED.clear()
     sizes = Sizes(iterations, prompts, SAMPLES, prompts * SAMPLES, max_staleness=staleness)
     data = DataPlane(Segments(owner.run, "main"), "", host)
     control = ControlPlane(Stream(flow, sizes), data, lease_s)
-    server = Server(control.handle, control.tick)
+    server = QueueServer(control.handle, control.tick)
     data.address = server.address
     try:
         yield control, server, owner
@@ -89,7 +89,7 @@ def queue(
     assert server.failure is None, server.failure
 
 
-def client(server: Server, owner: Owner, name: str, host: str = "here", generates: bool = False) -> Client:
+def client(server: QueueServer, owner: Owner, name: str, host: str = "here", generates: bool = False) -> Client:
     return Client(server.address, name, DataPlane(Segments(owner.run, name), server.address, host), 10.0, generates)
 
 
@@ -112,7 +112,7 @@ def work_once(
     return work.kind
 
 
-def main_program(control: ControlPlane, server: Server, iterations: int, limit_s: float = 60.0) -> list[Any]:
+def main_program(control: ControlPlane, server: QueueServer, iterations: int, limit_s: float = 60.0) -> list[Any]:
     """Admits what is wanted and lets steps be made until so many iterations are finished; those."""
     groups, seen, finished, deadline = 0, -1, [], time.monotonic() + limit_s
     control.assignments.allowed = iterations

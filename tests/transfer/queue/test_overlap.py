@@ -19,7 +19,7 @@ from braidrl.placement.simulator import simulate
 from braidrl.placement.workload import Workload, long_tailed
 from braidrl.transfer.queue.client import Client
 from braidrl.transfer.queue.control import ControlPlane
-from braidrl.transfer.queue.server import Server
+from braidrl.transfer.queue.server import QueueServer
 from tests.transfer.queue.made_up import GENERATE, SAMPLES, client, made_from, main_program, queue, stage
 
 FLOW = Flow("overlap", [GENERATE, stage("update", Kind.TRAIN, ("tokens",))])
@@ -85,7 +85,7 @@ def measured(work: Workload) -> float:
                 worker.close()
 
 
-def end(control: ControlPlane, server: Server) -> None:
+def end(control: ControlPlane, server: QueueServer) -> None:
     with control.changed:
         control.stopping = True
     server.changed()

@@ -25,7 +25,7 @@ from braidrl.transfer.queue.client import Client, assembled
 from braidrl.transfer.queue.control import ControlPlane
 from braidrl.transfer.queue.data_plane import Block, DataPlane, Evicted
 from braidrl.transfer.queue.messages import Connection, QueueError, QueueTimeout
-from braidrl.transfer.queue.node import Node
+from braidrl.transfer.queue.node import StorageNode
 from braidrl.transfer.queue.segments import Owner, Segments, owner_path, remove_abandoned, shared_folder
 from tests.transfer.queue.made_up import (
     CHECK,
@@ -219,10 +219,10 @@ def test_views_outlive_the_eviction_of_what_they_show() -> None:
 
 
 @contextmanager
-def two_nodes() -> Iterator[tuple[ControlPlane, Client, Client, Node]]:
+def two_nodes() -> Iterator[tuple[ControlPlane, Client, Client, StorageNode]]:
     """A queue on one node, with a worker there and an engine on another one."""
     with queue(iterations=1, host="node-a") as (control, server, owner):
-        node = Node("node-b", "127.0.0.1")
+        node = StorageNode("node-b", "127.0.0.1")
         near = client(server, owner, "near", "node-a")
         far = Client(server.address, "far", DataPlane.at(node.place(), "far"), 10.0, generates=True)
         control.training.schedule.groups_wanted(0)

@@ -1,0 +1,266 @@
+"""What a model takes of a device's memory, counted on the meta device: no weights are read and nothing is computed.
+
+weights ─ gradient sums ─ master weights ─ AdamW's moments      from the parameters' number and types
+weights gathered while it computes                              from the layout
+activations of a micro-batch                                    from what autograd keeps of a forward pass on shapes alone
+
+A layout's axes are taken to divide everything evenly; norms, which no axis divides, are a ten-thousandth of a model. Of a pipeline's
+stages the fullest is counted, which is the first or the last: they have the vocabulary.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from braidrl.config import LoraConfig
+from braidrl.models.compute.attention import ATTENTION
+from braidrl.models.compute.log_probs import CHUNK_ELEMENTS
+from braidrl.models.loading import read_model_config
+from braidrl.models.lora import add_adapters
+from braidrl.models.parallel.layout import ParallelLayout
+from braidrl.models.parallel.pipeline import RUN
+from braidrl.models.parallel.tensor import blocks_of, copied_factors, in_layer, plan_of
+
+MASTER_BYTES = 4
+MOMENTS = 2
+ALONE = ParallelLayout(data=1)
+
+
+class Sizes(NamedTuple):
+    """What a model's configuration says of its sizes, under the same names: asking transformers' object takes microseconds."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    vocab_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    tie_word_embeddings: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """A role's model by its sizes alone."""
+
+    name: str
+    config: Any
+    parameters: int
+    layer_parameters: int
+    """Of one of its layers."""
+    dtype: torch.dtype
+    trained: int
+    """Of the parameters, those that training changes: all, or the adapters."""
+    copied: int
+    """Of these adapters what no matrix axis divides."""
+
+    @property
+    def element_bytes(self) -> int:
+        return self.dtype.itemsize
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Return the sizes that its configuration says."""
+        config = self.config
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        return Sizes(
+            config.num_hidden_layers, config.hidden_size, config.vocab_size, config.num_attention_heads,
+            config.num_key_value_heads, head_width(config), tied,
+        )  # fmt: skip
+
+
+def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lora: LoraConfig | None = None) -> Shape:
+    """The model that a folder's config.json describes, with its adapters.
+
+    Raises UserError where there is none, or one that cannot be trained here.
+    """
+    config = read_model_config(folder)
+    model: Any = on_meta(config, dtype, scalar_head)
+    if lora:
+        with torch.device("meta"):
+            add_adapters(model, lora)
+    layer = model.base_model.layers[0]
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    copied = sum(elements(factor) for factor in copied_factors(model, config.base_model_tp_plan or {}))
+    return Shape(type(model).__name__, config, elements(model), elements(layer), dtype, trained, copied)
+
+
+def elements(module: nn.Module) -> int:
+    """Numbers in a module's parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTrainedModel:
+    """A model without storage."""
+    auto: Any = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
+    own = deepcopy(config)
+    if scalar_head:
+        own.num_labels = 1
+    with torch.device("meta"):
+        return auto.from_config(own, dtype=dtype, attn_implementation=ATTENTION)
+
+
+def resident_bytes(shape: Shape, trained: bool, layout: ParallelLayout = ALONE) -> dict[str, int]:
+    """What stays on the device from step to step, by part."""
+    layers = shape.sizes.num_hidden_layers // layout.pipeline
+    whole = layers * shape.layer_parameters + beside_layers(shape, layout)
+    own = whole // (layout.tensor * layout.sharding)
+    parts = {"weights": own * shape.element_bytes}
+    if trained:
+        if shape.trained < shape.parameters:
+            divided = (shape.trained - shape.copied) // layout.tensor
+            own = (divided + shape.copied) // (layout.pipeline * layout.sharding)
+        master = max(MASTER_BYTES, shape.element_bytes)
+        parts["gradients"] = own * master
+        if master > shape.element_bytes:
+            parts["master weights"] = own * master
+        parts["AdamW moments"] = own * master * MOMENTS
+    return parts
+
+
+def gathered_bytes(shape: Shape, layout: ParallelLayout) -> int:
+    """Weights that are brought together from other devices while a micro-batch is computed.
+
+    `full` holds two layers, of which one comes while the other works, and what is in no layer; `optimizer` all of them.
+    """
+    if layout.shard == "none":
+        return 0
+    layers = shape.sizes.num_hidden_layers // layout.pipeline
+    held = beside_layers(shape, layout) + (
+        (layers if layout.shard == "optimizer" else min(2, layers)) * shape.layer_parameters
+    )
+    return held * shape.element_bytes // layout.tensor
+
+
+def beside_layers(shape: Shape, layout: ParallelLayout) -> int:
+    """Parameters of embedding, norm and head; in a pipeline those of its first or its last stage, whichever has more."""
+    both = shape.parameters - shape.sizes.num_hidden_layers * shape.layer_parameters
+    if layout.pipeline == 1:
+        return both
+    embedding = shape.sizes.vocab_size * shape.sizes.hidden_size
+    # With tied weights the last stage has the embedding too.
+    return both if both < 2 * embedding else both - embedding
+
+
+def message_bytes(shape: Shape, tokens: int, trained: bool, layout: ParallelLayout) -> int:
+    """What a stage of a pipeline has room for that others send: activations and, where it is trained, gradients of a whole run."""
+    if layout.pipeline == 1:
+        return 0
+    one = -(-tokens // (layout.sequence * layout.tensor)) * shape.sizes.hidden_size * shape.element_bytes
+    return one * RUN * layout.pipeline * (2 if trained and layout.pipeline > 2 else 1)
+
+
+def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int:
+    """Keys and values of `slots` rows of `tokens` tokens."""
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_width(config) * element_bytes
+    return per_token * slots * tokens
+
+
+def head_width(config: Any) -> int:
+    """Of a query, key or value."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def logits_bytes(shape: Shape, tokens: int, layout: ParallelLayout = ALONE) -> int:
+    """The logits that exist at once, in at least float32: a chunk of the tokens, with its copy in the weights' type."""
+    held = min(CHUNK_ELEMENTS, tokens * shape.sizes.vocab_size // layout.tensor)
+    return held * (max(MASTER_BYTES, shape.element_bytes) + shape.element_bytes)
+
+
+def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: ParallelLayout = ALONE) -> int:
+    """What the backward pass of a micro-batch needs: of every layer, or with checkpointing each layer's input and one layer whole."""
+    share = -(-tokens // (layout.sequence * layout.tensor))
+    one, two = (saved_bytes(shape, layers, share * layout.tensor, layout.tensor) for layers in (1, 2))
+    # A pipeline's stage has fewer layers, and as many times more micro-batches under way.
+    layer, layers = two - one, shape.sizes.num_hidden_layers
+    if not checkpointing:
+        return one + (layers - 1) * layer
+    inputs = share * shape.sizes.hidden_size * shape.element_bytes
+    return one + layers * inputs
+
+
+def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
+    """Bytes that autograd keeps of a forward pass through so many layers, parameters left out, where `tensor` devices divide them.
+
+    These divide the tokens too.
+    """
+    config = deepcopy(shape.config)
+    config.head_dim = head_width(config)
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        setattr(config, name, getattr(config, name) // tensor)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    model = on_meta(config, shape.dtype)
+    if tensor > 1:
+        divide_tokens(model, tensor)
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    # Kept alive, so that no two of them have one address.
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()._cdata
+        if storage not in own:
+            kept[storage] = tensor
+        return tensor
+
+    places = torch.arange(tokens, device="meta")[None]
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model.base_model(
+            input_ids=places, position_ids=places, use_cache=False, sequences=FusedAttention()
+        ).last_hidden_state
+    kept[hidden.untyped_storage()._cdata] = hidden
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def divide_tokens(model: Any, ranks: int) -> None:
+    """Lets a model on the meta device keep as many tokens between its matrices as one of several ranks that divide them."""
+
+    def scattered(_: nn.Module, __: Any, states: Tensor) -> Tensor:
+        return states[:, : states.shape[1] // ranks].clone()
+
+    def gathered(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if given:
+            return (given[0].repeat(1, ranks, 1), *given[1:]), named
+        return given, {**named, "hidden_states": named["hidden_states"].repeat(1, ranks, 1)}
+
+    body, styles = model.base_model, in_layer(plan_of(model))
+    body.embed_tokens.register_forward_hook(scattered)
+    for layer in body.layers:
+        for name in blocks_of(styles):
+            layer.get_submodule(name).register_forward_pre_hook(gathered, with_kwargs=True)
+        for name, style in styles.items():
+            if style == "rowwise":
+                layer.get_submodule(name).register_forward_hook(scattered)
+    body.norm.register_forward_hook(lambda _, __, states: states.repeat(1, ranks, 1))
+
+
+class FusedAttention:
+    """The attention context of shapes alone: keeps for the backward pass what a fused kernel keeps, and no scores."""
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """Queries (1, H, N, D), keys and values (1, K, N, D) to outputs (1, N, H, D)."""
+        output: Tensor = _Shapes.apply(query, key, value)
+        return output
+
+
+class _Shapes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+        ctx.save_for_backward(query, key, value, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        raise RuntimeError("shapes alone have no gradients")

@@ -1,0 +1,37 @@
+"""The worker of an actor or a reference: a causal decoder that says how likely each action was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.data.rows import Rows
+from braidrl.models.backend import Advance
+from braidrl.models.compute.log_probs import linear_log_probs
+from braidrl.models.compute.packed import Packed
+from braidrl.models.loading import load_decoder
+from braidrl.models.objective import Objective
+from braidrl.models.roles.base import RoleWorker
+from braidrl.models.roles.likelihood import Likelihood
+
+
+class DecoderWorker(RoleWorker):
+    """Predicts `log_probs` and `entropy`, (A,) each, of the action tokens under the current weights."""
+
+    def load_model(self, folder: Path, unread: bool = False) -> Any:
+        return load_decoder(folder, self.dtype, unread=unread)
+
+    def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
+        hidden = self.hidden_states(packed)[packed.predictors]
+        weight = self.model.get_output_embeddings().weight
+        with_entropy_grad = objective is not None and objective.entropy_coef != 0
+        temperature = self.config.rollout.temperature
+        log_probs, entropy = linear_log_probs(hidden, weight, packed.targets, temperature, with_entropy_grad)
+        return {"log_probs": log_probs, "entropy": entropy}
+
+    def log_probs(self, rows: Rows, advance: Advance | None = None) -> Ragged:
+        """Log-probabilities of each row's action tokens, in the order of `rows`."""
+        return self.forward("log_probs", rows, advance)

@@ -1,0 +1,140 @@
+"""The embedded engine: decodes many rows at once with the trainer's own module, and needs nothing but torch.
+
+add ──▶ waiting ──free slot──▶ slots ──step──▶ a token for each ──stop, limit──▶ Response
+           |                     ▲                                                  |
+           └── prompt, computed ─┘                                    its slot is filled in the next step
+               once for all rows that share it
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from braidrl.models.parallel.decoding import Slices
+from braidrl.rollout.embedded.batch import SlotBatch
+from braidrl.rollout.embedded.graphs import step_graphs
+from braidrl.rollout.embedded.native.decoder import native_decoder
+from braidrl.rollout.embedded.prompts import ROW_MULTIPLE
+from braidrl.rollout.embedded.slots import round_up
+from braidrl.rollout.embedded.stepping import SteppingEngine
+from braidrl.rollout.engine import WeightSource
+from braidrl.rollout.requests import Response, Uid
+from braidrl.rollout.row import Row
+from braidrl.rollout.stopping import end_of_sequence_ids
+from braidrl.rollout.weights.local import EngineWeights
+
+
+class EmbeddedEngine(SteppingEngine):
+    """Generates with `model`, which stays the trainer's.
+
+    `slots` rows are decoded at once, rounded up to a multiple of 16. `max_sequence_tokens` limits prompt and response together.
+    With another `dtype` than the model's the engine has a copy of the weights, refreshed by `publish`. `shrink` lets steps get
+    smaller when few rows are left; by default on the CPU, where it does not change a bit. `compile` is `rollout.compile`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        slots: int,
+        max_sequence_tokens: int,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        shrink: bool | None = None,
+        compile: bool = True,
+        slices: Slices | None = None,
+    ) -> None:
+        """With `slices` the model is a rank's part of one: all ranks do the same in the same order, see `lockstep`."""
+        super().__init__(tokenizer, end_of_sequence_ids(model.generation_config, tokenizer), max_sequence_tokens, seed)
+        self._weights = EngineWeights(model, dtype, slices)
+        shrink = model.device.type == "cpu" if shrink is None else shrink
+        native = native_decoder(self._weights.model) if compile else None
+        graphs = step_graphs(model.device) if compile and slices is None else None
+        self._batch = SlotBatch(self._weights.model, round_up(slots, ROW_MULTIPLE), seed, shrink, native, graphs)
+        self._waiting: deque[Row] = deque()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """What it decodes with: the trainer's module, or a copy."""
+        return self._weights.model
+
+    @property
+    def slots(self) -> int:
+        return self._batch.slots
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._batch.rows)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def prompt_tokens_computed(self) -> int:
+        """Prompt tokens that went through the model, each shared prompt counted once."""
+        return self._batch.prompts.computed_tokens
+
+    def publish(self, version: int, source: WeightSource | None = None) -> None:
+        self._weights.refresh(source)
+        self._changed(version)
+
+    def _changed(self, version: int) -> None:
+        """Rows go on with weights that are of this version now."""
+        self._batch.version_changed(version)
+        self.version = version
+
+    def _accept(self, row: Row) -> None:
+        self._batch.expect(row)
+        self._waiting.append(row)
+
+    def step(self) -> list[Response]:
+        """Fills free slots first."""
+        with self._decoding():
+            if self._waiting:
+                count = min(self.waiting, len(free := self._batch.free()))
+                if count:
+                    self._batch.begin({slot: self._waiting.popleft() for slot in free[:count]}, self.version)
+            if not self.in_flight:
+                return []
+            self.tokens_generated += self.in_flight
+            return self._done(self._batch.take(self._batch.step()))
+
+    def abort(self, uid: Uid) -> Response:
+        for slot, row in self._batch.rows.items():
+            if row.request.uid == uid:
+                return self._done(self._batch.take([slot], aborted=True))[0]
+        for row in self._waiting:
+            if row.request.uid == uid:
+                self._waiting.remove(row)
+                self._batch.prompts.forget(row.request.prompt)
+                nothing = torch.empty(0, dtype=torch.int64)
+                log_probs = nothing.to(self._batch.log_prob_dtype)
+                return self._done([row.finished(nothing, log_probs, aborted=True)])[0]
+        raise KeyError(f"row {uid} is not under way")
+
+    def clear(self, release: bool = True) -> None:
+        for row in self._waiting:
+            self._batch.prompts.forget(row.request.prompt)
+        self._waiting.clear()
+        self._under_way.clear()
+        self._batch.clear(release)
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        """No gradients and no activation checkpointing; the module's mode is as before afterwards."""
+        model = self._weights.model
+        training = model.training
+        if training:
+            model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            if training:
+                model.train()

@@ -1,0 +1,115 @@
+"""One decode step of a Llama-like model on the CPU: matrix products by torch, all between them by compiled kernels.
+
+token ─▶ [norm ─▶ q k v ─▶ rotate, store, attend ─▶ o ─▶ add, norm ─▶ gate up ─▶ silu · ─▶ down] × layers ─▶ norm ─▶ logits ─▶ draw
+
+Each slot reads its own keys up to its own position, so a long row costs the others nothing. The sum that runs through the layers
+is float32 whatever the weights are.
+
+Shapes: B slots in the step, W width, H query heads, K key heads, D head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from braidrl.models.cpu.fused import side_by_side
+from braidrl.models.cpu.linear import product
+from braidrl.rollout.embedded.native.kernels import Kernels
+from braidrl.rollout.embedded.slots import SlotCache
+
+FAMILIES = {"qwen2", "qwen3", "llama"}
+
+
+def native_decoder(model: PreTrainedModel) -> NativeDecoder | None:
+    """Compiled decoding, where the model is one that the kernels know and something compiles them; else None."""
+    config: Any = model.config
+    if config.model_type not in FAMILIES or config.hidden_act != "silu":
+        return None
+    if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kernels = Kernels.of(width, config.num_attention_heads // config.num_key_value_heads, model.dtype)
+    return None if kernels is None else NativeDecoder(model, kernels)
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One layer's weights, as views of the module's own."""
+
+    input_norm: Tensor
+    projections: Tensor
+    projection_bias: Tensor | None
+    head_norms: tuple[Tensor, Tensor] | None
+    output: nn.Module
+    """Called as it is: of a divided model it is where ranks meet."""
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: nn.Module
+    window: int | None
+    scaling: float
+
+
+class NativeDecoder:
+    """Decodes with the weights of `model` where they lie; see `native_decoder` for which."""
+
+    def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
+        config: Any = model.config
+        self._model, self._epsilon, self.kernels = model, float(config.rms_norm_eps), kernels
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Finds the weights anew, for the case that something moved them."""
+        body: Any = self._model.base_model
+        self._layers = [_layer(layer) for layer in body.layers]
+
+    def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
+        """(B, V) for the tokens (B,) at `positions` (B,) of the first B slots, whose keys and values are written."""
+        body: Any = self._model.base_model
+        kernels, epsilon = self.kernels, self._epsilon
+        residual = body.embed_tokens(tokens[:, None])[:, 0].float()
+        cosine, sine = body.rotary_emb(residual, positions[:, None])
+        angles = (cosine[:, 0].contiguous(), sine[:, 0].contiguous())
+        update = None
+        for number, layer in enumerate(self._layers):
+            normed = kernels.add_norm(residual, update, layer.input_norm, epsilon)
+            projected = product(normed, layer.projections, layer.projection_bias)
+            keys, values = cache.store[0, number], cache.store[1, number]
+            attended = kernels.attend(
+                projected, layer.head_norms, epsilon, angles, positions, keys, values, layer.window, layer.scaling
+            )
+            update = layer.output(attended)
+            normed = kernels.add_norm(residual, update, layer.post_norm, epsilon)
+            gated = kernels.gated(product(normed, layer.gate_up, layer.gate_up_bias))
+            update = layer.down(gated)
+        normed = kernels.add_norm(residual, update, body.norm.weight, epsilon)
+        logits: Tensor = self._model.get_output_embeddings()(normed)
+        return logits
+
+
+def _layer(module: Any) -> DecoderLayer:
+    attention, mlp = module.self_attn, module.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    halves = (mlp.gate_proj, mlp.up_proj)
+    norms = (
+        (attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if hasattr(attention, "q_norm") else None
+    )
+    return DecoderLayer(
+        module.input_layernorm.weight.detach(),
+        side_by_side([p.weight for p in projections]), _bias(projections), norms, attention.o_proj,
+        module.post_attention_layernorm.weight.detach(),
+        side_by_side([p.weight for p in halves]), _bias(halves), mlp.down_proj,
+        getattr(attention, "sliding_window", None), float(attention.scaling),
+    )  # fmt: skip
+
+
+def _bias(layers: Sequence[nn.Linear]) -> Tensor | None:
+    if any(layer.bias is None for layer in layers):
+        return None
+    return side_by_side([layer.bias for layer in layers])

@@ -1,0 +1,140 @@
+"""What the engine knows of each slot, as one tensor per fact, so that a decode step has no loop over rows.
+
+Shapes: B slots, T response tokens, S stop tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from braidrl.algorithms.random import uniform
+from braidrl.rollout.requests import SamplingParams
+from braidrl.rollout.row import Row
+from braidrl.rollout.sampling import Choice, chosen_for
+
+NO_TOKEN = -1
+
+
+@dataclass
+class SlotStates:
+    """Facts of B slots; all but `tokens`, `log_probs` and `stop_token_ids` are (B,)."""
+
+    current: Tensor
+    """The token that the next step feeds."""
+    position: Tensor
+    """Where in the sequence it stands; 0 in an idle slot."""
+    drawn: Tensor
+    """Tokens drawn so far."""
+    limit: Tensor
+    """Tokens that may be drawn."""
+    active: Tensor
+    key: Tensor
+    """The row's random key, from which number `first_draw + drawn` is taken."""
+    first_draw: Tensor
+    temperature: Tensor
+    greedy: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    stop_token_ids: Tensor
+    """(B, S), filled up with NO_TOKEN."""
+    tokens: Tensor
+    """(B, T) drawn so far."""
+    log_probs: Tensor
+    """(B, T) of them."""
+
+    @staticmethod
+    def idle(
+        slots: int, response_tokens: int, stop_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> SlotStates:
+        """All slots empty, with room for so many response and stop tokens each."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(slots, *shape, dtype=dtype, device=device)
+
+        return SlotStates(
+            current=zeros(), position=zeros(), drawn=zeros(), limit=zeros(), active=zeros(dtype=torch.bool),
+            key=zeros(), first_draw=zeros(),
+            temperature=zeros(dtype=torch.float64) + 1.0, greedy=zeros(dtype=torch.bool),
+            top_k=zeros(), top_p=zeros(dtype=torch.float64) + 1.0,
+            stop_token_ids=zeros(stop_tokens) + NO_TOKEN,
+            tokens=zeros(response_tokens), log_probs=zeros(response_tokens, dtype=dtype),
+        )  # fmt: skip
+
+    def first(self, slots: int) -> SlotStates:
+        """Views of the first so many slots."""
+        return SlotStates(**{fact.name: getattr(self, fact.name)[:slots] for fact in fields(self)})
+
+    def with_room(self, response_tokens: int, stop_tokens: int) -> SlotStates:
+        """The same facts, with room for at least so many response and stop tokens."""
+        old = (self.tokens.shape[1], self.stop_token_ids.shape[1])
+        new = (max(old[0], response_tokens), max(old[1], stop_tokens))
+        if new == old:
+            return self
+        grown = SlotStates.idle(len(self.current), *new, self.log_probs.dtype, self.log_probs.device)
+        for fact in fields(self):
+            source, target = getattr(self, fact.name), getattr(grown, fact.name)
+            (target if target.dim() == 1 else target[:, : source.shape[1]]).copy_(source)
+        return grown
+
+    def begin(self, slots: Tensor, rows: Sequence[Row], seed: int) -> None:
+        """Puts a row into each of `slots` (R,)."""
+        requests = [row.request for row in rows]
+        samplings = [request.sampling for request in requests]
+        stops = torch.full((len(rows), self.stop_token_ids.shape[1]), NO_TOKEN)
+        for number, row in enumerate(rows):
+            stops[number, : len(row.stop_token_ids)] = torch.tensor(row.stop_token_ids, dtype=torch.int64)
+        values = {
+            "current": torch.stack([request.prompt[-1] for request in requests]),
+            "position": torch.tensor([len(request.prompt) - 1 for request in requests]),
+            "drawn": torch.zeros(len(requests), dtype=torch.int64),
+            "limit": torch.tensor([row.limit for row in rows]),
+            "active": torch.ones(len(requests), dtype=torch.bool),
+            "key": torch.tensor([request.key(seed) for request in requests]),
+            "first_draw": torch.tensor([request.first_draw for request in requests]),
+            "temperature": torch.tensor([s.log_prob_temperature for s in samplings], dtype=torch.float64),
+            "greedy": torch.tensor([s.takes_likeliest for s in samplings]),
+            "top_k": torch.tensor([s.top_k for s in samplings]),
+            "top_p": torch.tensor([s.top_p for s in samplings], dtype=torch.float64),
+            "stop_token_ids": stops,
+        }
+        for name, value in values.items():
+            getattr(self, name)[slots] = value.to(self.current.device)
+
+    def end(self, slots: Tensor) -> None:
+        """Makes `slots` (R,) idle: they go on in every step, at position 0 and to no effect."""
+        for name in ("current", "position", "drawn", "limit", "active", "greedy", "top_k"):
+            getattr(self, name)[slots] = 0
+        self.temperature[slots] = 1.0
+        self.top_p[slots] = 1.0
+        self.stop_token_ids[slots] = NO_TOKEN
+
+    def move(self, source: int, target: int) -> None:
+        """Puts what one slot holds into another, and makes the first idle."""
+        for fact in fields(self):
+            tensor = getattr(self, fact.name)
+            tensor[target] = tensor[source]
+        self.end(torch.tensor([source], device=self.current.device))
+
+    def choice(self, asked: Sequence[SamplingParams]) -> Choice:
+        """The slots' settings, without those that none of the rows asks for."""
+        return chosen_for(asked, self.temperature, self.greedy, self.top_k, self.top_p)
+
+    def uniforms(self) -> Tensor:
+        """The random number of each slot's next token, (B,) float64."""
+        return uniform(self.key, self.first_draw + self.drawn)
+
+    def advance(self, tokens: Tensor, log_probs: Tensor) -> Tensor:
+        """Takes the drawn tokens (B,) in, and says which active slots have come to a stop token or to their limit, (B,)."""
+        # an idle slot writes its own place 0, which the next row to come overwrites
+        places = self.drawn[:, None]
+        self.tokens.scatter_(1, places, tokens[:, None])
+        self.log_probs.scatter_(1, places, log_probs[:, None])
+        self.current.copy_(tokens)
+        self.drawn += self.active
+        self.position += self.active
+        stopped = (self.stop_token_ids == tokens[:, None]).any(-1)
+        return (stopped | (self.drawn >= self.limit)) & self.active

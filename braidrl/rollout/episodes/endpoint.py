@@ -1,0 +1,225 @@
+"""An OpenAI-compatible endpoint in front of an engine: an agent written elsewhere is trained as a black box.
+
+agent ──POST {url}/sessions/3.1.0/v1/chat/completions──▶ session ──token ids──▶ engine
+  ▲                                                         │  what is new in `messages`, tokenised alone
+  └──────────────── the reply as text ◀── token ids, log-probs, versions, appended to the session's trajectory
+
+A session is one row. While the agent's messages go on from what was said before, its tokens are only ever appended to; messages
+that do not (a summary, a second conversation) open a new sequence in the same row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from braidrl.data.rows import FinishReason
+from braidrl.data.sources import Message
+from braidrl.errors import UserError
+from braidrl.rollout.engine import Engine, EngineError
+from braidrl.rollout.episodes.tools import parse_tool_calls
+from braidrl.rollout.episodes.trajectory import Trajectory
+from braidrl.rollout.episodes.turns import TurnTemplate
+from braidrl.rollout.requests import Request, SamplingParams, Uid
+
+UNSUPPORTED = ("stream", "logprobs", "functions")
+REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "length"}
+
+
+@dataclass
+class EndpointSession:
+    """One row's conversation: the messages that were seen, and exactly the tokens behind them."""
+
+    trajectory: Trajectory
+    said: list[Message] = field(default_factory=list)
+    """All messages so far, replies included, as they went over the wire."""
+    turns: int = 0
+    finish_reason: FinishReason = FinishReason.STOP
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held during a turn: a row's tokens have an order."""
+
+
+class Endpoint:
+    """Serves while its context is open, on a free port of this machine unless one is given.
+
+    Sampling is the run's, whatever a client asks for, since its log-probs must be training's; `max_tokens` alone is the client's.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        template: TurnTemplate,
+        sampling: SamplingParams,
+        max_sequence_tokens: int,
+        purpose: str = "train",
+        stage: str = "generate",
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        """Raises UserError for a tokenizer without a chat template, which could not tell who says what."""
+        if not template.template.is_chat:
+            raise UserError("the endpoint speaks chat, and the tokenizer has no chat template; set one in its folder")
+        self.engine, self.template, self.sampling = engine, template, sampling
+        self.max_sequence_tokens, self.purpose, self.stage = max_sequence_tokens, purpose, stage
+        self._host, self._port = host, port
+        self._sessions: dict[str, EndpointSession] = {}
+        self._runner: web.AppRunner | None = None
+
+    async def __aenter__(self) -> Endpoint:
+        application = web.Application()
+        application.router.add_post("/sessions/{name}/v1/chat/completions", self._handle)
+        self._runner = web.AppRunner(application)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._host, self._port).start()
+        self._port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    def open(self, uid: Uid) -> str:
+        """Begins a row's session; the base URL to be given to its client. Raises ValueError when it is open already."""
+        name = name_of(uid)
+        if name in self._sessions:
+            raise ValueError(f"the session of row {uid} is open already")
+        self._sessions[name] = EndpointSession(Trajectory(uid))
+        return f"http://{self._host}:{self._port}/sessions/{name}/v1"
+
+    async def close(self, uid: Uid) -> EndpointSession:
+        """Ends a row's session, with what there is of a turn under way; later requests get an error. Raises KeyError for one not open."""
+        session = self._sessions.pop(name_of(uid))
+        if session.lock.locked():
+            # the turn may just be before or behind its time in the engine; then there is nothing to abort
+            with suppress(KeyError):
+                await self.engine.abort(uid)
+        async with session.lock:
+            return session
+
+    async def _handle(self, http: web.Request) -> web.Response:
+        """One completion, or an error in the form that clients expect."""
+        session = self._sessions.get(http.match_info["name"])
+        if session is None:
+            return failed(404, f"no session {http.match_info['name']!r} is open")
+        try:
+            body = await http.json()
+            asked = checked(body)
+            async with session.lock:
+                return web.json_response(await self._complete(session, asked))
+        except (UserError, json.JSONDecodeError) as error:
+            return failed(400, str(error))
+        except EngineError as error:
+            return failed(503, str(error))
+
+    async def _complete(self, session: EndpointSession, asked: Mapping[str, Any]) -> dict[str, Any]:
+        trajectory, tools = session.trajectory, asked.get("tools") or ()
+        ids, opens = self._context(session, asked["messages"], tools)
+        context = ids if opens else [*trajectory.sequence, *ids]
+        room = self.max_sequence_tokens - len(context)
+        if room < 1:
+            raise UserError(f"{len(context)} tokens leave no room in a sequence of {self.max_sequence_tokens}")
+        limit = asked.get("max_completion_tokens") or asked.get("max_tokens") or self.sampling.max_tokens
+        finished = await self.engine.submit(
+            Request(
+                trajectory.uid, torch.tensor(context), replace(self.sampling, max_tokens=min(limit, room)),
+                self.purpose, self.stage, first_draw=trajectory.action_tokens,
+            )
+        )  # fmt: skip
+        # only now: a client that repeats a request which failed must find the row as it was
+        trajectory.append(ids, opens=opens)
+        trajectory.append(finished.tokens.tolist(), log_probs=finished.log_probs, versions=finished.versions)
+        session.turns, session.finish_reason = session.turns + 1, finished.finish_reason
+        message = reply(self.template.text(trajectory.last_turn), bool(tools))
+        session.said = [*asked["messages"], message]
+        reason = "tool_calls" if "tool_calls" in message else REASONS[finished.finish_reason]
+        return completion(asked, session, message, reason, len(context), len(finished.tokens))
+
+    def _context(self, session: EndpointSession, messages: list[Message], tools: Any) -> tuple[list[int], bool]:
+        """Token ids to be appended before the reply, and whether they open a new sequence."""
+        known = len(session.said)
+        if known and len(messages) > known and messages[:known] == session.said:
+            new = [as_template(message) for message in messages[known:]]
+            return self.template.following(new, session.trajectory.sequence[-1], tools), False
+        return self.template.first([as_template(message) for message in messages], tools), True
+
+
+def name_of(uid: Uid) -> str:
+    """A row as part of a URL."""
+    return ".".join(map(str, uid))
+
+
+def checked(body: Any) -> Mapping[str, Any]:
+    """The request's body. Raises UserError for what is not served here."""
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
+        raise UserError("`messages` must be a list of {role, content}")
+    for name in UNSUPPORTED:
+        if body.get(name):
+            raise UserError(f"{name!r} is not served here; leave it out")
+    if body.get("n", 1) != 1:
+        raise UserError("n must be 1: each session is one row")
+    for message in body["messages"]:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UserError(f"a message is an object with a role, not {message!r}")
+    return body
+
+
+def as_template(message: Message) -> Message:
+    """A message as chat templates take it: content as text, arguments of calls as objects."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content)
+    taken = {**message, "content": content}
+    if message.get("tool_calls"):
+        taken["tool_calls"] = [{**call, "function": with_object(call["function"])} for call in message["tool_calls"]]
+    return taken
+
+
+def with_object(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    return {**function, "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
+
+
+def reply(text: str, with_tools: bool) -> Message:
+    """The assistant's message; well-formed calls of tools as clients expect them, where the request named tools."""
+    calls = [call for call in parse_tool_calls(text) if call.fault is None] if with_tools else []
+    if not calls:
+        return {"role": "assistant", "content": text}
+    return {
+        "role": "assistant",
+        "content": text.partition("<tool_call>")[0].strip() or None,
+        "tool_calls": [
+            {
+                "id": f"call_{number}", "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for number, call in enumerate(calls)
+        ],
+    }  # fmt: skip
+
+
+def completion(
+    asked: Mapping[str, Any], session: EndpointSession, message: Message, reason: str, prompt: int, sampled: int
+) -> dict[str, Any]:
+    """The response's body."""
+    return {
+        "id": f"{name_of(session.trajectory.uid)}-{session.turns}", "object": "chat.completion",
+        "created": int(time.time()), "model": asked.get("model", "actor"),
+        "choices": [{"index": 0, "message": message, "finish_reason": reason}],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
+    }  # fmt: skip
+
+
+def failed(status: int, message: str) -> web.Response:
+    """An error in the form that clients show to their users."""
+    return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)

@@ -1,0 +1,133 @@
+"""Environments: what a model acts in, turn by turn, and how they are found by name.
+
+    reset(example) ──▶ context ──▶ the model's text ──step──▶ Observation ──▶ the model's text ──step──▶ ... done
+
+`module:Class`      a class with `reset` and `step`; one object plays one trajectory
+`module:function`   called with all texts of the trajectory so far and the example; returns an Observation
+`gem:name`          an environment of gem-llm
+
+`agent:module:function` is no environment but a whole agent; see `agents`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from braidrl.errors import UserError
+from braidrl.importing import import_function
+from braidrl.rollout.episodes.gem import GEM, GemEnvironment, check_gem
+from braidrl.rollout.episodes.observations import Observation
+from braidrl.rollout.episodes.turns import Context
+
+__all__ = ["Context", "Environment", "FunctionEnvironment", "MakeEnvironment", "Observation", "environments"]
+
+
+class Environment(Protocol):
+    """One trajectory's world. Methods are coroutines; plain ones are called in a thread of their own.
+
+    It may also have `tools`, JSON schemas for the chat template, and `close()`, called when the trajectory is over.
+    """
+
+    def reset(self, example: dict[str, Any]) -> Awaitable[Context | None] | Context | None:
+        """The first context; None takes the example's own prompt.
+
+        `example` holds the fields of the data file, `prompt`, `answer`, `group`, `sample`, and `seed`, the same for a group.
+        """
+
+    def step(self, text: str) -> Awaitable[Observation] | Observation:
+        """What follows from the model's turn."""
+
+
+MakeEnvironment = Callable[[], Environment]
+AGENT = "agent:"
+
+
+class FunctionEnvironment:
+    """A plain function as an environment without state: it sees every turn of the trajectory, and the example."""
+
+    def __init__(self, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+        self._function, self._settings = function, dict(settings)
+        self._example: dict[str, Any] = {}
+        self._texts: list[str] = []
+
+    async def reset(self, example: dict[str, Any]) -> None:
+        self._example, self._texts = example, []
+
+    async def step(self, text: str) -> Observation:
+        self._texts.append(text)
+        found: Observation = await called(self._function, list(self._texts), self._example, **self._settings)
+        return found
+
+
+def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
+    """What makes a new environment of this name for each trajectory. Raises UserError where there is none."""
+    if name.startswith(GEM):
+        check_gem(name.removeprefix(GEM))
+        return partial(GemEnvironment, name.removeprefix(GEM), dict(settings))
+    found: Any = import_function(name)
+    if not isinstance(found, type):
+        return partial(FunctionEnvironment, found, settings)
+    lacking = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
+    if lacking:
+        raise UserError(f"{name} is no environment: it lacks {' and '.join(lacking)}")
+    kind: Any = found
+
+    def make() -> Environment:
+        environment: Environment = kind(**settings)
+        return environment
+
+    return make
+
+
+def agent_of(name: str) -> Callable[..., Any]:
+    """The function behind `agent:module:function`. Raises UserError when there is none, or nothing to serve it with."""
+    if importlib.util.find_spec("aiohttp") is None:
+        raise UserError(f"{name} needs aiohttp for its endpoint; install it with `pip install 'braidrl[endpoint]'`")
+    return import_function(name.removeprefix(AGENT))
+
+
+def check_environment(name: str, settings: Mapping[str, Any]) -> None:
+    """Raises UserError for a name that is neither an environment nor an agent."""
+    if name.startswith(AGENT):
+        agent_of(name)
+    else:
+        environments(name, settings)
+
+
+async def called(function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+    """What a coroutine function returns, or a plain one in a thread of its own, so that nobody else waits for it."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **settings)
+    return await in_thread(partial(function, *arguments, **settings))
+
+
+async def in_thread(function: Callable[[], Any]) -> Any:
+    """The function's result. Where the wait is given up, the thread goes on alone and does not hold up the process's end."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if answer.done():
+            return
+        if error is None:
+            answer.set_result(result)
+        else:
+            answer.set_exception(error)
+
+    def work() -> None:
+        result, failure = None, None
+        try:
+            result = function()
+        except Exception as error:
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=work, daemon=True, name="environment").start()
+    return await answer

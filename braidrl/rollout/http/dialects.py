@@ -1,0 +1,185 @@
+"""What servers of different makes are asked over HTTP, and what they answer: each make is a value, plain JSON in and out.
+
+request ──▶ Dialect.generate ──JSON──▶ server ──JSON──▶ Dialect.read ──▶ token ids, log-probs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from braidrl.rollout.draws import draws_of
+from braidrl.rollout.requests import Request
+
+Json = Mapping[str, Any]
+Call = tuple[str, Json]
+"""A path, and what is posted there."""
+
+
+@dataclass(frozen=True)
+class ReplyPart:
+    """What is asked of a server: a response, or what is left of one."""
+
+    name: str
+    """The server's, and no other request's."""
+    request: Request
+    """`max_tokens` of its sampling fit into the model."""
+    stop_token_ids: tuple[int, ...]
+    """All that end the response, the model's own too."""
+    seed: int
+    """The run's."""
+    weights: str
+    """Of the server's weights: what was computed under others is not to be used again."""
+
+
+@dataclass(frozen=True)
+class ServerAnswer:
+    """What a server has drawn; `problem` says what is missing where it is not usable."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Network:
+    """How servers of one make are sent weights over the network."""
+
+    workers: tuple[str, str]
+    """Where the number of its workers is found: a path, and a field of its answer."""
+    receive: Callable[[Json, str], Sequence[Call]]
+    """Has its workers receive what a notice speaks of, and calls it by a label. The first is made while the weights are sent."""
+    missing: Callable[[Json], str | None]
+    """What a server with these settings would have to be started with."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How servers of one make are talked to."""
+
+    generate: Callable[[ReplyPart], Call]
+    read: Callable[[Json], ServerAnswer]
+    abort: Callable[[str], Call]
+    """Ends the request of a name early: it is answered with what there is."""
+    load_weights: Callable[[str, str], Sequence[Call]]
+    """Takes the weights in a folder, and calls them by a label from then on. Made one after the other."""
+    label: tuple[str, str]
+    """Where the label of the server's weights is found: a path, and a field of its answer."""
+    settings: str
+    """Where a server says how it was started."""
+    missing: Callable[[Json, int], str | None]
+    """What a server with these settings would have to be started with, for rows of so many tokens."""
+    start: str
+    """What makes a server say its settings."""
+    network: Network | None = None
+    """How it is sent weights; None where it can only read them from a folder."""
+
+
+def vllm_generate(part: ReplyPart) -> Call:
+    """Tokens are drawn in the server by `DrawByRow`, so that vLLM's own settings are those that change nothing."""
+    return "/v1/completions", {
+        "request_id": part.name, "prompt": part.request.prompt.tolist(), "cache_salt": part.weights,
+        "max_tokens": part.request.sampling.max_tokens, "stop_token_ids": list(part.stop_token_ids), "ignore_eos": True,
+        "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+        "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "stop": list(part.request.sampling.stop), "include_stop_str_in_output": True, "skip_special_tokens": False,
+        "logprobs": 0, "return_token_ids": True, "vllm_xargs": draws_of(part.request, part.seed).arguments(),
+    }  # fmt: skip
+
+
+def vllm_read(answer: Json) -> ServerAnswer:
+    (choice,) = answer["choices"]
+    tokens = choice.get("token_ids")
+    if tokens is None:
+        return ServerAnswer([], [], "gives no token ids; use vLLM 0.11 or later")
+    return ServerAnswer(tokens, (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"])
+
+
+def vllm_missing(info: Json, tokens: int) -> str | None:
+    model, scheduler = info["vllm_config"]["model_config"], info["vllm_config"]["scheduler_config"]
+    processors = [str(name) for name in model["logits_processors"] or ()]
+    if not any("DrawByRow" in name for name in processors):
+        return "--logits-processors braidrl.rollout.vllm.logits_processor:DrawByRow"
+    if model["logprobs_mode"] != "processed_logits":
+        return "--logprobs-mode processed_logits"
+    if scheduler["async_scheduling"]:
+        return "--no-async-scheduling"
+    return f"--max-model-len {tokens}" if model["max_model_len"] < tokens else None
+
+
+RECEIVES = "braidrl.rollout.vllm.worker.TakesWeights"
+
+
+def vllm_cannot_receive(info: Json) -> str | None:
+    extension = str(info["vllm_config"]["parallel_config"].get("worker_extension_cls", ""))
+    return None if extension == RECEIVES else f"--worker-extension-cls {RECEIVES}"
+
+
+VLLM = Dialect(
+    generate=vllm_generate,
+    read=vllm_read,
+    # vLLM puts what is asked before the name, and the prompt's number behind it.
+    abort=lambda name: ("/abort_requests", {"request_ids": [f"cmpl-{name}-0"]}),
+    load_weights=lambda folder, label: (
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
+        ("/update_weight_version", {"new_version": label}),
+    ),
+    label=("/weight_info", "weight_version"),
+    settings="/server_info?config_format=json",
+    missing=vllm_missing,
+    start="VLLM_SERVER_DEV_MODE=1",
+    network=Network(
+        workers=("/get_world_size", "world_size"),
+        receive=lambda notice, label: (
+            ("/collective_rpc", {"method": "receive_weights", "kwargs": {"notice": notice}}),
+            ("/update_weight_version", {"new_version": label}),
+        ),
+        missing=vllm_cannot_receive,
+    ),
+)
+
+
+def sglang_generate(part: ReplyPart) -> Call:
+    """The seed belongs to the row; SGLang draws by it and the token's place in the sequence."""
+    sampling = part.request.sampling
+    return "/generate", {
+        "rid": part.name, "input_ids": part.request.prompt.tolist(), "return_logprob": True,
+        "sampling_params": {
+            "temperature": 0.0 if sampling.takes_likeliest else sampling.temperature,
+            "top_p": sampling.top_p, "top_k": sampling.top_k or -1, "min_p": 0.0,
+            "max_new_tokens": sampling.max_tokens, "stop_token_ids": list(part.stop_token_ids), "ignore_eos": True,
+            "stop": list(sampling.stop), "no_stop_trim": True, "skip_special_tokens": False,
+            "sampling_seed": part.request.key(part.seed) & 0x7FFFFFFF,
+        },
+    }  # fmt: skip
+
+
+def sglang_read(answer: Json) -> ServerAnswer:
+    drawn = answer["meta_info"].get("output_token_logprobs")
+    if drawn is None:
+        return ServerAnswer([], [], "gives no log-probs of its tokens")
+    return ServerAnswer([token for _, token, *_ in drawn], [log_prob for log_prob, *_ in drawn])
+
+
+def sglang_missing(info: Json, tokens: int) -> str | None:
+    if not info.get("enable_deterministic_inference"):
+        return "--enable-deterministic-inference"
+    room = info.get("context_length")
+    return f"--context-length {tokens}" if room is not None and room < tokens else None
+
+
+SGLANG = Dialect(
+    generate=sglang_generate,
+    read=sglang_read,
+    abort=lambda name: ("/abort_request", {"rid": name}),
+    load_weights=lambda folder, label: (
+        ("/update_weights_from_disk", {"model_path": folder, "flush_cache": True, "weight_version": label}),
+    ),
+    label=("/get_model_info", "weight_version"),
+    settings="/get_server_info",
+    missing=sglang_missing,
+    start="python -m sglang.launch_server",
+)
+
+DIALECTS = {"vllm": VLLM, "sglang": SGLANG}

@@ -1,0 +1,130 @@
+"""A process with one engine in it, which a run talks to over a socket.
+
+run ──id, method, arguments──▶ Host ──▶ engine
+    ◀──id, result or error, load──┘         without work for it the process waits; when the run is gone it ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from braidrl.errors import UserError
+from braidrl.models.cpu.malloc import keep_freed_memory
+from braidrl.models.loading import load_decoder, load_tokenizer
+from braidrl.rollout.divided.followers import ForkedFollowers
+from braidrl.rollout.divided.processes import fork_followers, lead
+from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.embedded.stepping import SteppingEngine
+from braidrl.rollout.engine import Engine, EngineError
+from braidrl.rollout.process.spec import EngineSpec
+from braidrl.rollout.replica import EngineReplica
+from braidrl.rollout.weights.shared_file import WeightFile
+from braidrl.rollout.wire import Message, packed, plain_error, plain_response, receive, receive_at_once, request_of
+
+BEAT_S = 0.02
+"""How often a process with rows says how it is doing."""
+READY = -1
+"""The number of the answer to the first message, which says what engine to make."""
+
+
+def make_engine(spec: EngineSpec) -> SteppingEngine:
+    """Loads the model. Raises UserError for one that cannot be used."""
+    tokenizer, folder = load_tokenizer(spec.model), Path(spec.model)
+    if spec.kind == "vllm":
+        # Imported here: vLLM need not be installed.
+        try:
+            from braidrl.rollout.vllm.engine import VllmEngine
+        except ImportError as error:
+            raise UserError(
+                f"rollout.engine=vllm: {sys.executable} cannot import it ({error}); see docs/rollout.md"
+            ) from error
+        return VllmEngine(folder, tokenizer, spec.slots, spec.max_sequence_tokens, spec.seed, spec.dtype, spec.options)
+    model = load_decoder(folder, getattr(torch, spec.dtype), spec.device).requires_grad_(False).eval()
+    return EmbeddedEngine(model, tokenizer, spec.slots, spec.max_sequence_tokens, spec.seed, **spec.options)
+
+
+class Host:
+    """Answers messages with what the engine does."""
+
+    def __init__(self, engine: Engine, writer: asyncio.StreamWriter) -> None:
+        self.engine, self.writer = engine, writer
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, message: Message) -> None:
+        """Messages begin in the order in which they come, and are answered when they are done."""
+        task = asyncio.create_task(self._act(message))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def say(self, message: Message) -> None:
+        self.writer.write(packed({**message, "load": astuple(self.engine.load())}))
+
+    async def beat(self) -> None:
+        """Lets the run know that a process which says nothing else is alive."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if self.tasks:
+                self.say({})
+
+    async def _act(self, message: Message) -> None:
+        try:
+            result = await self._result(message)
+        except Exception as error:
+            self.say({"id": message["id"], **plain_error(error)})
+        else:
+            self.say({"id": message["id"], "result": result})
+
+    async def _result(self, message: Message) -> Any:
+        method = message["method"]
+        if method == "submit":
+            return plain_response(await self.engine.submit(request_of(message["request"])))
+        if method == "abort":
+            source, group, sample = message["uid"]
+            return await self.engine.abort((source, group, sample))
+        if method == "update_weights":
+            weights = WeightFile(message["path"])
+            weights.verify()
+            return await self.engine.update_weights(message["version"], weights)
+        assert method in ("pause", "resume", "sleep", "wake", "recover"), method
+        return await getattr(self.engine, method)()
+
+
+async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFollowers | None) -> None:
+    """Makes the engine, and does what messages say until the run is gone."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    torch.set_num_threads(spec.threads)
+    keep_freed_memory()
+    try:
+        engine = lead(spec, followers) if followers else make_engine(spec)
+    except (UserError, EngineError) as error:
+        writer.write(packed({"id": READY, **plain_error(error)}))
+        await writer.drain()
+        return
+    host = Host(EngineReplica(engine), writer)
+    host.say({"id": READY})
+    beats = asyncio.create_task(host.beat())
+    while (message := await receive(reader)) is not None:
+        host.begin(message)
+    beats.cancel()
+
+
+def main(handle: int) -> None:
+    """Serves the engine that the first message asks for. Its other processes are forked while this one has nothing but code."""
+    connection = socket.socket(fileno=handle)
+    message = receive_at_once(connection)
+    if message is None:
+        return
+    spec = EngineSpec(**message)
+    followers = fork_followers(spec, handle) if spec.tensor > 1 else None
+    try:
+        asyncio.run(serve(connection, spec, followers))
+    finally:
+        if followers is not None:
+            followers.close()

@@ -1,0 +1,206 @@
+"""Several engines as one: each request goes to the engine that the dispatcher chooses, and elsewhere if that one dies.
+
+submit ──▶ waiting ──dispatch──▶ engine ──▶ Response
+              ▲                    |
+              └──── EngineError ───┘      the engine is asked every `retry_s` seconds to recover, and gets the weights it missed
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import torch
+
+from braidrl.data.rows import FinishReason
+from braidrl.rollout.engine import Engine, EngineError, Load, WeightSource
+from braidrl.rollout.requests import Request, Response, Uid
+from braidrl.rollout.routing.dispatch import Dispatcher
+
+
+class Router:
+    """Is an engine itself. Since random numbers belong to the row, a row that goes elsewhere gets the same tokens there."""
+
+    def __init__(self, engines: Sequence[Engine], retry_s: float = 5.0, give_up_s: float = 600.0) -> None:
+        """Whoever waits gets an EngineError when no engine has been alive for `give_up_s` seconds."""
+        self.engines, self._retry_s, self._give_up_s = list(engines), retry_s, give_up_s
+        self._dispatcher = Dispatcher([engine.load().slots for engine in engines])
+        self._places: dict[Uid, asyncio.Future[None]] = {}
+        """Of rows that no engine has been given yet: done when there is a place, or when the row is aborted."""
+        self._calls: dict[Uid, asyncio.Future[Response]] = {}
+        self._aborted: set[Uid] = set()
+        self._recovering: dict[int, asyncio.Task[None]] = {}
+        self._errors: dict[int, EngineError] = {}
+        self._version: int | None = None
+        self._source: WeightSource | None = None
+        self._paused = self._asleep = False
+
+    @property
+    def alive(self) -> int:
+        """Engines that take requests."""
+        return len(self._living())
+
+    @property
+    def failures(self) -> list[EngineError]:
+        """Why engines do not take requests."""
+        return list(self._errors.values())
+
+    async def submit(self, request: Request) -> Response:
+        uid = request.uid
+        self._dispatcher.add(uid, len(request.prompt))
+        finished: Response | None = None
+        try:
+            while finished is None:
+                if not await self._place(uid):
+                    return nothing_of(uid)
+                finished = await self._ask(request)
+            self._dispatcher.done(uid, len(finished.tokens))
+            return finished
+        finally:
+            self._aborted.discard(uid)
+            if finished is None:
+                self._dispatcher.drop(uid)
+            self._send()
+
+    async def abort(self, uid: Uid) -> None:
+        if uid not in self._places:
+            number = self._dispatcher.engine_of(uid)
+            assert number is not None, f"row {uid} waits without a place to wait for"
+            await self.engines[number].abort(uid)
+            return
+        self._aborted.add(uid)
+        if not self._places[uid].done():
+            self._places[uid].set_result(None)
+
+    async def pause(self) -> None:
+        self._paused = True
+        await self._everywhere(lambda engine: engine.pause())
+
+    async def resume(self) -> None:
+        self._paused = False
+        await self._everywhere(lambda engine: engine.resume())
+
+    async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
+        self._version, self._source = version, source
+        await self._everywhere(lambda engine: engine.update_weights(version, source))
+
+    async def sleep(self) -> None:
+        if self._places or self._calls:
+            raise RuntimeError(f"{len(self._places) + len(self._calls)} rows are under way; engines sleep without any")
+        self._asleep = True
+        await self._everywhere(lambda engine: engine.sleep())
+
+    async def wake(self) -> None:
+        self._asleep = False
+        await self._everywhere(lambda engine: engine.wake())
+        self._send()
+
+    async def recover(self) -> int:
+        """Waits for every dead engine. Raises EngineError when one cannot be recovered now."""
+        for number, station in enumerate(self._dispatcher.stations):
+            if not station.alive:
+                await self._recover(number)
+        return self._version or 0
+
+    def load(self) -> Load:
+        loads = [self.engines[number].load() for number in self._living()]
+        slots, running, waiting = (sum(getattr(load, n) for load in loads) for n in ("slots", "running", "waiting"))
+        return Load(slots, running, waiting + self._dispatcher.waiting)
+
+    async def close(self) -> None:
+        """Stops asking dead engines to recover."""
+        for task in self._recovering.values():
+            task.cancel()
+        await asyncio.gather(*self._recovering.values(), return_exceptions=True)
+
+    async def _place(self, uid: Uid) -> bool:
+        """Waits for an engine with room; False for a row that is aborted first. Raises EngineError after `give_up_s` without any."""
+        loop = asyncio.get_running_loop()
+        place = self._places.setdefault(uid, loop.create_future())
+        # rows that are submitted together are dispatched together, in the order in which they came
+        loop.call_soon(self._send)
+        try:
+            while not place.done():
+                await asyncio.wait([place], timeout=self._give_up_s)
+                if not place.done() and not self.alive:
+                    causes = "; ".join(str(error) for error in self._errors.values())
+                    raise EngineError(f"no engine has been alive for {self._give_up_s:g} s: {causes}")
+            return uid not in self._aborted
+        finally:
+            self._places.pop(uid, None)
+
+    async def _ask(self, request: Request) -> Response | None:
+        """What the row's engine answers; None when that engine dies."""
+        number = self._dispatcher.engine_of(request.uid)
+        assert number is not None
+        call = self._calls[request.uid] = asyncio.ensure_future(self.engines[number].submit(request))
+        try:
+            await asyncio.wait([call])
+        finally:
+            del self._calls[request.uid]
+            call.cancel()
+        if call.cancelled():
+            return None
+        error = call.exception()
+        if isinstance(error, EngineError):
+            self._engine_failed(number, error)
+            return None
+        return call.result()
+
+    def _send(self) -> None:
+        """Tells rows that need not wait any longer."""
+        if not self._asleep:
+            for uid, _ in self._dispatcher.assign():
+                place = self._places.setdefault(uid, asyncio.get_running_loop().create_future())
+                if not place.done():
+                    place.set_result(None)
+
+    def _engine_failed(self, number: int, error: EngineError) -> None:
+        """Takes an engine out; the rows that it had wait again."""
+        if not self._dispatcher.stations[number].alive:
+            return
+        self._errors[number] = error
+        for uid in self._dispatcher.fail(number):
+            if uid in self._calls:
+                self._calls[uid].cancel()
+        self._recovering[number] = asyncio.ensure_future(self._recover_later(number))
+
+    async def _recover_later(self, number: int) -> None:
+        while not self._dispatcher.stations[number].alive:
+            await asyncio.sleep(self._retry_s)
+            try:
+                await self._recover(number)
+            except EngineError as error:
+                self._errors[number] = error
+
+    async def _recover(self, number: int) -> None:
+        """Brings an engine back with the weights and in the state of the others."""
+        engine = self.engines[number]
+        version = await engine.recover()
+        while self._version is not None and version != self._version:
+            version = self._version
+            await engine.update_weights(version, self._source)
+        await (engine.pause() if self._paused else engine.resume())
+        await (engine.sleep() if self._asleep else engine.wake())
+        self._errors.pop(number, None)
+        self._dispatcher.recover(number)
+        self._send()
+
+    def _living(self) -> list[int]:
+        return [number for number, station in enumerate(self._dispatcher.stations) if station.alive]
+
+    async def _everywhere(self, call: Callable[[Engine], Awaitable[None]]) -> None:
+        """On all living engines at once; one that fails is taken out."""
+        living = self._living()
+        results = await asyncio.gather(*(call(self.engines[number]) for number in living), return_exceptions=True)
+        for number, result in zip(living, results, strict=True):
+            if isinstance(result, EngineError):
+                self._engine_failed(number, result)
+            elif isinstance(result, BaseException):
+                raise result
+
+
+def nothing_of(uid: Uid) -> Response:
+    """The response of a row that was aborted before an engine had it."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    return Response(uid, nothing, nothing.to(torch.float32), FinishReason.ABORT, nothing)

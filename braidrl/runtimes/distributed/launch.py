@@ -1,0 +1,133 @@
+"""From one command to the ranks of a distributed run: started here or on a Ray cluster, or met where `torchrun` has started them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from braidrl.cluster.processes import RankLauncher, run_ranks
+from braidrl.cluster.rank import end_at_once, entry_of, failure_of
+from braidrl.cluster.ray_cluster import import_ray
+from braidrl.cluster.world import LostPeers, join
+from braidrl.config import Config, PlacementConfig
+from braidrl.errors import UserError, WorkerError
+from braidrl.flow import Flow, Kind
+from braidrl.flow.waves import GroupSelector
+from braidrl.models.role_settings import choose_device, layout_key, layout_of
+from braidrl.runtimes.prepare.checks import check_divided_engines, check_generating_ranks, check_layouts
+from braidrl.runtimes.prepare.flow import build_flow
+
+
+def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
+    """Runs `module:function(world, task)` on every rank; what it returned on rank 0, a JSON value.
+
+    Raises UserError, before anything starts, for what the ranks could not place.
+    """
+    launcher = launcher_of(config)
+    size = int(os.environ["WORLD_SIZE"]) if launcher == "torchrun" else config.workers
+    if launcher == "torchrun" and "workers" in config.model_fields_set and config.workers != size:
+        raise UserError(f"workers={config.workers}, but torchrun has started {size}; leave `workers` out")
+    check_ranks(config, build_flow(config), size)
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    cuda = choose_device(config.device).type == "cuda"
+    task = {"config": config.model_dump(mode="json"), "options": given, "cuda": cuda}
+    if launcher == "torchrun":
+        return joined(config, entry, task)
+    return run_ranks(entry, task, size, config.cluster.wait_limit_s, ranks_of(config) if launcher == "ray" else None)
+
+
+def launcher_of(config: Config) -> str:
+    """Who starts the ranks. Raises UserError where the configuration says otherwise than what has happened."""
+    wanted, started = config.cluster.launcher, "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if wanted == "torchrun" and not started:
+        raise UserError(
+            "cluster.launcher=torchrun, but no torchrun has started this command; write "
+            "`torchrun --nproc-per-node N -m braidrl.cli train ...`, or leave cluster.launcher out"
+        )
+    if wanted not in (None, "torchrun") and started:
+        raise UserError(f"cluster.launcher={wanted}, but torchrun has started this command; leave cluster.launcher out")
+    return wanted or ("torchrun" if started else "local")
+
+
+def ranks_of(config: Config) -> RankLauncher:
+    """Ranks on Ray's cluster. Raises UserError where Ray is not installed."""
+    import_ray("cluster.launcher=ray")
+    # Imported here: Ray is an extra, and importing it takes a second.
+    from braidrl.cluster.ray_ranks import RayRanks
+
+    return RayRanks(config.cluster, config.device)
+
+
+def joined(config: Config, entry: str, task: dict[str, Any]) -> Any:
+    """This process is a rank already: it does its part, and has rank 0's result as all others have.
+
+    Raises WorkerError for a failure of its own; a rank that only noticed another's says so in one line and ends.
+    """
+    world = join(config.cluster.wait_limit_s, task["cuda"])
+    try:
+        result = world.share("the end of the run", entry_of(entry)(world, task))
+    except (UserError, KeyboardInterrupt):
+        raise
+    except LostPeers as error:
+        print(f"braid: rank {world.rank}: {error}", file=sys.stderr, flush=True)
+        # Other ranks may be stuck: the process group cannot be left in order.
+        end_at_once()
+    except Exception as error:
+        raise WorkerError(failure_of(world, error).message) from error
+    world.close()
+    return result
+
+
+def is_reporting_rank() -> bool:
+    """True for the one process of those that `torchrun` has started whose words are meant for the user."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def check_ranks(config: Config, flow: Flow, size: int) -> None:
+    """Raises UserError where roles or devices do not fit `size` ranks."""
+    if config.placement != PlacementConfig():
+        raise UserError(
+            "runtime=distributed keeps every role on every rank; write placement=colocate, or runtime=hybrid for pools"
+        )
+    # Asked now, and not when every rank has begun: whether surplus may be kept.
+    GroupSelector(config.trainer.prompts_per_step, 1, config.trainer.surplus, config.trainer.max_staleness)
+    generating = {stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
+    for role, own in config.roles.items():
+        if own.generate_workers is None:
+            continue
+        if role not in generating:
+            raise UserError(f"roles.{role}.generate_workers is set, but {role} generates nothing in {flow.name}")
+        generating_ranks(config, role, size)
+        if own.generate_workers < size and not layout_of(role, config).copies:
+            raise UserError(
+                f"roles.{role}.generate_workers={own.generate_workers}: ranks that divide a model ({layout_key(role, config)}) "
+                "all generate; remove it"
+            )
+    check_layouts(config, flow, flow.roles, size)
+    check_divided_engines(config, flow.stages)
+    check_generating_ranks(config, size)
+    devices = torch.cuda.device_count()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if launcher_of(config) == "ray":
+        return  # Its cluster says what devices there are.
+    if choose_device(config.device).type == "cuda" and here > devices:
+        raise UserError(
+            f"workers={here} need as many CUDA devices and there are {devices}; write workers={devices} or device=cpu"
+        )
+
+
+def generating_ranks(config: Config, role: str, size: int) -> int:
+    """How many ranks generate for a role. Raises UserError where they are more than there are."""
+    own = config.roles.get(role)
+    wanted = own.generate_workers if own else None
+    if wanted is not None and wanted > size:
+        raise UserError(
+            f"roles.{role}.generate_workers={wanted}, but there are {size} ranks; "
+            f"write at most {size}, or workers={wanted}"
+        )
+    return wanted or size

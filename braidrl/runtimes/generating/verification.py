@@ -1,0 +1,125 @@
+"""Checks of answers by rules: begun on finished rows while others are still being generated, collected when the verify stage comes.
+
+engine ──finished rows──▶ EarlyChecks ──some at a time──▶ Checks.begin ─▶ reward processes
+                                       verify stage ──▶ Checks.results ◀──┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from braidrl.data.rows import IDENTITY, Rows
+from braidrl.flow import Flow, Stage
+from braidrl.observe.metrics import Sums
+from braidrl.observe.progress import Bar, Progress
+from braidrl.rewards.verify import CheckFailure, Pending, RuleRewards
+from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.requests import Response, Uid
+from braidrl.rollout.routing.service import EngineService
+from braidrl.rollout.trajectories import to_rows
+
+Tell = Callable[[Rows, Mapping[str, Pending]], object]
+VERIFY_CHUNK = 8
+"""Finished rows handed to the reward processes at once while others are still being generated."""
+
+
+class Checks:
+    """The checks under way, by verify stage. Without `rewards` none are made in this process."""
+
+    def __init__(self, rewards: RuleRewards | None, progress: Progress) -> None:
+        self.rewards, self.progress = rewards, progress
+        self.pending: dict[str, list[tuple[Rows, Pending]]] = {}
+        self.told: set[tuple[str, str]] = set()
+
+    def begin(self, stage: Stage, rows: Rows) -> Pending:
+        """Hands rows to the reward processes before the stage has its turn."""
+        assert self.rewards is not None, "no answer is checked in this process"
+        begun = self.rewards.submit(rows, stage.params.get("of"))
+        self.pending.setdefault(stage.name, []).append((rows, begun))
+        return begun
+
+    def results(self, stage: Stage, rows: Rows, sums: Sums) -> Rows:
+        """What the checks of `rows` found, in their order; those that were not begun are begun now."""
+        if stage.name not in self.pending:
+            self.begin(stage, rows)
+        begun = self.pending.pop(stage.name)
+        with self.progress.stage(stage.name, len(rows)) as bar:
+            parts = []
+            for part, pending in begun:
+                parts.append(part.only(IDENTITY).with_columns(pending.result()))
+                bar.update(len(part))
+                for name, count in pending.failure_counts().items():
+                    sums.add(f"reward/failures/{name}", count)
+                for failure in pending.failures():
+                    self._tell_once(failure)
+        checked = Rows.cat(parts)
+        place = {uid: i for i, uid in enumerate(checked.uids())}
+        return checked.take([place[uid] for uid in rows.uids()]).without(IDENTITY)
+
+    def _tell_once(self, failure: CheckFailure) -> None:
+        """Says why a check came to nothing, the first time that a verifier fails in this way; later ones are only counted."""
+        kind = (failure.label, failure.reason)
+        if kind not in self.told:
+            self.told.add(kind)
+            self.progress.print(
+                f"verifier {failure.label}: {failure.reason}: {failure.detail}; its row counts as wrong"
+            )
+
+    def close(self) -> None:
+        """Ends the reward processes."""
+        if self.rewards is not None:
+            self.rewards.close()
+
+
+class EarlyChecks:
+    """Hands finished rows of a generate stage to the reward processes while the engine goes on with the others."""
+
+    def __init__(
+        self,
+        checks: Checks,
+        engine: EmbeddedEngine | EngineService,
+        rows: Rows,
+        place: Mapping[Uid, int],
+        beside: Sequence[Stage],
+        bar: Bar,
+        tell: Tell | None = None,
+    ) -> None:
+        """`place` says where in `rows` each is; `beside` are the verify stages that may begin.
+
+        `tell` is given each finished row at once, with its checks by verify stage.
+        """
+        self.checks, self.engine, self.rows, self.place, self.bar = checks, engine, rows, place, bar
+        self.beside = beside if checks.rewards is not None else ()
+        self.tell, self.chunk = tell, VERIFY_CHUNK if tell is None else 1
+        self.waiting: list[Response] = []
+
+    def add(self, finished: Response) -> None:
+        """Called by the engine for each row, in the order in which they end."""
+        self.bar.update(1, len(finished.tokens), self.engine.in_flight)
+        if self.beside:
+            self.waiting.append(finished)
+            if len(self.waiting) >= self.chunk:
+                self.flush()
+
+    def flush(self) -> None:
+        """Begins the checks of all rows that are waiting."""
+        if not self.waiting:
+            return
+        part = self.rows.take([self.place[row.uid] for row in self.waiting])
+        part = part.with_columns(to_rows(part, self.waiting))
+        self.waiting = []
+        begun = {stage.name: self.checks.begin(stage, part) for stage in self.beside}
+        if self.tell is not None:
+            self.tell(part, begun)
+
+
+def checked_beside(flow: Flow, stage: Stage) -> list[Stage]:
+    """The verify stages that need nothing but what `stage` and admission write."""
+    return [
+        later
+        for later in flow.stages
+        if later.type == "verify"
+        and "of" not in later.params
+        and any(c.writer == stage.name for c in flow.inputs[later.name])
+        and all(c.writer in (stage.name, "admission") for c in flow.inputs[later.name])
+    ]

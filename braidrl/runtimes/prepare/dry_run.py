@@ -1,0 +1,127 @@
+"""`braid train CONFIG --dry-run`: what a run would take of each device, before any weights are read.
+
+configuration ──prepare──▶ flow, data ──▶ devices and the roles on each ──▶ bytes by part, tokens and rows of a micro-batch
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from braidrl.config import Config
+from braidrl.placement.memory import ENGINE, GIB, INFERENCE, Footprint, RoleUse, assets, footprint, peak
+from braidrl.placement.pools import place
+from braidrl.placement.residency import Asset, needed_assets, residency_plan
+from braidrl.runtimes.backends import check_runtime
+from braidrl.runtimes.generating.engines import pools_ranks
+from braidrl.runtimes.prepare.setup import Prepared, prepare
+from braidrl.runtimes.streaming.groups import worker_groups
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """So many devices that hold the same."""
+
+    devices: int
+    seats: tuple[RoleUse, ...]
+
+
+def dry_run(config: Config, console: Console | None = None) -> list[tuple[DeviceGroup, list[Footprint]]]:
+    """Checks a configuration as a run does, and prints what each device would hold. Raises UserError as a run does."""
+    prepared = prepare(config)
+    check_runtime(config, prepared.flow, generates=True, trains=True)
+    groups = device_groups(prepared)
+    together = config.rollout.tensor if pools_ranks(config) else 1
+    found = [
+        (group, [footprint(seat, config, prepared.flow, group.devices, together) for seat in group.seats])
+        for group in groups
+    ]
+    show(prepared, found, console or Console())
+    return found
+
+
+def device_groups(prepared: Prepared) -> list[DeviceGroup]:
+    """Every process of the run that has a device, with the roles whose models it holds."""
+    config, roles, trained = prepared.config, prepared.roles(), prepared.flow.trained_roles
+
+    def seat(role: str) -> RoleUse:
+        return RoleUse(role, role in trained, role in prepared.generating)
+
+    if config.runtime == "streaming":
+        groups = worker_groups(config, prepared.flow, prepared.evaluation if prepared.eval_sources else None)
+        # Engines have weights of their own there.
+        return [
+            DeviceGroup(group.processes, (RoleUse(group.role, group.trained, group.kind == "generate"),))
+            for group in groups
+            if group.role
+        ]
+    if config.runtime == "hybrid":
+        pools = place(config.placement, roles, prepared.generating, config.workers)
+        return [DeviceGroup(pool.workers, tuple(map(seat, pool.roles))) for pool in pools]
+    workers = config.workers if config.runtime == "distributed" else 1
+    return [DeviceGroup(workers, tuple(map(seat, roles)))]
+
+
+def moving(prepared: Prepared, footprints: list[Footprint]) -> tuple[int | None, list[Asset]]:
+    """Under `trainer.resident_gib` the most bytes that are on a device at a time, and what has to leave it for others.
+
+    Raises UserError for a stage that alone needs more.
+    """
+    gib = prepared.config.trainer.resident_gib
+    if gib is None:
+        return None, []
+    sizes = {asset: size for one in footprints for asset, size in assets(one.seat.role, one.resident).items()}
+    shared = frozenset(one.seat.role for one in footprints if one.seat.generates and ENGINE not in one.resident)
+    copied = frozenset(one.seat.role for one in footprints if INFERENCE in one.resident)
+    plan = residency_plan(prepared.flow, sizes, int(gib * GIB), shared, copied)
+    steps = [plan.kept | (needed & sizes.keys()) for needed in needed_assets(prepared.flow, shared, copied).values()]
+    return max(sum(sizes[asset] for asset in step) for step in steps), sorted(sizes.keys() - plan.kept)
+
+
+def show(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], console: Console) -> None:
+    """Prints a table for each group of devices, and the sizes of a batch."""
+    config = prepared.config
+    console.print(f"flow {prepared.flow.name}, runtime {config.runtime}: nothing was trained, no weights were read")
+    for group, footprints in found:
+        table = Table(
+            "role",
+            "part",
+            "memory",
+            title=f"{group.devices} device{'s' * (group.devices > 1)}, on each",
+            title_justify="left",
+        )
+        table.columns[2].justify = "right"
+        for one in footprints:
+            name = f"{one.seat.role}: {one.shape.name}, {one.shape.parameters / 1e9:,.3f}B parameters"
+            for part, size in {**one.resident, **one.working}.items():
+                table.add_row(name, part, in_units(size))
+                name = ""
+        resident, moved = moving(prepared, footprints)
+        table.add_row("together, at its peak", "", in_units(peak(footprints, resident)), style="bold")
+        console.print(table)
+        if moved:
+            names = ", ".join(f"{asset.role} {asset.part}" for asset in moved)
+            console.print(f"waits in host memory while other roles need the room: {names}", soft_wrap=True)
+    for line in batch_lines(config):
+        console.print(line, soft_wrap=True)
+
+
+def in_units(size: int) -> str:
+    """Bytes as people say them."""
+    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
+
+
+def batch_lines(config: Config) -> list[str]:
+    """The sizes of a step and of a micro-batch."""
+    trainer, longest = config.trainer, config.max_sequence_tokens
+    rows = trainer.prompts_per_step * config.rollout.samples_per_prompt
+    return [
+        f"a step: {trainer.prompts_per_step:,} prompts x {config.rollout.samples_per_prompt} samples = {rows:,} rows, "
+        f"{-(-rows // (trainer.rows_per_update or rows)) * trainer.epochs} updates",
+        f"a micro-batch: at most {trainer.max_tokens_per_device:,} tokens per device, "
+        f"{trainer.max_tokens_per_device // longest} rows of the longest ({longest:,} tokens)",
+    ]

@@ -1,0 +1,158 @@
+"""From a configuration to the flow that runs: a recipe's stages with every default made explicit.
+
+What a stage leaves open is decided here, once, before any model loads: where the old log-probs come from, whether rollouts are
+corrected, and which scores stand for right and wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from braidrl.config import Config, apply_override, load_config
+from braidrl.errors import UserError
+from braidrl.flow import Flow, Kind, Stage, actor
+from braidrl.flow.flow import is_optimized
+from braidrl.flow.recipes import load_flow
+from braidrl.flow.signatures import needs_old
+from braidrl.flow.stages import make_stage
+from braidrl.flow.updates import check_update_size
+from braidrl.models.role_settings import lora_of
+from braidrl.rollout.episodes.environments import check_environment
+
+TRUNCATED = {"name": "truncated"}
+
+
+def build_flow(config: Config) -> Flow:
+    """The validated flow of a run. Raises UserError for anything that could not run."""
+    defaults = {
+        "max_response_tokens": config.rollout.max_response_tokens,
+        "samples_per_prompt": config.rollout.samples_per_prompt,
+    }
+    flow = in_environment(load_flow(config.flow, config.algorithm, defaults), config)
+    check_given_responses(flow, config)
+    check_update_size(
+        config.trainer.prompts_per_step, config.rollout.samples_per_prompt, config.trainer.rows_per_update
+    )
+    stages = [resolve(stage, config) for stage in flow.stages]
+    return Flow(flow.name, with_recomputed(stages))
+
+
+def in_environment(flow: Flow, config: Config) -> Flow:
+    """The flow with generation in the configuration's environment, whose rewards take the place of verification.
+
+    Raises UserError for an environment that does not exist.
+    """
+    name, stages = config.rollout.environment.name, list(flow.stages)
+    if name is not None:
+        played = {s.params.get("into") for s in stages if s.type == "generate"}
+        stages = [s for s in stages if s.type != "verify" or s.params.get("of") not in played]
+        stages = [
+            with_params(s, {"environment": s.params.get("environment", name)}) if s.type == "generate" else s
+            for s in stages
+        ]
+    for stage in stages:
+        if "environment" in stage.params:
+            check_environment(stage.params["environment"], config.rollout.environment.params)
+    return Flow(flow.name, stages)
+
+
+def check_given_responses(flow: Flow, config: Config) -> None:
+    """Raises UserError where given responses would be trained on several times, or those of a pair torn apart."""
+    samples, rows = config.rollout.samples_per_prompt, config.trainer.rows_per_update
+    if "response" not in flow.needs_from_data() or any(stage.kind is Kind.GENERATE for stage in flow.stages):
+        return
+    needed, what = (
+        (2, "pairs of given responses") if flow.trains_on_pairs else (1, "the response given for each prompt")
+    )
+    if samples != needed:
+        raise UserError(
+            f"{flow.name} trains on {what} and rollout.samples_per_prompt is {samples}; "
+            f"write rollout.samples_per_prompt={needed}"
+        )
+    if flow.trains_on_pairs and rows is not None and rows % 2:
+        raise UserError(f"trainer.rows_per_update={rows} tears pairs apart; write an even number")
+
+
+def resolve(stage: Stage, config: Config) -> Stage:
+    """The stage with what it left open filled in from the configuration."""
+    if stage.type == "verify":
+        return with_params(stage, verify_params(stage, config))
+    if is_optimized(stage) and needs_old(str(stage.role), stage.params):
+        return with_params(stage, update_params(stage, config))
+    return stage
+
+
+def verify_params(stage: Stage, config: Config) -> dict[str, Any]:
+    """The configuration's scores win over the recipe's, which win over 1 for right and 0 for wrong."""
+    right, wrong = config.reward.correct_score, config.reward.wrong_score
+    return {
+        "correct_score": stage.params.get("correct_score", 1.0) if right is None else right,
+        "wrong_score": stage.params.get("wrong_score", 0.0) if wrong is None else wrong,
+    }
+
+
+def update_params(stage: Stage, config: Config) -> dict[str, Any]:
+    """`old` by the rule of one update, one epoch and no staleness; a correction where others drew the tokens than what is trained."""
+    filled: dict[str, Any] = {}
+    if "old" not in stage.params:
+        filled["old"] = "self" if single_update(config) else "recompute"
+    elif stage.params["old"] == "self" and not single_update(config):
+        raise UserError(
+            f"{stage.name}: old=self needs one update and one epoch per batch and max_staleness 0; write old=recompute"
+        )
+    # With old=rollout the ratio itself is that to whoever drew the tokens.
+    to_engine = {**stage.params, **filled}["old"] == "rollout"
+    if "correction" not in stage.params and not to_engine and not drawn_by_trained(config, str(stage.role)):
+        filled["correction"] = TRUNCATED
+    return filled
+
+
+def single_update(config: Config) -> bool:
+    """True when each batch is trained on in one optimizer step by the weights that generated it."""
+    rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+    one_step = config.trainer.rows_per_update in (None, rows) and config.trainer.epochs == 1
+    return one_step and config.trainer.max_staleness == 0
+
+
+def drawn_by_trained(config: Config, role: str) -> bool:
+    """True when tokens are drawn by the weights that a batch is trained on, and by the trainer's arithmetic."""
+    same = config.rollout.engine == "embedded" and config.rollout.dtype in (None, config.dtype)
+    # Merged into bfloat16 weights, adapters are rounded.
+    exact = lora_of(role, config) is None or config.dtype != "bfloat16"
+    return same and exact and config.trainer.max_staleness == 0
+
+
+def with_params(stage: Stage, params: dict[str, Any]) -> Stage:
+    made = make_stage(
+        stage.type, stage.role, {**stage.params, **params}, id=stage.name, when=stage.when, after=stage.after
+    )
+    return replace(made, name=stage.name)
+
+
+def with_recomputed(stages: Sequence[Stage]) -> list[Stage]:
+    """Puts `actor.log_probs()` before the first update where one asks for recomputed old log-probs that nobody writes."""
+    needed = any("old_log_probs" in stage.reads for stage in stages)
+    written = any("old_log_probs" in stage.writes for stage in stages)
+    if not needed or written:
+        return list(stages)
+    first = next(i for i, stage in enumerate(stages) if "old_log_probs" in stage.reads)
+    return [*stages[:first], actor.log_probs(), *stages[first:]]
+
+
+def flow_by_name(name: str, overrides: Sequence[str]) -> Flow:
+    """What `braid flow` shows: the flow of a configuration file, resolved; or a recipe, YAML flow or function as written.
+
+    `overrides` are those of a configuration for a file, else the recipe's parameters.
+    """
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") and path.is_file() and "stages" not in (yaml.safe_load(path.read_text()) or {}):
+        return build_flow(load_config(path, overrides))
+    params: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(params, override)
+    return load_flow(name, params, {"max_response_tokens": 512, "samples_per_prompt": 8})

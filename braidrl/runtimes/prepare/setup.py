@@ -1,0 +1,171 @@
+"""What a run needs before its first step, checked in the order of cost: flow, tokenizer, data, verifiers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from braidrl.cluster.world import LostPeers, World
+from braidrl.config import Config, VerifierConfig
+from braidrl.data.prompts import LoadedSource, load_eval, load_texts, load_train
+from braidrl.errors import UserError
+from braidrl.flow import Flow, Stage
+from braidrl.flow.planner import serial_chain
+from braidrl.models.loading import check_scorer, load_tokenizer
+from braidrl.models.role_settings import model_path
+from braidrl.placement.pools import check_copies, place
+from braidrl.rewards.verify import RuleRewards
+from braidrl.runtimes.evaluation import evaluation_flow
+from braidrl.runtimes.prepare.checks import (
+    check_adapters,
+    check_answers,
+    check_divided_engines,
+    check_generating_ranks,
+    check_layouts,
+    check_lengths,
+    check_names,
+    check_roles,
+)
+from braidrl.runtimes.prepare.flow import build_flow
+from braidrl.runtimes.saving.row_store import RowStore
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked configuration with everything but the models."""
+
+    config: Config
+    flow: Flow
+    evaluation: Flow
+    tokenizer: PreTrainedTokenizerBase
+    sources: list[LoadedSource]
+    eval_sources: dict[str, LoadedSource]
+    texts: LoadedSource | None = None
+
+    def __post_init__(self) -> None:
+        """Raises UserError for parts that do not fit together."""
+        config, held_out = self.config, list(self.eval_sources.values())
+        check_names(config)
+        check_layouts(config, self.flow, self.flow.roles)
+        evaluated = self.evaluation.stages if self.eval_sources else ()
+        check_divided_engines(config, [*self.flow.stages, *evaluated])
+        check_adapters(config, self.flow)
+        check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
+        if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
+            check_answers(config, self.sources, config.data.train)
+        if any(stage.type == "verify" for stage in self.evaluation.stages):
+            check_answers(config, held_out, list(config.data.eval.values()))
+        check_lengths(config, self.flow, self.sources, held_out)
+
+    @property
+    def generating(self) -> tuple[str, ...]:
+        """Roles that need an engine."""
+        stages = [*self.flow.stages, *(self.evaluation.stages if self.eval_sources else ())]
+        return tuple(dict.fromkeys(s.role for s in stages if s.type == "generate" and s.role))
+
+    def roles(self, train: bool = True) -> tuple[str, ...]:
+        """Roles that need a model: in training those of the flow too."""
+        return tuple(dict.fromkeys([*(self.flow.roles if train else ()), *self.generating]))
+
+    def store(self) -> RowStore:
+        """Where the run's rows come from and go to."""
+        return RowStore(self.config, self.tokenizer, self.sources, self.eval_sources, self.texts)
+
+    def rewards(self) -> RuleRewards | None:
+        """The verifiers of the run, or None where nothing is verified. Evaluation sets are numbered after the sources."""
+        evaluated = self.evaluation.stages if self.eval_sources else ()
+        return rule_rewards(self.config, [*self.flow.stages, *evaluated], self.tokenizer)
+
+
+def rule_rewards(config: Config, stages: Sequence[Stage], tokenizer: PreTrainedTokenizerBase) -> RuleRewards | None:
+    """The verifiers of a run with the scores that its `verify` stages give, or None where there is none of these.
+
+    Its processes start when something is first checked.
+    """
+    scores = next((stage.params for stage in stages if stage.type == "verify"), None)
+    if scores is None:
+        return None
+    sources = [*config.data.train, *config.data.eval.values()]
+    own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
+    names = {i: source.path.stem for i, source in enumerate(sources)}
+    return RuleRewards(config.reward, own, scores["correct_score"], scores["wrong_score"], tokenizer, names)
+
+
+def prepare_together(config: Config, world: World, train: bool = True) -> Prepared:
+    """As `prepare`; one rank tokenises every prompt to see which are short enough, the others then only those that they draw."""
+    if world.first:
+        try:
+            prepared = prepare(config, train)
+        except UserError as error:
+            world.share("data", {"refused": str(error)})
+            raise
+        evaluation = {name: source.kept for name, source in prepared.eval_sources.items()}
+        texts = prepared.texts.kept if prepared.texts else None
+        world.share("data", {"train": [source.kept for source in prepared.sources], "eval": evaluation, "texts": texts})
+        return prepared
+    kept = world.share("data", None)
+    if "refused" in kept:
+        raise LostPeers(f"rank 0 refused the configuration: {kept['refused']}")
+    return prepare(config, train, kept)
+
+
+def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None = None) -> Prepared:
+    """Raises UserError for the first thing that could not run; without `train` only evaluation data is read.
+
+    `kept` says of the sources of `train` and `eval` which examples another process has kept of them, and of `texts`.
+    """
+    flow = build_flow(config)
+    if config.runtime == "distributed":
+        # One model is active at a time, and every rank switches at the same places.
+        flow = Flow(flow.name, serial_chain(flow))
+    evaluation = evaluation_flow(config, flow)
+    tokenizer = load_tokenizer(config.model)
+    check_models(config, flow if train else evaluation, tokenizer)
+    needed, known = flow.needs_from_data(), kept or {}
+    responses, pairs = "response" in needed, flow.trains_on_pairs
+    sources = (
+        load_train(config.data, tokenizer, responses=responses, pairs=pairs, kept=known.get("train")) if train else []
+    )
+    of_eval = "response" in evaluation.needs_from_data()
+    held_out = load_eval(config.data, tokenizer, pairs=of_eval, kept=known.get("eval"))
+    texts = load_texts(config.data, tokenizer, known.get("texts")) if train and "ptx_tokens" in needed else None
+    if texts is None and train and config.data.ptx is not None:
+        raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
+    prepared = Prepared(config, flow, evaluation, tokenizer, sources, held_out, texts)
+    if config.runtime == "hybrid":
+        pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
+        check_copies(flow, pools)
+        for pool in pools:
+            check_layouts(config, flow, pool.roles, pool.workers)
+            if set(pool.roles) & set(prepared.generating):
+                check_generating_ranks(config, pool.workers)
+    return prepared
+
+
+def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises UserError for a role whose model lacks the head that it needs, or was trained on other tokens."""
+    for role in flow.roles:
+        path = model_path(role, config)
+        if role in flow.scalar_roles:
+            check_scorer(path, fresh_head=role in flow.trained_roles)
+        if path != config.model and load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+            raise UserError(
+                f"roles.{role}.model: {path} has another tokenizer than {config.model}; roles share token ids"
+            )
+
+
+def set_up_torch(config: Config) -> None:
+    """Threads, seeds and determinism of this process."""
+    transformers_logging.disable_progress_bar()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    if config.trainer.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)

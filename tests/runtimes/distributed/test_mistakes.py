@@ -1,0 +1,89 @@
+"""What ranks cannot run is refused in one line before any of them starts; what goes wrong in one ends all."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from braidrl.config import parse_config
+from braidrl.errors import UserError
+from braidrl.runtimes.run import evaluate_model, train
+from tests.tiny import Workshop, braid
+
+FAILING = Path(__file__).parents[1] / "failing.yaml"
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            {"workers": 2, "roles": {"actor": {"generate_workers": 3}}},
+            "roles.actor.generate_workers=3, but there are 2 ranks",
+        ),
+        (
+            {"roles": {"reference": {"generate_workers": 1}}},
+            "roles.reference.generate_workers is set, but reference generates nothing",
+        ),
+        ({"placement": "standalone"}, "runtime=distributed keeps every role on every rank"),
+        ({"runtime": "eager", "roles": {"actor": {"generate_workers": 1}}}, "is for runtime=distributed"),
+        ({"trainer": {"surplus": "keep"}}, "trainer.surplus=keep"),
+        ({"flow": "grop"}, "grpo"),
+    ],
+)
+def test_what_cannot_be_placed_is_one_line_before_anything_starts(
+    workshop: Workshop, sections: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(words)) as caught:
+        train(parse_config(workshop.tree("refused", **{"runtime": "distributed", **sections})))
+    assert "\n" not in str(caught.value)
+    assert processes_of_ranks() == []
+
+
+def test_a_world_of_another_size_than_configured_is_refused(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="workers=3, but torchrun has started 2"):
+        train(parse_config(workshop.tree("refused", runtime="distributed", workers=3)))
+
+
+def test_a_stage_that_fails_on_one_rank_is_named_with_its_rows_and_nothing_is_left(workshop: Workshop) -> None:
+    process = braid("train", workshop.config_file("failing", flow=str(FAILING), runtime="distributed", workers=2))
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 1, said
+    first, *rest = said[said.index("braid: ") :].removeprefix("braid: ").splitlines()
+    # Four groups of four rows on two ranks: the second has those from group 2 on.
+    assert first.startswith(
+        "rank 1 failed in step 1, fails_on_rank_1 on rows (0, 2, 0), (0, 2, 1), (0, 2, 2), (0, 2, 3) and 4 more"
+    )
+    assert first.endswith("ValueError: no such luck") and any("failing.py" in line for line in rest)
+    assert rest[-1] == "ValueError: no such luck", "the traceback is the worker's own, and the last thing said"
+
+
+def test_a_mistake_in_the_data_is_told_once_and_in_one_line(workshop: Workshop, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"question": "1+1="}\n')
+    data = {"train": str(tmp_path / "bad.jsonl")}
+    with pytest.raises(UserError, match=r"bad.jsonl") as caught:
+        train(parse_config(workshop.tree("refused", runtime="distributed", workers=2, data=data)))
+    assert "\n" not in str(caught.value)
+    assert processes_of_ranks() == []
+
+
+def test_ranks_evaluate_as_one_process_does(workshop: Workshop) -> None:
+    data = {"eval": {"sums": str(workshop.data)}}
+    sections: dict[str, Any] = {"data": data, "evaluation": {"samples": 2, "max_prompts": 5}}
+    alone = evaluate_model(parse_config(workshop.tree(**sections)))
+    together = evaluate_model(parse_config(workshop.tree(runtime="distributed", workers=2, **sections)))
+    assert together == alone and alone["eval/sums/length_mean"] > 0
+
+
+def processes_of_ranks() -> list[psutil.Process]:
+    """Those that this process has started and that are still there."""
+    children = psutil.Process().children(recursive=True)
+    running = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in running if "cluster.rank" in " ".join(child.cmdline())]

@@ -1,0 +1,171 @@
+"""Groups that a batch turns out not to need are given up while they are generated; what is trained on is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from braidrl.cluster import notices
+from braidrl.cluster.notices import Notices
+from braidrl.cluster.processes import run_ranks
+from braidrl.data.rows import Column, Rows
+from braidrl.errors import UserError
+from braidrl.flow import Stage
+from braidrl.flow.recipes import load_flow
+from braidrl.flow.waves import GroupSelector
+from braidrl.observe.metrics import read_metrics
+from braidrl.observe.trace import read_trace
+from braidrl.rewards.verify import Pending
+from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.requests import Uid
+from braidrl.runtimes.generating.early_stop import EarlyStop, segment_of
+from tests.invariants.traces import assert_same_weights
+from tests.runtimes.distributed.ranks import WAIT_S
+from tests.runtimes.hybrid.warm import WarmCluster
+from tests.runtimes.patience import at_once
+from tests.tiny import Workshop, recorded, weights_of
+
+SECTIONS: dict[str, Any] = {
+    "flow": "dapo", "algorithm": {"overlong_cache": 2},
+    "rollout": {"samples_per_prompt": 4, "slots": 16, "reflection_phrases": ["+", "="]},
+    "trainer": {"steps": 3, "prompts_per_step": 3, "learning_rate": 3e-3, "over_sampling": 3.0},
+}  # fmt: skip
+
+
+def assert_same_batches(ours: Path, theirs: Path) -> None:
+    """The same rows were trained on in each step, to rounding with the same result."""
+    for our, their in zip(read_metrics(ours), read_metrics(theirs), strict=True):
+        # Ranks write their rows one after the other.
+        rows, others = (recorded(run, our["step"]).ordered() for run in (ours, theirs))
+        assert rows.uids() == others.uids() and rows["tokens"].tolist() == others["tokens"].tolist()
+        same = ("response/", "groups/", "score/", "reward/", "tokens/")
+        assert {n: v for n, v in our.items() if n.startswith(same)} == {
+            n: v for n, v in their.items() if n.startswith(same)
+        }
+    assert_same_weights(weights_of(ours), weights_of(theirs))
+
+
+def assert_same_runs(ours: Path, theirs: Path) -> None:
+    timed = ("time/", "throughput/")
+    for our, their in zip(read_metrics(ours), read_metrics(theirs), strict=True):
+        assert {n: v for n, v in our.items() if not n.startswith(timed)} == {
+            n: v for n, v in their.items() if not n.startswith(timed)
+        }
+        assert recorded(ours, our["step"]).uids() == recorded(theirs, our["step"]).uids()
+    assert all((weights_of(ours)[name] == tensor).all() for name, tensor in weights_of(theirs).items())
+
+
+@pytest.mark.parametrize("engines", [{}, pytest.param({"engines": 1}, marks=pytest.mark.soak)])
+def test_what_is_given_up_is_not_drawn_to_its_end_and_changes_nothing(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, engines: dict[str, int]
+) -> None:
+    aborted: list[Uid] = []
+    abort = EmbeddedEngine.abort
+
+    def noting(engine: EmbeddedEngine, uid: Uid) -> Any:
+        aborted.append(uid)
+        return abort(engine, uid)
+
+    monkeypatch.setattr(Pending, "done", at_once)
+    monkeypatch.setattr(EmbeddedEngine, "abort", noting)
+    sections = {**SECTIONS, "rollout": {**SECTIONS["rollout"], **engines}}
+    early = workshop.run("early", **sections)
+    if not engines:
+        assert aborted, "no group was given up"
+        last = recorded(early, 1)["group"].max()
+        assert all(group > last for _, group, _ in aborted if group < 9), (
+            "a group was given up that came before the batch's last"
+        )
+    assert any(line.get("groups/dropped/surplus", 0) for line in read_metrics(early))
+    monkeypatch.setattr("braidrl.runtimes.controller.segment_of", lambda flow, iteration: None)
+    assert_same_runs(early, workshop.run("whole", **sections))
+
+
+def drawn_in(run: Path) -> int:
+    """Tokens that engines drew, those of rows that were given up too."""
+    return sum(span.tokens for span in read_trace(run) if span.stage == "actor.generate")
+
+
+@pytest.mark.parametrize("runtime", ["distributed", "hybrid"])
+def test_ranks_give_up_what_others_rows_make_needless(
+    workshop: Workshop, warm_cluster: WarmCluster, monkeypatch: pytest.MonkeyPatch, runtime: str
+) -> None:
+    # Each rank decodes 16 of its 54 rows at once: while the first groups are decided, most of the others wait.
+    rollout, trainer = {**SECTIONS["rollout"], "max_response_tokens": 50}, {**SECTIONS["trainer"], "over_sampling": 9.0}
+    sections = {**SECTIONS, "rollout": rollout, "trainer": trainer, "dtype": "float64"}
+    tree = workshop.tree("early", **sections, runtime=runtime, workers=2)
+    if runtime == "distributed":
+        run_ranks("tests.runtimes.patience:run_all_patiently", {"runs": [tree]}, 2, WAIT_S)
+    else:
+        workshop.run("early", **sections, runtime=runtime, workers=2)
+    monkeypatch.setattr("braidrl.runtimes.controller.segment_of", lambda flow, iteration: None)
+    early, whole = workshop.folder / "early", workshop.run("whole", **sections)
+    print(f"{runtime}: {drawn_in(early)} tokens were drawn, and {drawn_in(whole)} without giving up")
+    assert drawn_in(early) < 0.8 * drawn_in(whole)
+    assert_same_batches(early, whole)
+
+
+def test_a_rank_learns_from_others_rows_which_of_its_own_are_needless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "HEAR_EVERY_S", 0.0)
+    dapo = load_flow("dapo", {}, {"max_response_tokens": 8, "samples_per_prompt": 2})
+    segment, sampling, store = segment_of(dapo, 1), GroupSelector(1, 9, over_sampling=3.0), dist.HashStore()
+    assert segment is not None
+    (verify,) = segment.verify
+    sampling.admit([0, 1, 2])
+    uids = [(0, group, sample) for group in (0, 1, 2) for sample in (0, 1)]
+    ranks = []
+    for _ in range(3):
+        told = Notices(store)
+        told.begin("wave")
+        ranks.append(EarlyStop.of(segment, sampling.needless, scored, uids, told))
+    first, second, third = ranks
+    # The answers of group 0 are right and wrong, so that it is kept, and groups 1 and 2 are needless.
+    first.add(row(0, 0), {verify.name: Done(1.0)})
+    assert first.rows_to_end() == third.rows_to_end() == []
+    second.add(row(0, 1), {verify.name: Done(0.0, ready=False)})
+    assert second.rows_to_end() == first.rows_to_end() == []
+    # Its own rows have ended, and the others need not wait until it meets them.
+    second.close()
+    assert first.rows_to_end() == third.rows_to_end() == uids[2:]
+
+
+class Done(Pending):
+    """A check that found a score."""
+
+    def __init__(self, score: float, ready: bool = True) -> None:
+        self.score, self.ready = score, ready
+
+    def done(self) -> bool:
+        return self.ready
+
+    def result(self) -> dict[str, Any]:
+        return {"score": torch.tensor([self.score])}
+
+
+def scored(stage: Stage, rows: Rows, checked: Mapping[str, Column]) -> Mapping[str, Column]:
+    score = checked["score"]
+    return {"score": score, "correct": score, "reward": score}
+
+
+def row(group: int, sample: int) -> Rows:
+    identity = {"source": 0, "group": group, "sample": sample}
+    return Rows({name: torch.tensor([number]) for name, number in identity.items()})
+
+
+def test_groups_whose_selection_needs_more_than_rules_are_generated_to_their_ends() -> None:
+    dapo = load_flow("dapo", {}, {"max_response_tokens": 8, "samples_per_prompt": 4})
+    segment = segment_of(dapo, 1)
+    assert segment is not None and [stage.type for stage in segment.verify] == ["verify"]
+    assert segment_of(load_flow("grpo", {}, {"samples_per_prompt": 4}), 1) is None, "nothing is selected"
+
+
+def test_a_flow_that_selects_nothing_has_nothing_to_begin_more_groups_for(workshop: Workshop) -> None:
+    with pytest.raises(
+        UserError, match=r"trainer.over_sampling=1.5 begins groups .* flow grpo selects none; remove it"
+    ):
+        workshop.run("refused", trainer={"over_sampling": 1.5})

@@ -1,0 +1,139 @@
+"""A budget for what is resident moves roles out of each other's way, and changes nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from io import StringIO
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from braidrl.errors import UserError
+from braidrl.models.memory.offload import storages
+from braidrl.placement.residency import Asset
+from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.generating.residency import GIB, Residency
+from braidrl.runtimes.prepare.checks import without_effect
+from braidrl.runtimes.prepare.dry_run import dry_run
+from braidrl.runtimes.run import TrainingRun
+from tests.runtimes.distributed.ranks import run_in_ranks
+from tests.tiny import Workshop, metrics_without_times, weights_of
+
+PPO: dict[str, Any] = {
+    "flow": "ppo", "algorithm": {"kl_coef": 0.1, "reward": "verify"}, "rollout": {"max_response_tokens": 4, "slots": 16},
+    "trainer": {"steps": 3, "prompts_per_step": 2, "checkpoint_every": 1}, "data": {"max_prompt_tokens": 12},
+}  # fmt: skip
+MODEL_BYTES = 4 * 17_000
+"""About what the tiny Qwen3's weights take in float32."""
+
+
+def with_budget(sections: dict[str, Any], models: float, **trainer: Any) -> dict[str, Any]:
+    """Sections with room for so many copies of the weights."""
+    return {**sections, "trainer": {**sections["trainer"], **trainer, "resident_gib": models * MODEL_BYTES / GIB}}
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, frozenset[Asset], int]]:
+    """At each stage its name, what is here then, and how many bytes that is."""
+    seen: list[tuple[str, frozenset[Asset], int]] = []
+    before = Residency.before
+
+    def watch(self: Residency, stage: Any) -> None:
+        before(self, stage)
+        movables = {asset: held.movable for asset, held in self.held.items()}
+        size = sum(sum(s.nbytes() for s in storages(m._tensors())) - m.away_bytes for m in movables.values())
+        seen.append((stage.name, frozenset(a for a, m in movables.items() if not m.away_bytes), size))
+
+    monkeypatch.setattr(Residency, "before", watch)
+    return seen
+
+
+def test_roles_leave_for_each_other_and_the_run_is_the_same_to_the_bit(
+    workshop: Workshop, watched: list[tuple[str, frozenset[Asset], int]]
+) -> None:
+    free = workshop.run("free", **PPO)
+    assert not any(size for *_, size in watched), "without a budget nothing is in charge of anything"
+    watched.clear()
+    tight = with_budget(PPO, 5.5)
+    found = workshop.run("tight", **{**tight, "trainer": {**tight["trainer"], "steps": 2}})
+    with TrainingRun(workshop.config("tight", **tight), resume=found) as run:
+        run.train()
+    assert metrics_without_times(found) == metrics_without_times(free)
+    for role in ("actor", "critic"):
+        expected = weights_of(free, role)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(found, role).items())
+    here = {name: assets for name, assets, _ in watched}
+    assert Asset("actor", "optimizer") in here["actor.update"] and Asset("critic", "optimizer") in here["critic.update"]
+    assert (
+        Asset("actor", "optimizer") not in here["critic.update"] and Asset("actor", "engine") in here["actor.generate"]
+    )
+    assert max(size for *_, size in watched) <= 5.5 * MODEL_BYTES
+
+
+def test_engines_with_weights_of_their_own_come_and_go_too(
+    workshop: Workshop, watched: list[tuple[str, frozenset[Asset], int]]
+) -> None:
+    """Adapters are merged into a copy for the engine, which is in nobody's way while the actor trains."""
+    trainer = {"steps": 2, "prompts_per_step": 2, "lora": {"rank": 4}}
+    sections = {**PPO, "flow": "grpo", "algorithm": {}, "trainer": trainer}
+    free = workshop.run("free", **sections)
+    watched.clear()
+    tight = workshop.run("tight", **with_budget(sections, 3.2))
+    assert metrics_without_times(tight) == metrics_without_times(free)
+    here = {name: assets for name, assets, _ in watched}
+    assert Asset("actor", "engine") in here["actor.generate"]
+    assert Asset("actor", "engine") not in here["actor.update"]
+
+
+def test_ranks_that_divide_a_model_put_their_parts_away(workshop: Workshop) -> None:
+    sections = {**PPO, "trainer": {**PPO["trainer"], "layout": {"shard": "full"}, "steps": 2}}
+    more = {"runtime": "distributed", "workers": 2}
+    tight = with_budget(sections, 3.5)
+    run_in_ranks([workshop.tree("free", **sections, **more), workshop.tree("tight", **tight, **more)], 2)
+    assert metrics_without_times(workshop.folder / "tight") == metrics_without_times(workshop.folder / "free")
+
+
+def test_a_checkpoint_beside_a_stage_leaves_the_stage_what_it_needs(workshop: Workshop) -> None:
+    """As under runtime=hybrid, where an interrupt saves while rows are being generated."""
+    with TrainingRun(workshop.config(**with_budget(PPO, 5.5))) as run:
+        executor: StageExecutor = run.backend.executor
+        generate = run.flow.stages[0]
+        executor.residency.before(generate)
+        needed = {Asset("actor", "engine"), Asset("actor", "weights")}
+        seen: list[frozenset[Asset]] = []
+        for role, worker in executor.workers.items():
+            export: Callable[..., None] = worker.export
+
+            def watched(folder: Any, write: bool, export: Any = export, role: str = role) -> None:
+                seen.append(frozenset(executor.residency.resident))
+                assert needed | {Asset(role, "weights"), Asset(role, "optimizer")} <= executor.residency.resident
+                export(folder, write)
+
+            worker.export = watched  # type: ignore[method-assign]
+        executor.save(workshop.folder / "saved")
+        assert len(seen) == 2 and needed <= executor.residency.resident
+
+
+def test_a_budget_that_no_stage_fits_is_refused_also_dry(workshop: Workshop) -> None:
+    for start in (TrainingRun, dry_run):
+        with pytest.raises(UserError, match=r"needs .* bytes on a device at once") as caught:
+            start(workshop.config(**with_budget(PPO, 0.5), output=str(workshop.folder / "refused")))
+        assert "\n" not in str(caught.value)
+
+
+def test_a_dry_run_says_what_moves_and_that_the_peak_is_lower(workshop: Workshop) -> None:
+    shown, tight = StringIO(), StringIO()
+    dry_run(workshop.config(**PPO), Console(file=shown, width=160))
+    dry_run(workshop.config(**with_budget(PPO, 5.5)), Console(file=tight, width=160))
+    assert "waits in host memory" not in shown.getvalue()
+    (line,) = [line for line in tight.getvalue().splitlines() if "waits in host memory" in line]
+    assert "critic optimizer" in line
+    peaks = [next(line for line in text.getvalue().splitlines() if "at its peak" in line) for text in (shown, tight)]
+    assert float(peaks[1].split()[-3]) < float(peaks[0].split()[-3])
+
+
+def test_streaming_says_that_it_has_no_use_for_it(workshop: Workshop) -> None:
+    (line,) = without_effect(workshop.config(**with_budget(PPO, 1.0), runtime="streaming"))
+    assert line.startswith("trainer.resident_gib has no effect")

@@ -1,0 +1,35 @@
+"""Settings that a runtime does not look at are told of, and hinder nobody."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from braidrl.config import parse_config
+from braidrl.runtimes.prepare.checks import without_effect
+from tests.tiny import Workshop
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"workers": 2}, ["workers=2 has no effect: runtime=eager is this one process"]),
+        ({"runtime": "streaming", "workers": 2}, ["workers=2 has no effect: the processes of runtime=streaming are"]),
+        ({"cluster": {"launcher": "ray"}}, ["cluster.launcher=ray has no effect: only runtime=distributed has ranks"]),
+        ({"runtime": "hybrid", "workers": 2}, []),
+        ({"runtime": "distributed", "workers": 2, "cluster": {"launcher": "local"}}, []),
+        ({}, []),
+    ],
+)
+def test_processes_that_a_runtime_does_not_have_are_told_of(
+    workshop: Workshop, sections: dict[str, Any], told: list[str]
+) -> None:
+    lines = without_effect(parse_config(workshop.tree(**sections)))
+    assert [line.startswith(words) for line, words in zip(lines, told, strict=True)] == [True] * len(told)
+
+
+def test_a_run_says_so_before_its_first_step(workshop: Workshop, capfd: pytest.CaptureFixture[str]) -> None:
+    workshop.run(workers=2, trainer={"steps": 1})
+    said = capfd.readouterr().err
+    assert "workers=2 has no effect" in said[: said.index("step 1")]

@@ -1,0 +1,163 @@
+"""`braid train --dry-run`: the devices of each runtime, what they would hold, and nothing else done."""
+
+from __future__ import annotations
+
+import shutil
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import Qwen2Config
+
+from braidrl.cli import app
+from braidrl.config import load_config
+from braidrl.errors import UserError
+from braidrl.placement.memory import RoleUse, peak
+from braidrl.runtimes.prepare.dry_run import dry_run
+from tests.tiny import ROOT, TOKENIZER, Workshop
+
+
+def seats(found: Any) -> list[tuple[int, tuple[RoleUse, ...]]]:
+    return [(group.devices, tuple(sorted(group.seats, key=str))) for group, _ in found]
+
+
+ACTOR, CRITIC, REFERENCE = (
+    RoleUse("actor", True, True),
+    RoleUse("critic", True, False),
+    RoleUse("reference", False, False),
+)
+PPO: dict[str, Any] = {
+    "flow": "ppo",
+    "algorithm": {"kl_coef": 0.1, "reward": "verify"},
+    "rollout": {"max_response_tokens": 8},
+}
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, [(1, (ACTOR, CRITIC, REFERENCE))]),
+        ({"runtime": "distributed", "workers": 4}, [(4, (ACTOR, CRITIC, REFERENCE))]),
+        ({"runtime": "hybrid", "placement": "split", "workers": 2}, [(2, (ACTOR,)), (2, (CRITIC, REFERENCE))]),
+        (
+            {"runtime": "streaming", "streaming": {"workers": {"actor.generate": 3}}},
+            [
+                (3, (RoleUse("actor", False, True),)),
+                (1, (RoleUse("actor", True, False),)),
+                (1, (CRITIC,)),
+                (1, (REFERENCE,)),
+            ],
+        ),
+    ],
+)
+def test_every_runtime_puts_its_roles_on_devices(workshop: Workshop, sections: Any, expected: Any) -> None:
+    found = dry_run(workshop.config(**PPO, **sections), Console(file=StringIO()))
+    assert sorted(seats(found), key=str) == sorted(expected, key=str)
+
+
+def test_a_trained_role_takes_more_than_a_frozen_one_and_roles_take_turns(workshop: Workshop) -> None:
+    ((_, footprints),) = dry_run(workshop.config(**PPO), Console(file=StringIO()))
+    by_role = {one.seat.role: one for one in footprints}
+    assert by_role["actor"].resident.keys() - by_role["critic"].resident.keys() == {"keys and values"}
+    assert by_role["reference"].resident.keys() == {"weights"}
+    working = [sum(one.working.values()) for one in footprints]
+    assert peak(footprints) == sum(sum(one.resident.values()) for one in footprints) + max(working) < 2**30
+
+
+def test_a_role_that_infers_in_another_layout_has_a_copy_of_its_weights(workshop: Workshop) -> None:
+    def resident(**trainer: Any) -> dict[str, dict[str, int]]:
+        shown.truncate(0)
+        sections = {**PPO, "algorithm": {**PPO["algorithm"], "old": "recompute"}, "trainer": trainer}
+        config = workshop.config(**sections, runtime="distributed", workers=2)
+        ((_, footprints),) = dry_run(config, Console(file=shown, width=120))
+        return {one.seat.role: one.resident for one in footprints}
+
+    shown = StringIO()
+    plain, found = resident(), resident(inference_layout={"tensor": 2})
+    for role in ("actor", "critic"):
+        assert found[role] == {**plain[role], "weights to infer with": plain[role]["weights"] // 2}
+    assert found["reference"] == plain["reference"]
+    generating = plain["actor"]["weights"] + plain["actor"]["keys and values"]
+    resident(inference_layout={"tensor": 2}, resident_gib=generating * 1.001 / 2**30)
+    assert "actor inference" in shown.getvalue() and "critic inference" in shown.getvalue()
+
+
+def test_ranks_that_decode_together_have_slices_of_the_weights_and_of_keys_and_values(workshop: Workshop) -> None:
+    def actor(**rollout: Any) -> dict[str, int]:
+        config = workshop.config(rollout=rollout, runtime="distributed", workers=2)
+        ((_, (found, *_)),) = dry_run(config, Console(file=StringIO()))
+        return found.resident
+
+    whole, half = actor(), actor(tensor=2)
+    assert half["weights of the engine"] == whole["weights"] // 2
+    assert half["keys and values"] == whole["keys and values"] // 2
+
+
+def test_servers_hold_keys_and_values_on_devices_of_their_own(workshop: Workshop) -> None:
+    def resident(**rollout: str) -> set[str]:
+        ((_, (actor, *_)),) = dry_run(workshop.config(rollout=rollout), Console(file=StringIO()))
+        return set(actor.resident)
+
+    assert resident() - resident(engine="http", servers="http://127.0.0.1:9") == {"keys and values"}
+
+
+def test_it_reads_no_weights_and_writes_nothing(workshop: Workshop, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(workshop.model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    shown = StringIO()
+    before = files_in(workshop.folder)
+    config = workshop.config(model=str(bare), dtype="bfloat16", output=str(tmp_path / "runs"))
+    dry_run(config, Console(file=shown, width=120))
+    assert not (tmp_path / "runs").exists()
+    assert files_in(workshop.folder) == {*before, workshop.folder / "run.yaml"}
+    for part in ("weights", "gradients", "master weights", "AdamW moments", "keys and values", "activations", "logits"):
+        assert part in shown.getvalue()
+    assert "16 rows, 1 updates" in shown.getvalue()
+
+
+def test_what_a_run_would_refuse_is_refused(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="no engine is called 'turbo'"):
+        dry_run(workshop.config(rollout={"engine": "turbo"}))
+    app(["train", str(workshop.config_file()), "--dry-run"], standalone_mode=False)
+    assert "nothing was trained" in capsys.readouterr().out
+
+
+QWEN = {
+    "0.5b": (896, 4864, 24, 14, 2, 151936, 494),
+    "7b": (3584, 18944, 28, 28, 4, 152064, 7616),
+    "32b": (5120, 27648, 64, 40, 8, 152064, 32764),
+}
+"""Sizes of Qwen2.5, as its configurations state them, and the millions of parameters that they make."""
+
+
+@pytest.mark.parametrize("name", list(QWEN))
+def test_the_configurations_for_qwen_run_dry(workshop: Workshop, name: str) -> None:
+    width, intermediate, layers, heads, key_value_heads, vocabulary, millions = QWEN[name]
+    model = workshop.folder / name
+    Qwen2Config(
+        hidden_size=width, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=key_value_heads, vocab_size=vocabulary, tie_word_embeddings=name == "0.5b",
+        max_position_embeddings=131072, architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(model)  # fmt: skip
+    TOKENIZER.save_pretrained(model)
+    files = [f"data.train={workshop.data}", f"data.eval.aime={workshop.data}", f"model={model}"]
+    config = load_config(ROOT / "examples" / "dapo_math" / f"qwen2.5-{name}.yaml", files)
+    ((group, (actor,)),) = dry_run(config, Console(file=StringIO()))
+    assert round(actor.shape.parameters / 1e6) == millions
+    assert group.devices == config.workers
+    assert peak([actor]) < {"0.5b": 24, "7b": 80, "32b": 141}[name] * 2**30
+
+
+def test_a_layout_that_does_not_fit_is_refused(workshop: Workshop) -> None:
+    settings: dict[str, Any] = {"runtime": "distributed", "workers": 4}
+    with pytest.raises(UserError, match="make 3 devices and there are 4"):
+        dry_run(workshop.config(trainer={"layout": {"data": 3}}, **settings))
+    with pytest.raises(UserError, match="2 key/value heads"):
+        dry_run(workshop.config(trainer={"layout": {"tensor": 4}}, **settings))
+
+
+def files_in(folder: Path) -> set[Path]:
+    """All files, without what Python keeps of the modules that it has read."""
+    return {path for path in folder.rglob("*") if path.is_file() and path.parent.name != "__pycache__"}

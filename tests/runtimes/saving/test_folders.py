@@ -1,0 +1,82 @@
+"""Run folders: never two runs in one, and a name that no run has begun under stays free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from braidrl.config import Config, parse_config
+from braidrl.errors import UserError
+from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.run import train
+from braidrl.runtimes.saving.folders import absolute, latest_checkpoint, new_run_folder, run_config, whole_folder
+from tests.tiny import ROOT, Workshop
+
+
+def config(folder: Path, flow: str = "grpo", name: str | None = None) -> Config:
+    return Config(flow=flow, model=Path("model"), output=folder, name=name)
+
+
+def test_runs_of_one_second_get_folders_of_their_own_named_by_their_flow(tmp_path: Path) -> None:
+    folders = [new_run_folder(config(tmp_path, flow)) for flow in ("grpo", "grpo", "own/median.py:median")]
+    assert len(set(folders)) == 3 and [folder.name.split("-")[0] for folder in folders] == ["grpo", "grpo", "median"]
+    assert run_config(folders[0]) == config(tmp_path).model_copy(update={"model": Path("model").absolute()})
+
+
+def test_a_name_is_taken_once_a_run_has_begun(tmp_path: Path) -> None:
+    folder = new_run_folder(config(tmp_path, name="mine"))
+    assert new_run_folder(config(tmp_path, flow="dapo", name="mine")) == folder
+    assert run_config(folder).flow == "dapo"
+    (folder / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match="mine exists; resume it with `--resume"):
+        new_run_folder(config(tmp_path, name="mine"))
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file exists"):
+        new_run_folder(config(tmp_path, name="file"))
+
+
+def test_a_run_begun_with_relative_paths_goes_on_from_any_folder(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, source in (("model", workshop.model), ("train.jsonl", workshop.data)):
+        (workshop.folder / name).symlink_to(source)
+    (workshop.folder / "flow.yaml").write_text((ROOT / "tests" / "runtimes" / "diamond.yaml").read_text())
+    tree = workshop.tree(
+        model="model", output="runs", flow="flow.yaml", data={"train": "train.jsonl", "eval": {"sums": "train.jsonl"}},
+        reward={"verify": "verifiers.py:starts_even"}, roles={"reference": {"model": "model"}}, trainer={"steps": 1},
+    )  # fmt: skip
+    monkeypatch.chdir(workshop.folder)
+    run = train(parse_config(tree)).absolute()
+    elsewhere = workshop.folder / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    kept = run_config(run)
+    further = kept.model_copy(update={"trainer": kept.trainer.model_copy(update={"steps": 2})})
+    assert train(further, resume=run) == run
+    assert [line["step"] for line in read_metrics(run)] == [1, 2] and not list(elsewhere.iterdir())
+
+
+def test_only_names_of_files_that_are_there_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").touch()
+    names = ["own.py:play", "agent:own.py:play", "package.module:play", "none.py:play", "gsm8k", "flow.yaml"]
+    made = absolute({"names": names, "path": Path("own.py"), "home": Path("~/x")})
+    assert made["names"] == [f"{tmp_path}/own.py:play", f"agent:{tmp_path}/own.py:play", *names[2:]]
+    assert made["path"] == tmp_path / "own.py" and made["home"] == Path.home() / "x"
+
+
+def fail_half_way(path: Path) -> None:
+    with whole_folder(path) as partial:
+        (partial / "weights").write_text("half")
+        raise RuntimeError("out of paper")
+
+
+def test_a_folder_that_is_not_finished_does_not_appear(tmp_path: Path) -> None:
+    with whole_folder(tmp_path / "whole") as partial:
+        (partial / "weights").write_text("all")
+        assert not (tmp_path / "whole").exists()
+    with pytest.raises(RuntimeError, match="out of paper"):
+        fail_half_way(tmp_path / "whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+    assert (tmp_path / "whole" / "weights").read_text() == "all" and latest_checkpoint(tmp_path) is None

@@ -1,0 +1,129 @@
+"""Streaming workers on a Ray cluster of two nodes. Both are this machine, but told apart by name, so that rows travel between them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from braidrl.observe.metrics import read_metrics
+from braidrl.transfer.queue.segments import PREFIX, remove_abandoned, shared_folder
+from tests.runtimes.streaming.test_program import assert_same, faulty, sections_of, without_owner
+from tests.tiny import ROOT, Workshop, braid, recorded, sums, wait_for_steps, write_jsonl, write_model
+
+BETWEEN = "transfer/bytes_between_nodes"
+ENDED_S = 30.0
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster()
+for _ in range(2):
+    cluster.add_node(num_cpus=2, object_store_memory=80 << 20, include_dashboard=False)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    folder = tmp_path_factory.mktemp("streaming-on-ray")
+    return Workshop(folder, write_model(folder / "model", "qwen2"), write_jsonl(folder / "train.jsonl", sums(24)))
+
+
+class TwoNodes:
+    """A cluster whose nodes have room for two workers each; in a process of its own, as this one may have a cluster already."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        # Ray speaks too; the address is the last word.
+        self.address = next(line.strip() for line in self.process.stdout if line.count(":") == 1 and line[0].isdigit())
+
+    def run(self, **sections: Any) -> dict[str, Any]:
+        return {"runtime": "streaming", "cluster": {"launcher": "ray", "address": self.address}, **sections}
+
+    def actors(self) -> list[int]:
+        """Processes that a run has on the nodes."""
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if {"ray::WorkerActor", "ray::Node"} & set(" ".join(process.cmdline()).replace(".", " ").split()):
+                    found.append(process.pid)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def close(self) -> None:
+        self.process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[TwoNodes]:
+    nodes = TwoNodes()
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(cluster: TwoNodes) -> Iterator[None]:
+    """Fails a test after which an actor or memory is left on a node; the ports that actors listen on are theirs."""
+    remove_abandoned(shared_folder())
+    before = without_owner()
+    yield
+    deadline = time.monotonic() + ENDED_S
+    while cluster.actors():
+        assert time.monotonic() < deadline, f"processes {cluster.actors()} are still there"
+        time.sleep(0.1)
+    assert remove_abandoned(shared_folder()) == []
+    assert without_owner() <= before
+
+
+def test_on_two_nodes_with_a_worker_killed_amid_a_batch_the_result_is_eagers(
+    workshop: Workshop, cluster: TwoNodes
+) -> None:
+    sections = sections_of("grpo", 3)
+    path = workshop.config_file("ours", **cluster.run(**sections))
+    command = [sys.executable, "-m", "tests.runtimes.on_ray", str(path), "actor.generate"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["starts"] == {"actor.generate": 1, "compute": 0, "reference": 0, "actor": 0}
+    assert len(told["runs"]) == 2
+    assert not [path for run in told["runs"] for path in shared_folder().glob(f"{PREFIX}{run}*")]
+    ours = workshop.folder / "ours"
+    assert_same(workshop.run("eager", **sections), ours)
+    lines = read_metrics(ours)
+    assert all(line[BETWEEN] > 0 for line in lines)
+    uids = [uid for step in range(1, 4) for uid in recorded(ours, step).uids()]
+    assert len(uids) == len(set(uids)) == 3 * 16
+
+
+def test_an_exception_on_a_node_ends_the_run_with_its_traceback(workshop: Workshop, cluster: TwoNodes) -> None:
+    process = braid("train", workshop.config_file("faulty", **cluster.run(**faulty(workshop))))
+    _, errors = process.communicate(timeout=280)
+    assert process.returncode == 1, errors
+    assert errors.count("Traceback") == 1, "the worker's own, and not that of the main program too"
+    for part in ("braid: compute-0 failed", "the shape of water", "stage faulty", "rows (0, "):
+        assert part in errors
+
+
+@pytest.mark.soak
+def test_ctrl_c_saves_and_leaves_nothing_on_any_node(workshop: Workshop, cluster: TwoNodes) -> None:
+    process = braid("train", workshop.config_file("interrupted", **cluster.run(**sections_of("grpo", 1000))))
+    wait_for_steps(workshop.folder / "interrupted", 2, process, 250)
+    assert len(cluster.actors()) == 5, "four workers, and the server of the node beside the main program's"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    steps = len(read_metrics(workshop.folder / "interrupted"))
+    assert (workshop.folder / "interrupted" / "checkpoints" / "latest").read_text() == f"step-{steps}\n"

@@ -1,0 +1,417 @@
+"""The streaming runtime with real processes: the same result as eager, whatever the workers, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from braidrl.algorithms.shaping import next_kl_coefficient
+from braidrl.cluster.workers import WorkerFailed
+from braidrl.errors import UserError
+from braidrl.observe.metrics import read_metrics
+from braidrl.observe.trace import read_trace
+from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.saving.folders import run_config
+from braidrl.runtimes.streaming.program import StreamingProgram
+from braidrl.transfer.queue.segments import PREFIX, remove_abandoned, shared_folder
+from tests.leftovers import family, listening
+from tests.runtimes.turns import PLAYED
+from tests.tiny import (
+    Workshop,
+    braid,
+    metrics_without_times,
+    recorded,
+    sums,
+    wait_for_steps,
+    weights_of,
+    write_jsonl,
+    write_model,
+)
+
+DIAMOND = str(Path(__file__).parents[1] / "diamond.yaml")
+TWO_EACH = {"actor.generate": 2, "compute": 2, "actor": 2}
+FLOWS: dict[str, dict[str, Any]] = {
+    "grpo": {"algorithm": {"kl_coef": 0.1}, "trainer": {"rows_per_update": 8, "epochs": 2}},
+    "dapo": {"flow": "dapo", "algorithm": {"overlong_cache": 4}, "trainer": {"rows_per_update": 8}},
+    "over-sampled": {
+        "flow": "dapo",
+        "algorithm": {"overlong_cache": 4},
+        "trainer": {"rows_per_update": 8, "over_sampling": 3.0},
+    },
+    "prompt-mean": {"flow": "dapo", "algorithm": {"aggregate": "prompt-mean"}, "trainer": {"rows_per_update": 4}},
+    "diamond": {"flow": DIAMOND, "trainer": {"rows_per_update": 8}},
+    "ppo": {
+        "flow": "ppo",
+        "algorithm": {"reward": "verify", "kl_target": 1.0},
+        "trainer": {"rows_per_update": 8},
+    },
+    "played": {
+        "rollout": {"max_response_tokens": 4, "environment": {"name": PLAYED, "params": {"fails": 2}}},
+        "trainer": {"rows_per_update": 8},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    folder = tmp_path_factory.mktemp("streaming")
+    model = write_model(folder / "model", "qwen2")
+    return Workshop(folder, model, write_jsonl(folder / "train.jsonl", sums(24)))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Fails a test after which a port or memory is left of a run that has ended; other runs on this machine are let be."""
+    remove_abandoned(shared_folder())
+    before, ports = without_owner(), listening(family())
+    yield
+    assert listening(family()) <= ports
+    assert not [path for path in Path("/proc/self/fd").iterdir() if PREFIX in os.path.realpath(path)]
+    assert remove_abandoned(shared_folder()) == []
+    assert without_owner() <= before
+
+
+def without_owner() -> set[str]:
+    names = {path.name for path in shared_folder().glob(f"{PREFIX}*")}
+    return {name for name in names if f"{PREFIX}{name.split('-')[1].removesuffix('.owner')}.owner" not in names}
+
+
+def sections_of(flow: str, steps: int = 5, **more: Any) -> dict[str, Any]:
+    known = FLOWS[flow]
+    trainer = {"steps": steps, "max_tokens_per_device": 64, **known.get("trainer", {}), **more.pop("trainer", {})}
+    return {**known, "dtype": "float64", "trainer": trainer, **more}
+
+
+def stream(workshop: Workshop, name: str, flow: str, streaming: dict[str, Any] | None = None, **more: Any) -> Path:
+    return workshop.run(name, runtime="streaming", streaming=streaming or {}, **sections_of(flow, **more))
+
+
+def assert_same(eager: Path, other: Path, metrics: bool = True) -> None:
+    """Tokens identical; advantages, every metric (gradient norms among them) and weights to 1e-7."""
+    lines = metrics_without_times(eager), metrics_without_times(other)
+    assert len(lines[0]) == len(lines[1])
+    for ours, theirs in zip(*lines, strict=True) if metrics else ():
+        names = [n for n in ours if ours[n] is not None]
+        assert {n: theirs[n] for n in names} == pytest.approx({n: ours[n] for n in names}, abs=1e-7)
+        assert {n: theirs.get(n) for n in ours if "dropped" in n} == {n: ours[n] for n in ours if "dropped" in n}
+    for step in [line["step"] for line in lines[0] if line["step"]]:
+        ours, theirs = recorded(eager, step), recorded(other, step)
+        assert ours.uids() == theirs.uids()
+        assert torch.equal(ours["tokens"].values, theirs["tokens"].values)
+        for name in ("advantage", "reward"):
+            if name in ours:
+                assert torch.allclose(ours[name].double(), theirs[name].double(), rtol=0, atol=1e-7)
+        for name in ("rollout_log_probs", "advantages"):
+            if name in ours:
+                assert torch.allclose(ours[name].values, theirs[name].values, rtol=0, atol=1e-7)
+    ours, theirs = weights_of(eager), weights_of(other)
+    for name, tensor in ours.items():
+        assert torch.allclose(tensor, theirs[name], rtol=0, atol=1e-7), name
+
+
+@pytest.fixture(scope="module")
+def eager(workshop: Workshop) -> Callable[..., Path]:
+    """The same run in one process, made once."""
+    made: dict[str, Path] = {}
+
+    def run(flow: str, steps: int = 5) -> Path:
+        name = f"eager-{flow}-{steps}"
+        if name not in made:
+            made[name] = workshop.run(name, **sections_of(flow, steps))
+        return made[name]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("flow", "streaming"),
+    [
+        ("grpo", {"weights": "delayed"}),
+        ("dapo", {"workers": TWO_EACH, "dispatch_rows": 3}),
+        ("over-sampled", {"workers": {"actor.generate": 2}, "dispatch_rows": 4}),
+        ("prompt-mean", {"workers": {"actor": 2}}),
+        ("diamond", {"dispatch_rows": 1}),
+        ("ppo", {"workers": {"critic": 2}}),
+        ("played", {"workers": {"actor.generate": 2}, "dispatch_rows": 3}),
+    ],
+)
+def test_without_staleness_streaming_gives_what_eager_gives(
+    workshop: Workshop, eager: Callable[..., Path], flow: str, streaming: dict[str, Any]
+) -> None:
+    assert_same(eager(flow), stream(workshop, f"streaming-{flow}", flow, streaming))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("weights", ["end", "delayed"])
+@pytest.mark.parametrize("dispatch_rows", [1, 5, 64])
+@pytest.mark.parametrize("workers", [{}, TWO_EACH, {"actor.generate": 3, "compute": 1, "actor": 4}])
+@pytest.mark.parametrize("flow", list(FLOWS))
+def test_the_same_result_under_every_setting_that_must_not_matter(
+    workshop: Workshop, eager: Callable[..., Path], flow: str, workers: dict[str, int], dispatch_rows: int, weights: str
+) -> None:
+    name = f"soak-{flow}-{len(workers)}-{workers.get('actor', 1)}-{dispatch_rows}-{weights}"
+    settings = {"workers": workers, "dispatch_rows": dispatch_rows, "weights": weights}
+    assert_same(eager(flow), stream(workshop, name, flow, settings))
+
+
+def test_text_of_a_second_source_is_streamed_with_its_rows(workshop: Workshop) -> None:
+    texts = write_jsonl(workshop.folder / "texts.jsonl", [{"prompt": f"{i}+{i}={2 * i}"} for i in range(5)])
+    sections = {
+        "flow": "ppo_ptx", "algorithm": {"reward": "verify", "ptx_coef": 0.5}, "data": {"ptx": str(texts)},
+        "dtype": "float64", "trainer": {"steps": 2, "rows_per_update": 8},
+    }  # fmt: skip
+    streamed = workshop.run("ptx-streaming", runtime="streaming", streaming={"dispatch_rows": 5}, **sections)
+    assert_same(workshop.run("ptx-eager", **sections), streamed)
+
+
+def test_dynamic_sampling_has_refilled_in_these_runs(eager: Callable[..., Path]) -> None:
+    dropped = [n for line in read_metrics(eager("dapo")) for n in line if n.startswith("groups/dropped/all")]
+    assert dropped
+
+
+@pytest.mark.parametrize("weights", ["end", "delayed"])
+def test_with_staleness_one_no_row_is_older_and_each_is_trained_once(workshop: Workshop, weights: str) -> None:
+    run = stream(
+        workshop, f"stale-{weights}", "dapo", {"weights": weights, "workers": {"actor.generate": 2}},
+        trainer={"max_staleness": 1, "rows_per_update": 8},
+    )  # fmt: skip
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert max(line["staleness/max"] for line in lines) == 1
+    uids = [uid for step in range(1, 6) for uid in recorded(run, step).uids()]
+    assert len(uids) == len(set(uids)) == 5 * 16
+    for step in range(1, 6):
+        assert int(recorded(run, step)["version"].min()) >= step - 2
+
+
+def test_a_stages_state_follows_each_batch_in_turn_also_with_staleness(workshop: Workshop) -> None:
+    run = stream(workshop, "stale-state", "ppo", {"dispatch_rows": 4}, trainer={"max_staleness": 1})
+    coefficients = [line["shape.adaptive_kl_penalty/coef"] for line in read_metrics(run)]
+    expected = [0.05]
+    for step in range(1, 5):
+        rows = recorded(run, step)
+        kl = float((rows["old_log_probs"].values - rows["ref_log_probs"].values).double().sum()) / len(rows)
+        expected.append(next_kl_coefficient({"coef": expected[-1]}, {"kl": kl, "rows": 1.0}, target=1.0)["coef"])
+    assert coefficients == pytest.approx(expected, rel=1e-6)
+    assert len(set(coefficients)) == 5
+
+
+def test_surplus_that_is_kept_is_trained_in_the_next_iteration(workshop: Workshop) -> None:
+    run = stream(
+        workshop,
+        "surplus",
+        "dapo",
+        trainer={"max_staleness": 1, "surplus": "keep", "prompts_per_step": 2, "rows_per_update": 8},
+    )
+    uids = [uid for step in range(1, 6) for uid in recorded(run, step).uids()]
+    assert len(uids) == len(set(uids)) == 5 * 8
+
+
+def in_process(workshop: Workshop, name: str, **sections: Any) -> TrainingRun:
+    return TrainingRun(workshop.config(name, runtime="streaming", **sections))
+
+
+def kill_when_it_holds_rows(
+    program: StreamingProgram, group: str, killed: list[int], sent: int = signal.SIGKILL
+) -> None:
+    """Kills a worker at a moment when it has rows that it has not given back."""
+    while not killed:
+        with program.control.changed:
+            for member in program.processes.members:
+                held = program.stream.schedule.leases.held.values()
+                if member.group.name == group and any(lease.holder == member.holder for lease in held):
+                    pid = member.process.pid
+                    os.kill(pid, sent)
+                    killed.append(pid)
+                    break
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("group", ["actor.generate", "compute", "reference"])
+def test_a_worker_killed_amid_a_batch_costs_no_row_and_no_step(
+    workshop: Workshop, eager: Callable[..., Path], group: str
+) -> None:
+    killed: list[int] = []
+    with in_process(workshop, f"killed-{group}", **sections_of("grpo")) as run:
+        assert isinstance(run.backend, StreamingProgram)
+        killer = threading.Timer(0.0, kill_when_it_holds_rows, (run.backend, group, killed))
+        killer.start()
+        run.train()
+        killer.join()
+        assert [m.starts for m in run.backend.processes.members if m.group.name == group] == [1]
+    assert len(killed) == 1
+    assert_same(eager("grpo"), run.folder)
+
+
+def test_a_worker_that_hangs_is_replaced(workshop: Workshop, eager: Callable[..., Path]) -> None:
+    stopped: list[int] = []
+    with in_process(workshop, "hung", streaming={"lease_s": 2.0, "wait_s": 0.5}, **sections_of("grpo")) as run:
+        assert isinstance(run.backend, StreamingProgram)
+        killer = threading.Timer(0.0, kill_when_it_holds_rows, (run.backend, "compute", stopped, signal.SIGSTOP))
+        killer.start()
+        run.train()
+        killer.join()
+        assert [m.starts for m in run.backend.processes.members if m.group.name == "compute"] == [1]
+    assert_same(eager("grpo"), run.folder)
+
+
+def test_the_death_of_a_trainer_ends_the_run_and_says_so(workshop: Workshop) -> None:
+    killed: list[int] = []
+    with in_process(workshop, "killed-trainer", **sections_of("grpo")) as run:
+        assert isinstance(run.backend, StreamingProgram)
+        killer = threading.Timer(0.0, kill_when_it_holds_rows, (run.backend, "actor", killed))
+        killer.start()
+        with pytest.raises(WorkerFailed, match=r"actor 0, which holds .* is gone \(killed by signal 9\)"):
+            run.train()
+        killer.join()
+
+
+def faulty(workshop: Workshop) -> dict[str, Any]:
+    """A flow with a stage that raises."""
+    (workshop.folder / "faulty.py").write_text(
+        "from braidrl.algorithms.registry import shapes\n\n\n"
+        "@shapes.register(writes=['reward'])\n"
+        "def faulty(reward, *, factor=1.0):\n    raise RuntimeError('the shape of water')\n"
+    )
+    (workshop.folder / "faulty-flow.yaml").write_text(
+        "flow: faulty\nstages:\n- {type: generate, role: actor}\n- {type: verify, role: reward}\n"
+        "- {type: 'faulty.py:faulty'}\n- {type: advantage.group_normalized}\n"
+        "- {type: update, role: actor, params: {loss: {name: clip}}}\n"
+    )
+    return {"flow": str(workshop.folder / "faulty-flow.yaml"), "dtype": "float64"}
+
+
+def test_an_exception_in_a_worker_ends_the_run_with_its_traceback(workshop: Workshop) -> None:
+    with in_process(workshop, "faulty", **faulty(workshop)) as run, pytest.raises(WorkerFailed) as caught:
+        run.train()
+    for part in ("compute-0", "the shape of water", "stage faulty", "rows (0, "):
+        assert part in str(caught.value)
+    assert isinstance(run.backend, StreamingProgram) and run.backend.processes.members == []
+
+
+def test_an_epoch_that_brings_nothing_is_the_same_error_as_in_one_process(workshop: Workshop) -> None:
+    verify = {"verify": [{"name": f"{workshop.folder}/verifiers.py:always_wrong"}]}
+    with (
+        in_process(workshop, "barren", **sections_of("dapo"), reward=verify) as run,
+        pytest.raises(UserError, match="selection dropped every one of 24 groups in a row"),
+    ):
+        run.train()
+
+
+@pytest.mark.parametrize("second", ["streaming", "eager"])
+def test_a_run_resumes_where_it_stopped_also_in_one_process(
+    workshop: Workshop, eager: Callable[..., Path], second: str
+) -> None:
+    first = stream(workshop, f"resumed-{second}", "ppo", steps=2)
+    config = run_config(first)
+    trainer = config.trainer.model_copy(update={"steps": 5})
+    with TrainingRun(config.model_copy(update={"trainer": trainer, "runtime": second}), resume=first) as run:
+        run.train()
+    assert_same(eager("ppo"), first)
+
+
+def test_a_run_begun_in_one_process_goes_on_as_a_stream(workshop: Workshop, eager: Callable[..., Path]) -> None:
+    first = workshop.run("begun-eager", **sections_of("dapo", 2))
+    config = run_config(first)
+    trainer = config.trainer.model_copy(update={"steps": 5})
+    with TrainingRun(config.model_copy(update={"trainer": trainer, "runtime": "streaming"}), resume=first) as run:
+        run.train()
+    assert_same(eager("dapo"), first)
+
+
+def test_a_stale_run_with_surplus_resumes_with_every_row_still_trained_once(workshop: Workshop) -> None:
+    stale = {"max_staleness": 1, "surplus": "keep", "prompts_per_step": 2, "rows_per_update": 8}
+    first = stream(workshop, "resumed-stale", "dapo", steps=3, trainer=stale)
+    config = run_config(first)
+    trainer = config.trainer.model_copy(update={"steps": 6})
+    with TrainingRun(config.model_copy(update={"trainer": trainer}), resume=first) as run:
+        run.train()
+    uids = [uid for step in range(1, 7) for uid in recorded(first, step).uids()]
+    assert len(uids) == len(set(uids)) == 6 * 8
+    assert max(line["staleness/max"] for line in read_metrics(first)) <= 1
+
+
+def test_evaluation_is_the_same_as_in_one_process(workshop: Workshop) -> None:
+    held_out = write_jsonl(workshop.folder / "held_out.jsonl", sums(5, seed=1))
+    sections = {
+        **sections_of("grpo", 3), "data": {"eval": {"held_out": str(held_out)}},
+        "evaluation": {"every": 2, "samples": 2, "before_first_step": True},
+    }  # fmt: skip
+    ours = workshop.run("evaluated-eager", **sections)
+    theirs = workshop.run("evaluated-streaming", runtime="streaming", **sections)
+    assert_same(ours, theirs, metrics=False)
+    for line, other in zip(metrics_without_times(ours), metrics_without_times(theirs), strict=True):
+        assert {n: other[n] for n in line if n.startswith("eval/")} == {
+            n: v for n, v in line.items() if n.startswith("eval/")
+        }
+
+
+def wait_until_gone(pids: list[int], limit_s: float = 15.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"processes {alive} are still there"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_run_that_is_interrupted_or_killed_leaves_no_process_no_memory_and_no_port(
+    workshop: Workshop, sent: signal.Signals, status: int
+) -> None:
+    name = f"ended-by-{sent.name}"
+    path = workshop.config_file(name, runtime="streaming", **sections_of("grpo", 1000))
+    process = braid("train", path)
+    wait_for_steps(workshop.folder / name, 2, process)
+    workers = family(process.pid)[1:]
+    ports = listening([process.pid, *workers])
+    assert len(workers) >= 4 and ports
+    process.send_signal(sent)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == status, errors
+    wait_until_gone(workers)
+    assert not ports & listening()
+    if sent is signal.SIGINT:
+        steps = len(read_metrics(workshop.folder / name))
+        assert (workshop.folder / name / "checkpoints" / "latest").read_text() == f"step-{steps}\n"
+
+
+def test_every_worker_leaves_a_trace_of_what_it_did(workshop: Workshop) -> None:
+    run = stream(workshop, "traced", "grpo", {"workers": {"actor.generate": 2}, "dispatch_rows": 4}, steps=3)
+    spans = read_trace(run)
+    busy = [span for span in spans if span.state == "busy"]
+    assert {span.worker for span in busy} >= {"actor.generate-0", "compute-0", "reference-0", "actor-0"}
+    for stage in ("actor.generate", "reward.verify", "reference.log_probs"):
+        assert sum(span.rows for span in busy if span.stage == stage) == 3 * 16
+    assert sum(span.rows for span in busy if span.stage == "actor.update") == 3 * 16 * 2
+    assert any(span.state == "waiting" for span in spans)
+    assert {span.version for span in busy if span.stage == "actor.generate"} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"flow": "sft", "rollout": {"samples_per_prompt": 1}}, "flow sft generates none"),
+        ({"streaming": {"workers": {"actr": 2}}}, "no worker group 'actr'"),
+        ({"trainer": {"surplus": "keep"}}, "trainer.max_staleness=0 forbids"),
+        ({"cluster": {"launcher": "torchrun"}}, "write cluster.launcher=local or cluster.launcher=ray"),
+    ],
+)
+def test_what_cannot_stream_is_refused_before_anything_starts(
+    workshop: Workshop, sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        TrainingRun(workshop.config("refused", **{"runtime": "streaming", **sections}))
+    assert "\n" not in str(caught.value)
+    assert not (workshop.folder / "refused").exists()
+
+
+def test_recording_and_replaying_are_refused(workshop: Workshop) -> None:
+    with pytest.raises(UserError, match="write runtime=eager"):
+        TrainingRun(workshop.config("refused", runtime="streaming"), rollout_only=True)
