@@ -134,9 +134,19 @@ def activations(shape: Shape, tokens: int, checkpointing: bool, layout: Parallel
 class Choices:
     """The choices of a problem's roles and sets, each computed once. `layouts_tried` counts them."""
 
-    def __init__(self, problem: Problem, laid_out: bool = True) -> None:
-        """Without `laid_out` every device has a copy of the model: eager and streaming."""
-        self.problem, self.laid_out = problem, laid_out
+    def __init__(
+        self,
+        problem: Problem,
+        laid_out: bool = True,
+        allowed: Callable[[Choice], bool] | None = None,
+        part: Part = "all",
+    ) -> None:
+        """Without `laid_out` every device has a copy of the model: eager and streaming.
+
+        Args:
+            allowed: which choices may be taken, where a named placement has not all of them. part: what sets consist of.
+        """
+        self.problem, self.laid_out, self.allowed, self.part = problem, laid_out, allowed, part
         self.layouts_tried = 0
         self._roles: dict[tuple[str, str, int, str], list[Choice]] = {}
         self._sets: dict[tuple[tuple[str, ...], str, int], SetChoice | None] = {}
@@ -149,8 +159,9 @@ class Choices:
         """
         key = (role, group.kind, devices, part)
         if key not in self._roles:
-            every = self.every_choice(self.problem.models[role], group, devices, part, best)
-            self._roles[key] = best(every)
+            keep = list if self.allowed else best
+            every = self.every_choice(self.problem.models[role], group, devices, part, keep)
+            self._roles[key] = best(filter(self.allowed, every) if self.allowed else every)
         return self._roles[key]
 
     def every_choice(
@@ -167,7 +178,9 @@ class Choices:
             keep: what may be left out of the choices of one layout. Which micro-batch is best does not depend on the engine.
         """
         if part == "generate":
-            yield from self._fitting(model, group, self._engines_alone(model, devices), devices, part)
+            yield from self._fitting(
+                model, group, self._engines_alone(model, group, devices), devices, part, apart=True
+            )
             return
         found = (
             list(layouts(model.shape, devices, group, model.trained, self.problem.config.max_sequence_tokens))
@@ -182,23 +195,22 @@ class Choices:
                 continue
             engines = [
                 replace(problem_use, engine=engine)
-                for engine in self._engines(model, group, devices, not layout.copies)
+                for engine in self.engines(model, group, devices, not layout.copies)
                 for problem_use in (self.problem.use(model.role, layout, 1),)
             ]
             decoders = keep(self._fitting(model, group, engines, devices, "generate"))
             yield from (self._joined(one, other) for one in models for other in decoders)
 
     def _fitting(
-        self, model: Model, group: Group, uses: Iterable[Deployment], devices: int, part: Part
+        self, model: Model, group: Group, uses: Iterable[Deployment], devices: int, part: Part, apart: bool = False
     ) -> Iterator[Choice]:
         """The choices that fit their devices alone, with the seconds of the stages of this part."""
         room = self.problem.kind(group).memory * USABLE
-        apart = part == "generate" and not self.laid_out
         stages = [stage for stage in model.stages if (stage.kind is Kind.GENERATE) == (part == "generate")]
         for use in uses:
             self.layouts_tried += 1
             resident, working = role_memory(use, activations)
-            if part == "generate" and not apart:
+            if part == "generate" and (self.laid_out or not apart):
                 # The trainer's part of it is counted with the trainer.
                 resident, working = {name: size for name, size in resident.items() if name in (ENGINE, CACHE)}, {}
             if largest_stage(model.role, resident) + sum(working.values()) > room:
@@ -220,16 +232,17 @@ class Choices:
         for tokens, again, inference in itertools.product(self._tokens(), checkpointing, copies):
             yield replace(self.problem.use(model.role, layout, tokens, again), inference=inference)
 
-    def _engines_alone(self, model: Model, devices: int) -> Iterator[Deployment]:
-        """Engines on devices of their own, each with a copy of the weights."""
-        layout = ParallelLayout(data=devices)
-        tokens = self.problem.config.trainer.max_tokens_per_device
-        for slots in self._slots(devices):
-            use = replace(self.problem.use(model.role, layout, tokens), shape=model.plain, trained=False)
-            engine = self.problem.engine(model, slots, 1, own_weights=False)
-            yield replace(use, engine=replace(engine, shape=replace(model.plain, dtype=engine.shape.dtype)))
+    def _engines_alone(self, model: Model, group: Group, devices: int) -> Iterator[Deployment]:
+        """Engines on devices of their own, with weights of their own."""
+        use = self.problem.use(
+            model.role, ParallelLayout(data=devices), self.problem.config.trainer.max_tokens_per_device
+        )
+        use = replace(use, shape=model.plain, trained=False)
+        for engine in self.engines(model, group, devices, own_weights=self.laid_out):
+            whole = replace(engine, shape=replace(model.plain, dtype=engine.shape.dtype))
+            yield replace(use, engine=whole)
 
-    def _engines(self, model: Model, group: Group, devices: int, own_weights: bool) -> Iterator[EngineUse]:
+    def engines(self, model: Model, group: Group, devices: int, own_weights: bool) -> Iterator[EngineUse]:
         for divisor in self._engine_ranks(model, group, devices):
             for slots in self._slots(devices // divisor):
                 yield self.problem.engine(model, slots, divisor, own_weights)
@@ -273,7 +286,7 @@ class Choices:
         return self._sets[key]
 
     def _soonest(self, roles: tuple[str, ...], group: Group, devices: int) -> SetChoice | None:
-        options = [self.of_role(role, group, devices) for role in roles]
+        options = [self.of_role(role, group, devices, self.part) for role in roles]
         quickest: SetChoice | None = None
         for busy, picked in in_order(options):
             if quickest is not None and busy >= quickest.busy:

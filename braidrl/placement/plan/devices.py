@@ -74,7 +74,7 @@ class Group(Section):
 class ClusterFile(Section):
     """What a YAML file of devices holds."""
 
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, Kind] = Field(default_factory=dict)
     """Kinds beside those that are known, or in their place."""
     groups: list[Group] = Field(min_length=1)
     """The cluster."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from braidrl.config import Config
 from braidrl.errors import UserError
@@ -162,8 +163,7 @@ class Problem:
             return Cost(overhead=self.seconds[stage.name])
         model, nodes = self.models[str(stage.role)], Nodes(group.devices)
         if stage.kind is Kind.GENERATE:
-            prefill, decode = self.generation(use, devices, nodes)
-            cost = self.price(model, prefill, group).plus(self.price(model, decode, group))
+            cost = self.generation_cost(model, use, group, devices)
             return cost.plus(Cost(weights=self.publication_seconds(model, use, group, apart)))
         lengths = self.rows_of(stage)
         if stage.kind is Kind.INFER:
@@ -190,6 +190,19 @@ class Problem:
             trainer.epochs,
         )
         return self.price(model, work, group)
+
+    def generation_cost(self, model: Model, use: Deployment, group: Group, devices: int) -> Cost:
+        """Return the seconds of prompts and decoding, each computed once: many layouts to train in share an engine's."""
+        assert use.engine is not None
+        key = (model.role, group.kind, devices, use.engine.divisor, use.engine.slots, use.engine.shape.dtype)
+        if key not in self._generation:
+            prefill, decode = self.generation(use, devices, Nodes(group.devices))
+            self._generation[key] = self.price(model, prefill, group).plus(self.price(model, decode, group))
+        return self._generation[key]
+
+    @cached_property
+    def _generation(self) -> dict[Any, Cost]:
+        return {}
 
     def generation(self, use: Deployment, devices: int, nodes: Nodes) -> tuple[Work, Work]:
         """Return the work of one rank in generation: prompts, and decoding."""

@@ -120,9 +120,9 @@ class Rates(Section):
     """Seconds to begin one collective."""
     behind: float = Field(1.0, ge=0, le=1)
     """Share of computing that communication can hide behind; 0 where the same cores do both."""
-    runtimes: dict[str, RuntimeRates] = {}
+    runtimes: dict[str, RuntimeRates] = Field(default_factory=dict)
     """What each runtime adds."""
-    stages: dict[str, float] = {}
+    stages: dict[str, float] = Field(default_factory=dict)
     """Seconds per row of stages that use no model, by their type."""
 
     def of(self, phase: Phase) -> PhaseRates:

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from braidrl.errors import UserError
-from braidrl.flow import Kind, Stage
 from braidrl.placement.plan.choices import Choices, SetChoice
 from braidrl.placement.plan.devices import Group
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Cost
 from braidrl.placement.simulate_synchronous import call_times
 from braidrl.placement.simulator import Runtime
+from braidrl.placement.workload import Simulation
 
 FINEST = 32
 """Allocations are multiples of the devices divided by this, so that a search over a thousand devices ends in seconds."""
@@ -41,11 +42,13 @@ class Plan:
     starts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """When the calls of each stage begin and end."""
     staleness: int = 0
+    simulation: Simulation | None = None
+    """The run in virtual time that a streaming plan was timed by."""
 
     @cached_property
     def name(self) -> str:
         """Return the placement as people write it."""
-        return " ".join(f"[{' '.join(one.roles)}]x{one.devices}" for one in self.sets)
+        return " | ".join(f"{'+'.join(one.roles)} x{one.devices}" for one in self.sets)
 
     @property
     def devices(self) -> int:
@@ -88,10 +91,10 @@ def allocations(devices: int, sets: int, unit: int = 1) -> Iterator[tuple[int, .
 class Search:
     """A search over one problem; `considered` says what it looked at."""
 
-    def __init__(self, problem: Problem, keep: int = 8) -> None:
-        """`keep` is how many of the best plans, one for each partition, are looked for."""
+    def __init__(self, problem: Problem, keep: int = 8, until: float | None = None) -> None:
+        """`keep` is how many of the best plans, one for each partition, are looked for; `until` when to end, by the monotonic clock."""
         problem.check_stages()
-        self.problem, self.keep = problem, keep
+        self.problem, self.keep, self.until = problem, keep, until
         self.considered = Considered()
         self.choices = Choices(problem)
         self.edges = {
@@ -108,6 +111,8 @@ class Search:
         found: list[Plan] = []
         roles = tuple(self.problem.flow.roles)
         for partition in sorted(partitions(roles), key=len):
+            if found and self.until is not None and time.monotonic() > self.until:
+                break
             self.considered.partitions += 1
             plan = self.best_of(partition, found[self.keep - 1].seconds if len(found) >= self.keep else math.inf)
             if plan is not None:
@@ -169,12 +174,8 @@ class Search:
 
     def _pools(self, sets: Sequence[SetChoice]) -> dict[str, int]:
         """The set of each stage; what uses no model runs where the first set is."""
-        return {stage.name: self._set_of(stage, sets) for stage in self.problem.flow.stages}
-
-    def _set_of(self, stage: Stage, sets: Sequence[SetChoice]) -> int:
-        if stage.kind in (Kind.COMPUTE, Kind.SELECT) or stage.role is None:
-            return 0
-        return next((i for i, one in enumerate(sets) if stage.role in one.roles), 0)
+        found = {name: i for i, one in enumerate(sets) for name in one.costs}
+        return {stage.name: found.get(stage.name, 0) for stage in self.problem.flow.stages}
 
     def colocated(self, runtime: Runtime) -> list[Plan]:
         """Return the best plans in which all roles share all devices and take turns."""

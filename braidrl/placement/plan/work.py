@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -86,6 +86,7 @@ def share_of(lengths: Lengths, copies: int, updates: int = 1) -> Share:
     return Share(tokens, lengths.squares / len(lengths) * (tokens / mean), own)
 
 
+@cache
 def expected_longest(lengths: Lengths, among: int) -> float:
     """Return the typical length of the longest of so many rows."""
     return float(np.quantile(lengths.totals, 1 - 1 / (among + 1)))
