@@ -17,7 +17,9 @@ from braidrl.errors import UserError, suggest
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = (), **defaults: Any) -> Config:
-    """Reads YAML and checks every key; each override is a dotted `key=value` or a YAML file that lies over the first; `defaults` fill keys that nobody set.
+    """Reads YAML and checks every key; `defaults` fill keys that nobody set.
+
+    Each override is a dotted `key=value`, or a YAML file that lies over the first.
 
     Raises UserError with one line.
     """
