@@ -80,7 +80,8 @@ FITTED = [
 PREDICTED = [
     Case("eager-d", "d", 24), Case("eager-e", "e", 12), Case("eager-f", "f", 16), Case("eager-d-long", "d", 12, 96),
     Case("eager-e-ppo", "e", 10, flow="ppo"), Case("eager-a-rows", "a", 64), Case("eager-f-ppo", "f", 8, flow="ppo"),
-    Case("eager-b-ppo", "b", 6, flow="ppo"), Case("eager-f-long", "f", 6, 96), Case("eager-e-few", "e", 4), Case("eager-d-ppo", "d", 16, flow="ppo"),
+    Case("eager-b-ppo", "b", 6, flow="ppo"), Case("eager-f-long", "f", 6, 96), Case("eager-e-few", "e", 4),
+    Case("eager-d-ppo", "d", 16, flow="ppo"),
     Case("eager-b-rows", "b", 32), Case("eager-c-few", "c", 4),
     Case("distributed-d", "d", 32, settings=distributed(2)), Case("distributed-e", "e", 16, settings=distributed(2)),
     Case("distributed-d-ppo", "d", 16, flow="ppo", settings=distributed(2)),

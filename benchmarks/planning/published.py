@@ -10,6 +10,7 @@ Each writes benchmarks/results/plan_NAME.json.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -110,12 +111,13 @@ def allowed_by(run: dict[str, Any]) -> Callable[[Choice], bool]:
 
 
 def predict(run: dict[str, Any], folders: dict[str, Path]) -> tuple[float, dict[str, float]]:
-    """Return a published run's predicted seconds, and those of each stage."""
+    """Return a published run's predicted seconds, nan where it has no room, and those of each stage."""
     problem = problem_of(run, folders)
     group, roles, allowed = problem.cluster.groups[0], tuple(problem.flow.roles), allowed_by(run)
     if "apart" not in run:
         plan = fixed(Search(problem), (roles,), allowed)
-        assert plan is not None, run["name"]
+        if plan is None:
+            return math.nan, {}
         return plan.seconds, {name: round(float(cost.seconds), 1) for name, cost in plan.costs.items()}
     engines = Choices(problem, allowed=allowed, part="generate").of_set(("actor",), group, run["apart"])
     models = Choices(problem, allowed=allowed, part="model").of_set(roles, group, group.size - run["apart"])
@@ -178,16 +180,8 @@ def hybridflow() -> list[dict[str, Any]]:
             named = {which: value for which, value in seconds.items() if which != "best"}
             winner = min(named, key=lambda which: named[which]) if named else None
             found = plans["best"].name if plans["best"] else None
-            lines.append(
-                {
-                    "model": name,
-                    "devices": count,
-                    "seconds": seconds,
-                    "winner": winner,
-                    "paper": PAPER.get((name, count)),
-                    "best": found,
-                }
-            )
+            line = {"model": name, "devices": count, "seconds": seconds, "winner": winner, "best": found}
+            lines.append({**line, "paper": PAPER.get((name, count))})
             print(f"{name:5}{count:5}  {winner!s:12}{PAPER.get((name, count), '')!s:12}{seconds}  {found}", flush=True)
     return lines
 
@@ -203,18 +197,15 @@ def scale() -> list[dict[str, Any]]:
             line |= {"seconds": round(float(plan.seconds), 1), "placement": plan.name}
         except UserError as error:
             line["refused"] = str(error)
-        line |= {
-            "search_s": round(time.perf_counter() - began, 1),
-            "search_cpu_s": round(time.process_time() - cpu, 1),
-            **vars(search.considered),
-        }
+        spent = {"search_s": time.perf_counter() - began, "search_cpu_s": time.process_time() - cpu}
+        line |= {**{name: round(value, 1) for name, value in spent.items()}, **vars(search.considered)}
         lines.append(line)
         print(line, flush=True)
     return lines
 
 
 if __name__ == "__main__":
-    which = sys.argv[1] if len(sys.argv) > 1 else "published"
-    told = {"published": published, "hybridflow": hybridflow, "scale": scale}[which]()
-    result = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "lines": told}
-    (ROOT / "results" / f"plan_{which}.json").write_text(json.dumps(result, indent=1) + "\n")
+    tables = {"published": published, "hybridflow": hybridflow, "scale": scale}
+    for which in sys.argv[1:] or ["published"]:
+        result = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "lines": tables[which]()}
+        (ROOT / "results" / f"plan_{which}.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -18,7 +18,7 @@ from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Cost
 from braidrl.placement.plan.search import Plan, allocations, unit_of
 from braidrl.placement.simulator import simulate
-from braidrl.placement.workload import Simulation, Workload
+from braidrl.placement.workload import Workload
 
 ITERATIONS = 6
 SKIPPED = 2
@@ -100,16 +100,16 @@ class StreamingSearch:
             for stage in self.problem.flow.stages
         }
         devices = {name: one.devices for one in sets for name in one.costs}
-        result = self.simulate(sets, every, devices, staleness)
+        result = simulate("streaming", self.workload(sets, every, devices, staleness))
         self.simulated += 1
         seconds = result.seconds_per_iteration(SKIPPED) + self.problem.runtime_seconds("streaming")
         starts: dict[str, tuple[float, float]] = {}
         return Plan("streaming", tuple(sets), seconds, every, starts, staleness, result)
 
-    def simulate(
+    def workload(
         self, sets: Sequence[SetChoice], costs: Mapping[str, Cost], devices: Mapping[str, int], staleness: int
-    ) -> Simulation:
-        """Return the simulated run; of large batches each of its rows stands for several."""
+    ) -> Workload:
+        """Return what is simulated; of large batches each of its rows stands for several."""
         config = self.problem.config
         samples = config.rollout.samples_per_prompt
         prompts = max(1, min(config.trainer.prompts_per_step, MOST_ROWS // samples))

@@ -72,8 +72,13 @@ def brute_force(asked: Problem) -> float:
 
 
 # Memory: room for everything, for some at a time, and for hardly anything; models that layouts divide, and up to sixteen devices.
-@pytest.mark.parametrize("memory", [80 * GIB, 8 * MIB, 4 * MIB])
-@pytest.mark.parametrize(("nodes", "devices", "divided"), [(1, 4, 2), (2, 2, 1), (2, 8, 1)])
+@pytest.mark.parametrize(
+    ("nodes", "devices", "divided", "memory"),
+    [
+        (1, 4, 2, 8 * MIB), (2, 2, 1, 80 * GIB), (2, 2, 1, 8 * MIB), (2, 2, 1, 4 * MIB), (2, 2, 1, MIB),
+        (2, 8, 1, 80 * GIB), (2, 8, 1, 4 * MIB),
+    ],
+)  # fmt: skip
 def test_the_search_finds_what_brute_force_finds(
     tmp_path: Path, nodes: int, devices: int, divided: int, memory: int
 ) -> None:
@@ -85,6 +90,7 @@ def test_the_search_finds_what_brute_force_finds(
     except UserError:
         found = math.inf
     assert found == pytest.approx(brute_force(asked), rel=1e-12)
+    assert math.isinf(found) == (memory == MIB)
 
 
 def test_on_sixteen_devices_every_partition_and_allocation_is_considered_and_bounds_cut_none_that_wins(
@@ -132,7 +138,7 @@ def test_calls_are_laid_out_as_the_hybrid_runtime_lays_them_out(data: st.DataObj
 
 
 def test_models_that_fit_nowhere_are_refused_with_the_least_that_has_room(tmp_path: Path) -> None:
-    asked = problem(write_sizes(tmp_path / "m", 128, 2, 2), cluster(1, 1, 12 * MIB))
+    asked = problem(write_sizes(tmp_path / "m", 128, 2, 2), cluster(1, 1, 6 * MIB))
     with pytest.raises(
         UserError, match=r"fit on no allocation of 1x1xtest; the least that has room is --devices \d+x1xtest"
     ):
