@@ -133,7 +133,7 @@ def chosen(cases: Sequence[Case], eager: bool) -> list[Case]:
 def make(root: Path, eager: bool) -> None:
     """Train every case whose folder is not there yet, one after the other."""
     root.mkdir(parents=True, exist_ok=True)
-    write_jsonl(root / "sums.jsonl", sums(400))
+    write_jsonl(root / "sums.jsonl", sums(80))
     for shape in SHAPES:
         if not (root / f"model-{shape}").exists():
             write_model(root / f"model-{shape}", shape)

@@ -20,7 +20,7 @@ from braidrl.flow import Flow, Kind, Stage, actor, reward
 from braidrl.flow.readiness import Uid
 from braidrl.flow.sizes import Sizes
 from braidrl.flow.stage import Scope, Signature
-from braidrl.placement.simulate_streaming import Streaming, Worker
+from braidrl.placement.simulate_streaming import SimulatedWorker, Streaming
 from braidrl.placement.simulator import simulate
 from braidrl.placement.workload import Simulation, Workload, long_tailed
 
@@ -100,7 +100,7 @@ class Timed(Streaming):
         # Beside the twelve, one process for each stage whose work takes no time.
         self.clock = ProcessClock(WORKERS + 2)  # type: ignore[assignment]
 
-    def _shares(self, worker: Worker, rows: Sequence[Uid]) -> list[float]:
+    def _shares(self, worker: SimulatedWorker, rows: Sequence[Uid]) -> list[float]:
         shares = super()._shares(worker, rows)
         self.clock.shares = shares  # type: ignore[attr-defined]
         return shares

@@ -22,9 +22,10 @@ from braidrl.placement.plan.devices import USABLE, Group
 from braidrl.placement.plan.problem import Model, Problem
 from braidrl.placement.plan.rates import Cost
 from braidrl.placement.residency import PUBLISH, Asset, residency_plan
+from braidrl.placement.residency import Part as MovedPart
 
 Part = Literal["all", "model", "generate"]
-PARTS: tuple[Literal["weights", "optimizer", "engine", "inference"], ...] = (
+PARTS: tuple[MovedPart, ...] = (
     "weights",
     "optimizer",
     "engine",
@@ -366,7 +367,7 @@ def largest_stage(role: str, resident: Mapping[str, int]) -> int:
     """Return the most bytes of a role that any stage of it needs at once: to train, to decode, or to infer."""
     sizes = assets(role, dict(resident))
 
-    def size(*parts: str) -> int:
-        return sum(sizes.get(Asset(role, part), 0) for part in parts)  # type: ignore[arg-type]
+    def size(*parts: MovedPart) -> int:
+        return sum(sizes.get(Asset(role, part), 0) for part in parts)
 
     return max(size("weights", "optimizer"), size("weights", "inference"), size("engine"))

@@ -133,8 +133,9 @@ class StreamingSearch:
         workers = {stage.name: self._workers(stage, sets, devices, scale) for stage in self.problem.flow.stages}
         dispatch = max(1, round(config.streaming.dispatch_rows / scale))
         loading = "delayed" if config.streaming.weights == "delayed" else "rolling"
-        work = Workload(self.problem.flow, sizes, row_seconds, workers=workers, dispatch_rows=dispatch, loading=loading)  # type: ignore[arg-type]
-        return simulate("streaming", work)
+        return Workload(
+            self.problem.flow, sizes, row_seconds, workers=workers, dispatch_rows=dispatch, loading=loading  # type: ignore[arg-type]
+        )  # fmt: skip
 
     def _engine(self, stage: Stage, sets: Sequence[SetChoice]) -> Choice:
         return next(one.roles[f"{stage.role}.generate"] for one in sets if f"{stage.role}.generate" in one.roles)

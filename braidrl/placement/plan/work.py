@@ -187,7 +187,7 @@ def train_work(
     divisor = layout.tensor * layout.pipeline * layout.sharding
     optimizer = shape.trained / divisor * OPTIMIZER_BYTES
     one = one._replace(memory=optimizer)
-    return Work("train", *(number * updates * epochs for number in one[1:]))  # type: ignore[arg-type]
+    return Work("train", *(number * updates * epochs for number in one[1:]))
 
 
 def infer_work(

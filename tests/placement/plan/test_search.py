@@ -75,7 +75,7 @@ def brute_force(asked: Problem) -> float:
 @pytest.mark.parametrize(
     ("nodes", "devices", "divided", "memory"),
     [
-        (1, 4, 2, 8 * MIB), (2, 2, 1, 80 * GIB), (2, 2, 1, 8 * MIB), (2, 2, 1, 4 * MIB), (2, 2, 1, MIB),
+        (1, 4, 2, 8 * MIB), (2, 2, 1, 80 * GIB), (2, 2, 1, 8 * MIB), (2, 2, 1, 6 * MIB), (2, 2, 1, 4 * MIB),
         (2, 8, 1, 80 * GIB), (2, 8, 1, 4 * MIB),
     ],
 )  # fmt: skip
@@ -90,7 +90,7 @@ def test_the_search_finds_what_brute_force_finds(
     except UserError:
         found = math.inf
     assert found == pytest.approx(brute_force(asked), rel=1e-12)
-    assert math.isinf(found) == (memory == MIB)
+    assert memory < 8 * MIB or found < math.inf
 
 
 def test_on_sixteen_devices_every_partition_and_allocation_is_considered_and_bounds_cut_none_that_wins(
