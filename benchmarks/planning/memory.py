@@ -35,7 +35,8 @@ def main() -> None:
     write_model(root / "model-wide", "wide")
     path = root / "run.yaml"
     tree = configuration(replace(Case("run", "wide", 8)), root)
-    tree["trainer"] |= {"steps": 2}
+    # Less than the batch has, so that a micro-batch is as full as the plan takes it to be.
+    tree["trainer"] |= {"steps": 2, "max_tokens_per_device": 512}
     path.write_text(json.dumps(tree))
     config = load_config(path)
     problem = Problem(config, build_flow(config), read_cluster("1x1xcpu"), batch_lengths(config))

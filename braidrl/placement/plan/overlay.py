@@ -18,7 +18,7 @@ GIB = 1 << 30
 def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
     """Return the keys that a plan sets, as nested dicts and lists of plain values."""
     tree: dict[str, Any] = {
-        "runtime": plan.runtime, "device": problem.cluster.device, "roles": {}, "rollout": {},
+        "runtime": plan.runtime, "device": problem.cluster.device, "roles": {}, "rollout": {"engines": None},
         "trainer": {"layout": {}, "inference_layout": None, "max_staleness": plan.staleness},
     }  # fmt: skip
     for one in plan.sets:

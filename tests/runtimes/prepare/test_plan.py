@@ -106,7 +106,7 @@ ENVIRONMENT = {"rollout": {"environment": "gem:game:GuessTheNumber-v0-easy"}}
     ("arguments", "said"),
     [
         (["--devices", "8x8xH10-80GB"], "no kind of device is called 'H10-80GB'. Did you mean 'H100-80GB'?"),
-        (["--devices", "8xx8"], "'8xx8' is not NODESxDEVICESxKIND, as in 8x8xH100-80GB"),
+        (["--devices", "8x8x"], "'8x8x' is not NODESxDEVICESxKIND, as in 8x8xH100-80GB"),
         (["--devices", "0x8xA100-80GB"], "has no devices"),
         (["--devices", "none.yaml"], "there is no file none.yaml"),
         (["--seconds", "actor.generat=3"], "Did you mean 'actor.generate'?"),
