@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test vllm lint format soak bench clean
+.PHONY: demo test same vllm lint format soak bench clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -27,6 +27,11 @@ format: .venv/installed
 test: lint
 	-$(MAKE) vllm
 	$(BIN)/pytest -m "not soak"
+
+# Nothing but times may change where code is only moved: `make same AGAINST=main` compares runs to the bit, in some minutes.
+AGAINST ?= HEAD
+same: .venv/installed
+	$(BIN)/python tools/same.py $(AGAINST) --only "$(ONLY)"
 
 # vLLM for CPUs, in an environment of its own on top of .venv: its pins hold nobody else, and no second torch is fetched.
 vllm: build/vllm-venv/installed

@@ -77,19 +77,19 @@ def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
 def flow(
     config: Annotated[str, typer.Argument(help="A recipe, a YAML flow, module:function, or a configuration file.")],
     overrides: Overrides = None,
-    svg: Annotated[Path | None, typer.Option(help="Also draw the flow into this file.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also write the text as a picture into this file.")] = None,
     yaml: Annotated[bool, typer.Option("--yaml", help="Print the flow's YAML form.")] = False,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="Print the flow as a Mermaid flowchart.")] = False,
 ) -> None:
     """Show a flow: its stages, what each reads and writes, and what may run at the same time."""
-    from braidrl.flow.drawing import text
-    from braidrl.flow.svg_drawing import svg as draw
+    from braidrl.flow import drawing
     from braidrl.flow.yaml_form import to_yaml
     from braidrl.runtimes.prepare.flow import flow_by_name
 
     shown = flow_by_name(config, overrides or [])
-    typer.echo(to_yaml(shown) if yaml else text(shown))
+    typer.echo(to_yaml(shown) if yaml else drawing.mermaid(shown) if mermaid else drawing.text(shown))
     if svg is not None:
-        svg.write_text(draw(shown))
+        svg.write_text(drawing.svg(shown))
         typer.echo(f"drawn in {svg}")
 
 
@@ -143,13 +143,13 @@ def report(run: RunFolder) -> None:
 
 @app.command()
 def timeline(run: RunFolder) -> None:
-    """Draw who did what when: RUN/timeline.html, the same for Chrome's trace viewer, and a table of busy and waiting time."""
+    """Show who was busy and who waited, as a table here and in RUN/timeline.html; RUN/timeline.json is for Perfetto."""
     from braidrl.observe.timeline import busy_lines, write_timeline
 
-    drawn, chrome = write_timeline(run)
+    page, chrome = write_timeline(run)
     for line in busy_lines(run):
         typer.echo(line)
-    typer.echo(f"{drawn}\n{chrome}")
+    typer.echo(f"{page}\n{chrome}")
 
 
 @app.command()

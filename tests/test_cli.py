@@ -84,6 +84,8 @@ def test_flow_shows_text_yaml_and_a_drawing(workshop: Workshop, braid: Any) -> N
     assert "actor.generate" in out and "reward.verify" in out and "informative_groups" in out
     out, _ = braid("flow", "grpo", "--yaml")
     assert [stage.type for stage in from_yaml(out).stages][:2] == ["generate", "verify"]
+    out, _ = braid("flow", "grpo", "--mermaid")
+    assert out.startswith("flowchart TD")
     drawing = workshop.folder / "flow.svg"
     out, _ = braid("flow", workshop.config_file(), "--svg", drawing)
     assert drawing.read_text().startswith("<svg") and str(drawing) in out

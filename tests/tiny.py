@@ -24,10 +24,10 @@ from braidrl.data.loader import PromptLoader
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import read_rollouts, rollout_path
-from braidrl.runtimes.backends import start_backend
 from braidrl.runtimes.eager import EagerBackend
 from braidrl.runtimes.prepare.setup import prepare
 from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.start import RunContext, start_backend
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parent.parent
@@ -163,7 +163,7 @@ def eager_backend(config: Config) -> EagerBackend:
     """Everything that a run executes stages with, without the run: loader, workers, engines."""
     prepared = prepare(config)
     loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle)
-    backend = start_backend(prepared, loader, Progress(0))
+    backend = start_backend(RunContext(prepared, Progress(0), loader))
     assert isinstance(backend, EagerBackend)
     return backend
 

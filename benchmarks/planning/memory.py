@@ -1,6 +1,6 @@
 """Compare the memory that a plan says with what a process takes, beyond what it takes before it loads a model.
 
-    python -m benchmarks.planning.memory
+python -m benchmarks.planning.memory
 """
 
 from __future__ import annotations

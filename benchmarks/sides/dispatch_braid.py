@@ -25,9 +25,8 @@ from braidrl.flow import Kind, Stage
 from braidrl.flow.stage import Signature
 from braidrl.observe.metrics import Sums
 from braidrl.placement.pools import Pool
-from braidrl.runtimes.hybrid.group import Dealt, WorkerGroup
-from braidrl.runtimes.hybrid.handle import Chunk, Handle, Layer
-from braidrl.runtimes.hybrid.parts import Answer
+from braidrl.runtimes.hybrid.group import WorkerGroup
+from braidrl.runtimes.hybrid.handles import READ, Answer, Handle, Output, unpacked_rows
 from braidrl.runtimes.hybrid.start import start_groups
 from braidrl.runtimes.hybrid.worker import HybridWorker
 from braidrl.transfer.protocols import PROTOCOLS, register
@@ -38,7 +37,7 @@ ECHO = Stage("echo", "echo", None, Signature(Kind.COMPUTE, COLUMNS, (*COLUMNS, "
 class Echo:
     """In an executor's place: reads what it is given and gives it back."""
 
-    def execute(self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage]) -> dict[str, Column]:
+    def run(self, stage: Stage, rows: Rows, sums: Sums) -> dict[str, Column]:
         read(rows[name].values for name in COLUMNS)
         return {**{name: rows[name] for name in COLUMNS}, "score": rows["sample"]}
 
@@ -63,14 +62,13 @@ class EchoWorker(HybridWorker):
 
     @register(protocol="ALL_TO_ALL")
     def load_models(self, tokens: int, first: int, end: int, key: int) -> Answer:
-        """Rows `first` to `end` of the table, kept here."""
-        rows = table(tokens).take(range(first, end))
-        return self._keep(key, dict(rows.items()))
+        """Make rows `first` to `end` of the table, and keep them."""
+        return self._keep(key, table(tokens).take(range(first, end)))
 
 
 @dataclass(frozen=True)
 class Held:
-    """A table in the driver, dealt out in equal parts."""
+    """A table in the driver, which is divided into equal parts."""
 
     rows: Rows
 
@@ -97,24 +95,21 @@ class Lying:
         share, key = DISPATCHED // size, next(self.keys)
         firsts = [share * rank for rank in range(size)]
         made = group.call("load_models", [tokens] * size, firsts, [first + share for first in firsts], [key] * size)
-        answers = group.wait(made)
-        chunks = [Chunk(f.worker, key, share, f, (), columns=a.columns) for f, a in zip(made, answers, strict=True)]
-        places = [torch.arange(first, first + share) for first in firsts]
-        layer = Layer.of(DISPATCHED, list(zip(places, chunks, strict=True)))
-        self.handle = Handle(DISPATCHED, Rows.cat([answer.rows() for answer in answers]), {"made": layer})
-
-    def deal(self, ranks: int) -> list[range]:
-        """To each rank what the one before it holds."""
-        share = DISPATCHED // ranks
-        return [range((rank - 1) % ranks * share, ((rank - 1) % ranks + 1) * share) for rank in range(ranks)]
+        output = Output(READ)
+        output.begin(group, made, [range(first, first + share) for first in firsts])
+        output.finish(group.wait(made))
+        before = [(rank - 1) % size * share for rank in range(size)]
+        # Each rank gets what the one before it holds.
+        parts = [range(first, first + share) for first in before]
+        self.handle = Handle((output,), torch.arange(DISPATCHED)[None], parts)
 
     def call(self) -> None:
         key = next(self.keys)
-        called = self.group.call("execute", Dealt(self.handle, self.deal, frozenset(COLUMNS)), ECHO, 0, key)
-        answers = self.group.wait([future for _, future in called])
-        assert sum(len(answer.rows()) for answer in answers) == DISPATCHED
+        futures = self.group.call("execute", self.handle, ECHO, 0, key, reads=frozenset(COLUMNS))
+        answers = self.group.wait(futures)
+        assert sum(len(unpacked_rows(answer.index)) for answer in answers) == DISPATCHED
         assert all(answer.columns == COLUMNS for answer in answers)
-        for future in (future for _, future in called):
+        for future in futures:
             self.group.release(future.worker, key)
 
 
@@ -145,8 +140,8 @@ def run(case: Mapping[str, Any], channel: Channel) -> None:
             protocol = PROTOCOLS["DP"]
             calls = protocol.distribute(group.mesh, Held(tables[tokens]))
             refs = [group.actors[rank].echo.remote(arrays(call[0])) for rank, call in enumerate(calls) if call]
-            pairs = protocol.collect(group.mesh, calls, ray.get(refs))
-            back = Rows.cat([decode([memoryview(frame) for frame in frames]) for _, frames in pairs])
+            parts = protocol.collect(group.mesh, calls, ray.get(refs))
+            back = Rows.cat([decode([memoryview(frame) for frame in frames]) for frames in parts])
             assert read(back[name].values for name in COLUMNS) == sums[tokens]
 
         def turn() -> dict[str, float]:

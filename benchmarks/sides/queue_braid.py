@@ -18,14 +18,14 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import encode
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.flow.sizes import Sizes
 from braidrl.flow.stage import Signature
+from braidrl.flow.updates import Sizes
+from braidrl.runtimes.streaming.control import ControlPlane
+from braidrl.runtimes.streaming.stream import Stream
 from braidrl.transfer.queue.client import Client
-from braidrl.transfer.queue.control import ControlPlane
-from braidrl.transfer.queue.data_plane import DataPlane
-from braidrl.transfer.queue.segments import Owner, Segments
-from braidrl.transfer.queue.server import Server
-from braidrl.transfer.queue.stream import Stream
+from braidrl.transfer.queue.owner import Owner
+from braidrl.transfer.queue.storage import DataPlane, Segments
+from braidrl.transfer.queue.transport import QueueServer
 
 ITERATIONS = 1_000_000
 PUT = Stage("put", "put", None, Signature(Kind.GENERATE, ("prompt",), (*COLUMNS, "version")))
@@ -64,7 +64,7 @@ def serve(pipe: Connection, rows: int) -> None:
     owner = Owner()
     data = DataPlane(Segments(owner.run, "main"), "")
     control = ControlPlane(Stream(Flow("passage", [PUT, GET]), Sizes(ITERATIONS, rows, 1, rows)), data, 60.0)
-    server = Server(control.handle, control.tick)
+    server = QueueServer(control.handle, control.tick)
     data.address = server.address
     pipe.send((server.address, owner.run))
     seen = -1

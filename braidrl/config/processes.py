@@ -16,6 +16,9 @@ class StreamingConfig(Section):
     """Processes of a worker group, 1 where not named: `actor.generate`, `compute`, and each role that infers or trains."""
     dispatch_rows: int = Field(16, ge=1)
     """The most rows that a worker takes at once: fewer spread work sooner, more ask the queue less often."""
+    sampler: str | dict[str, str] = "first_in"
+    """Which of the rows that are ready a worker is given: `first_in`, `whole_groups`, `token_balanced`, `shortest_first`,
+    `oldest_version`, or a function of yours, `module:function` or `path/to/file.py:function`; for all stages, or by stage."""
     weights: Literal["end", "delayed"] = "end"
     """An engine takes new weights when it has finished the rows that it has. With `delayed` it receives them while it goes on
     generating, and all engines load them together when the batch's generation is over."""

@@ -126,5 +126,8 @@ class RoleConfig(Section):
     """By default the trainer's."""
     activation_checkpointing: bool | None = None
     """By default the trainer's."""
+    methods: str | None = None
+    """A class of your own methods for this role's workers, `module:Class` or `file.py:Class`, that a session calls under
+    `runtime: hybrid`."""
     generate_workers: int | None = Field(None, ge=1)
     """Ranks that generate for this role under `runtime: distributed`, from the first on; by default all."""

@@ -1,25 +1,33 @@
-"""A flow for the eye: as text for a terminal here, as SVG in `svg_drawing`."""
+"""A flow for the eye: as text for a terminal, the same as SVG, and as a Mermaid flowchart for pages that render it."""
 
 from __future__ import annotations
 
+import io
+import re
 import textwrap
 
-from braidrl.flow.captions import about, heading, versioned
-from braidrl.flow.columns import ColumnVersion, version_numbers
-from braidrl.flow.flow import Edge, Flow
-from braidrl.flow.planner import parallel_groups
-from braidrl.flow.stage import Stage
-from braidrl.flow.svg_drawing import svg
+from rich.console import Console
 
-__all__ = ["svg", "text"]
+from braidrl.flow.columns import ADMISSION, ColumnVersion, version_numbers
+from braidrl.flow.flow import Edge, Flow, touched_weights, written_weights
+from braidrl.flow.planner import parallel_groups
+from braidrl.flow.stage import ALWAYS, Kind, Scope, Stage
+
+SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+SCOPES = {Scope.GROUP: "whole groups", Scope.BATCH: "sums over the batch"}
+COLOURS = {
+    Kind.GENERATE: "#fff4dd", Kind.INFER: "#e7f1fd", Kind.COMPUTE: "#e9f7ee", Kind.SELECT: "#f2ecfd", Kind.TRAIN: "#fdeaed",
+}  # fmt: skip
 
 WIDTH = 110
 
 
 def text(flow: Flow, width: int = WIDTH) -> str:
-    """The stages by depth with what each reads and writes; a bracket joins those that may run at the same time."""
+    """Return the stages by depth with what each reads and writes; a bracket joins those that may run at the same time."""
+    models = [f"{role} (trained)" if role in flow.trained_roles else role for role in flow.roles]
+    heading = f"{flow.name}: {len(flow.stages)} stages; models: {', '.join(models) or 'none'}"
     indent = max(len(stage.name) for stage in flow.stages)
-    lines = [*textwrap.wrap(f"{flow.name}: {heading(flow)}", width), ""]
+    lines = [*textwrap.wrap(heading, width), ""]
     for depth, group in enumerate(parallel_groups(flow), 1):
         rows = [row for stage in group for row in stage_rows(flow, stage, width - indent - 8)]
         for i, (name, detail) in enumerate(rows):
@@ -67,3 +75,58 @@ def footnotes(flow: Flow) -> list[str]:
     if flow.sampling_segment:
         notes.append(f"The stages up to {flow.sampling_segment[-1].name} run in waves until enough groups are kept.")
     return notes
+
+
+def about(stage: Stage) -> str:
+    """Kind and role of a stage, and what is out of the ordinary: scope, state, when."""
+    parts = [stage.kind.value]
+    if stage.role:
+        parts.append(stage.role)
+    if stage.scope in SCOPES:
+        parts.append(SCOPES[stage.scope])
+    if stage.state:
+        parts.append(f"keeps {', '.join(stage.state)}")
+    if stage.when != ALWAYS:
+        parts.append(str(stage.when))
+    return " · ".join(parts)
+
+
+def versioned(column: ColumnVersion, versions: dict[ColumnVersion, int]) -> str:
+    """`reward²` is the second version of a column that has several."""
+    number = versions.get(column)
+    return column.name if number is None else column.name + str(number).translate(SUPERSCRIPTS)
+
+
+def svg(flow: Flow) -> str:
+    """Return `text` as a picture that needs nothing else to be shown."""
+    console = Console(record=True, width=WIDTH, file=io.StringIO())
+    console.print(text(flow, WIDTH), markup=False, highlight=False, no_wrap=True)
+    # rich would have a font fetched from the network.
+    return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=flow.name), flags=re.DOTALL)
+
+
+def mermaid(flow: Flow) -> str:
+    """Return the flow as a Mermaid flowchart: columns on full lines, order and trained weights on dotted ones."""
+    nodes = {ADMISSION: "prompts"} | {stage.name: f"stage{i}" for i, stage in enumerate(flow.stages, 1)}
+    lines = ["flowchart TD", '    prompts(["prompts"])']
+    lines += [f'    {nodes[s.name]}["{label(s.name)}<br/>{label(about(s))}"]:::{s.kind.value}' for s in flow.stages]
+    versions, numbered = version_numbers(flow.stages), dict[tuple[str, str], list[str]]()
+    for reader, columns in flow.inputs.items():
+        for column in columns:
+            numbered.setdefault((column.writer, reader), []).append(versioned(column, versions))
+    for (writer, reader), names in numbered.items():
+        lines.append(f'    {nodes[writer]} -->|"{label(", ".join(names))}"| {nodes[reader]}')
+    for edge in flow.edges:
+        if not edge.columns and not edge.weights:
+            lines.append(f'    {nodes[edge.source]} -.->|"{label(reason(edge, flow))}"| {nodes[edge.target]}')
+    for trained in flow.stages:
+        for role in written_weights(trained):
+            users = [s for s in flow.stages if role in touched_weights(s) and role not in written_weights(s)]
+            lines += [f'    {nodes[trained.name]} -.->|"{label(role)} weights"| {nodes[user.name]}' for user in users]
+    kinds = dict.fromkeys(stage.kind for stage in flow.stages)
+    return "\n".join([*lines, *(f"    classDef {kind.value} fill:{COLOURS[kind]},color:#222" for kind in kinds)])
+
+
+def label(name: str) -> str:
+    """A text between quotes in Mermaid."""
+    return name.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "#quot;")

@@ -97,6 +97,11 @@ class Flow:
         return self.stages[: last + 1]
 
     @cached_property
+    def recorded_stages(self) -> int:
+        """How many stages come before the point where rows are recorded: up to the last `select` or `generate`."""
+        return max((i + 1 for i, s in enumerate(self.stages) if s.kind in (Kind.SELECT, Kind.GENERATE)), default=0)
+
+    @cached_property
     def edges(self) -> tuple[Edge, ...]:
         """Columns from writer to reader, weights between an update and the uses around it, and order without either."""
         needed = [*column_edges(self.inputs), *weight_edges(self.stages)]
@@ -125,14 +130,14 @@ class Flow:
 
 
 def with_old_log_probs(stages: Sequence[Stage]) -> list[Stage]:
-    """Puts `actor.log_probs` in where an update says `old: recompute` and no stage writes `old_log_probs`.
+    """Put `log_probs` of the role in where an update says `old: recompute` and no stage writes `old_log_probs`.
 
-    It comes right after the tokens, or after the last `select`, so that no dropped row is computed.
+    It comes as late as it can, before the first stage that reads them or trains: no row is computed that selection drops.
     """
     wanted = next((s for s in stages if s.params.get("old") == "recompute"), None)
     if wanted is None or any("old_log_probs" in stage.writes for stage in stages):
         return list(stages)
-    place = max((i + 1 for i, s in enumerate(stages) if s.kind is Kind.SELECT or "tokens" in s.writes), default=0)
+    place = next(i for i, s in enumerate(stages) if s.kind is Kind.TRAIN or "old_log_probs" in s.reads)
     return [*stages[:place], make_stage("log_probs", wanted.role), *stages[place:]]
 
 

@@ -1,15 +1,65 @@
-"""Which rows belong to which optimizer step: decided by group number and a seeded shuffle, never by who arrived first."""
+"""The batches of a run: their sizes, which rows belong to which optimizer step, and which version of the weights they are trained on.
+
+version  0            1            2            3          publications of a role's weights, one at the end of each iteration
+batch    └─ 1 on 0 ──▶└─ 2 on 1 ──▶└─ 3 on 2 ──▶           iteration k trains batch k on version k - 1 and publishes version k
+
+What belongs to an update is decided by group number and a seeded shuffle, never by who arrived first. Staleness is the version that a
+batch is trained on less that of the oldest token. A role that skips an iteration (`when`) publishes what it has, so that version and
+iteration keep step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from braidrl.algorithms.random import permutation
 from braidrl.errors import UserError
+from braidrl.flow.readiness import Uid
+from braidrl.flow.waves import GroupSelector
+
+
+class Update(NamedTuple):
+    """The rows of one optimizer step and its epoch."""
+
+    epoch: int
+    rows: tuple[Uid, ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """As in the configuration; `rows_per_update` is never None here, and `epoch_groups` are the prompts of an epoch."""
+
+    iterations: int
+    prompts_per_step: int
+    samples_per_prompt: int
+    rows_per_update: int
+    epochs: int = 1
+    max_staleness: int = 0
+    surplus: Literal["drop", "keep"] = "drop"
+    epoch_groups: int = 1_000_000
+    seed: int = 0
+    over_sampling: float = 1.0
+
+    def sampling(self) -> GroupSelector:
+        """Return the selection at the run's beginning."""
+        return GroupSelector(
+            self.prompts_per_step, self.epoch_groups, self.surplus, self.max_staleness, self.over_sampling
+        )
+
+    def updates(self, iteration: int, uids: Sequence[Uid]) -> list[Update]:
+        """Return the optimizer steps of a batch, in order."""
+        plan = update_plan(
+            [uid[1] for uid in uids], [uid[2] for uid in uids],
+            rows_per_update=self.rows_per_update, epochs=self.epochs, seed=self.seed, iteration=iteration,
+        )  # fmt: skip
+        per_epoch = len(plan) // self.epochs
+        return [Update(n // per_epoch, tuple(uids[i] for i in rows)) for n, rows in enumerate(plan)]
 
 
 def check_update_size(prompts_per_step: int, samples_per_prompt: int, rows_per_update: int | None) -> int:
-    """Rows of one optimizer step (None is the whole batch). Raises UserError unless a batch is a whole number of updates."""
+    """Return the rows of one optimizer step (None is the whole batch). Raises UserError unless a batch is a whole number of updates."""
     rows = prompts_per_step * samples_per_prompt
     if rows_per_update is None:
         return rows
@@ -26,21 +76,15 @@ def check_update_size(prompts_per_step: int, samples_per_prompt: int, rows_per_u
 
 
 def group_order(groups: Sequence[int], seed: int, iteration: int, epoch: int) -> list[int]:
-    """The distinct groups of a batch in the order in which an epoch (from 0) trains on them."""
+    """Return the distinct groups of a batch in the order in which an epoch (from 0) trains on them."""
     distinct = sorted(set(groups))
     return [distinct[i] for i in permutation((seed, "updates", iteration, epoch), len(distinct)).tolist()]
 
 
 def update_plan(
-    groups: Sequence[int],
-    samples: Sequence[int],
-    *,
-    rows_per_update: int,
-    epochs: int,
-    seed: int,
-    iteration: int,
+    groups: Sequence[int], samples: Sequence[int], *, rows_per_update: int, epochs: int, seed: int, iteration: int
 ) -> list[list[int]]:
-    """Row positions of each optimizer step, epoch after epoch; rows of one step are in the order of (group, sample).
+    """Return the row positions of each optimizer step, epoch after epoch; rows of one step are in the order of (group, sample).
 
     `groups` and `samples` are the index columns of the batch, in any order. Raises ValueError when the rows are no whole number of
     updates or when two rows have one identity.
@@ -57,3 +101,43 @@ def update_plan(
         for start in range(0, len(shuffled), rows_per_update):
             updates.append(sorted(shuffled[start : start + rows_per_update], key=identities.__getitem__))
     return updates
+
+
+class TooStale(RuntimeError):
+    """Rows older than `max_staleness` reached training: admission let too much in."""
+
+
+def trained_on(iteration: int) -> int:
+    """Return the version whose weights iteration `iteration` (from 1) starts from."""
+    return iteration - 1
+
+
+def latest_admissible(engine_version: int, max_staleness: int) -> int:
+    """Return the last iteration for which prompts may be admitted while the engine holds `engine_version`.
+
+    A row begun now has tokens of this version or later ones, whatever is loaded while it is generated.
+    """
+    return engine_version + max_staleness + 1
+
+
+def admissible(iteration: int, engine_version: int, max_staleness: int) -> bool:
+    """Return whether prompts for the batch of `iteration` may be admitted while the engine holds `engine_version`."""
+    return iteration <= latest_admissible(engine_version, max_staleness)
+
+
+def staleness(iteration: int, versions: Sequence[int]) -> list[int]:
+    """Return for each row of the batch of `iteration` how many versions lie between its oldest token (`versions`) and its training."""
+    return [trained_on(iteration) - version for version in versions]
+
+
+def check_staleness(iteration: int, versions: Sequence[int], max_staleness: int, uids: Sequence[Any]) -> int:
+    """Return the largest staleness in a batch. Raises TooStale, naming the row, if it is over the bound or a version not yet published."""
+    oldest = 0
+    for uid, behind, version in zip(uids, staleness(iteration, versions), versions, strict=True):
+        if not 0 <= behind <= max_staleness:
+            raise TooStale(
+                f"row {uid} has tokens of version {version}, and iteration {iteration} trains on version "
+                f"{trained_on(iteration)} with max_staleness={max_staleness}"
+            )
+        oldest = max(oldest, behind)
+    return oldest

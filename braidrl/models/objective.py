@@ -10,6 +10,7 @@ Likelihood terms beside it have sums and denominators of their own. All tensors 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -194,6 +195,18 @@ def denominators(index: Rows) -> dict[str, float]:
         "groups": float(len(used["group"].unique())),
         **likelihood_counts(index),
     }
+
+
+def with_group_tokens(rows: Rows, index: Rows) -> Rows:
+    """Return `rows` with the action tokens of each row's whole group after masking, int64; what `prompt-mean` divides by.
+
+    `index` holds the index columns of all rows of the optimizer step, of which `rows` are some.
+    """
+    counted = (index["action_tokens"] * taking_part(index)).tolist()
+    tokens: Counter[int] = Counter()
+    for group, count in zip(index["group"].tolist(), counted, strict=True):
+        tokens[group] += count
+    return rows.with_columns({"group_tokens": torch.tensor([tokens[group] for group in rows["group"].tolist()])})
 
 
 def trained(rows: Rows) -> Rows:

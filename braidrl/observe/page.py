@@ -32,13 +32,14 @@ def asset(name: str) -> str:
     return files("braidrl.observe").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def page(title: str, body: str, script: str) -> str:
-    """A whole HTML document; `body` is HTML, `script` the name of an asset."""
+def page(title: str, body: str, script: str | None = None) -> str:
+    """Return a whole HTML document; `body` is HTML, `script` the name of an asset."""
+    code = f"<script>\n{asset(script)}</script>\n" if script else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>\n{asset('page.css')}</style>\n</head>\n"
-        f"<body>\n{body}\n<script>\n{asset(script)}</script>\n</body>\n</html>\n"
+        f"<body>\n{body}\n{code}</body>\n</html>\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""`braid timeline`: the trace as a picture, as a Chrome trace, and as a table of who was busy and who waited."""
+"""`braid timeline`: the trace as a table of who was busy and who waited, and as a Chrome trace, which Perfetto draws."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from braidrl.observe.page import colour, embed, escape, page, tile
+from braidrl.observe.page import escape, page, tile
 from braidrl.observe.progress import spell_seconds
 from braidrl.observe.trace import Span, State, read_trace
 
@@ -123,10 +123,10 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
 def write_timeline(run: Path) -> tuple[Path, Path]:
     """Writes `run`/timeline.html and `run`/timeline.json (Chrome trace). Raises UserError where the run has no trace."""
     spans = read_trace(run)
-    picture, chrome = run / "timeline.html", run / "timeline.json"
-    picture.write_text(timeline_page(run.resolve().name, spans), encoding="utf-8")
+    table, chrome = run / "timeline.html", run / "timeline.json"
+    table.write_text(timeline_page(run.resolve().name, spans), encoding="utf-8")
     chrome.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
-    return picture, chrome
+    return table, chrome
 
 
 def busy_lines(run: Path) -> list[str]:
@@ -140,7 +140,7 @@ def busy_lines(run: Path) -> list[str]:
 
 
 def timeline_page(name: str, spans: Sequence[Span]) -> str:
-    """The page with headline numbers, lanes and the table."""
+    """The page with headline numbers and the table."""
     table = busy_table(spans)
     whole = [line for line in table if line.stage == ALL_STAGES]
     iterations = {span.iteration for span in spans}
@@ -150,44 +150,13 @@ def timeline_page(name: str, spans: Sequence[Span]) -> str:
         tile("Workers", f"{len({span.worker for span in spans}):,}"),
         *(tile(f"{line.role} busy", f"{line.busy_share:.0%}", f"waiting {line.waiting_share:.0%}") for line in whole),
     ]
-    stages = first_seen(span.stage for span in spans)
-    legend = [f'<span><i style="background:{colour(i)}"></i>{escape(stage)}</span>' for i, stage in enumerate(stages)]
-    legend.append('<span><i class="waiting"></i>waiting</span>')
     body = f"""<header><h1>Timeline</h1><p>{escape(name)}</p></header>
 <section class="tiles">{"".join(tiles)}</section>
-<section><div class="toolbar"><div class="legend">{"".join(legend)}</div><div class="buttons">
-<button data-do="in">Zoom in</button><button data-do="out">Zoom out</button><button data-do="left" aria-label="Earlier">←</button>
-<button data-do="right" aria-label="Later">→</button><button data-do="all">Whole run</button></div></div>
-<div class="card lanes" id="timeline">{embed(picture_data(spans, stages))}</div>
-<p class="hint">Drag over a stretch to look closer; double-click for the whole run. Thin lines mark where an iteration begins.
-Where spans are too short to be seen apart, a stage's height is its share of the time.</p>
-</section>
 <section><h2>Who was busy, who waited</h2>{table_html(table)}
 <p class="hint">Shares are of the time that a role's workers had in the run; what is neither busy nor waiting is idle, or spent in
-other roles of the same workers.</p></section>"""
-    return page(f"{name}: timeline", body, "timeline.js")
-
-
-def picture_data(spans: Sequence[Span], stages: Sequence[str]) -> dict[str, Any]:
-    """What timeline.js draws: lanes by name, spans as short lists, and where each iteration begins."""
-    numbers = {stage: number for number, stage in enumerate(stages)}
-    drawn = lanes(spans)
-    listed = [
-        [lane, numbers[s.stage], round(s.start, 6), round(s.end, 6), int(s.state == "waiting"), s.iteration, s.rows, s.tokens,
-         s.version, s.role]
-        for lane, (_, own) in enumerate(drawn)
-        for s in own
-    ]  # fmt: skip
-    begins: dict[int, float] = {}
-    for span in spans:
-        begins[span.iteration] = min(span.start, begins.get(span.iteration, span.start))
-    end = max(span.end for span in spans)
-    names = [worker for worker, _ in drawn]
-    colours = [colour(number) for number in range(len(stages))]
-    return {
-        "lanes": names, "stages": list(stages), "colours": colours, "spans": listed,
-        "iterations": sorted(begins.items()), "end": end,
-    }  # fmt: skip
+other roles of the same workers. For every span on its worker's line, open timeline.json in Perfetto (ui.perfetto.dev, which reads it
+in the browser) or at chrome://tracing.</p></section>"""
+    return page(f"{name}: timeline", body)
 
 
 def table_html(table: Sequence[Busy]) -> str:

@@ -13,7 +13,7 @@ from braidrl.flow.readiness import Uid
 from braidrl.flow.stage import Kind, Stage
 from braidrl.placement.clock import Clock
 from braidrl.placement.workload import SimulatedSpan, Simulation, Workload
-from braidrl.transfer.leases import Lease, LeaseLost
+from braidrl.transfer.queue.tasks import Lease, LeaseLost
 from braidrl.transfer.schedule import StreamSchedule
 
 
@@ -50,7 +50,7 @@ class Streaming:
         self._decide()
         while self.schedule.published < self.work.sizes.iterations:
             if not self.clock.step():
-                waiting = len(self.schedule.progress.uids)
+                waiting = len(self.schedule.tasks.rows)
                 raise Deadlock(f"{waiting} rows wait for ever behind version {self.schedule.published}")
             self._decide()
         self.result.staleness = self.schedule.max_staleness_seen
@@ -147,7 +147,7 @@ class Streaming:
             # Its rows are someone else's by now, or were dropped; what it made of them is thrown away.
             return
         if worker.stage.kind is Kind.TRAIN:
-            self.result.trained.update((lease.consumer, row) for row in lease.rows)
+            self.result.trained.update((lease.task, row) for row in lease.rows)
 
     def _reason(self, worker: SimulatedWorker, group: int) -> str | None:
         """The verdict falls at the last select; those before it keep everything."""
@@ -159,7 +159,7 @@ class Streaming:
 
     def _watch(self) -> None:
         """Asks to be woken when the first lease will have run out."""
-        deadline = self.schedule.leases.next_deadline()
+        deadline = self.schedule.tasks.leases.next_deadline()
         if deadline is not None and not self.watching:
             self.watching = True
             self.clock.after((deadline - self.clock.now) * 1.001, self._look)

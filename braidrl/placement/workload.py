@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from braidrl.algorithms.random import uniform
 from braidrl.flow.flow import Flow
 from braidrl.flow.readiness import Consumer, Uid
-from braidrl.flow.sizes import Sizes
+from braidrl.flow.updates import Sizes
 from braidrl.flow.waves import Selection
 
 Fate = Literal["done", "dies", "late"]

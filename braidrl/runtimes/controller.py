@@ -7,114 +7,30 @@ admit ─▶ generate ─▶ verify ─▶ select ──▶ the rest of the stag
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
-
-import torch
+from typing import Generic
 
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.flow.stage_state import State, initial_states, next_state, with_state
+from braidrl.flow.compute import State, initial_states, next_state, with_state
 from braidrl.flow.updates import update_plan
 from braidrl.flow.waves import SURPLUS, GroupSelector, Selection, Verdict
-from braidrl.models.objective import taking_part
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.generating.early_stop import Needless, Segment, segment_of
-from braidrl.runtimes.saving.row_store import Origin
-
-T = TypeVar("T")
-Position = tuple[dict[str, Any], dict[str, Any], list[Any], dict[str, State]]
-"""What a checkpoint holds beside the weights: the states of loader and selection, tables of surplus rows, states of stages."""
-
-
-class RunBackend(Protocol[T]):
-    """What a run asks of whoever does the work, beside its iterations: evaluation, records, checkpoints.
-
-    T is the backend's table: the rows themselves, or handles to where they are.
-    """
-
-    def run(self, stage: Stage, table: T, iteration: int, sums: Sums) -> T:
-        """The table with the columns that a generate, infer or compute stage writes."""
-
-    def index(self, table: T) -> Rows:
-        """The table's index columns, in the order of its rows."""
-
-    def bring(self, origin: Origin) -> T:
-        """A table of rows that exist elsewhere: a held-out set, a recording, what a checkpoint kept."""
-
-    def record(self, path: Path, table: T, final: T) -> None:
-        """Writes a parquet file of `table`, with the columns that only `final`, the same rows, has."""
-
-    def keep(self, path: Path, table: T) -> None:
-        """Writes rows with all their columns into a checkpoint."""
-
-    def save(self, folder: Path) -> None:
-        """Every trained role into a folder of its own."""
-
-    def load(self, folder: Path, version: int) -> None:
-        """The reverse of `save`; the loaded weights are those of `version`."""
-
-    def close(self) -> None:
-        """Ends what was started; may be called after a failure."""
-
-
-class Backend(RunBackend[T], Protocol[T]):
-    """Who does the work under a runtime that walks the flow in serial order."""
-
-    def totals(self, stage: Stage, table: T) -> dict[str, float]:
-        """What the stage's state follows, summed over all rows."""
-
-    def admit(self, groups: int) -> T:
-        """The next prompts as rows, one per sample."""
-
-    def generate_needed(self, segment: Segment, table: T, iteration: int, sums: Sums, needless: Needless) -> T:
-        """As `run`; rows of groups that are not needed end with what they have."""
-
-    def select(self, stage: Stage, table: T) -> dict[int, str]:
-        """The groups that a select stage drops, with its reason."""
-
-    def train(self, stage: Stage, table: T, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
-        """One optimizer step for each list of row positions; a copy of another role's weights where the stage has no loss."""
-
-    def take(self, table: T, positions: Sequence[int]) -> T:
-        """The named rows, in the order given."""
-
-    def cat(self, tables: Sequence[T]) -> T:
-        """The rows of all tables."""
-
-    def publish(self, version: int) -> None:
-        """Makes the trained weights those that the next rows are generated with. All training is done when it returns."""
-
-
-@dataclass
-class IterationResult(Generic[T]):
-    """What happened: index columns of the rows that metrics speak of and of the batch, metric sums, seconds, groups dropped by reason.
-
-    `table` is the batch at the point where it is recorded, `final` the same rows with every column.
-    """
-
-    generated: Rows
-    batch: Rows
-    table: T
-    final: T
-    sums: Sums = field(default_factory=Sums)
-    seconds: dict[str, float] = field(default_factory=dict)
-    dropped: dict[str, int] = field(default_factory=dict)
+from braidrl.runtimes.backend import IterationResult, Position, SerialBackend, T
+from braidrl.runtimes.generating.early_stop import Segment, segment_of
 
 
 class SerialController(Generic[T]):
-    """Walks a flow with a backend. Holds what goes on from one iteration to the next: selection, kept surplus and the stages' states."""
+    """Runs a flow's stages in order. Holds what goes on from one iteration to the next: selection, kept surplus and the stages' states."""
 
-    def __init__(self, config: Config, flow: Flow, backend: Backend[T], epoch_groups: int) -> None:
+    def __init__(self, config: Config, flow: Flow, backend: SerialBackend[T], loader: PromptLoader) -> None:
         trainer = config.trainer
-        self.config, self.flow, self.backend = config, flow, backend
+        self.config, self.flow, self.backend, self.loader = config, flow, backend, loader
         self.sampling = GroupSelector(
-            trainer.prompts_per_step, epoch_groups, trainer.surplus, trainer.max_staleness, trainer.over_sampling
+            trainer.prompts_per_step, loader.epoch_size, trainer.surplus, trainer.max_staleness, trainer.over_sampling
         )
         self.surplus: list[T] = []
         self.states = initial_states(flow)
@@ -137,7 +53,7 @@ class SerialController(Generic[T]):
         result = self.replayed(recorded, sums) if recorded is not None else self.sample(iteration, version, sums)
         table = result.table = self.ordered(result.table)
         states = dict(self.states)
-        for stage in self.flow.stages[self.recorded_stages :]:
+        for stage in self.flow.stages[self.flow.recorded_stages :]:
             training = stage.kind is Kind.TRAIN
             if not stage.when.includes(iteration) or (training and not train):
                 continue
@@ -157,9 +73,9 @@ class SerialController(Generic[T]):
             result.generated = result.batch
         return result
 
-    def position(self, loader: PromptLoader) -> Position:
-        """Where a run resumes from after the last iteration."""
-        return loader.state(), self.sampling.state(), list(self.surplus), dict(self.states)
+    def position(self) -> Position:
+        """Return where a run resumes from after the last iteration."""
+        return Position(self.loader.state(), self.sampling.state(), list(self.surplus), dict(self.states))
 
     def run_with_state(self, stage: Stage, table: T, iteration: int, sums: Sums) -> tuple[T, State]:
         """The table with the stage's columns, and the stage's state for the next iteration; empty for most stages."""
@@ -172,20 +88,15 @@ class SerialController(Generic[T]):
         done = self.backend.run(stage, table, iteration, sums)
         return done, next_state(stage, state, self.backend.totals(stage, table))
 
-    def restore(self, sampling: dict[str, Any], surplus: Sequence[T], states: Mapping[str, State]) -> None:
-        """Goes on from a checkpoint's selection state, surplus rows and stages' states."""
-        self.sampling, self.surplus = GroupSelector.restored(sampling), list(surplus)
-        self.states |= {name: dict(state) for name, state in states.items() if name in self.states}
+    def restore(self, position: Position) -> None:
+        """Go on from a checkpoint's loader, selection, surplus rows and stages' states."""
+        self.loader.restore(position.loader)
+        self.sampling, self.surplus = GroupSelector.restored(position.sampling), list(position.surplus)
+        self.states |= {name: dict(state) for name, state in position.stages.items() if name in self.states}
 
     def replayed(self, recorded: T, sums: Sums) -> IterationResult[T]:
         index = self.backend.index(recorded)
         return IterationResult(index, index, recorded, recorded, sums)
-
-    @property
-    def recorded_stages(self) -> int:
-        """How many stages lie before the point where rows are recorded: the sampling segment, or up to the last `generate`."""
-        stages = self.flow.stages
-        return max((i + 1 for i, s in enumerate(stages) if s.kind in (Kind.SELECT, Kind.GENERATE)), default=0)
 
     def sample(self, iteration: int, version: int, sums: Sums) -> IterationResult[T]:
         """A batch of selected groups, in waves; what is over is dropped or kept for the next."""
@@ -211,7 +122,7 @@ class SerialController(Generic[T]):
         self.sampling.admit(groups)
         verdicts = {group: Verdict(version=version) for group in groups}
         segment = segment_of(self.flow, iteration) if self.config.trainer.surplus == "drop" else None
-        for stage in self.flow.stages[: self.recorded_stages]:
+        for stage in self.flow.stages[: self.flow.recorded_stages]:
             if not stage.when.includes(iteration):
                 continue
             with self.timed(stage):
@@ -266,10 +177,3 @@ def needed(generated: Rows, outcome: Selection, surplus: str) -> Rows:
     if surplus == "keep":
         return generated
     return generated.take((generated["group"] <= outcome.groups[-1]).nonzero().flatten().tolist())
-
-
-def group_tokens(index: Rows) -> torch.Tensor:
-    """Action tokens of each row's group after masking, (B,) int64; what `prompt-mean` divides by."""
-    counted = index["action_tokens"] * taking_part(index)
-    _, place = index["group"].unique(return_inverse=True)
-    return torch.zeros(int(place.max()) + 1, dtype=torch.int64).index_add(0, place, counted)[place]

@@ -5,22 +5,19 @@ loader ──▶ Rows ──▶ stage ──▶ Rows + columns ──▶ stage �
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows, tokens_of
-from braidrl.flow import Flow, Scope, Stage
-from braidrl.flow.flow import is_optimized
+from braidrl.flow import Stage
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import Done, TraceWriter
-from braidrl.runtimes.controller import group_tokens
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
-from braidrl.runtimes.generating.verification import checked_beside
 from braidrl.runtimes.saving.row_store import Admission, Origin, RowStore, with_added
 
 
@@ -30,41 +27,27 @@ class EagerBackend:
     def __init__(
         self,
         config: Config,
-        flow: Flow,
         loader: PromptLoader | None,
         executor: StageExecutor,
         store: RowStore,
         trace: TraceWriter | None = None,
     ) -> None:
-        self.config, self.flow, self.loader, self.executor, self.store = config, flow, loader, executor, store
+        self.config, self.loader, self.executor, self.store = config, loader, executor, store
         self.trace, self.version = trace, 0
 
     def admit(self, groups: int) -> Rows:
         assert self.loader is not None, "this backend only evaluates"
         return self.store.make(Admission(tuple(self.loader.advance(groups))))
 
-    def run(self, stage: Stage, table: Rows, iteration: int, sums: Sums) -> Rows:
+    def run(self, stage: Stage, table: Rows, iteration: int, sums: Sums, stop: EarlyStop | None = None) -> Rows:
         with self._traced(stage, iteration, len(table)) as done:
-            table = self._with_written(stage, table, sums)
+            table = table.with_columns(self.executor.run(stage, table, sums, stop))
             done.tokens = tokens_of(table)
         return table
 
     def generate_needed(self, segment: Segment, table: Rows, iteration: int, sums: Sums, needless: Needless) -> Rows:
-        """As `run`; rows of groups that are not needed end with what they have."""
-        stage, uids = segment.generate, table.uids()
-        stop = EarlyStop.of(segment, needless, self.executor.verified, uids)
-        with self._traced(stage, iteration, len(table)) as done:
-            table = table.with_columns(
-                self.executor.execute(stage, table, sums, checked_beside(self.flow, stage), stop)
-            )
-            done.tokens = tokens_of(table)
-        return table
-
-    def _with_written(self, stage: Stage, table: Rows, sums: Sums) -> Rows:
-        if stage.scope is Scope.BATCH:
-            return table.with_columns(self.executor.apply(stage, table, self.executor.sums(stage, table)))
-        beside = checked_beside(self.flow, stage) if stage.type == "generate" else ()
-        return table.with_columns(self.executor.execute(stage, table, sums, beside))
+        stop = EarlyStop.of(segment, needless, self.executor.flow, table.uids())
+        return self.run(segment.generate, table, iteration, sums, stop)
 
     def _traced(self, stage: Stage, iteration: int, rows: int) -> AbstractContextManager[Done]:
         if self.trace is None:
@@ -78,16 +61,14 @@ class EagerBackend:
         return self.executor.select(stage, table.index)
 
     def train(self, stage: Stage, table: Rows, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
-        if not is_optimized(stage):
-            self.executor.copy_weights(stage)
-            return
-        total = sum(len(update) for update in updates)
-        with self.executor.progress.stage(stage.name, total) as bar, self._traced(stage, iteration, total) as done:
-            for update in updates:
-                rows = table.take(update)
-                done.tokens += int(rows["length"].sum())
-                rows = rows.with_columns({"group_tokens": group_tokens(rows)})
-                self.executor.optimize(stage, rows.index, rows, iteration, sums, bar)
+        parts = (self._update(stage, table.take(update), iteration) for update in updates)
+        self.executor.train(stage, parts, iteration, sums, sum(map(len, updates)))
+
+    @contextmanager
+    def _update(self, stage: Stage, rows: Rows, iteration: int) -> Iterator[tuple[Rows, Rows]]:
+        with self._traced(stage, iteration, len(rows)) as done:
+            done.tokens = int(rows["length"].sum())
+            yield rows.index, rows
 
     def index(self, table: Rows) -> Rows:
         return table.index
@@ -98,14 +79,14 @@ class EagerBackend:
     def cat(self, tables: Sequence[Rows]) -> Rows:
         return Rows.cat(tables)
 
-    def bring(self, origin: Origin) -> Rows:
+    def read(self, origin: Origin) -> Rows:
         return self.store.make(origin)
 
     def record(self, path: Path, table: Rows, final: Rows) -> None:
         self.store.record(path, with_added(table, final))
 
-    def keep(self, path: Path, table: Rows) -> None:
-        self.store.keep(path, table)
+    def save_rows(self, path: Path, table: Rows) -> None:
+        self.store.save(path, table)
 
     def publish(self, version: int) -> None:
         self.version = version

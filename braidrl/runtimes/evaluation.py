@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeVar
 
 from braidrl.algorithms.metrics import avg_at_k, pass_at_k
 from braidrl.config import Config, EvaluationConfig
@@ -12,10 +11,9 @@ from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind
 from braidrl.flow.stages import make_stage
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.controller import RunBackend
+from braidrl.runtimes.backend import Backend, T
 from braidrl.runtimes.saving.row_store import HeldOut
 
-T = TypeVar("T")
 SHARE_RIGHT = re.compile(r"eval/.+/(avg@\d+|pair_accuracy)")
 
 
@@ -74,11 +72,11 @@ def pair_metrics(name: str, index: Rows) -> dict[str, float]:
 
 
 def evaluated_sets(
-    backend: RunBackend[T], flow: Flow, names: Iterable[str], settings: EvaluationConfig, step: int
+    backend: Backend[T], flow: Flow, names: Iterable[str], settings: EvaluationConfig, step: int
 ) -> Iterator[tuple[str, T, dict[str, float]]]:
     """Each set's name, its rows and its metrics under the current weights."""
     for name in names:
-        table = backend.bring(HeldOut(name))
+        table = backend.read(HeldOut(name))
         for stage in flow.stages:
             table = backend.run(stage, table, step, Sums())
         yield name, table, evaluation_metrics(name, backend.index(table), settings.samples)

@@ -1,54 +1,45 @@
 """Executes stages on rows in this process: the one piece that every runtime shares. Runtimes only decide who calls it.
 
-rows ──execute(stage)──▶ columns            generate, infer, verify, compute of scope row or group
-rows ──sums(stage)──▶ reduced over everybody ──apply(stage)──▶ columns            compute of scope batch
+rows ──run(stage)──▶ columns            generate, infer, compute; of scope batch: sums ─▶ reduced over everybody ─▶ apply
 rows ──select(stage)──▶ dropped groups
-rows ──forward_backward(stage)──▶ loss sums ──reduced──▶ optim_step(stage, denominators)
+rows ──train(stage)──▶ for each update: forward_backward ──loss sums──▶ optim_step       or a copy of another role's weights
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from braidrl.algorithms.metrics import reflection_counts
-from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
 from braidrl.data.rows import Column, Rows
-from braidrl.errors import UserError
-from braidrl.flow import Flow, Kind, Stage
-from braidrl.flow.signatures import SUMMED, in_namespace, is_reward
+from braidrl.flow import Flow, Kind, Scope, Stage
+from braidrl.flow.compute import computed, dropped, summed
+from braidrl.flow.flow import is_optimized
+from braidrl.flow.signatures import is_reward
 from braidrl.models.checkpoint import Write, saving_tasks
-from braidrl.models.objective import Objective, denominators
+from braidrl.models.objective import Objective, denominators, with_group_tokens
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.role_settings import inference_layouts, with_layout
 from braidrl.models.roles.base import RoleWorker
-from braidrl.models.roles.decoder import DecoderWorker
 from braidrl.models.roles.make import make_worker
-from braidrl.models.roles.scalar import ScalarWorker
 from braidrl.models.weights.following import Following, move_towards
 from braidrl.models.weights.mirror import InferenceCopy
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
 from braidrl.rollout.divided.pooled import PooledEngine
-from braidrl.rollout.embedded.engine import EmbeddedEngine
-from braidrl.rollout.requests import Response
-from braidrl.rollout.routing.service import EngineService
-from braidrl.rollout.trajectories import to_rows
-from braidrl.runtimes.functions import computed, dropped, summed
 from braidrl.runtimes.generating.early_stop import EarlyStop
-from braidrl.runtimes.generating.engines import start_engine
-from braidrl.runtimes.generating.episodes import play
-from braidrl.runtimes.generating.publishing import Publish, publication
-from braidrl.runtimes.generating.requests import leaders, requests_of, sampling_of
+from braidrl.runtimes.generating.generation import Generation
 from braidrl.runtimes.generating.residency import Residency
-from braidrl.runtimes.generating.verification import Checks, EarlyChecks
+from braidrl.runtimes.generating.verification import added_scores
+
+Totals = Mapping[str, Tensor]
+PREDICTED = {"score": "scores", "values": "values"}
+"""What an infer stage asks its model for; the others ask for `log_probs`."""
 
 
 class StageExecutor:
@@ -66,264 +57,197 @@ class StageExecutor:
         ranks: DataParallel | None = None,
         training: bool = True,
     ) -> None:
-        """`generating` are the roles that need an engine; `ranks` the other processes that hold the same roles.
+        """Load the models of `roles`.
 
+        `generating` are the roles that need an engine; `ranks` the other processes that hold the same roles.
         Without `training` even trained roles are copies without an optimizer, whose weights come from elsewhere.
         """
-        self.config, self.flow, self.tokenizer = config, flow, tokenizer
-        self.progress, self.checks = progress, Checks(rewards, progress)
+        self.config, self.flow, self.progress = config, flow, progress
+        self.generation = Generation(config, flow, tokenizer, rewards, progress)
+        self.engines = self.generation.engines
         self.workers: dict[str, RoleWorker] = {}
-        self.engines: dict[str, EmbeddedEngine | EngineService] = {}
-        self.publications: dict[str, Publish] = {}
         self.followings: dict[tuple[str, str], Following] = {}
         self.copies: dict[str, InferenceCopy] = {}
         """Of roles that infer in another layout than they train in."""
         self.residency = Residency(config, flow)
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
-        inferring = inference_layouts(config, flow)
+        inferring = inference_layouts(config, flow) if training else {}
         for role in roles:
             worker = self.workers[role] = make_worker(role, config, flow, ranks, training)
             if role in generating:
-                engine = self.engines[role] = start_engine(worker, config, tokenizer)
-                self.publications[role] = publication(worker, engine, config)
+                self.generation.start_engine(worker)
             frozen = None
-            if training and role in inferring:
+            if role in inferring:
                 frozen = make_worker(role, with_layout(role, config, inferring[role]), flow, ranks, training=False)
                 self.copies[role] = InferenceCopy(worker, frozen)
             self.residency.add(worker, self.engines.get(role), frozen)
         self.residency.begin()
 
-    def execute(
-        self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage] = (), stop: EarlyStop | None = None
+    def run(
+        self,
+        stage: Stage,
+        rows: Rows,
+        sums: Sums,
+        stop: EarlyStop | None = None,
+        reduce: Callable[[Totals], Totals] = lambda totals: totals,
     ) -> Mapping[str, Column]:
-        """The columns that a generate, infer or compute stage writes, in the order of `rows`.
+        """Return the columns that a generate, infer or compute stage writes, in the order of `rows`.
 
-        `beside` are verify stages that may start on finished rows while the rest is being generated; `stop` ends rows early.
+        Args:
+            stage: Any stage that neither selects nor trains.
+            rows: The rows that are here. Without any, only what ranks compute together is done.
+            sums: Where metrics are added.
+            stop: Ends rows early that selection does not need.
+            reduce: Adds up what a stage of scope batch sums, over all processes that have rows.
         """
         self.residency.before(stage)
-        if stage.type == "generate" and "environment" in stage.params:
-            return self._play(stage, rows, sums)
-        if stage.type == "generate":
-            return self._generate(stage, rows, sums, beside, stop)
-        if stage.type == "verify":
-            return self._verify(stage, rows, sums)
+        if stage.scope is Scope.BATCH:
+            totals = reduce(self.sums(stage, rows) if len(rows) else {})
+            return self.apply(stage, rows, totals) if len(rows) else {}
+        if not len(rows) and not self.is_collective(stage):
+            return {}
+        if stage.kind is Kind.GENERATE:
+            return self.generation.generate(stage, rows, sums, stop)
         if stage.kind is Kind.INFER:
-            with self.progress.stage(stage.name, len(rows)) as bar:
-                return self._infer(stage, rows, bar)
-        return computed(stage, rows)
+            return self._infer(stage, rows)
+        return self.generation.verify(stage, rows, sums) if stage.type == "verify" else computed(stage, rows)
 
-    def _infer(self, stage: Stage, rows: Rows, bar: Bar) -> Mapping[str, Column]:
-        worker = self._inferring(str(stage.role))
-        if stage.type == "score":
-            assert isinstance(worker, ScalarWorker)
-            of = stage.params.get("of")
-            own, *_ = stage.writes
-            scores = worker.scores(of_namespace(rows, of), bar.update)
-            weight = stage.params.get("weight")
-            summed = self._added(stage, rows, scores, weight) if is_reward(worker.role, weight) else {}
-            return {own: scores, **summed}
-        if stage.type == "values":
-            assert isinstance(worker, ScalarWorker)
-            return {stage.writes[0]: worker.values(rows, bar.update)}
-        assert isinstance(worker, DecoderWorker)
-        return {stage.writes[0]: worker.log_probs(rows, bar.update)}
-
-    def _inferring(self, role: str) -> RoleWorker:
-        """The worker that infers for a role, with its weights of now."""
-        return self.copies[role].current() if role in self.copies else self.workers[role]
-
-    def _generate(
-        self, stage: Stage, rows: Rows, sums: Sums, beside: Sequence[Stage], stop: EarlyStop | None
-    ) -> Mapping[str, Column]:
-        assert stage.role
-        engine, requests = self.engines[stage.role], requests_of(stage, rows, self.config)
-        place = {uid: i for i, uid in enumerate(rows.uids())}
-        # The likeliest tokens of a prompt are the same for all of its samples: one of them is generated for all.
-        greedy = sampling_of(stage, self.config).takes_likeliest
-        first = leaders(list(place)) if greedy else {uid: uid for uid in place}
-        requests = [request for request in requests if first[request.uid] == request.uid]
+    def _infer(self, stage: Stage, rows: Rows) -> Mapping[str, Column]:
+        rows, role = of_namespace(rows, stage.params.get("of")), str(stage.role)
+        worker = self.copies[role].current() if role in self.copies else self.workers[role]
         with self.progress.stage(stage.name, len(rows)) as bar:
-            early = EarlyChecks(self.checks, engine, rows, place, beside, bar, stop.add if stop else None)
-            to_end = (lambda: [uid for uid in stop.rows_to_end() if uid in place]) if stop else None
-            done = {finished.uid: finished for finished in engine.generate(requests, early.add, to_end)}
-            finished = [done[uid] if uid in done else replace(done[leader], uid=uid) for uid, leader in first.items()]
-            for copy in finished:
-                if copy.uid not in done:
-                    early.add(copy)
-            early.flush()
-            if stop is not None:
-                stop.close()
-        return self.generated(stage, rows, finished)
-
-    def generated(self, stage: Stage, rows: Rows, finished: Sequence[Response]) -> Mapping[str, Column]:
-        """The columns that a generate stage writes, in the order of `rows`."""
-        return self._named(stage, to_rows(rows, finished))
-
-    def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
-        """Episodes in the stage's environment; failures of environments are counted and the first is shown."""
-        assert stage.role
-        engine = self.engines[stage.role]
-        if isinstance(engine, PooledEngine):
-            raise UserError(f"{stage.name}: an environment needs engines of their own; write rollout.engines=1")
-        with self.progress.stage(stage.name, len(rows)) as bar:
-            columns, failures = play(
-                engine, stage, rows, self.config, self.tokenizer, sampling_of(stage, self.config),
-                sums, bar,
-            )  # fmt: skip
-        for line in failures:
-            self.progress.print(f"{stage.name}: {line}")
-        return self._named(stage, columns)
-
-    def _named(self, stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
-        """What was generated, under the stage's names, and how often each row reconsiders itself."""
-        into, tokens, mask = stage.params.get("into"), columns["tokens"], columns["action_mask"]
-        assert isinstance(tokens, Ragged) and isinstance(mask, Ragged)
-        reflections = torch.zeros(len(tokens), dtype=torch.int64)
-        if phrases := self.config.rollout.reflection_phrases:
-            responses = [tokens[row][mask[row]] for row in range(len(tokens))]
-            reflections = reflection_counts(self.tokenizer.batch_decode(responses, skip_special_tokens=True), phrases)
-        return {f"{into}.{n}" if into else n: c for n, c in {**columns, "reflections": reflections}.items()}
-
-    def _verify(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
-        """Waits for the checks that were begun beside generation, or begins them now."""
-        return self.verified(stage, rows, dict(self.checks.results(stage, rows, sums).items()))
-
-    def verified(self, stage: Stage, rows: Rows, checked: Mapping[str, Column]) -> Mapping[str, Column]:
-        """The columns that a verify stage writes, from what its checks found."""
-        found = checked[in_namespace(stage.params.get("of"), ("score",))[0]]
-        assert isinstance(found, Tensor)
-        return {**checked, **self._added(stage, rows, found, stage.params.get("weight"))}
-
-    def _added(self, stage: Stage, rows: Rows, scores: Tensor, weight: float | None) -> Mapping[str, Column]:
-        """`score` and `reward` with these scores (B,), times their weight, on top of what earlier sources gave."""
-        earlier = {column.name for column in self.flow.inputs.get(stage.name, ())}
-        weighted = scores.float() * (1.0 if weight is None else weight)
-        columns = in_namespace(stage.params.get("of"), SUMMED)
-        return {name: rows[name] + weighted if name in earlier else weighted for name in columns}
+            found = worker.forward(PREDICTED.get(stage.type, "log_probs"), rows, bar.update)
+        if not len(rows) or stage.type != "score":
+            return {stage.writes[0]: found} if len(rows) else {}
+        rewarding = is_reward(role, stage.params.get("weight"))
+        added = added_scores(self.flow, stage, rows, found.values) if rewarding else {}
+        return {stage.writes[0]: found.values, **added}
 
     def sums(self, stage: Stage, rows: Rows) -> dict[str, Tensor]:
-        """First half of a stage of scope batch, or what a stage's state follows: numbers to be added up over all rows."""
+        """Return the first half of a stage of scope batch, or what a stage's state follows: numbers to be added up over all rows."""
         return summed(stage, rows)
 
-    def apply(self, stage: Stage, rows: Rows, totals: Mapping[str, Tensor]) -> Mapping[str, Column]:
-        """Second half of a stage of scope batch."""
+    def apply(self, stage: Stage, rows: Rows, totals: Totals) -> Mapping[str, Column]:
+        """Return the columns of a stage of scope batch, by the totals over all rows."""
         return computed(stage, rows, totals)
 
     def select(self, stage: Stage, index: Rows) -> dict[int, str]:
-        """The groups that a select stage drops, with its reason."""
+        """Return the groups that a select stage drops, with its reason."""
         return dropped(stage, index)
 
-    def optimize(
-        self, stage: Stage, index: Rows, rows: Rows, iteration: int, sums: Sums, bar: Bar, counted: bool = True
-    ) -> None:
-        """One optimizer step on an update with the index columns `index`, of which `rows` are those that are here.
+    def is_collective(self, stage: Stage) -> bool:
+        """Return True where a rank without rows takes part in a stage, because ranks sum, infer or generate together."""
+        if stage.kind is Kind.GENERATE:
+            return isinstance(self.engines.get(str(stage.role)), PooledEngine)
+        if stage.kind is not Kind.INFER or stage.role not in self.workers:
+            return stage.scope is Scope.BATCH
+        copy = self.copies.get(stage.role)
+        return self.workers[stage.role].ranks.together or (copy is not None and copy.frozen.ranks.together)
 
-        Of the processes that share the update one alone has it `counted`; the sums of all together then say what happened.
+    def train(
+        self,
+        stage: Stage,
+        updates: Iterable[AbstractContextManager[tuple[Rows, Rows]]],
+        iteration: int,
+        sums: Sums,
+        total: int | None = None,
+        counted: bool = True,
+    ) -> None:
+        """Make one optimizer step on each update, or copy another role's weights where the stage has no loss.
+
+        Args:
+            stage: A train stage.
+            updates: Of each update the index columns of all its rows, and the rows that are here.
+            iteration: Number of the batch.
+            sums: Where metrics are added.
+            total: Rows that are here in all updates, for the progress bar.
+            counted: Of the processes that share the updates one alone counts them; the sums of all say what happened.
         """
+        if not is_optimized(stage):
+            self.copy_weights(stage)
+            return
         self.residency.before(stage)
-        losses, counts = self.forward_backward(stage, rows, sums, bar), denominators(index)
-        record_update(stage, losses, counts, sums, counted)
-        norm = self.optim_step(stage, counts, iteration)
+        with self.progress.stage(stage.name, total) as bar:
+            for update in updates:
+                with update as (index, rows):
+                    losses = self.forward_backward(stage, index, rows, sums, bar)
+                    self.optim_step(stage, losses, index, iteration, sums, counted)
+
+    def forward_backward(self, stage: Stage, index: Rows, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
+        """Add the gradient sums of `rows`, some of those in `index`; return loss sums by denominator."""
+        objective = self.objective(stage)
+        if objective.needs_group_tokens and len(rows):
+            rows = with_group_tokens(rows, index)
+        return self.workers[str(stage.role)].forward_backward(objective, rows, sums, bar.update)
+
+    def optim_step(
+        self, stage: Stage, losses: Mapping[str, float], index: Rows, iteration: int, sums: Sums, counted: bool = True
+    ) -> None:
+        """Make one optimizer step by the global counts of the update's index columns, and add its loss and gradient norm to `sums`."""
+        counts, objective = denominators(index), self.objective(stage)
+        if any(count > 0 for count in counts.values()):
+            loss = sum(part / counts[name] for name, part in losses.items() if counts[name] > 0)
+            sums.add(f"loss/{stage.role}", loss, int(counted))
+        needed = {name: counts[name] for name in objective.denominators}
+        norm = self.workers[str(stage.role)].optim_step(needed, iteration)
         if norm is not None and counted:
             sums.add(f"{stage.role}/grad_norm", norm)
 
     def objective(self, stage: Stage) -> Objective:
-        """What a train stage minimises; a session's stages need not be the flow's."""
+        """Return what a train stage minimises; a session's stages need not be the flow's."""
         known = self.objectives.get(stage.name)
         if known is None or known[0] != stage:
             known = self.objectives[stage.name] = (stage, Objective.of(str(stage.role), stage.params))
         return known[1]
 
-    def copy_weights(self, stage: Stage, weights: Mapping[str, Tensor] | None = None) -> None:
-        """An update without a loss: the role's weights move towards those of another role, which is here too or gave `weights`."""
+    def copy_weights(self, stage: Stage, weights: Totals | None = None) -> None:
+        """Move the role's weights towards those of another role, which is here too or gave `weights`."""
         self.residency.before(stage)
         worker, source, decay = self.workers[str(stage.role)], stage.params["source"], stage.params.get("decay", 0.0)
-        if weights is None:
-            self._following(worker, source).move(decay)
-        else:
+        if weights is not None:
             move_towards(worker, weights, source, decay)
-
-    def _following(self, worker: RoleWorker, source: str) -> Following:
-        """Made once for two roles: ranks have to agree on every move."""
-        found = self.followings.get((worker.role, source))
-        if found is None:
-            found = self.followings[worker.role, source] = Following(worker, self.workers[source])
-        return found
-
-    def forward_backward(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
-        """Adds the gradient sums of `rows`; returns loss sums by denominator."""
-        assert stage.role
-        return self.workers[stage.role].forward_backward(self.objective(stage), rows, sums, bar.update)
-
-    def optim_step(self, stage: Stage, denominators: Mapping[str, float], iteration: int) -> float | None:
-        """One optimizer step by the global denominators; the gradient norm, or None when there was nothing to learn."""
-        assert stage.role
-        needed = self.objective(stage).denominators
-        return self.workers[stage.role].optim_step({name: denominators[name] for name in needed}, iteration)
-
-    def meets(self, stage: Stage) -> bool:
-        """True where a rank without rows takes part in a stage, because ranks infer or generate together."""
-        if stage.kind is Kind.GENERATE:
-            return isinstance(self.engines.get(str(stage.role)), PooledEngine)
-        if stage.kind is not Kind.INFER or stage.role not in self.workers:
-            return False
-        copy = self.copies.get(stage.role)
-        return self.workers[stage.role].ranks.together or (copy is not None and copy.frozen.ranks.together)
-
-    def join_collectives(self, stage: Stage) -> None:
-        """The part of a rank that has no rows in a stage that ranks compute together."""
-        self.residency.before(stage)
-        if stage.kind is Kind.GENERATE:
-            self.engines[str(stage.role)].generate([])
             return
-        names = {"score": "scores", "values": "values"}
-        self._inferring(str(stage.role)).forward(names.get(stage.type, "log_probs"), Rows({}))
+        if (worker.role, source) not in self.followings:
+            # Made once for two roles: ranks have to agree on every move.
+            self.followings[worker.role, source] = Following(worker, self.workers[source])
+        self.followings[worker.role, source].move(decay)
 
     def publish(self, version: int) -> None:
-        """The engines generate with the trained weights from now on."""
+        """Have the engines generate with the trained weights from now on."""
         self.residency.before_publishing()
-        for publish in self.publications.values():
-            publish(version)
+        self.generation.publish(version)
 
     def save(self, folder: Path, write: bool = True) -> None:
-        """Every role that changes as a Hugging Face directory, with its optimizer if it has one.
+        """Write every role that changes as a Hugging Face directory, with its optimizer if it has one.
 
         Of ranks that share the roles all call this, and one has to `write` what all of them have.
         """
-        for role in self.flow.changed_roles:
-            if role in self.workers and (write or self.workers[role].ranks.divided):
-                with self.residency.all_of(role):
-                    self.workers[role].export(folder / role, write)
+        for worker in self._changed(write):
+            with self.residency.all_of(worker.role):
+                worker.export(folder / worker.role, write)
 
     def copy_for_saving(self, folder: Path, write: bool = True) -> list[Write]:
-        """What `save` does, from copies in host memory: calls that a thread can make while the roles train on."""
+        """Copy what `save` would write to host memory; return calls that a thread can make while the roles train on."""
         parts: list[Write] = []
-        for role in self.flow.changed_roles:
-            if role in self.workers and (write or self.workers[role].ranks.divided):
-                with self.residency.all_of(role):
-                    parts += saving_tasks(self.workers[role], folder / role, write, beside=True)
+        for worker in self._changed(write):
+            with self.residency.all_of(worker.role):
+                parts += saving_tasks(worker, folder / worker.role, write, beside=True)
         return parts
 
     def load(self, folder: Path) -> None:
-        for role in self.flow.changed_roles:
-            if role in self.workers:
-                with self.residency.all_of(role):
-                    self.workers[role].load(folder / role)
+        """Load every role that changes as `save` has written it."""
+        for worker in self._changed():
+            with self.residency.all_of(worker.role):
+                worker.load(folder / worker.role)
+
+    def _changed(self, write: bool = True) -> list[RoleWorker]:
+        """The roles here that change; of a rank that does not `write` those whose weights ranks have divided."""
+        workers = [self.workers[role] for role in self.flow.changed_roles if role in self.workers]
+        return [worker for worker in workers if write or worker.ranks.divided]
 
     def close(self) -> None:
-        for engine in self.engines.values():
-            if isinstance(engine, EngineService):
-                engine.close()
-        self.checks.close()
-
-
-def record_update(
-    stage: Stage, losses: Mapping[str, float], counts: Mapping[str, float], sums: Sums, counted: bool = True
-) -> None:
-    """Adds one optimizer step's loss: sums over global counts. A part of it that is not `counted` adds to the loss alone."""
-    if any(count > 0 for count in counts.values()):
-        total = sum(loss / counts[name] for name, loss in losses.items() if counts[name] > 0)
-        sums.add(f"loss/{stage.role}", total, int(counted))
+        """End the processes of engines and checks."""
+        self.generation.close()
 
 
 def of_namespace(rows: Rows, namespace: str | None) -> Rows:

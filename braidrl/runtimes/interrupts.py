@@ -44,6 +44,22 @@ class Interrupts:
             self._waiting = False
             raise KeyboardInterrupt
 
+    @property
+    def asked(self) -> bool:
+        """Whether this process was asked to stop and has not yet."""
+        return self._waiting
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Around work that no other rank takes part in."""
+        yield
+
+    def agree(self, anybody: bool) -> None:
+        """Raise KeyboardInterrupt, on every rank that calls this, if `anybody` was asked to stop and nothing holds it."""
+        if anybody and not self._holds:
+            self._waiting = False
+            raise KeyboardInterrupt
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._holds and not self._waiting:
             self._waiting = True
@@ -63,11 +79,6 @@ class AgreedInterrupts(Interrupts):
         self._first: float | None = None
         self._local = False
 
-    @property
-    def asked(self) -> bool:
-        """Whether this rank was asked to stop."""
-        return self._waiting
-
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Inside, a meeting does not stop the ranks; they stop at the first one after it."""
@@ -85,12 +96,6 @@ class AgreedInterrupts(Interrupts):
             yield
         finally:
             self._local = False
-
-    def agree(self, anybody: bool) -> None:
-        """At a meeting: raises KeyboardInterrupt on every rank if `anybody` was asked to stop and nothing holds it."""
-        if anybody and not self._holds:
-            self._waiting = False
-            raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -1,6 +1,6 @@
 """A training run: its folder, the loop over iterations, evaluation, checkpoints, resume and what is written down.
 
-configuration ──prepare──▶ flow, data, models ──▶ each step: walk the flow ─▶ rollouts ─▶ evaluate? ─▶ metrics ─▶ checkpoint?
+configuration ──prepare──▶ flow, data, models ──▶ each step: run the flow ─▶ rollouts ─▶ evaluate? ─▶ metrics ─▶ checkpoint?
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
-from braidrl.runtimes.backends import check_runtime, controller_for, start_backend
-from braidrl.runtimes.controller import IterationResult, RunBackend
+from braidrl.runtimes.backend import IterationResult, Position
 from braidrl.runtimes.distributed.launch import in_ranks
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
-from braidrl.runtimes.gaps import GapWatch
 from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
-from braidrl.runtimes.prepare.checks import without_effect
+from braidrl.runtimes.prepare.checks import rows_may_be_stale, without_effect
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
 from braidrl.runtimes.saving.checkpoints import Checkpoints
 from braidrl.runtimes.saving.folders import latest_checkpoint, new_run_folder
 from braidrl.runtimes.saving.row_store import Recording, Surplus
 from braidrl.runtimes.saving.state import RunState, load_checkpoint
-from braidrl.runtimes.step_metrics import step_metrics, summary
+from braidrl.runtimes.start import RunContext, check_runtime, start_backend, start_controller
+from braidrl.runtimes.step_metrics import GapWatch, step_metrics, summary
 
 Metrics = dict[str, float | int | None]
 
@@ -74,11 +73,11 @@ class TrainingRun:
         self.saved_step: int | None = None
         self.checkpoints = Checkpoints(self.folder, config, self.world.first)
         self.good_enough = False
-        self.backend: RunBackend[Any] = start_backend(
-            self.prepared, self.loader, self.progress, self.folder, self.world, self.interrupts
+        self.controller = start_controller(
+            RunContext(self.prepared, self.progress, self.loader, self.folder, self.world, self.interrupts)
         )
+        self.backend = self.controller.backend
         try:
-            self.controller = controller_for(self.backend, config, self.flow, self.loader.epoch_size)
             checkpoint = latest_checkpoint(resume) if resume else None
             if checkpoint is not None:
                 self._restore(load_checkpoint(checkpoint))
@@ -142,23 +141,21 @@ class TrainingRun:
                 self.metrics.write(metrics)
         self.progress.print(summary(metrics))
         # Rows of a replay, and rows that may be stale, were drawn by other weights than those that they train.
-        if self.replay is None and not self.config.trainer.max_staleness:
+        if self.replay is None and not rows_may_be_stale(self.config):
             self.gaps.check(metrics)
 
     def _recorded(self, step: int) -> Any:
         """The rows of an earlier run's step as they were when they were sampled, without what its later stages added."""
         if self.replay is None:
             return None
-        sampled, later = (
-            self.flow.stages[: self.controller.recorded_stages],
-            self.flow.stages[self.controller.recorded_stages :],
-        )
+        count = self.flow.recorded_stages
+        sampled, later = self.flow.stages[:count], self.flow.stages[count:]
         kept = {name for stage in sampled for name in stage.writes}
         added = {name for stage in later for name in stage.writes} - kept
-        return self.backend.bring(Recording(rollout_path(self.replay, step), tuple(sorted(added))))
+        return self.backend.read(Recording(rollout_path(self.replay, step), tuple(sorted(added))))
 
     def _record(self, path: Path, result: IterationResult[Any]) -> None:
-        if any("tokens" in stage.writes for stage in self.flow.stages[: self.controller.recorded_stages]):
+        if any("tokens" in stage.writes for stage in self.flow.stages[: self.flow.recorded_stages]):
             self.backend.record(path, result.table, result.final)
 
     def _evaluation_is_due(self) -> bool:
@@ -190,7 +187,7 @@ class TrainingRun:
 
     def _snapshot(self) -> RunState:
         """What a resumed run needs beside the weights, as of the last complete step."""
-        return RunState(self.step, self.version, *self.controller.position(self.loader))
+        return RunState(self.step, self.version, *self.controller.position())
 
     def _save(self, state: RunState) -> None:
         if self.saved_step != state.step:
@@ -201,9 +198,8 @@ class TrainingRun:
         folder, state = checkpoint
         self.step = self.saved_step = state.step
         self.version = state.version
-        self.loader.restore(state.loader)
-        surplus = [self.backend.bring(Surplus(path)) for path in state.surplus]
-        self.controller.restore(state.sampling, surplus, state.stages)
+        surplus = [self.backend.read(Surplus(path)) for path in state.surplus]
+        self.controller.restore(Position(state.loader, state.sampling, surplus, state.stages))
         self.backend.load(folder, state.version)
 
 
@@ -258,7 +254,7 @@ def evaluated(config: Config, progress: Progress, world: World | None = None) ->
     for line in without_effect(config):
         progress.print(line)
     set_up_torch(config)
-    backend = start_backend(prepared, None, progress, world=world, interrupts=AgreedInterrupts())
+    backend = start_backend(RunContext(prepared, progress, world=world or World()))
     metrics: dict[str, float] = {}
     try:
         for _, _, found in evaluated_sets(backend, prepared.evaluation, prepared.eval_sources, config.evaluation, 0):

@@ -12,7 +12,9 @@ with Session(config) as session:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -26,10 +28,10 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.roles import Role
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
-from braidrl.runtimes.backends import start_backend
-from braidrl.runtimes.controller import Backend, SerialController
+from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.prepare.flow import resolve
 from braidrl.runtimes.prepare.setup import prepare, set_up_torch
+from braidrl.runtimes.start import RunContext, start_backend
 
 Table = Any
 """Rows under eager, a handle to them under hybrid."""
@@ -48,10 +50,8 @@ class Session:
         set_up_torch(config)
         self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
         self.progress = Progress()
-        self.backend = cast(Backend[Any], start_backend(self.prepared, self.loader, self.progress))
-        self.controller: SerialController[Any] = SerialController(
-            config, self.prepared.flow, self.backend, self.loader.epoch_size
-        )
+        self.backend = start_backend(RunContext(self.prepared, self.progress, self.loader))
+        self.controller = SerialController(config, self.prepared.flow, self.backend, self.loader)
         self.iteration = self.version = 0
         self.sums = Sums()
         self.trained = False
@@ -92,6 +92,14 @@ class Session:
         table = self.controller.ordered(rows)
         self.backend.train(stage, table, self.controller.updates(table, self.iteration), self.iteration, self.sums)
         self.trained = True
+
+    def call(self, role: str, method: str, *arguments: Any) -> Any:
+        """Call a method of the class that `roles.ROLE.methods` names; returns what its protocol collects."""
+        if self.config.runtime != "hybrid":
+            raise UserError(
+                f"{role}.{method} is called on workers, and runtime={self.config.runtime} has none; write runtime=hybrid"
+            )
+        return cast(Any, self.backend).call(role, method, arguments, self.iteration, self.sums)
 
     def publish(self) -> None:
         """Waits for all updates; what is generated next comes from the new weights."""
@@ -156,3 +164,7 @@ class SessionRole:
     def update(self, rows: Table, **settings: Any) -> None:
         """Trains on the rows, in `trainer.rows_per_update` steps."""
         self.session.run(Role(self.name).update(**settings), rows)
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """Return a method of the class that `roles.ROLE.methods` names, which is called by its transfer protocol."""
+        return partial(self.session.call, self.name, method)

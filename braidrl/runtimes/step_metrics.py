@@ -15,10 +15,11 @@ from torch import Tensor
 
 from braidrl.algorithms.metrics import effective_sample_share, explained_variance, group_shares, mean_where
 from braidrl.data.rows import FinishReason, Rows
+from braidrl.errors import UserError
 from braidrl.flow import Flow
 from braidrl.models.objective import trained
 from braidrl.observe.metrics import REQUIRED_KEYS
-from braidrl.runtimes.controller import IterationResult
+from braidrl.runtimes.backend import IterationResult
 
 # Name of a number: what computes it, from which means, and which of these it takes the place of.
 DERIVED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], tuple[str, ...]]] = {
@@ -31,6 +32,13 @@ DERIVED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], tuple[str, ...]
     "clip_high_probability": (mean_where, ("clip_high_probability", "clip_fraction_high"), ()),
 }
 
+GAP = "train/rollout_log_prob_gap"
+"""How far the log-probs of engine and trainer are apart, on average over the tokens of a batch."""
+GAP_JUMP = 20.0
+"""A gap so many times the largest before is no change of degree."""
+GAP_FLOOR = 0.01
+"""In nats per token; what is below is nothing to end a run for, whatever it was before."""
+
 
 def step_metrics(
     flow: Flow, result: IterationResult[Any], step: int, version: int, seconds: float
@@ -41,7 +49,7 @@ def step_metrics(
     metrics |= generated_metrics(result.generated)
     metrics |= group_metrics(result.generated, result.batch)
     metrics |= {f"groups/dropped/{reason.replace(' ', '_')}": count for reason, count in result.dropped.items()}
-    # What workers measured counts; the walk's own clock where the work was done in this process.
+    # What workers measured counts; the controller's own clock where the work was done in this process.
     measured = {name: total for name, (total, _) in result.sums.pairs().items()}
     metrics |= {f"time/{s.name}": measured.get(f"time/{s.name}", result.seconds[s.name]) for s in flow.stages}
     batch = result.batch
@@ -62,7 +70,7 @@ def training_metrics(result: IterationResult[Any]) -> dict[str, float]:
     metrics = {}
     for name, value in result.sums.means().items():
         if name.endswith("/rollout_log_prob_gap"):
-            metrics["train/rollout_log_prob_gap"] = value
+            metrics[GAP] = value
         elif "/failures/" in name:
             metrics[name] = result.sums.pairs()[name][0]
         else:
@@ -143,3 +151,27 @@ def summary(metrics: Mapping[str, float | int | None]) -> str:
     shown = [name for name in metrics if "/avg@" in name or name.endswith(("/pair_accuracy", "/multiplier"))]
     parts += [f"{name} {value:.3f}" for name in shown if (value := metrics[name]) is not None]
     return "  ".join(parts)
+
+
+class GapWatch:
+    """Ends a run whose engine has come apart from its trainer: weights that did not arrive, or other numerics."""
+
+    def __init__(self, limit: float) -> None:
+        """`limit` in nats per token."""
+        self._limit = limit
+        self._largest: float | None = None
+
+    def check(self, metrics: Mapping[str, float | int | None]) -> None:
+        """Raise UserError where the gap of a step is over the limit or has jumped."""
+        gap = metrics.get(GAP)
+        if gap is None:
+            return
+        before, self._largest = self._largest, max(gap, self._largest or 0.0)
+        jumped = before is not None and gap > max(GAP_FLOOR, GAP_JUMP * before)
+        if gap > self._limit or jumped:
+            earlier = f", where it was {before:.2g} at most before" if before is not None else ""
+            raise UserError(
+                f"step {metrics['step']}: engine and trainer give the same tokens log-probs that are {gap:.2g} nats apart on "
+                f"average{earlier}. The engine does not have the trainer's weights, or computes otherwise: the step is not saved. "
+                "Go on from the last checkpoint with rollout.check_weights=true, or with a higher rollout.max_log_prob_gap"
+            )

@@ -3,15 +3,15 @@
                     distribute                             collect
 driver ── f(x) ──▶ rank 0: f(x0)   rank 1: f(x1)   ... ──▶ one result
 
-A protocol is a pair of pure functions of the group's mesh; who sends the calls, and whether results are values or futures, is none of
-its business. `@register(protocol=...)` above a worker's method says which one it is called by.
+A protocol is a pair of pure functions of the group's mesh. `@register(protocol=...)` above a worker's method says by which one it is
+called; `docs/add-a-protocol.md` shows how to write one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from braidrl.errors import UserError, suggest
 
@@ -29,22 +29,34 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Workers in the group."""
+        """Return how many workers the group has."""
         return self.data
 
 
-class Divisible(Protocol):
-    """Rows that can be dealt out to data-parallel ranks."""
+@runtime_checkable
+class Table(Protocol):
+    """What a protocol may ask of rows; under hybrid it is a handle, so that none of this moves them."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
 
     def divide(self, parts: int) -> Sequence[Any]:
-        """One part for each rank; an empty one has length 0."""
+        """Return one table for each rank, of neighbouring rows in their order; some may be empty."""
+
+    def take(self, positions: Sequence[int]) -> Any:
+        """Return the rows at these positions, in the order given."""
+
+    @staticmethod
+    def cat(tables: Sequence[Any]) -> Any:
+        """Return the rows of all tables, one table after the other."""
 
 
 @dataclass(frozen=True)
 class TransferProtocol:
-    """`distribute(mesh, *arguments)` gives each rank its arguments; `collect(mesh, calls, results)` makes one result.
+    """A name for messages, and two functions of the mesh.
 
-    `results` holds one entry for each rank that was called, in order of ranks.
+    `distribute(mesh, *arguments)` returns the arguments of each rank. `collect(mesh, calls, results)` makes one result of those of
+    the ranks that were called, in order of ranks.
     """
 
     name: str
@@ -52,79 +64,93 @@ class TransferProtocol:
     collect: Callable[[Mesh, Calls, list[Any]], Any]
 
 
-PROTOCOLS: dict[str, TransferProtocol] = {}
+@dataclass(frozen=True)
+class Registration:
+    """How a worker's method is called: its protocol, the payload columns that it reads, and the columns that it writes."""
+
+    protocol: TransferProtocol
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
 
 
-def define(name: str, distribute: Callable[..., Calls], collect: Callable[[Mesh, Calls, list[Any]], Any]) -> None:
-    """Adds a protocol. Raises ValueError for a name that is taken."""
-    if name in PROTOCOLS:
-        raise ValueError(f"a transfer protocol is called {name} already")
-    PROTOCOLS[name] = TransferProtocol(name, distribute, collect)
+def register(
+    *, protocol: str | TransferProtocol, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()
+) -> Callable[[F], F]:
+    """Mark a worker's method as one that the driver calls.
 
+    Args:
+        protocol: The name of a protocol in `PROTOCOLS`, or one of your own.
+        reads: The payload columns that the method needs of its rows; index columns are always there.
+        writes: The columns that it returns as a mapping, which stay with the worker; without any, its result goes to the driver.
 
-def register(*, protocol: str) -> Callable[[F], F]:
-    """Says by which protocol a worker's method is called. Raises UserError for one that does not exist."""
-    if protocol not in PROTOCOLS:
+    Raises:
+        UserError: No protocol has this name.
+    """
+    if isinstance(protocol, str) and protocol not in PROTOCOLS:
         raise UserError(f"no transfer protocol is called {protocol!r}. {suggest(protocol, PROTOCOLS)}")
+    registration = Registration(PROTOCOLS[protocol] if isinstance(protocol, str) else protocol, reads, writes)
 
     def mark(method: F) -> F:
-        method.transfer_protocol = protocol  # type: ignore[attr-defined]
+        method.registration = registration  # type: ignore[attr-defined]
         return method
 
     return mark
 
 
-def protocol_of(worker: type, method: str) -> TransferProtocol:
-    """The protocol that a method was registered with. Raises TypeError where it was not."""
-    name = getattr(getattr(worker, method), "transfer_protocol", None)
-    if name is None:
-        raise TypeError(f"{worker.__name__}.{method} has no transfer protocol; put @register(protocol=...) above it")
-    return PROTOCOLS[name]
+def registered(worker: type, method: str) -> Registration:
+    """Return how a method of a worker's class is called.
+
+    Raises:
+        UserError: The class has no such method, or it was not registered.
+    """
+    found = getattr(getattr(worker, method, None), "registration", None)
+    if not isinstance(found, Registration):
+        known = [name for name in dir(worker) if hasattr(getattr(worker, name), "registration")]
+        raise UserError(
+            f"{worker.__name__} has no method {method!r} with @register(protocol=...) above it. {suggest(method, known)}"
+        )
+    return found
 
 
 def to_everyone(mesh: Mesh, *arguments: Any) -> Calls:
-    """The same arguments for every rank."""
+    """Call every rank with the same arguments."""
     return [arguments] * mesh.size
 
 
 def to_rank_zero(mesh: Mesh, *arguments: Any) -> Calls:
+    """Call rank 0 alone."""
     return [arguments, *[None] * (mesh.size - 1)]
 
 
 def one_each(mesh: Mesh, *lists: Sequence[Any]) -> Calls:
-    """Rank i gets the i-th of each list. Raises ValueError for a list of another length than the group."""
+    """Call rank i with the i-th of each list. Raises ValueError for a list of another length than the group."""
     for given in lists:
         if len(given) != mesh.size:
             raise ValueError(f"{len(given)} arguments for {mesh.size} workers")
     return list(zip(*lists, strict=True))
 
 
-def by_rows(mesh: Mesh, rows: Divisible, *arguments: Any) -> Calls:
-    """Each data rank gets its part of the rows, and all the same other arguments; a rank without rows is not called."""
-    return [(part, *arguments) if len(part) else None for part in rows.divide(mesh.data)]
-
-
-def by_rows_together(mesh: Mesh, rows: Divisible, *arguments: Any) -> Calls:
-    """As `by_rows`, and a rank without rows is called with an empty part: the others compute together with it."""
+def by_rows(mesh: Mesh, rows: Table, *arguments: Any) -> Calls:
+    """Call each data rank with its part of the rows, which may be empty, and the same other arguments."""
     return [(part, *arguments) for part in rows.divide(mesh.data)]
 
 
-def all_results(mesh: Mesh, calls: Calls, results: list[Any]) -> list[Any]:
-    return results
+def in_order_of_ranks(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
+    """Return the rows of all ranks as one table where the results are tables, else the list of results."""
+    return results[0].cat(results) if results and isinstance(results[0], Table) else results
 
 
-def first_result(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
+def of_rank_zero(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
+    """Return the only result."""
     return results[0]
 
 
-def parts_and_results(mesh: Mesh, calls: Calls, results: list[Any]) -> list[tuple[Any, Any]]:
-    """Each rank's part of the rows with what it returned for them."""
-    parts = [call[0] for call in calls if call is not None]
-    return list(zip(parts, results, strict=True))
-
-
-define("ONE_TO_ALL", to_everyone, all_results)
-define("RANK_ZERO", to_rank_zero, first_result)
-define("ALL_TO_ALL", one_each, all_results)
-define("DP", by_rows, parts_and_results)
-define("DP_TOGETHER", by_rows_together, parts_and_results)
+PROTOCOLS = {
+    protocol.name: protocol
+    for protocol in (
+        TransferProtocol("ONE_TO_ALL", to_everyone, in_order_of_ranks),
+        TransferProtocol("RANK_ZERO", to_rank_zero, of_rank_zero),
+        TransferProtocol("ALL_TO_ALL", one_each, in_order_of_ranks),
+        TransferProtocol("DP", by_rows, in_order_of_ranks),
+    )
+}

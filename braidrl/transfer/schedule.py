@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from braidrl.flow.flow import Flow, is_optimized
-from braidrl.flow.readiness import Consumer, StageProgress, Uid, weights_wait_for
-from braidrl.flow.sizes import Sizes, Update
+from braidrl.flow.flow import ADMISSION, Flow, is_optimized
+from braidrl.flow.readiness import Consumer, Uid, waits_for, weights_wait_for
 from braidrl.flow.stage import Kind, Scope, Stage
-from braidrl.flow.versions import admissible, check_staleness, trained_on
+from braidrl.flow.updates import Sizes, Update, admissible, check_staleness, trained_on
 from braidrl.flow.waves import GroupSelector, Selection, Verdict
-from braidrl.transfer.leases import Lease, Leases
+from braidrl.transfer.queue.samplers import FIRST_IN, Candidate, Sampler
+from braidrl.transfer.queue.tasks import Lease, Tasks
 
 
 @dataclass
@@ -31,12 +31,17 @@ class Batch:
 
 
 class StreamSchedule:
-    """What is decided in streaming, over all rows in work."""
+    """What is decided in streaming, over all rows in work.
 
-    def __init__(self, flow: Flow, sizes: Sizes) -> None:
-        self.flow, self.sizes = flow, sizes
-        self.progress = StageProgress(flow, sizes.epochs)
-        self.leases = Leases()
+    A stage, or an epoch of one that trains, is a task. Its rows lie in the table (iteration, 0) while their batch is open, then in
+    (iteration, 1); those of a train stage in one table for each optimizer step, (iteration, 1 + steps that are left).
+    """
+
+    def __init__(self, flow: Flow, sizes: Sizes, samplers: Mapping[str, Sampler] | None = None) -> None:
+        """Begin a run; `samplers` are those of stages that do not take the oldest rows first."""
+        self.flow, self.sizes, self.samplers = flow, sizes, samplers or {}
+        self.tasks = tasks_of(flow, sizes.epochs)
+        self.tasks.facts = self._facts
         self.sampling = sizes.sampling()
         self.weights_wait = weights_wait_for(flow)
         self.selects = [stage.name for stage in flow.stages if stage.kind is Kind.SELECT]
@@ -46,20 +51,24 @@ class StreamSchedule:
         """Of each group: the batch that it was admitted for, then the one that it is in."""
         self.versions: dict[Uid, int] = {}
         """The oldest version among a row's tokens, once it is generated."""
+        self.tokens: dict[Uid, int] = {}
+        """Length of what is known of a row."""
         self.trained = {stage.name: 0 for stage in flow.stages if stage.kind is Kind.TRAIN}
         """The last iteration that each train stage is through with."""
         self.published = self.opened = 0
-        self.is_open = False
+        self.is_open = self.decided = False
+        self.released: dict[int, list[Uid]] = {}
+        """Rows of the groups that were let go with the batch that was closed last."""
         self.max_staleness_seen = 0
 
     def resume(self, done: int, sampling: GroupSelector, surplus: Mapping[Uid, int]) -> None:
-        """Goes on after `done` iterations, with the selection's state and the versions of surplus rows that wait."""
+        """Go on after `done` iterations, with the selection's state and the versions of surplus rows that wait."""
         self.published = self.opened = done
         self.trained = dict.fromkeys(self.trained, done)
         self.sampling = sampling
-        self.progress.admit(list(surplus))
+        self._be_born(list(surplus), done)
         for stage in self.flow.sampling_segment:
-            self.progress.skip(stage.name, list(surplus))
+            self._leave_out(stage.name, list(surplus))
         for uid, version in surplus.items():
             self.rows_of.setdefault(uid[1], []).append(uid)
             self.iteration_of[uid[1]] = done
@@ -68,7 +77,7 @@ class StreamSchedule:
     # Admission
 
     def groups_wanted(self, engine_version: int) -> int:
-        """How many groups to admit now, while engines begin rows with `engine_version` or later."""
+        """Return how many groups to admit now, while engines begin rows with `engine_version` or later."""
         if not self.is_open:
             opening = self.opened + 1
             if opening > self.sizes.iterations or not admissible(opening, engine_version, self.sizes.max_staleness):
@@ -78,24 +87,29 @@ class StreamSchedule:
         return self.sampling.next_wave()
 
     def admit(self, uids: Sequence[Uid]) -> None:
-        """The rows of a wave are born; group numbers rise."""
-        self.progress.admit(uids)
+        """Let the rows of a wave be born; group numbers rise."""
+        self._be_born(uids, self.opened)
         groups = list(dict.fromkeys(group for _, group, _ in uids))
         for uid in uids:
             self.rows_of.setdefault(uid[1], []).append(uid)
         self.iteration_of.update(dict.fromkeys(groups, self.opened))
         self._skip(self.flow.sampling_segment, uids)
         self.sampling.admit(groups)
+        self.decided = True
         if not self.selects:
             self.sampling.decide({group: Verdict() for group in groups})
 
     def close(self) -> Selection | None:
-        """Ends selection for the open batch if it is complete; the rows of released groups are forgotten."""
-        known = self.is_open and self.sampling.batch() is not None
+        """End selection for the open batch if it is complete; the rows of released groups are forgotten."""
+        if not self.is_open or not self.decided:
+            return None
+        self.decided = False
+        known = self.sampling.batch() is not None
         if not known or (self.sampling.surplus == "keep" and self.sampling.pending):
             return None
         outcome = self.sampling.finish()
         self.is_open = False
+        self.released = {group: self.rows_of[group] for group in outcome.released}
         self._forget(outcome.released)
         self.iteration_of.update(dict.fromkeys(outcome.groups, self.opened))
         batch = Batch(self.opened, [uid for group in outcome.groups for uid in self.rows_of[group]])
@@ -103,77 +117,92 @@ class StreamSchedule:
             if stage.kind is Kind.TRAIN and stage.when.includes(batch.iteration):
                 updates = self.sizes.updates(batch.iteration, batch.uids) if is_optimized(stage) else []
                 batch.updates[stage.name] = updates
+                for done, update in enumerate(updates):
+                    table = batch.iteration, 1 + len(updates) - done
+                    self.tasks.move(Consumer(stage.name, update.epoch), update.rows, table)
+            elif stage.kind is not Kind.TRAIN:
+                self.tasks.move(Consumer(stage.name), batch.uids, (batch.iteration, 1))
         self._skip(self.flow.stages[len(self.flow.sampling_segment) :], batch.uids)
         self.batches[self.opened] = batch
         return outcome
 
     def is_generation_over(self) -> bool:
-        """True between two batches: nothing is being generated or could be, so that all engines can load weights at once."""
+        """Return whether nothing is being generated or could be, between two batches: then all engines can load weights at once."""
         stages = [stage.name for stage in self.flow.stages if stage.kind is Kind.GENERATE]
-        return not self.is_open and all(self.progress.is_written(name, self.progress.uids) for name in stages)
+        return not self.is_open and all(self.is_done(name) for name in stages)
+
+    def is_done(self, stage: str) -> bool:
+        """Return whether a stage that does not train is done with all rows in work."""
+        return not any(self.tasks.tasks[Consumer(stage)].undone.values())
 
     # Work
 
     def take(
-        self,
-        stage: str,
-        holder: str,
-        now: float,
-        seconds: float,
-        most: int,
-        whole_update: bool = False,
-        engine_version: int | None = None,
-    ) -> Lease | None:
-        """Leases up to `most` ready rows to a holder for so many seconds (whole groups and batches by scope), or None.
+        self, stage: str, holder: str, now: float, seconds: float, most: int,
+        whole_update: bool = False, engine_version: int | None = None, ranks: int = 1,
+    ) -> Lease | None:  # fmt: skip
+        """Lease rows that are ready, or return None.
 
-        With `whole_update` a train stage gets all rows of its next optimizer step at once, as some losses need them. An engine
-        whose version lags behind (`engine_version`) gets no rows that would be too old when they are trained.
+        Args:
+            stage: what they are ready for.
+            holder: who takes them.
+            now: the time in seconds, on whatever clock.
+            seconds: how long the holder keeps them without renewing.
+            most: rows at most; whole groups and batches by scope.
+            whole_update: a train stage gets all rows of its next optimizer step at once, as some losses need them.
+            engine_version: of an engine whose weights may lag behind: it gets no rows that would be too old when they are trained.
+            ranks: the processes that share the rows.
         """
-        consumer, rows = self._rows_for(self.flow[stage], most, whole_update)
-        if engine_version is not None and rows:
-            iteration = self.iteration_of[rows[0][1]]
-            if not admissible(iteration, engine_version, self.sizes.max_staleness):
-                return None
-        if not rows:
+        known = self.flow[stage]
+        found = self._table_for(known)
+        if found is None or (engine_version is not None and not self._is_admissible(found[1], engine_version)):
             return None
-        if self.flow[stage].kind is Kind.TRAIN:
-            versions = [self.versions[row] for row in rows]
-            stale = check_staleness(self.published + 1, versions, self.sizes.max_staleness, rows)
+        consumer, table, rows = found
+        task = self.tasks.tasks[consumer]
+        if whole_update or known.scope is Scope.BATCH:
+            whole = list(rows) if task.is_ready(table, len(rows)) else []
+            lease = self.tasks.lease(consumer, whole, holder, now, seconds)
+        else:
+            sampler = self.samplers.get(stage, FIRST_IN)
+            lease = self.tasks.take(consumer, holder, now, seconds, most, sampler, ranks, table)
+        if lease is not None and known.kind is Kind.TRAIN:
+            versions = [self.versions[row] for row in lease.rows]
+            stale = check_staleness(self.published + 1, versions, self.sizes.max_staleness, lease.rows)
             self.max_staleness_seen = max(self.max_staleness_seen, stale)
-        self.progress.consume(consumer, rows)
-        return self.leases.take(consumer, holder, rows, now, seconds)
+        return lease
 
     def acknowledge(self, number: int, now: float, version: int | None = None) -> Lease:
-        """A lease's rows are done and written; `version` is the oldest that generated them. Raises LeaseLost."""
-        lease = self.leases.acknowledge(number, now)
-        stage = self.flow[lease.consumer.stage]
+        """Note that a lease's rows are done and written; `version` is the oldest that generated them. Raises LeaseLost."""
+        lease = self.tasks.acknowledge(number, now)
+        stage = self.flow[lease.task.stage]
         if stage.kind is not Kind.TRAIN:
-            self.progress.write(stage.name, lease.rows)
+            self.tasks.write(stage.name, lease.rows)
         if stage.kind is Kind.GENERATE and version is not None:
             self.versions.update({row: min(version, self.versions.get(row, version)) for row in lease.rows})
         return lease
 
     def select(self, number: int, now: float, reasons: dict[int, str | None]) -> Lease:
-        """A select stage's verdicts (None keeps) on the groups of a lease. Raises LeaseLost."""
-        lease = self.leases.acknowledge(number, now)
-        name = lease.consumer.stage
-        self.progress.write(name, [row for row in lease.rows if reasons[row[1]] is None])
+        """Note a select stage's verdicts (None keeps) on the groups of a lease. Raises LeaseLost."""
+        lease = self.tasks.acknowledge(number, now)
+        name = lease.task.stage
+        self.tasks.write(name, [row for row in lease.rows if reasons[row[1]] is None])
         for group, reason in reasons.items():
             if reason is not None or name == self.selects[-1]:
                 version = min(self.versions[row] for row in self.rows_of[group])
                 self.sampling.decide({group: Verdict(reason, version)})
+        self.decided = True
         return lease
 
     def fail_holder(self, holder: str) -> None:
-        """A worker is gone: what it held is free again."""
-        self._give_back(self.leases.fail_holder(holder))
+        """Free what a worker that is gone has held."""
+        self.tasks.give_up(self.tasks.leases.of(holder))
 
     def expire(self, now: float) -> None:
-        """What has been held for too long is free again."""
-        self._give_back(self.leases.expire(now))
+        """Free what has been held for too long."""
+        self.tasks.give_up(self.tasks.leases.expired(now))
 
     def turn(self, name: str) -> int:
-        """The first iteration that a stage is not through with; one with a state does the rows of no later one."""
+        """Return the first iteration that a stage is not through with; one with a state does the rows of no later one."""
         iteration = self.published + 1
         while (batch := self.batches.get(iteration)) is not None and self._is_through(name, batch):
             iteration += 1
@@ -182,9 +211,9 @@ class StreamSchedule:
     # Training
 
     def due_steps(self) -> list[str]:
-        """Train stages that shall make their next optimizer step: every row is in, and whoever needs the weights is through.
+        """Return the train stages that shall make their next optimizer step.
 
-        A train stage without a loss is due when its turn has come.
+        Every row of it is in, and whoever needs the weights is through. A train stage without a loss is due when its turn has come.
         """
         batch = self.batches.get(self.published + 1)
         if batch is None:
@@ -192,7 +221,7 @@ class StreamSchedule:
         return [name for name in batch.updates if not self._is_through(name, batch) and self._is_due(name, batch)]
 
     def stepped(self, stage: str) -> None:
-        """The step is made; after its last update a stage is through with the batch."""
+        """Note that a step is made; after its last update a stage is through with the batch."""
         batch = self.batches[self.published + 1]
         if batch.updates[stage]:
             batch.updates[stage].pop(0)
@@ -200,14 +229,14 @@ class StreamSchedule:
             self.trained[stage] = batch.iteration
 
     def due_publication(self) -> int | None:
-        """The version to publish now: every train stage is through with its batch, and no stage has its rows still to do."""
+        """Return the version to publish now, or None while a stage has rows of its batch, or steps, still to do."""
         batch = self.batches.get(self.published + 1)
         if batch is None:
             return None
         return batch.iteration if all(self._is_through(stage.name, batch) for stage in self.flow.stages) else None
 
     def publish(self) -> Batch:
-        """The due version is published; its batch is over and its rows are forgotten."""
+        """Publish the due version; its batch is over and its rows are forgotten."""
         self.published += 1
         batch = self.batches.pop(self.published)
         self._forget(dict.fromkeys(uid[1] for uid in batch.uids))
@@ -217,63 +246,77 @@ class StreamSchedule:
         if not all(self._is_through(before, batch) for before in self.weights_wait[name]):
             return False
         left = batch.updates[name]
-        return not left or self.leases.is_done(Consumer(name, left[0].epoch), left[0].rows)
+        return not left or not self.tasks.tasks[Consumer(name, left[0].epoch)].undone[batch.iteration, 1 + len(left)]
 
     def _is_through(self, name: str, batch: Batch) -> bool:
-        """True if a stage has done, or leaves out, all rows of a batch."""
+        """Return whether a stage has done, or leaves out, all rows of a batch."""
         if name in self.trained:
             return self.trained[name] >= batch.iteration or name not in batch.updates
-        return self.progress.is_written(name, batch.uids)
+        return not self.tasks.tasks[Consumer(name)].undone[batch.iteration, 1]
 
-    def _rows_for(self, stage: Stage, most: int, whole_update: bool) -> tuple[Consumer, list[Uid]]:
-        consumer = Consumer(stage.name)
+    def _table_for(self, stage: Stage) -> tuple[Consumer, tuple[int, int], Sequence[Uid]] | None:
+        """Return the task of a stage, the table that it takes from now, and the rows of the update or batch that this is."""
+        consumer, coming = Consumer(stage.name), self.batches.get(self.published + 1)
         if stage.kind is Kind.TRAIN:
-            batch = self.batches.get(self.published + 1)
-            if batch is None or not batch.updates.get(stage.name):
-                return consumer, []
-            update = batch.updates[stage.name][0]
-            consumer = Consumer(stage.name, update.epoch)
-            ready = self.progress.ready(consumer, update.rows)
-            if whole_update:
-                return consumer, ready if len(ready) == len(update.rows) else []
-            return consumer, ready[:most]
+            if coming is None or not coming.updates.get(stage.name):
+                return None
+            left = coming.updates[stage.name]
+            return Consumer(stage.name, left[0].epoch), (coming.iteration, 1 + len(left)), left[0].rows
+        ready = self.tasks.tasks[consumer].ready
         if stage.scope is Scope.BATCH or stage.state:
-            known = [b for b in self.batches.values() if not stage.state or b.iteration == self.turn(stage.name)]
-            ready = next((rows for batch in known if (rows := self.progress.ready(consumer, batch.uids))), [])
-            return consumer, ready if stage.scope is Scope.BATCH else self._first_portion(stage, ready, most)
-        return consumer, self._first_portion(stage, self.progress.ready(consumer), most)
-
-    def _first_portion(self, stage: Stage, ready: list[Uid], most: int) -> list[Uid]:
-        """Rows of the earliest batch that has any; whole groups where the scope asks for them, and at least one."""
+            batches = [b for b in self.batches.values() if not stage.state or b.iteration == self.turn(stage.name)]
+            complete = (b for b in batches if len(ready.get((b.iteration, 1), ())) in self._taken_at_once(stage, b))
+            return next(((consumer, (b.iteration, 1), b.uids) for b in complete), None)
+        tables = sorted(ready)
         # Inference with weights that change belongs to the version that the batch is trained on, and to its place in the list.
         if stage.kind is Kind.INFER and stage.role in self.flow.changed_roles:
-            ready = [uid for uid in ready if self.iteration_of[uid[1]] == self.published + 1]
-            batch, before = self.batches.get(self.published + 1), self.weights_wait[stage.name]
-            if before and (batch is None or not all(self._is_through(name, batch) for name in before)):
-                return []
-        first = min((self.iteration_of[uid[1]] for uid in ready), default=0)
-        rows = [uid for uid in ready if self.iteration_of[uid[1]] == first]
-        if stage.scope is not Scope.GROUP or len(rows) <= most:
-            return rows[:most]
-        groups = list(dict.fromkeys(uid[1] for uid in rows))
-        whole = max(1, most // self.sizes.samples_per_prompt)
-        return [uid for uid in rows if uid[1] in groups[:whole]]
+            tables = [table for table in tables if table[0] == self.published + 1]
+            before = self.weights_wait[stage.name]
+            if before and (coming is None or not all(self._is_through(name, coming) for name in before)):
+                return None
+        return (consumer, tables[0], ()) if tables else None
+
+    def _taken_at_once(self, stage: Stage, batch: Batch) -> range:
+        """Return how many rows, or groups, of a batch must be ready for a stage to take some."""
+        rows = len(batch.uids)
+        return range(rows, rows + 1) if stage.scope is Scope.BATCH else range(1, rows + 1)
+
+    def _is_admissible(self, table: tuple[int, int], engine_version: int) -> bool:
+        return admissible(table[0], engine_version, self.sizes.max_staleness)
+
+    def _facts(self, uid: Uid) -> Candidate:
+        group = uid[1]
+        return Candidate(uid, group, len(self.rows_of[group]), self.tokens.get(uid, 0), self.versions.get(uid, 0))
+
+    def _be_born(self, uids: Sequence[Uid], iteration: int) -> None:
+        self.tasks.admit(uids, lambda uid: uid[1], (iteration, 0))
+        self.tasks.write(ADMISSION, uids)
 
     def _skip(self, stages: Iterable[Stage], uids: Sequence[Uid]) -> None:
         """Stages that `when` leaves out of the open iteration leave out these rows."""
         for stage in stages:
             if stage.kind is not Kind.TRAIN and not stage.when.includes(self.opened):
-                self.progress.skip(stage.name, uids)
+                self._leave_out(stage.name, uids)
 
-    def _give_back(self, leases: Iterable[Lease]) -> None:
-        for lease in leases:
-            self.progress.give_back(lease.consumer, [row for row in lease.rows if row in self.progress.position])
+    def _leave_out(self, stage: str, uids: Sequence[Uid]) -> None:
+        """Nobody waits for a stage with these rows, and it takes none of them."""
+        self.tasks.write(stage, uids)
+        self.tasks.skip(Consumer(stage), uids)
 
     def _forget(self, groups: Iterable[int]) -> None:
         uids = [uid for group in groups for uid in self.rows_of.pop(group)]
-        lost = self.leases.forget(uids)
-        self.progress.forget(uids)
-        self._give_back(lost)
+        self.tasks.forget(uids)
         for uid in uids:
             self.versions.pop(uid, None)
+            self.tokens.pop(uid, None)
             self.iteration_of.pop(uid[1], None)
+
+
+def tasks_of(flow: Flow, epochs: int) -> Tasks:
+    """Return a task for each stage of a flow, and for each epoch where it trains, that waits for the stages before it."""
+    waits, consumers = waits_for(flow), {}
+    for stage in flow.stages:
+        for epoch in range(epochs if is_optimized(stage) else 1):
+            consumers[Consumer(stage.name, epoch)] = stage
+    groups = [consumer for consumer, stage in consumers.items() if stage.scope is Scope.GROUP]
+    return Tasks({consumer: waits[consumer.stage] for consumer in consumers}, groups)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from braidrl.config import load_config
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_texts, rollout_path
 from braidrl.runtimes.run import train
-from tests.tiny import ARITHMETIC, ROOT, SIZES, load_module, recorded
+from tests.tiny import ARITHMETIC, ROOT, SIZES, load_module, recorded, wait_for_steps
 
 SHARED = Path(os.environ.get("BRAID_SHARED", ROOT.parent / "shared"))
 GSM8K = SHARED / "data" / "gsm8k"
@@ -69,6 +71,21 @@ def test_the_demo_deletes_nothing_that_it_did_not_make(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="choose another one with --folder"):
         demo.learn(tmp_path, 0)
     assert (tmp_path / "thesis.tex").read_text() == "precious"
+
+
+def test_ctrl_c_ends_the_demo_in_a_line(tmp_path: Path) -> None:
+    """Whatever it is at, and however often it is asked: after a run's own lines comes no traceback."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    demo = subprocess.Popen(
+        [sys.executable, ARITHMETIC / "demo.py", "--folder", tmp_path / "demo"], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    wait_for_steps(tmp_path / "demo" / "warm-start", 1, demo)
+    os.killpg(demo.pid, signal.SIGINT)
+    out, errors = demo.communicate(timeout=120)
+    assert demo.returncode == 130, errors
+    assert "Traceback" not in errors and "go on with: braid train --resume" in out + errors
 
 
 @pytest.fixture(scope="module")

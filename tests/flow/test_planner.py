@@ -9,7 +9,14 @@ from braidrl.flow.columns import ADMISSION
 from braidrl.flow.planner import constraints, parallel_groups, plan, serial_chain
 from tests.flow.flows import filtered, grpo, ppo
 
-FLOWS = {"grpo": grpo, "filtered": filtered, "ppo": ppo, "ppo_recompute": lambda: ppo(old="recompute")}
+
+def ppo_early_log_probs() -> Flow:
+    """The old log-probs listed with the other inferences."""
+    generate, *rest = (stage for stage in ppo(old="recompute").stages if stage.name != "actor.log_probs")
+    return Flow("ppo", [generate, actor.log_probs(), *rest])
+
+
+FLOWS = {"grpo": grpo, "filtered": filtered, "ppo": ppo, "ppo_early_log_probs": ppo_early_log_probs}
 
 
 def names(stages):

@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config, parse_config
 from braidrl.data.rows import Rows
-from braidrl.models.objective import Objective, denominators
+from braidrl.models.objective import Objective, denominators, with_group_tokens
 from braidrl.models.roles.decoder import DecoderWorker
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.controller import group_tokens
 from tests.tiny import MODELS, TOKENIZER, settings
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -78,7 +77,7 @@ def make_rows(groups: int = 5, samples: int = 3) -> Rows:
             },
         }
     )  # fmt: skip
-    return rows.with_columns({"group_tokens": group_tokens(rows)})
+    return with_group_tokens(rows, rows)
 
 
 def config_of(folder: Path, model: Path, max_tokens: int, **trainer: Any) -> Config:

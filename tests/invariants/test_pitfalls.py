@@ -25,7 +25,7 @@ from braidrl.models.roles.decoder import DecoderWorker
 from braidrl.observe.metrics import Sums, read_metrics
 from braidrl.observe.rollouts import read_rollouts, rollout_path
 from braidrl.rollout.weights.local import EngineWeights
-from braidrl.runtimes.generating.requests import sampling_of
+from braidrl.runtimes.generating.generation import sampling_of
 from braidrl.runtimes.run import train
 from tests.models.roles.test_scalar import make_rows, random_rows
 from tests.recipes.tiny import make_config, write_data, write_decoder

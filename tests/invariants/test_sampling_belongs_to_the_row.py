@@ -20,10 +20,10 @@ def test_a_row_sampled_alone_and_among_64_has_the_same_tokens_bit_for_bit(
     tree = settings(tmp_path, tiny_models[name], sums_file, flow="dapo", dtype=dtype, rollout={"slots": 64})
     backend = eager_backend(parse_config(tree))
     stage, rows = backend.flow["actor.generate"], backend.admit(16)
-    together = backend.executor.execute(stage, rows, Sums())
+    together = backend.executor.run(stage, rows, Sums())
     assert len(rows) == 64 and len({tuple(together["tokens"][i].tolist()) for i in range(64)}) > 32
     for number in (0, 17, 40, 63):
-        alone = backend.executor.execute(stage, rows.take([number]), Sums())
+        alone = backend.executor.run(stage, rows.take([number]), Sums())
         for column in ("tokens", "rollout_log_probs"):
             assert torch.equal(alone[column][0], together[column][number]), (number, column)
 

@@ -109,18 +109,11 @@ def test_the_chrome_trace_is_valid_and_tells_everything() -> None:
     assert [event["name"] for event in complete if "waiting" in event["cat"]] == ["waiting for actor.update"]
 
 
-def test_the_page_holds_every_span_and_the_table_and_asks_for_nothing_outside(tmp_path: Path) -> None:
-    write_trace(tmp_path, [*SPANS, Span("</script><b>", "odd", "odd.stage", 2, 9.0, 9.5)])
-    picture, chrome = write_timeline(tmp_path)
-    html = picture.read_text()
-    assert not re.search(r'(src|href)="|url\((?!#)|@import|https?://(?!www\.w3\.org/2000/svg)', html)
-    embedded = re.search(r'<script type="application/json">(.*?)</script>', html, re.DOTALL)
-    assert embedded is not None
-    data = json.loads(embedded[1])
-    assert len(data["spans"]) == 7
-    assert data["lanes"] == ["</script><b>", "actor/0", "actor/1", "reward/0"]
-    assert data["iterations"] == [[1, 0.0], [2, 9.0]]
-    assert len(data["colours"]) == len(data["stages"]) == 4
-    assert "</script><b>" not in html
+def test_the_page_holds_the_table_and_asks_for_nothing_outside(tmp_path: Path) -> None:
+    write_trace(tmp_path, [*SPANS, Span("worker", "</script><b>", "odd.stage", 2, 9.0, 9.5)])
+    page, chrome = write_timeline(tmp_path)
+    html = page.read_text()
+    assert not re.search(r'(src|href)="|url\((?!#)|@import|https?://', html)
+    assert "</script><b>" not in html and "odd.stage" in html
     assert "75.0% busy, 15.0% waiting" in html
     assert len(json.loads(chrome.read_text())["traceEvents"]) == 7 + 2 * 4

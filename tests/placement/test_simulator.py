@@ -12,8 +12,8 @@ from braidrl.algorithms.random import uniform
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, critic, reference, reward
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.readiness import Consumer, Uid
-from braidrl.flow.sizes import Sizes
 from braidrl.flow.stage import Signature, When
+from braidrl.flow.updates import Sizes
 from braidrl.placement.simulate_streaming import Deadlock
 from braidrl.placement.simulator import Runtime, simulate
 from braidrl.placement.workload import Fate, Simulation, Workload, long_tailed

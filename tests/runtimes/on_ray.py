@@ -12,7 +12,7 @@ from pathlib import Path
 
 from braidrl.config import load_config
 from braidrl.runtimes.run import TrainingRun
-from braidrl.runtimes.streaming.program import StreamingProgram
+from braidrl.runtimes.streaming.backend import StreamingBackend
 from tests.runtimes.streaming.test_program import kill_when_it_holds_rows
 
 
@@ -20,7 +20,7 @@ def main(config: str, *groups: str) -> None:
     killed: list[int] = []
     with TrainingRun(load_config(Path(config))) as run:
         program = run.backend
-        assert isinstance(program, StreamingProgram)
+        assert isinstance(program, StreamingBackend)
         killers = [threading.Thread(target=kill_when_it_holds_rows, args=(program, group, killed)) for group in groups]
         for killer in killers:
             killer.start()

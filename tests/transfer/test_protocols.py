@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from braidrl.errors import UserError
-from braidrl.transfer.protocols import PROTOCOLS, Mesh, define, protocol_of, register
-
-
-class Numbers(list[int]):
-    """Numbers that are dealt out in turn."""
-
-    def divide(self, parts: int) -> list[Numbers]:
-        return [Numbers(self[rank::parts]) for rank in range(parts)]
+from braidrl.transfer.contract import Numbered, check_protocol
+from braidrl.transfer.protocols import (
+    PROTOCOLS,
+    Arguments,
+    Calls,
+    Mesh,
+    TransferProtocol,
+    by_rows,
+    in_order_of_ranks,
+    register,
+    registered,
+)
 
 
 class Worker:
     @register(protocol="DP")
-    def double(self, numbers: Numbers, factor: int) -> list[int]:
-        return [factor * number for number in numbers]
-
-    @register(protocol="DP_TOGETHER")
-    def double_together(self, numbers: Numbers, factor: int) -> list[int]:
-        return [factor * number for number in numbers]
+    def double(self, numbers: Numbered, factor: int) -> Numbered:
+        return Numbered(factor * number for number in numbers)
 
     @register(protocol="ONE_TO_ALL")
     def echo(self, word: str) -> str:
@@ -44,25 +43,14 @@ class Worker:
 
 def called(method: str, ranks: int, *arguments: Any) -> Any:
     """Calls as a driver would, on one worker in this process for all ranks."""
-    protocol, mesh, worker = protocol_of(Worker, method), Mesh(ranks), Worker()
+    protocol, mesh, worker = registered(Worker, method).protocol, Mesh(ranks), Worker()
     calls = protocol.distribute(mesh, *arguments)
     assert len(calls) == ranks
     return protocol.collect(mesh, calls, [getattr(worker, method)(*call) for call in calls if call is not None])
 
 
-@pytest.fixture
-def own_protocol() -> Iterator[str]:
-    yield "LAST_RANK"
-    PROTOCOLS.pop("LAST_RANK", None)
-
-
 def test_one_to_all_calls_every_rank_with_the_same() -> None:
     assert called("echo", 3, "hello") == ["hello"] * 3
-
-
-def test_a_rank_without_rows_is_called_only_where_all_compute_together() -> None:
-    assert called("double", 3, Numbers([1, 2]), 10) == [([1], [10]), ([2], [20])]
-    assert called("double_together", 3, Numbers([1, 2]), 10) == [([1], [10]), ([2], [20]), ([], [])]
 
 
 def test_rank_zero_alone_is_called_and_answers() -> None:
@@ -75,28 +63,72 @@ def test_all_to_all_gives_each_rank_its_own() -> None:
         called("add", 3, [1, 2], [1, 2, 3])
 
 
-def test_data_parallel_deals_rows_out_and_leaves_ranks_without_rows_alone() -> None:
-    assert called("double", 2, Numbers([1, 2, 3]), 5) == [([1, 3], [5, 15]), ([2], [10])]
-    assert called("double", 4, Numbers([7]), 2) == [([7], [14])]
+def test_data_parallel_divides_rows_among_all_ranks_and_joins_what_they_return() -> None:
+    assert called("double", 2, Numbered([1, 2, 3]), 5) == (5, 10, 15)
+    assert called("double", 4, Numbered([7]), 2) == (14,)
+    assert PROTOCOLS["DP"].distribute(Mesh(2), Numbered([7]), 2) == [((), 2), ((7,), 2)]
 
 
-def test_a_user_adds_protocols_of_their_own(own_protocol: str) -> None:
-    define(own_protocol, lambda mesh, *a: [None] * (mesh.size - 1) + [a], lambda mesh, calls, results: results[-1])
+def test_data_parallel_keeps_the_contract() -> None:
+    check_protocol(PROTOCOLS["DP"])
+
+
+def twice(mesh: Mesh, rows: Numbered, *arguments: Any) -> Calls:
+    return [(rows, *arguments)] * mesh.size
+
+
+def without_the_last(mesh: Mesh, rows: Numbered, *arguments: Any) -> Calls:
+    return by_rows(mesh, rows.take(range(len(rows) - 1)), *arguments)
+
+
+def one_call(mesh: Mesh, rows: Numbered, *arguments: Any) -> Calls:
+    return [(rows, *arguments)]
+
+
+def nobody(mesh: Mesh, rows: Numbered, *arguments: Any) -> Calls:
+    return [None] * mesh.size
+
+
+def backwards(mesh: Mesh, calls: Calls, results: list[Numbered]) -> Numbered:
+    return Numbered.cat(results[::-1])
+
+
+@pytest.mark.parametrize(
+    ("distribute", "collect", "message"),
+    [
+        (twice, in_order_of_ranks, "WRONG of 1 rows on 2 workers: distribute gives rows .* once"),
+        (without_the_last, in_order_of_ranks, "of 1 rows on 1 workers: distribute gives rows"),
+        (one_call, in_order_of_ranks, "of 0 rows on 2 workers: distribute has 1 entries"),
+        (nobody, in_order_of_ranks, "distribute calls nobody"),
+        (lambda mesh, rows, *_: by_rows(mesh, rows), in_order_of_ranks, "loses or changes what is not rows"),
+        (by_rows, backwards, "of 2 rows on 2 workers: collect returns rows .*in their order"),
+    ],
+)
+def test_the_contract_says_what_a_protocol_gets_wrong(distribute: Any, collect: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_protocol(TransferProtocol("WRONG", distribute, collect))
+
+
+def test_a_method_takes_a_protocol_of_ones_own_in_the_place_of_a_name() -> None:
+    def to_last(mesh: Mesh, *arguments: Any) -> list[Arguments | None]:
+        return [None] * (mesh.size - 1) + [arguments]
+
+    last = TransferProtocol("LAST", to_last, lambda mesh, calls, results: results[-1])
 
     class Last(Worker):
-        @register(protocol=own_protocol)
+        @register(protocol=last, reads=("tokens",), writes=("score",))
         def name(self) -> str:
             return "last"
 
-    protocol = protocol_of(Last, "name")
-    assert protocol.distribute(Mesh(3)) == [None, None, ()]
-    assert protocol.collect(Mesh(3), [None, None, ()], ["last"]) == "last"
-    with pytest.raises(ValueError, match="LAST_RANK already"):
-        define(own_protocol, lambda mesh: [], lambda mesh, calls, results: None)
+    found = registered(Last, "name")
+    assert (found.protocol, found.reads, found.writes) == (last, ("tokens",), ("score",))
+    assert registered(Last, "echo") == registered(Worker, "echo")
 
 
 def test_unknown_protocols_and_unregistered_methods_are_refused() -> None:
     with pytest.raises(UserError, match=r"no transfer protocol is called 'ONE_TO_AL'.*ONE_TO_ALL"):
         register(protocol="ONE_TO_AL")
-    with pytest.raises(TypeError, match=r"Worker.unregistered has no transfer protocol"):
-        protocol_of(Worker, "unregistered")
+    with pytest.raises(UserError, match=r"Worker has no method 'unregistered' with @register"):
+        registered(Worker, "unregistered")
+    with pytest.raises(UserError, match=r"Worker has no method 'ecko'.*'echo'"):
+        registered(Worker, "ecko")

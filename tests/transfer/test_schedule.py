@@ -4,9 +4,9 @@ import pytest
 
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, reference
 from braidrl.flow.readiness import Uid
-from braidrl.flow.sizes import Sizes
 from braidrl.flow.stage import Signature
-from braidrl.transfer.leases import LeaseLost
+from braidrl.flow.updates import Sizes
+from braidrl.transfer.queue.tasks import LeaseLost
 from braidrl.transfer.schedule import StreamSchedule
 
 SELECT = Stage("informative", "informative", None, Signature(Kind.SELECT, ("tokens",), scope=Scope.GROUP))
@@ -62,7 +62,7 @@ def test_the_first_step_waits_until_old_log_probs_of_the_whole_batch_are_there()
     assert sorted(work(schedule, "actor.update")) == sorted(set(uids) - set(update.rows))
     schedule.stepped("actor.update")
     assert schedule.due_publication() == 1
-    assert schedule.publish().uids == uids and schedule.progress.uids == []
+    assert schedule.publish().uids == uids and not schedule.tasks.rows
 
 
 def test_log_probs_of_the_next_batch_wait_for_the_version_that_it_is_trained_on() -> None:
@@ -111,7 +111,7 @@ def test_dropped_groups_leave_and_are_replaced_before_the_batch_is_known() -> No
     outcome = schedule.close()
     assert outcome is not None and outcome.groups == (1, 2)
     assert outcome.dropped == {"all_wrong": 1, "surplus": 1} and outcome.released == (0, 3)
-    assert {uid[1] for uid in schedule.progress.uids} == {1, 2}
+    assert {uid[1] for uid in schedule.tasks.rows} == {1, 2}
 
 
 def test_a_batch_closes_while_surplus_is_still_generated_and_its_late_answer_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""How one role lies on many devices: five numbers that multiply to the devices, and what of the model is divided among them.
+"""How one role lies on many devices: four numbers that multiply to the devices, and what of the model is divided among them.
 
 rank = ((pipeline · data + data rank) · sequence + sequence rank) · tensor + tensor rank          tensor varies fastest
 """
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from braidrl.errors import UserError
 
 AXES = ("pipeline", "data", "sequence", "tensor")
-"""Names of the mesh's dimensions, slowest first: ranks that speak most are neighbours."""
+"""Names of the mesh's dimensions, slowest first: ranks that communicate most are neighbours."""
 
 
 class ParallelLayout(BaseModel):

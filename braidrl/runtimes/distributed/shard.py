@@ -1,19 +1,33 @@
-"""A table that lies on many ranks: what each of them knows of all rows, and what it has of its own.
+"""A table that lies on many ranks: what each of them knows of all rows, what it has of its own, and what they give each other.
 
             index columns of all rows     owner      payload
 rank 0      g0 g0 g1 g1                   0 0 1 1    tokens of rows 0, 1
 rank 1      g0 g0 g1 g1                   0 0 1 1    tokens of rows 2, 3
+
+gather      new index columns and metric sums of every rank, on every rank
+move        payload to the ranks that are to have it
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from braidrl.data.rows import Column, Rows
+from braidrl.cluster.world import World
+from braidrl.data.codec import decode, encode
+from braidrl.data.frames import join, split
+from braidrl.data.rows import Column, Rows, tokens_of
+from braidrl.flow import Stage
+from braidrl.observe.metrics import Sums
+from braidrl.observe.trace import Done, State, TraceWriter
+from braidrl.runtimes.interrupts import Interrupts
+from braidrl.transfer.data_buffer import DataBuffer, Key
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,93 @@ class Shard:
         here = Rows(columns)
         kept = here.payload.take(self.mine) if len(self.mine) else Rows({})
         return replace(self, index=self.index.with_columns(columns_of(here.index)), payload=joined(self.payload, kept))
+
+
+class ShardExchange:
+    """What ranks give each other of a table. Every rank makes the same calls in the same order, of iteration `iteration`."""
+
+    def __init__(self, world: World, interrupts: Interrupts, trace: TraceWriter | None) -> None:
+        self.world, self.interrupts, self.trace = world, interrupts, trace
+        self.buffer = DataBuffer(world)
+        self.iteration = self.version = 0
+
+    def at(self, stage: Stage, iteration: int) -> None:
+        """Note which stage this rank is in."""
+        self.iteration = iteration
+        self.world.at(f"step {iteration}, {stage.name}")
+
+    def move(self, edge: str, table: Shard, owner: Tensor, needed: Sequence[str] | None = None) -> Shard:
+        """Return the table with each row's payload, or the columns `needed` of it, on its `owner`; in place where nothing moves."""
+        if needed is not None:
+            if torch.equal(owner, table.owner):
+                return table
+            table = replace(table, payload=only_present(table.payload, needed))
+        key = Key(self.iteration, edge)
+        with self._span("ranks", edge, 0, 0, "waiting"):
+            self.buffer.put(key, table.payload, table.owner, owner)
+        return replace(table, owner=owner, payload=self.buffer.take(key))
+
+    def gather(self, table: Shard, columns: Mapping[str, Column], own: Sums, sums: Sums) -> Shard:
+        """Return the table with columns that each rank computed for its rows: index columns go to everybody.
+
+        Args:
+            table: The rows.
+            columns: Of this rank's rows; none where it has none.
+            own: This rank's metric sums, which are added on every rank to
+            sums: those of the iteration.
+
+        Raises:
+            KeyboardInterrupt: On every rank, where one was asked to stop.
+        """
+        new = Rows(columns)
+        about: dict[str, Any] = {"sums": own.pairs(), "interrupted": self.interrupts.asked}
+        with self._span("ranks", "index columns", 0, 0, "waiting"):
+            parts = self._all("index columns", about, new.index)
+        self.interrupts.agree(any(about["interrupted"] for about, _ in parts))
+        for about, _ in parts:
+            sums.merge(Sums(about["sums"]))
+        order = torch.cat([(table.owner == rank).nonzero().flatten() for rank in range(self.world.size)]).argsort()
+        everywhere = Rows.cat([rows for _, rows in parts])
+        index = columns_of(everywhere.take(order)) if len(everywhere) else {}
+        return replace(table, index=table.index.with_columns(index), payload=joined(table.payload, new.payload))
+
+    def add_up(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the sums of all ranks, added in the order of ranks; a rank without rows has none."""
+        parts = self._all("sums over the batch", {}, Rows({name: total[None] for name, total in own.items()}))
+        found = [rows for _, rows in parts if len(rows)]
+        return {name: torch.stack([rows[name][0] for rows in found]).sum(0) for name in found[0]} if found else {}
+
+    def tell(self, about: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return what every rank says, a few JSON values."""
+        return [said for said, _ in self._all("a word", about, Rows({}))]
+
+    def _all(self, purpose: str, about: Mapping[str, Any], index: Rows) -> list[tuple[dict[str, Any], Rows]]:
+        found = []
+        for message in self.world.gather(purpose, join([json.dumps(about).encode(), *encode(index)])):
+            words, *frames = split(message)
+            found.append((json.loads(bytes(words)), decode(frames)))
+        return found
+
+    @contextmanager
+    def working(self, stage: Stage, rows: Rows) -> Iterator[Done]:
+        """Trace the work on rows, and name them where it fails."""
+        self.world.rows = named_rows(rows)
+        with (
+            self._span(stage.role or "compute", stage.name, len(rows), tokens_of(rows)) as done,
+            self.world.supervised("what ranks compute together"),
+        ):
+            yield done
+        self.world.rows = ""
+
+    @contextmanager
+    def _span(self, role: str, stage: str, rows: int, tokens: int, state: State = "busy") -> Iterator[Done]:
+        if self.trace is None:
+            yield Done()
+            return
+        with self.trace.span(
+            role, stage, self.iteration, rows=rows, tokens=tokens, version=self.version, state=state
+        ) as done:  # fmt: skip
+            yield done
 
 
 def columns_of(rows: Rows) -> dict[str, Column]:

@@ -1,6 +1,6 @@
 """Ends the generation of groups that the batch turns out not to need: selection is asked while others are still being generated.
 
-finished rows ──▶ checks ──▶ whole groups ──select──▶ kept or not ──▶ SamplingParams.needless ──▶ rows to abort
+finished rows ──▶ checks ──▶ whole groups ──select──▶ kept or not ──▶ GroupSelector.needless ──▶ rows to abort
                    │  ▲
                    ▼  │ index columns
                 other ranks
@@ -16,15 +16,13 @@ from dataclasses import dataclass, field
 from braidrl.cluster.notices import Notices
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import join, split
-from braidrl.data.rows import Column, Rows
+from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.compute import dropped
 from braidrl.rewards.verify import Pending
 from braidrl.rollout.requests import Uid
-from braidrl.runtimes.functions import dropped
-from braidrl.runtimes.generating.verification import checked_beside
+from braidrl.runtimes.generating.verification import early_verify_stages, verified
 
-Verified = Callable[[Stage, Rows, Mapping[str, Column]], Mapping[str, Column]]
-"""What a verify stage writes for some rows, from what its checks found."""
 Needless = Callable[[Mapping[int, bool]], Collection[int]]
 """Groups that are not needed any more once these are known to be kept or not."""
 
@@ -46,7 +44,7 @@ def segment_of(flow: Flow, iteration: int) -> Segment | None:
     verify = tuple(stage for stage in rest if stage.type == "verify")
     select = tuple(stage for stage in rest if stage.kind is Kind.SELECT)
     plain = generate.kind is Kind.GENERATE and not {"into", "environment", "greedy"} & generate.params.keys()
-    simple = len(verify) + len(select) == len(rest) and set(verify) <= set(checked_beside(flow, generate))
+    simple = len(verify) + len(select) == len(rest) and set(verify) <= set(early_verify_stages(flow, generate))
     due = all(stage.when.includes(iteration) for stage in flow.sampling_segment)
     return Segment(generate, verify, select) if plain and simple and due else None
 
@@ -57,7 +55,7 @@ class EarlyStop:
 
     segment: Segment
     needless: Needless
-    verified: Verified
+    flow: Flow
     left: dict[int, set[Uid]]
     """Of each group the rows that are not known yet."""
     notices: Notices | None = None
@@ -69,13 +67,13 @@ class EarlyStop:
 
     @staticmethod
     def of(
-        segment: Segment, needless: Needless, verified: Verified, uids: Sequence[Uid], notices: Notices | None = None
+        segment: Segment, needless: Needless, flow: Flow, uids: Sequence[Uid], notices: Notices | None = None
     ) -> EarlyStop:
         """`uids` are all rows of the wave, whoever generates them."""
         left: dict[int, set[Uid]] = {}
         for uid in uids:
             left.setdefault(uid[1], set()).add(uid)
-        return EarlyStop(segment, needless, verified, left, notices)
+        return EarlyStop(segment, needless, flow, left, notices)
 
     def add(self, rows: Rows, checks: Mapping[str, Pending]) -> None:
         """Finished rows, and by verify stage their checks, which have begun."""
@@ -101,7 +99,7 @@ class EarlyStop:
         found = []
         for rows, checks in taken:
             for stage, check in zip(self.segment.verify, checks, strict=True):
-                rows = rows.with_columns(self.verified(stage, rows, check.result()))
+                rows = rows.with_columns(verified(self.flow, stage, rows, check.result()))
             found.append(rows.index)
         return found
 

@@ -7,9 +7,14 @@ engine ──finished rows──▶ EarlyChecks ──some at a time──▶ Ch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 
-from braidrl.data.rows import IDENTITY, Rows
-from braidrl.flow import Flow, Stage
+from torch import Tensor
+
+from braidrl.data.rows import IDENTITY, Column, Rows
+from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.columns import ADMISSION
+from braidrl.flow.signatures import SUMMED, in_namespace
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import CheckFailure, Pending, RuleRewards
@@ -29,7 +34,7 @@ class Checks:
     def __init__(self, rewards: RuleRewards | None, progress: Progress) -> None:
         self.rewards, self.progress = rewards, progress
         self.pending: dict[str, list[tuple[Rows, Pending]]] = {}
-        self.told: set[tuple[str, str]] = set()
+        self.shown: set[tuple[str, str]] = set()
 
     def begin(self, stage: Stage, rows: Rows) -> Pending:
         """Hands rows to the reward processes before the stage has its turn."""
@@ -51,16 +56,16 @@ class Checks:
                 for name, count in pending.failure_counts().items():
                     sums.add(f"reward/failures/{name}", count)
                 for failure in pending.failures():
-                    self._tell_once(failure)
+                    self._show_once(failure)
         checked = Rows.cat(parts)
         place = {uid: i for i, uid in enumerate(checked.uids())}
         return checked.take([place[uid] for uid in rows.uids()]).without(IDENTITY)
 
-    def _tell_once(self, failure: CheckFailure) -> None:
+    def _show_once(self, failure: CheckFailure) -> None:
         """Says why a check came to nothing, the first time that a verifier fails in this way; later ones are only counted."""
         kind = (failure.label, failure.reason)
-        if kind not in self.told:
-            self.told.add(kind)
+        if kind not in self.shown:
+            self.shown.add(kind)
             self.progress.print(
                 f"verifier {failure.label}: {failure.reason}: {failure.detail}; its row counts as wrong"
             )
@@ -80,23 +85,23 @@ class EarlyChecks:
         engine: EmbeddedEngine | EngineService,
         rows: Rows,
         place: Mapping[Uid, int],
-        beside: Sequence[Stage],
+        verify: Sequence[Stage],
         bar: Bar,
         tell: Tell | None = None,
     ) -> None:
-        """`place` says where in `rows` each is; `beside` are the verify stages that may begin.
+        """`place` says where in `rows` each is; `verify` are the stages that may begin.
 
         `tell` is given each finished row at once, with its checks by verify stage.
         """
         self.checks, self.engine, self.rows, self.place, self.bar = checks, engine, rows, place, bar
-        self.beside = beside if checks.rewards is not None else ()
+        self.verify = verify if checks.rewards is not None else ()
         self.tell, self.chunk = tell, VERIFY_CHUNK if tell is None else 1
         self.waiting: list[Response] = []
 
     def add(self, finished: Response) -> None:
         """Called by the engine for each row, in the order in which they end."""
         self.bar.update(1, len(finished.tokens), self.engine.in_flight)
-        if self.beside:
+        if self.verify:
             self.waiting.append(finished)
             if len(self.waiting) >= self.chunk:
                 self.flush()
@@ -108,18 +113,36 @@ class EarlyChecks:
         part = self.rows.take([self.place[row.uid] for row in self.waiting])
         part = part.with_columns(to_rows(part, self.waiting))
         self.waiting = []
-        begun = {stage.name: self.checks.begin(stage, part) for stage in self.beside}
+        begun = {stage.name: self.checks.begin(stage, part) for stage in self.verify}
         if self.tell is not None:
             self.tell(part, begun)
 
 
-def checked_beside(flow: Flow, stage: Stage) -> list[Stage]:
-    """The verify stages that need nothing but what `stage` and admission write."""
+def early_verify_stages(flow: Flow, stage: Stage) -> list[Stage]:
+    """Return the verify stages that may begin while `stage` generates: they need nothing but what it and admission write.
+
+    From the next infer stage on, rows may be on other ranks than where they were generated.
+    """
+    later = flow.stages[flow.stages.index(stage) + 1 :] if stage in flow.stages else ()
     return [
-        later
-        for later in flow.stages
-        if later.type == "verify"
-        and "of" not in later.params
-        and any(c.writer == stage.name for c in flow.inputs[later.name])
-        and all(c.writer in (stage.name, "admission") for c in flow.inputs[later.name])
+        verify
+        for verify in takewhile(lambda other: other.kind is not Kind.INFER, later)
+        if verify.type == "verify"
+        and "of" not in verify.params
+        and {stage.name} <= {column.writer for column in flow.inputs[verify.name]} <= {stage.name, ADMISSION}
     ]
+
+
+def verified(flow: Flow, stage: Stage, rows: Rows, checked: Mapping[str, Column]) -> Mapping[str, Column]:
+    """Return the columns that a verify stage writes for `rows`, from what its checks found."""
+    found = checked[in_namespace(stage.params.get("of"), ("score",))[0]]
+    assert isinstance(found, Tensor)
+    return {**checked, **added_scores(flow, stage, rows, found)}
+
+
+def added_scores(flow: Flow, stage: Stage, rows: Rows, scores: Tensor) -> Mapping[str, Column]:
+    """Return `score` and `reward`: scores (B,), times the stage's weight, on top of what earlier sources gave."""
+    earlier, weight = {column.name for column in flow.inputs.get(stage.name, ())}, stage.params.get("weight")
+    weighted = scores.float() * (1.0 if weight is None else weight)
+    columns = in_namespace(stage.params.get("of"), SUMMED)
+    return {name: rows[name] + weighted if name in earlier else weighted for name in columns}

@@ -1,4 +1,4 @@
-"""The hybrid driver: it calls roles by the flow's order and returns handles at once; the rows stay with the workers.
+"""The hybrid driver: it calls roles in the flow's order and returns handles at once; the rows stay with the workers.
 
 driver      run(verify) ─ run(reference.log_probs) ─ run(critic.values) ─ index: waits ─ train ─ train ─ publish: waits
 actor pool      ├── verify ──┤                                             ├─ update ─┤
@@ -8,38 +8,52 @@ critic pool                        ├── values ──┤                   
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from braidrl.data.codec import payload_forbidden
 from braidrl.data.loader import PromptLoader
-from braidrl.data.rows import Column, Rows
+from braidrl.data.rows import Rows
+from braidrl.errors import UserError
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.flow import is_optimized
+from braidrl.flow.stage import Signature
 from braidrl.models.checkpoint import Write
-from braidrl.models.parallel.layout import ParallelLayout
-from braidrl.models.role_settings import inference_layouts, layout_of
+from braidrl.models.role_settings import layout_of
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.controller import group_tokens
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import Needless, Segment
 from braidrl.runtimes.generating.engines import pools_ranks
-from braidrl.runtimes.hybrid.calls import Calls, Work
-from braidrl.runtimes.hybrid.dispatch import Deal, by_cost, by_length, by_number, by_prompt, in_place
-from braidrl.runtimes.hybrid.group import Dealt, Future, Outgoing, WorkerGroup, outgoing
-from braidrl.runtimes.hybrid.handle import Deferred, Handle, Layer
-from braidrl.runtimes.hybrid.parts import columns_read, packed_rows
+from braidrl.runtimes.hybrid.dispatch import Partition, by_length, by_number, place
+from braidrl.runtimes.hybrid.group import WorkerGroup
+from braidrl.runtimes.hybrid.handles import (
+    READ,
+    Answer,
+    Future,
+    Handle,
+    Output,
+    columns_read,
+    packed_rows,
+    unpacked_rows,
+)
+from braidrl.runtimes.hybrid.worker import method_class
 from braidrl.runtimes.saving.background import check_written
 from braidrl.runtimes.saving.row_store import Admission, Origin
+from braidrl.transfer.protocols import registered
 
 
 class HybridBackend:
-    """Implements `iteration.Backend` with handles. Every role has a worker group; `home` is where rows are born."""
+    """Implements `SerialBackend` with handles. Every role has a worker group; rows are made by rank 0 of `home`."""
 
     def __init__(
         self,
@@ -49,221 +63,249 @@ class HybridBackend:
         executor: StageExecutor,
         resources: ExitStack,
     ) -> None:
-        """`groups` by role; `executor`, which holds no role, computes on index columns; `resources` are what `close` ends."""
+        """Take what `start_hybrid_backend` has started.
+
+        Args:
+            loader: Where prompts come from; None for evaluation alone.
+            groups: The worker group of each role.
+            home: The group that reads data and writes rows to files.
+            executor: Computes on index columns; it holds no role.
+            resources: What `close` ends.
+        """
         self.loader, self.groups, self.home = loader, groups, home
         self.executor, self.resources = executor, resources
         self.distinct = list(dict.fromkeys(groups.values()))
-        self.calls = Calls(self.distinct, executor.progress)
-        self.training: list[Work] = []
+        self.training: list[Output] = []
+        self.keys = itertools.count()
+        self.forgotten: deque[tuple[WorkerGroup, int, int]] = deque()
         resources.enter_context(payload_forbidden())
 
     def admit(self, groups: int) -> Handle:
         assert self.loader is not None, "this backend only evaluates"
-        return self.bring(Admission(tuple(self.loader.advance(groups))))
+        return self.read(Admission(tuple(self.loader.advance(groups))))
 
-    def bring(self, origin: Origin) -> Handle:
-        self.calls.release()
-        key = next(self.calls.keys)
+    def read(self, origin: Origin) -> Handle:
+        while self.forgotten:
+            group, worker, key = self.forgotten.popleft()
+            group.release(worker, key)
+        key = next(self.keys)
         future = self.home.call("make", origin, key)
-        (answer,) = self.home.wait([future])
-        index = answer.rows()
-        chunk = self.calls.chunk(key, len(index), future, ())
-        chunk.columns, chunk.index = answer.columns, index
-        layer = Layer.of(len(index), [(torch.arange(len(index)), chunk)])
-        return Handle(len(index), index, {type(origin).__name__: layer})
+        answers = self.home.wait([future])
+        output = Output(READ)
+        self._note(output, key, self.home, [future], [range(len(unpacked_rows(answers[0].index)))])
+        output.finish(answers)
+        return Handle((output,), torch.arange(len(output.future))[None])
 
     def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums) -> Handle:
-        """At once; a stage without a role is put off until somebody needs what it writes."""
-        asked = Deferred(stage, iteration, sums)
-        if stage.role is None:
-            return table.deferring(*table.deferred, asked)
-        self._compute_for(stage, table)
-        method = "execute_together" if self._meets(stage) else "execute"
-        return table.with_layer(stage.name, self.calls.begin(asked, table, *self._place(stage, table), method))
+        """Begin a stage; one without a role is deferred until somebody needs what it writes."""
+        output = Output(stage, table, iteration, sums)
+        if stage.role is not None:
+            self._begin(output, *self._place(stage, table), "execute")
+        return table.with_output(output)
 
     def generate_needed(
         self, segment: Segment, table: Handle, iteration: int, sums: Sums, needless: Needless
     ) -> Handle:
-        """Ranks tell each other of their rows meanwhile, and each ends those of its own that nobody needs."""
-        if self._meets(segment.generate):
+        """As `run`; ranks tell each other of their rows meanwhile, and each ends those of its own that nobody needs."""
+        stage = segment.generate
+        if pools_ranks(self.executor.config):
             # A rank without rows would have to be asked for those that others end: all are drawn to their ends.
-            return self.run(segment.generate, table, iteration, sums)
-        stage, uids, deal = segment.generate, table.index.uids(), by_number(table.index)
-        self._compute_for(stage, table)
-        asked, group = Deferred(stage, iteration, sums), self.groups[str(stage.role)]
-        layer = self.calls.begin(asked, table, group, deal, "generate_needed", segment, needless, uids)
-        return table.with_layer(stage.name, layer)
+            return self.run(stage, table, iteration, sums)
+        output, group, index = Output(stage, table, iteration, sums), self.groups[str(stage.role)], self.index(table)
+        parts = by_number(index, group.mesh.size)
+        self._begin(output, group, parts, "generate_needed", segment, needless, index.uids())
+        return table.with_output(output)
 
     def totals(self, stage: Stage, table: Handle) -> dict[str, float]:
-        """What a stage adds up over all rows, each part where it lies."""
-        asked = Deferred(stage, 0, Sums())
-        self._compute_for(stage, table)
-        return {name: float(total) for name, total in self._totals(asked, table, *self._where(asked, table)).items()}
+        output = Output(stage, table)
+        return {name: float(total) for name, total in self._totals(output, *self._place(stage, table)).items()}
 
     def select(self, stage: Stage, table: Handle) -> dict[int, str]:
         return self.executor.select(stage, self.index(table))
 
     def train(self, stage: Stage, table: Handle, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
-        """Begins every optimizer step; `publish` waits for them."""
+        """Begin every optimizer step; `publish` waits for them."""
         group = self.groups[str(stage.role)]
         if not is_optimized(stage):
-            self.training.append(Work(stage, group, group.call("copy_weights", stage), [], sums))
+            copied = group.call("copy_weights", stage)
+            self.training.append(Output(stage, None, iteration, sums, group, copied))
             return
-        index = self.index(table)
-        size, whole_groups = group.mesh.size, self.executor.objective(stage).whole_groups
+        index, whole_groups = self.index(table), self.executor.objective(stage).whole_groups
         for update in updates:
             rows = index.take(update)
-            rows = rows.with_columns({"group_tokens": group_tokens(rows)})
-            chosen = table.take(update).with_index(dict(rows.items()))
-            parts = Dealt(chosen, by_length(rows, whole_groups), columns_read(stage)).divide(size)
-            futures = group.call("update", parts, [packed_rows(rows)] * size, [stage] * size, [iteration] * size)
-            self.training.append(Work(stage, group, futures, [], sums))
+            chosen = replace(table.take(update), parts=by_length(rows, group.mesh.size, whole_groups))
+            futures = group.call("update", chosen, packed_rows(rows), stage, iteration, reads=columns_read(stage))
+            self.training.append(Output(stage, None, iteration, sums, group, futures))
 
     def publish(self, version: int) -> None:
-        """Waits for all training first."""
-        for work in self.training:
-            self.calls.answers(work)
+        """Wait for all training first."""
+        for output in self.training:
+            self._answers(output)
         self.training = []
-        self.calls.everywhere("publish", version)
+        self._everywhere("publish", version)
+
+    def call(self, role: str, method: str, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
+        """Call a method of the class that `roles.ROLE.methods` names.
+
+        Args:
+            role: The role whose workers have the class.
+            method: Name of a registered method.
+            arguments: What its protocol distributes.
+            iteration: For messages and the trace.
+            sums: Where the time goes.
+
+        Returns:
+            What its protocol collects: of tables, at once, where the method writes columns; else of what the workers returned.
+
+        Raises:
+            UserError: The role has no such class, or the class no such method.
+        """
+        methods = method_class(self.executor.config, role)
+        if methods is None:
+            raise UserError(f"{role} has no methods of your own; write roles.{role}.methods=file.py:Class")
+        own, group, key = registered(methods, method), self.groups[role], next(self.keys)
+        stage = Stage(f"{role}.{method}", method, role, Signature(Kind.INFER, own.reads, own.writes))
+        for table in arguments:
+            if isinstance(table, Handle):
+                self._begin_deferred(table.writers(own.reads))
+        calls = own.protocol.distribute(group.mesh, *arguments)
+        called = [(rank, call) for rank, call in enumerate(calls) if call is not None]
+        futures = [
+            group.send(rank, "call_own", (stage, iteration, key, *call), columns_read(stage)) for rank, call in called
+        ]
+        if not own.writes:
+            answers = self._answers(Output(stage, None, iteration, sums, group, futures))
+            return own.protocol.collect(group.mesh, calls, [answer.result for answer in answers])
+        results = []
+        for future, (_, call) in zip(futures, called, strict=True):
+            output, rows = Output(stage, None, iteration, sums), call[0]
+            self._note(output, key, group, [future], [range(len(rows))])
+            results.append(rows.with_output(output))
+        return own.protocol.collect(group.mesh, calls, results)
 
     def index(self, table: Handle) -> Rows:
-        """Waits for all that was begun and computes what was put off."""
-        self.calls.resolve(table)
-        self._compute(table, len(table.deferred))
-        self.calls.resolve(table)
+        """Wait for all that was begun, and compute what was deferred."""
+        self._wait(table.outputs)
         return table.index
 
     def take(self, table: Handle, positions: Sequence[int]) -> Handle:
         return table.take(positions)
 
     def cat(self, tables: Sequence[Handle]) -> Handle:
-        for table in tables:
-            self.index(table)
         return Handle.cat(tables)
 
     def record(self, path: Path, table: Handle, final: Handle) -> None:
         self.index(table)
         self.index(final)
-        later = {name: layer for name, layer in final.layers.items() if name not in table.layers}
-        added = Handle(len(final), final.index.without(list(table.index)), later)
-        self.home.wait([self.home.call("record", path.resolve(), outgoing(table), outgoing(added))])
+        self.home.wait([self.home.call("record", path.resolve(), table, final.without(table))])
 
-    def keep(self, path: Path, table: Handle) -> None:
+    def save_rows(self, path: Path, table: Handle) -> None:
         self.index(table)
-        self.home.wait([self.home.call("keep", path.resolve(), outgoing(table), aside=True)])
+        self.home.wait([self.home.call("keep", path.resolve(), table, aside=True)])
 
     def save(self, folder: Path) -> None:
-        """Beside a call that may be running: an interrupt does not wait until all rows are generated.
+        """Save beside a call that may be running: an interrupt does not wait until all rows are generated.
 
-        Where ranks have divided a model they meet to save it, and that they do in turn.
+        Where ranks have divided a model they save it with each other, and that they do in turn.
         """
         for group in self.distinct:
-            group.wait(group.call("save", folder.resolve(), aside=not self._divided(group.pool.roles)))
+            group.wait(group.call("save", folder.resolve(), aside=not self._divides(group)))
 
     def copy_for_saving(self, folder: Path) -> list[Write]:
         """As `save`, but each worker goes on as soon as it has copies, and writes them in a thread."""
         for group in self.distinct:
-            group.wait(group.call("copy_for_saving", folder.resolve(), aside=not self._divided(group.pool.roles)))
+            group.wait(group.call("copy_for_saving", folder.resolve(), aside=not self._divides(group)))
         return [partial(written, group) for group in self.distinct]
 
     def load(self, folder: Path, version: int) -> None:
-        self.calls.everywhere("load", folder.resolve())
-        self.calls.everywhere("publish", version)
+        self._everywhere("load", folder.resolve())
+        self._everywhere("publish", version)
 
     def close(self) -> None:
         self.resources.close()
 
-    def _divided(self, roles: Iterable[str]) -> bool:
-        """True where the ranks of one of the roles have parts of its weights, or compute together."""
-        return any(self._together(role, layout_of(role, self.executor.config)) for role in roles)
+    def _everywhere(self, method: str, *arguments: Any) -> None:
+        """Call all workers of all groups, and wait."""
+        for group, futures in [(group, group.call(method, *arguments)) for group in self.distinct]:
+            group.wait(futures)
 
-    def _meets(self, stage: Stage) -> bool:
-        """True where the ranks of a role meet to generate or infer, or to bring the weights to the layout that they infer in."""
-        role, config = str(stage.role), self.executor.config
-        if stage.kind is Kind.GENERATE:
-            return pools_ranks(config)
-        if stage.kind is not Kind.INFER:
-            return False
-        other = inference_layouts(config, self.executor.flow).get(role)
-        return self._divided([role]) or (other is not None and self._together(role, other))
+    def _divides(self, group: WorkerGroup) -> bool:
+        """Return True where the group's ranks have parts of a role's weights, or compute with each other."""
+        layouts = [layout_of(role, self.executor.config) for role in group.pool.roles]
+        return not all(layout.over(group.mesh.size).copies for layout in layouts)
 
-    def _together(self, role: str, layout: ParallelLayout) -> bool:
-        return not layout.over(self.groups[role].mesh.size).copies
+    def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup | None, Partition]:
+        """Begin, or for a compute stage wait for, what a stage reads; then return what `place` does."""
+        writers = table.writers(columns_read(stage))
+        self._begin_deferred(writers)
+        if stage.role is None:
+            self._wait(writers)
+        return place(stage, table, self.groups, self.home)
 
-    def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup, Deal]:
-        """The group that runs a role's stage, and how rows are dealt to its ranks."""
-        if stage.type == "verify":
-            # Checks were begun where the rows were generated.
-            tokens = f"{stage.params['of']}.tokens" if "of" in stage.params else "tokens"
-            for layer in table.layers.values():
-                work = layer.chunks[0].work if layer.chunks else None
-                if work is not None and work.stage.type == "generate" and tokens in work.stage.writes:
-                    return work.group, in_place(layer, work.group.first)
-            return self.home, by_length(table.index)
-        group = self.groups[str(stage.role)]
-        return group, by_prompt(table.index) if stage.type == "generate" else by_length(table.index)
+    def _begin(self, output: Output, group: WorkerGroup | None, parts: Partition, method: str, *more: Any) -> None:
+        """Send a stage that writes columns to a group, to `home` for None."""
+        assert output.table is not None
+        group = group or self.home
+        key, rows = next(self.keys), replace(output.table, parts=parts)
+        reads = columns_read(output.stage)
+        futures = group.call(method, rows, output.stage, output.iteration, key, *more, reads=reads)
+        self._note(output, key, group, futures, parts)
 
-    def _compute_for(self, stage: Stage, table: Handle) -> None:
-        """Computes what was put off as far as `stage` reads it."""
-        reads = columns_read(stage)
-        needed = [number for number, put_off in enumerate(table.deferred, 1) if reads & set(put_off.stage.writes)]
-        self._compute(table, max(needed, default=0))
+    def _note(self, output: Output, key: int, group: WorkerGroup, futures: Sequence[Future], parts: Partition) -> None:
+        """Note what was begun; its workers forget the rows when nobody here refers to the futures any more."""
+        output.begin(group, futures, parts)
+        for future in futures:
+            weakref.finalize(future, self.forgotten.append, (group, future.worker, key)).atexit = False
 
-    def _compute(self, table: Handle, count: int) -> None:
-        """Computes the first `count` stages that were put off: here if they need index columns alone, else where the payload is."""
-        for _ in range(count):
-            first, *others = table.deferred
-            if first.done is None:
-                group, deal = self._where(first, table)
-                first.done = self._computed_here(first, table) if group is None else None
-                first.done = first.done or self._computed_there(first, table, group or self.home, deal)
-            done = first.done
-            whole = table.with_layer(first.stage.name, done) if isinstance(done, Layer) else table.with_index(done)
-            table.settle(whole.deferring(*others))
+    def _begin_deferred(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            if output.deferred:
+                self._compute(output)
 
-    def _where(self, asked: Deferred, table: Handle) -> tuple[WorkerGroup | None, Deal]:
-        """The group that holds the payload which a compute stage reads, or None where it reads index columns alone.
-
-        Rows stay where they are, but for those of a group, which have to be together.
-        """
-        reads = columns_read(asked.stage)
-        self.calls.resolve(table, reads)
-        holders = [layer for layer in table.layers.values() if layer.holds_any(reads)]
-        if asked.stage.scope is Scope.GROUP:
-            whole = by_cost([1.0] * len(table), table.index["group"].tolist())
-            return (self.home if holders else None), whole
-        if not holders:
-            return None, by_length(table.index)
-        group = self.calls.group_of[holders[0].chunks[0].worker]
-        return group, in_place(holders[0], group.first)
-
-    def _computed_here(self, asked: Deferred, table: Handle) -> Mapping[str, Column] | None:
-        """The index columns that a stage makes of index columns; None where it makes payload."""
-        stage, index = asked.stage, table.index
-        if stage.scope is Scope.BATCH:
-            columns = self.executor.apply(stage, index, self.executor.sums(stage, index))
+    def _compute(self, output: Output) -> None:
+        """Begin a deferred stage: here if index columns are all that it reads and writes, else where its rows are."""
+        stage, table = output.stage, output.table
+        assert table is not None
+        group, parts = self._place(stage, table)
+        columns = self.executor.run(stage, table.index, Sums()) if group is None else {}
+        if columns and all(isinstance(column, Tensor) for column in columns.values()):
+            output.index, output.table = Rows(columns), None
         else:
-            columns = self.executor.execute(stage, index, Sums())
-        return columns if all(isinstance(column, Tensor) for column in columns.values()) else None
+            totals = self._totals(output, group, parts) if stage.scope is Scope.BATCH else None
+            self._begin(output, group, parts, "execute", totals)
 
-    def _computed_there(self, asked: Deferred, table: Handle, group: WorkerGroup, deal: Deal) -> Layer:
-        if asked.stage.scope is not Scope.BATCH:
-            return self.calls.begin(asked, table, group, deal, "execute")
-        return self.calls.begin(asked, table, group, deal, "apply", self._totals(asked, table, group, deal))
-
-    def _totals(self, asked: Deferred, table: Handle, group: WorkerGroup | None, deal: Deal) -> dict[str, Tensor]:
+    def _totals(self, output: Output, group: WorkerGroup | None, parts: Partition) -> dict[str, Tensor]:
+        """Return what a stage adds up over all rows, each part where it lies."""
+        stage, table = output.stage, output.table
+        assert table is not None
         if group is None:
-            return self.executor.sums(asked.stage, table.index)
-        rows = Dealt(table, deal, columns_read(asked.stage))
-        called: list[tuple[Outgoing, Future]] = group.call("sums", rows, asked.stage, asked.iteration)
+            return self.executor.sums(stage, table.index)
+        called = group.call("sums", replace(table, parts=parts), stage, output.iteration, reads=columns_read(stage))
         totals: dict[str, Tensor] = {}
-        for answer in group.wait([future for _, future in called]):
-            for name, value in answer.result.items():
+        for answer in group.wait(called):
+            for name, value in (answer.result or {}).items():
                 totals[name] = totals[name] + value if name in totals else value
         return totals
 
+    def _wait(self, outputs: Sequence[Output]) -> None:
+        """Begin what is deferred of these outputs, then wait for all of them."""
+        self._begin_deferred(outputs)
+        for output in outputs:
+            if output.index is None:
+                output.finish(self._answers(output))
+
+    def _answers(self, output: Output) -> list[Answer]:
+        """Wait for a stage, show its progress, and add its sums."""
+        name = output.stage.name
+        with self.executor.progress.stage(name, sum(len(future.part) for future in output.futures)) as bar:
+            answers = output.group.wait(output.futures, lambda future: bar.update(len(future.part)))
+        for answer in answers:
+            output.sums.merge(Sums(answer.sums))
+        output.sums.add(f"time/{name}", max((answer.seconds for answer in answers), default=0.0))
+        return answers
+
 
 def written(group: WorkerGroup) -> None:
-    """Waits until the workers have written what they staged. Raises OSError where one could not."""
+    """Wait until the workers have written what they copied. Raises OSError where one could not."""
     for answer in group.wait(group.call("written", aside=True)):
         check_written(answer.result)

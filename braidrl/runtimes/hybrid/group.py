@@ -1,13 +1,13 @@
 """The workers of a pool as the driver calls them: a method by name, by its transfer protocol; futures at once.
 
-driver ──call("execute", rows, ...)──▶ protocol ──▶ rank 0, rank 1, ... ──▶ Future each ──wait──▶ Answer
+driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, rank 1, ... ──▶ Future each ──wait──▶ Answer
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -16,71 +16,21 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from braidrl.errors import UserError
 from braidrl.flow import Stage
 from braidrl.placement.pools import Pool
-from braidrl.runtimes.hybrid.dispatch import Deal
-from braidrl.runtimes.hybrid.failures import StageFailure, WorkerFailure, named_rows
-from braidrl.runtimes.hybrid.handle import Handle
-from braidrl.runtimes.hybrid.parts import Answer, Part, part_of
-from braidrl.runtimes.hybrid.worker import HybridWorker
-from braidrl.transfer.protocols import Mesh, protocol_of
+from braidrl.runtimes.hybrid.handles import Answer, Future, Handle, Part
+from braidrl.runtimes.hybrid.worker import HybridWorker, StageFailure, named_rows
+from braidrl.transfer.protocols import Mesh, registered
 
 DEATH_S = 2.0
 """Seconds within which Ray is told of a worker's end, after others have noticed."""
 
 
-@dataclass(frozen=True, eq=False)
-class Future:
-    """A call under way: Ray's reference, the worker's number and name, what it does, and on which rows."""
-
-    ref: Any
-    worker: int
-    who: str
-    what: str
-    part: Part | None = None
-
-    @property
-    def size(self) -> int:
-        """How many rows it is about."""
-        return len(self.part) if self.part else 0
-
-    @property
-    def uids(self) -> list[Any]:
-        """Of its rows; made when somebody asks, which is when something has gone wrong."""
-        return self.part.uids() if self.part else []
-
-
-@dataclass(frozen=True, eq=False)
-class Outgoing:
-    """Rows for one rank, with the futures that its call has to wait for. `positions` says which rows of the table they are."""
-
-    part: Part
-    awaited: list[Future]
-    positions: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.part)
-
-
-@dataclass(frozen=True, eq=False)
-class Dealt:
-    """A table to be dealt out to ranks, with the columns `names` that they need; `deal` gives the row positions of each."""
-
-    table: Handle
-    deal: Deal
-    names: frozenset[str] | None
-
-    def divide(self, parts: int) -> list[Outgoing]:
-        return [outgoing(self.table.take(positions), self.names, positions) for positions in self.deal(parts)]
-
-
-def outgoing(table: Handle, names: frozenset[str] | None = None, positions: Sequence[int] = ()) -> Outgoing:
-    """A whole table for one rank."""
-    awaited: list[Future] = []
-    return Outgoing(part_of(table, awaited, names), awaited, positions)
+class WorkerFailure(UserError):
+    """Raised by the driver, to end the run: a worker failed, died, or said nothing for too long."""
 
 
 @dataclass
 class DriverTraffic:
-    """Bytes that the driver has sent to workers and received from them."""
+    """How many bytes the driver has sent to workers and received from them."""
 
     sent: int = 0
     received: int = 0
@@ -88,7 +38,7 @@ class DriverTraffic:
 
 @dataclass(eq=False)
 class WorkerGroup:
-    """A pool's actors in order of rank; `first` is the number of rank 0 among all workers of the run."""
+    """Call a pool's actors, in order of rank; `first` is the number of rank 0 among all workers of the run."""
 
     pool: Pool
     actors: Sequence[Any]
@@ -96,32 +46,41 @@ class WorkerGroup:
     limit_s: float
     traffic: DriverTraffic
     names: dict[str, str] = field(default_factory=dict)
-    """Of all workers of the run, by Ray's id of the actor."""
+    """Name of each worker of the run, by Ray's id of its actor."""
     forgotten: dict[int, list[int]] = field(default_factory=dict)
-    """By rank, chunks that nobody can ask for any more: the worker is told with its next call."""
+    """By rank, keys of rows that nobody can ask for any more: the worker is told with its next call."""
 
     @property
     def mesh(self) -> Mesh:
         return Mesh(self.pool.workers)
 
-    def call(self, method: str, *arguments: Any, aside: bool = False) -> Any:
-        """Calls a method of the workers by its protocol and returns what the protocol collects of the futures.
+    def call(self, method: str, *arguments: Any, reads: frozenset[str] | None = None, aside: bool = False) -> Any:
+        """Call a method of the workers by its protocol.
 
-        `aside` calls run beside the one that a worker is busy with.
+        Args:
+            method: A registered method of `HybridWorker`.
+            arguments: What the protocol distributes.
+            reads: Columns that workers need of handles; all by default.
+            aside: Run beside the call that a worker is busy with.
+
+        Returns:
+            What the protocol collects of the futures.
         """
-        protocol = protocol_of(HybridWorker, method)
+        protocol = registered(HybridWorker, method).protocol
         calls = protocol.distribute(self.mesh, *arguments)
-        futures = [self._send(rank, method, call, aside) for rank, call in enumerate(calls) if call is not None]
+        futures = [self.send(n, method, call, reads, aside) for n, call in enumerate(calls) if call is not None]
         return protocol.collect(self.mesh, calls, futures)
 
     def release(self, worker: int, key: int) -> None:
-        """A worker may forget a chunk."""
+        """Let a worker forget the rows that it keeps under a key."""
         self.forgotten.setdefault(worker - self.first, []).append(key)
 
-    def _send(self, rank: int, method: str, arguments: tuple[Any, ...], aside: bool) -> Future:
-        rows = [argument for argument in arguments if isinstance(argument, Outgoing)]
-        awaited = rows[0].awaited if rows else []
-        plain = tuple(argument.part if isinstance(argument, Outgoing) else argument for argument in arguments)
+    def send(
+        self, rank: int, method: str, arguments: Sequence[Any], reads: frozenset[str] | None = None, aside: bool = False
+    ) -> Future:
+        """Call a method of one rank, and give it the part of a table in the place of its handle; the rest is as for `call`."""
+        awaited: list[Future] = []
+        plain = [a.part(awaited, reads) if isinstance(a, Handle) else a for a in arguments]
         # An aside call may overtake others, which still need what is to be forgotten.
         released = () if aside else self.forgotten.pop(rank, ())
         message = pickle.dumps((method, plain, released))
@@ -131,12 +90,25 @@ class WorkerGroup:
             perform = perform.options(concurrency_group="aside")
         ref = perform.remote(message, *(future.ref for future in awaited))
         what = next((argument.name for argument in plain if isinstance(argument, Stage)), method)
-        return Future(ref, self.first + rank, f"{self.pool.name} rank {rank}", what, rows[0].part if rows else None)
+        part = next((argument for argument in plain if isinstance(argument, Part)), Part())
+        return Future(ref, self.first + rank, f"{self.pool.name} rank {rank}", what, part)
 
     def wait(self, futures: Sequence[Future], arrived: Callable[[Future], None] | None = None) -> list[Answer]:
-        """The answers, in order. Raises WorkerFailure for one that failed or says nothing for too long, UserError as the worker did."""
+        """Wait for calls, whose futures then know where their rows are.
+
+        Args:
+            futures: Calls of this group.
+            arrived: Called with each future whose answer has come.
+
+        Returns:
+            The answers, in the order of the futures.
+
+        Raises:
+            WorkerFailure: A worker failed, or said nothing for too long.
+            UserError: A worker raised it.
+        """
         waiting = {future.ref: future for future in futures}
-        packed: dict[Any, bytes] = {}
+        answers: dict[Any, Answer] = {}
         while waiting:
             ready, _ = ray.wait(list(waiting), num_returns=1, timeout=self.limit_s)
             if not ready:
@@ -144,14 +116,17 @@ class WorkerGroup:
             for ref in ready:
                 future = waiting.pop(ref)
                 try:
-                    packed[ref] = self._result(future)
+                    packed = self._result(future)
                 except WorkerFailure:
                     self._raise_deaths(list(waiting.values()))
                     raise
-                self.traffic.received += len(packed[ref])
+                self.traffic.received += len(packed)
+                answers[ref] = pickle.loads(packed)
+                # Index columns and sums go to whoever waits; with the future stays where the payload is.
+                future.answer = replace(answers[ref], index=b"", sums={}, result=None)
                 if arrived:
                     arrived(future)
-        return [Answer.of(packed[future.ref]) for future in futures]
+        return [answers[future.ref] for future in futures]
 
     def _result(self, future: Future) -> bytes:
         try:
@@ -165,17 +140,14 @@ class WorkerGroup:
         except RayActorError as error:
             who = self.names.get(str(error.actor_id), future.who)
             raise WorkerFailure(
-                f"{who} died in {future.what}{named_rows(future.uids)}: {' '.join(str(error).split())}"
+                f"{who} died in {future.what}{named_rows(future.part.uids())}: {' '.join(str(error).split())}"
             ) from None
         except RayError as error:
             raise WorkerFailure(f"{future.who} failed in {future.what}: {' '.join(str(error).split())}") from None
         return result
 
     def _raise_deaths(self, others: Sequence[Future]) -> None:
-        """A worker that dies makes those fail that were waiting for it; it is the one to be named.
-
-        Any other failure here was not the first to be seen: that one is what the caller raises.
-        """
+        """Raise WorkerFailure for a worker that died: those that were waiting for it fail too, and it is the one to be named."""
         ready, _ = ray.wait([f.ref for f in others], num_returns=len(others), timeout=DEATH_S) if others else ([], [])
         for future in others:
             if future.ref in ready and isinstance(self._error(future), RayActorError):
@@ -183,7 +155,7 @@ class WorkerGroup:
 
     @staticmethod
     def _error(future: Future) -> RayError | None:
-        """Why a call that has ended failed, or None."""
+        """Return why a call that has ended failed, or None."""
         try:
             ray.get(future.ref)
         except RayError as error:
@@ -191,7 +163,7 @@ class WorkerGroup:
         return None
 
     def _silence(self, waiting: Sequence[Future]) -> str:
-        whom = "; ".join(f"{f.who} ({f.what}{named_rows(f.uids)})" for f in waiting)
+        whom = "; ".join(f"{f.who} ({f.what}{named_rows(f.part.uids())})" for f in waiting)
         return (
             f"waited {self.limit_s:g} s without a word from {whom}; raise cluster.wait_limit_s if this may take longer"
         )

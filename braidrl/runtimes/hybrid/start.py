@@ -14,8 +14,9 @@ from braidrl.observe.progress import Progress
 from braidrl.placement.pools import Pool, place
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.backend import HybridBackend
-from braidrl.runtimes.hybrid.group import DriverTraffic, Future, WorkerGroup
-from braidrl.runtimes.hybrid.worker import HybridWorker, WorkerSpec
+from braidrl.runtimes.hybrid.group import DriverTraffic, WorkerGroup
+from braidrl.runtimes.hybrid.handles import Future
+from braidrl.runtimes.hybrid.worker import HybridWorker, WorkerSpec, method_class
 from braidrl.runtimes.prepare.setup import Prepared
 
 
@@ -26,11 +27,21 @@ def start_hybrid_backend(
     folder: Path | None,
     cluster: RayCluster | None = None,
 ) -> HybridBackend:
-    """Starts the workers and has them load their models; without a `loader` it only evaluates.
+    """Start the workers and have them load their models.
 
-    Raises UserError for a placement that does not fit.
+    Args:
+        prepared: A checked configuration with its flow and data.
+        loader: Where prompts come from; None for evaluation alone.
+        progress: What the driver shows.
+        folder: The run's, for what workers write.
+        cluster: What workers start on; by default one that is connected to, or started, as the configuration says.
+
+    Raises:
+        UserError: A placement does not fit, or a class of the user's methods is not there.
     """
     config = prepared.config
+    for role in config.roles:
+        method_class(config, role)
     pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
     if loader is None:
         pools = only(pools, prepared.roles(train=False))
@@ -49,33 +60,31 @@ def start_hybrid_backend(
 
 
 def only(pools: Sequence[Pool], roles: Collection[str]) -> tuple[Pool, ...]:
-    """The pools without the roles that are not needed, and without those that are empty then."""
+    """Return the pools with these roles alone, without those that are empty then."""
     kept = [Pool(tuple(role for role in pool.roles if role in roles), pool.workers) for pool in pools]
     return tuple(pool for pool in kept if pool.roles)
 
 
 def start_groups(cluster: RayCluster, pools: Sequence[Pool], limit_s: float, folder: Path | None) -> list[WorkerGroup]:
-    """An actor for each rank of each pool; every worker knows the others."""
+    """Start an actor for each rank of each pool, and let every worker know the others."""
     groups, traffic, names = [], DriverTraffic(), dict[str, str]()
-    seats: list[WorkerSpec] = []
-    everybody_by_name: list[str] = []
+    specs: list[WorkerSpec] = []
+    name_of: list[str] = []
     for pool, reserved in zip(pools, cluster.seats(pools), strict=True):
         actors = [cluster.start(HybridWorker, place_) for place_ in reserved]
-        groups.append(WorkerGroup(pool, actors, len(seats), cluster.config.start_limit_s, traffic, names))
+        groups.append(WorkerGroup(pool, actors, len(specs), cluster.config.start_limit_s, traffic, names))
         for rank, actor in enumerate(actors):
             names[actor._actor_id.hex()] = f"{pool.name} rank {rank}"
-            everybody_by_name.append(f"{pool.name} rank {rank}")
-            seats.append(
-                WorkerSpec(len(seats), everybody_by_name, pool, rank, folder.resolve() if folder else None, limit_s)
-            )
+            name_of.append(f"{pool.name} rank {rank}")
+            specs.append(WorkerSpec(len(specs), name_of, pool, rank, folder.resolve() if folder else None, limit_s))
     everybody = [actor for group in groups for actor in group.actors]
-    for actor, spec in zip(everybody, seats, strict=True):
+    for actor, spec in zip(everybody, specs, strict=True):
         actor.configure.remote(spec, *everybody)
     return groups
 
 
 def load(groups: Sequence[WorkerGroup], home: WorkerGroup, prepared: Prepared) -> None:
-    """Has the ranks of each pool meet and load their models. Training data goes to rank 0 of the home group alone."""
+    """Let the ranks of each pool form a process group and load their models; training data goes to rank 0 of `home` alone."""
     begun: list[tuple[WorkerGroup, list[Future]]] = []
     without_data = replace(prepared, sources=[], texts=None)
     for group in groups:

@@ -121,19 +121,32 @@ def check_servers(config: Config) -> None:
 
 def without_effect(config: Config) -> list[str]:
     """A line for each setting of processes that this runtime does not look at; a run goes on without it."""
-    told = []
+    lines = []
     if config.workers != 1 and config.runtime == "eager":
-        told.append(f"workers={config.workers} has no effect: runtime=eager is this one process")
+        lines.append(f"workers={config.workers} has no effect: runtime=eager is this one process")
     if config.workers != 1 and config.runtime == "streaming":
-        told.append(f"workers={config.workers} has no effect: the processes of runtime=streaming are streaming.workers")
+        lines.append(
+            f"workers={config.workers} has no effect: the processes of runtime=streaming are streaming.workers"
+        )
     if config.trainer.resident_gib is not None and config.runtime == "streaming":
-        told.append("trainer.resident_gib has no effect: each role has processes of its own under runtime=streaming")
+        lines.append("trainer.resident_gib has no effect: each role has processes of its own under runtime=streaming")
     if config.cluster.launcher is not None and config.runtime in ("eager", "hybrid"):
-        told.append(
+        lines.append(
             f"cluster.launcher={config.cluster.launcher} has no effect: only runtime=distributed has ranks to start, "
             "and runtime=streaming workers"
         )
-    return told
+    trainer = config.trainer
+    if trainer.max_staleness and not rows_may_be_stale(config):
+        lines.append(
+            f"trainer.max_staleness={trainer.max_staleness} makes no row stale: only runtime=streaming and trainer.surplus=keep do; "
+            "all that it changes here is that old log-probs are recomputed and corrected"
+        )
+    return lines
+
+
+def rows_may_be_stale(config: Config) -> bool:
+    """Return True where rows may be trained by later weights than those that generated them."""
+    return config.trainer.max_staleness > 0 and (config.runtime == "streaming" or config.trainer.surplus == "keep")
 
 
 def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
@@ -142,6 +155,10 @@ def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
     for role in config.roles:
         if role not in known:
             raise UserError(f"roles.{role}: flow {flow} has no model of this role. {suggest(role, known)}")
+        if config.roles[role].generate_workers is not None and config.runtime != "distributed":
+            raise UserError(
+                f"roles.{role}.generate_workers is for runtime=distributed; remove it, or place roles by `placement`"
+            )
 
 
 def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int | None = None) -> None:

@@ -14,9 +14,9 @@ from braidrl.config import Config
 from braidrl.placement.memory import ENGINE, GIB, INFERENCE, Footprint, RoleUse, assets, footprint, peak
 from braidrl.placement.pools import place
 from braidrl.placement.residency import Asset, needed_assets, residency_plan
-from braidrl.runtimes.backends import check_runtime
 from braidrl.runtimes.generating.engines import pools_ranks
 from braidrl.runtimes.prepare.setup import Prepared, prepare
+from braidrl.runtimes.start import check_runtime
 from braidrl.runtimes.streaming.groups import worker_groups
 
 MIB = 1 << 20

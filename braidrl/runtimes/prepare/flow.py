@@ -15,7 +15,7 @@ import yaml
 
 from braidrl.config import Config, apply_override, load_config
 from braidrl.errors import UserError
-from braidrl.flow import Flow, Kind, Stage, actor
+from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
@@ -38,8 +38,7 @@ def build_flow(config: Config) -> Flow:
     check_update_size(
         config.trainer.prompts_per_step, config.rollout.samples_per_prompt, config.trainer.rows_per_update
     )
-    stages = [resolve(stage, config) for stage in flow.stages]
-    return Flow(flow.name, with_recomputed(stages))
+    return Flow(flow.name, [resolve(stage, config) for stage in flow.stages])
 
 
 def in_environment(flow: Flow, config: Config) -> Flow:
@@ -79,12 +78,26 @@ def check_given_responses(flow: Flow, config: Config) -> None:
 
 
 def resolve(stage: Stage, config: Config) -> Stage:
-    """The stage with what it left open filled in from the configuration."""
+    """Return the stage with what it left open filled in from the configuration. Raises UserError where the two disagree."""
+    if stage.type == "generate":
+        check_temperature(stage, config)
     if stage.type == "verify":
         return with_params(stage, verify_params(stage, config))
     if is_optimized(stage) and needs_old(str(stage.role), stage.params):
         return with_params(stage, update_params(stage, config))
     return stage
+
+
+def check_temperature(stage: Stage, config: Config) -> None:
+    """Raise UserError where tokens are drawn at another temperature than training computes their log-probs at."""
+    trained = config.rollout.temperature
+    own = stage.params.get("temperature", trained)
+    if own != trained and "into" not in stage.params:
+        instead = f"rollout.temperature={own:g}" if own else "greedy: true"
+        raise UserError(
+            f"{stage.name}: temperature={own:g} draws the tokens, and training computes their log-probs at "
+            f"rollout.temperature={trained:g}; write {instead} in its place"
+        )
 
 
 def verify_params(stage: Stage, config: Config) -> dict[str, Any]:
@@ -132,16 +145,6 @@ def with_params(stage: Stage, params: dict[str, Any]) -> Stage:
         stage.type, stage.role, {**stage.params, **params}, id=stage.name, when=stage.when, after=stage.after
     )
     return replace(made, name=stage.name)
-
-
-def with_recomputed(stages: Sequence[Stage]) -> list[Stage]:
-    """Puts `actor.log_probs()` before the first update where one asks for recomputed old log-probs that nobody writes."""
-    needed = any("old_log_probs" in stage.reads for stage in stages)
-    written = any("old_log_probs" in stage.writes for stage in stages)
-    if not needed or written:
-        return list(stages)
-    first = next(i for i, stage in enumerate(stages) if "old_log_probs" in stage.reads)
-    return [*stages[:first], actor.log_probs(), *stages[first:]]
 
 
 def flow_by_name(name: str, overrides: Sequence[str]) -> Flow:

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 from braidrl.config import Config
 from braidrl.errors import UserError
 from braidrl.models.checkpoint import Write
+from braidrl.runtimes.backend import Backend
 from braidrl.runtimes.saving.background import TROUBLES, line_about, write
 from braidrl.runtimes.saving.folders import (
     begin_whole,
@@ -25,13 +26,7 @@ from braidrl.runtimes.saving.folders import (
     finish_whole,
     partial_path,
 )
-from braidrl.runtimes.saving.state import Keeper, RunState, keep_surplus, save_checkpoint, write_state
-
-
-class CopyingKeeper(Keeper, Protocol):
-    """A backend that can go on while what it holds is written."""
-
-    def copy_for_saving(self, folder: Path) -> list[Write]: ...
+from braidrl.runtimes.saving.state import RunState, save_checkpoint, save_surplus, write_state
 
 
 class Checkpoints:
@@ -44,13 +39,13 @@ class Checkpoints:
         self._begun: Future[None] | None = None
         self._step = 0
 
-    def save(self, state: RunState, backend: Any) -> None:
+    def save(self, state: RunState, backend: Backend[Any]) -> None:
         """Writes a checkpoint, or begins to. Raises UserError where it, or the one before it, could not be written."""
         self.wait()
         self._step = state.step
         with self._told():
             if self.beside:
-                self._begin(state, cast(CopyingKeeper, backend))
+                self._begin(state, backend)
             else:
                 save_checkpoint(self.run, state, backend, self.keep, self.first)
 
@@ -70,17 +65,17 @@ class Checkpoints:
             if error is not None:
                 raise error
 
-    def _begin(self, state: RunState, backend: CopyingKeeper) -> None:
+    def _begin(self, state: RunState, backend: Backend[Any]) -> None:
         path = checkpoint_folder(self.run, state.step)
         if not self.first:
             parts = backend.copy_for_saving(partial_path(path))
-            keep_surplus(path, state, backend)
+            save_surplus(path, state, backend)
             self._begun = self._thread.submit(write, parts)
             return
         partial = begin_whole(path)
         with discarded_on_error(partial):
             parts = backend.copy_for_saving(partial)
-            keep_surplus(partial, state, backend)
+            save_surplus(partial, state, backend)
             write_state(partial, state)
         self._begun = self._thread.submit(self._finish, path, parts, state.step)
 

@@ -1,6 +1,6 @@
 """Where rows come from and where they are written down: the same under every runtime, in whichever process holds the rows.
 
-training data, held-out sets, recordings, checkpoints ──make──▶ rows ──record, keep──▶ parquet, surplus of a checkpoint
+training data, held-out sets, recordings, checkpoints ──make──▶ rows ──record, save──▶ parquet, surplus of a checkpoint
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class RowStore:
         prompts = [self.tokenizer.decode(rows["prompt"][i].tolist()) for i in range(len(rows))]
         write_rollouts(path, rows, prompts, responses(rows, self.tokenizer))
 
-    def keep(self, path: Path, rows: Rows) -> None:
-        """Writes rows as a checkpoint holds them."""
+    def save(self, path: Path, rows: Rows) -> None:
+        """Write rows as a checkpoint holds them."""
         path.write_bytes(join(encode(rows)))
 
 

@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from braidrl.errors import UserError
+from braidrl.runtimes.backend import Backend
 from braidrl.runtimes.saving.folders import checkpoint_folder, finish_checkpoint, partial_path, read_state, whole_folder
 
 FORMAT = 1
-
-
-class Keeper(Protocol):
-    """The part of a backend that writes what it holds."""
-
-    def save(self, folder: Path) -> None: ...
-
-    def keep(self, path: Path, table: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -36,26 +29,26 @@ class RunState:
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def save_checkpoint(run: Path, state: RunState, backend: Keeper, keep: int, write: bool = True) -> None:
+def save_checkpoint(run: Path, state: RunState, backend: Backend[Any], keep: int, write: bool = True) -> None:
     """Writes a checkpoint whole, points `latest` at it and removes the oldest. Raises OSError where the disk is full.
 
     Ranks that do not `write` give what they hold to the one that does, or write their part of it beside.
     """
     if not write:
         backend.save(partial_path(checkpoint_folder(run, state.step)))
-        keep_surplus(checkpoint_folder(run, state.step), state, backend)
+        save_surplus(checkpoint_folder(run, state.step), state, backend)
         return
     with whole_folder(checkpoint_folder(run, state.step)) as folder:
         backend.save(folder)
-        keep_surplus(folder, state, backend)
+        save_surplus(folder, state, backend)
         write_state(folder, state)
     finish_checkpoint(run, state.step, keep)
 
 
-def keep_surplus(folder: Path, state: RunState, backend: Keeper) -> None:
+def save_surplus(folder: Path, state: RunState, backend: Backend[Any]) -> None:
     """Puts the rows that no batch has had room for into a checkpoint."""
     for number, table in enumerate(state.surplus):
-        backend.keep(surplus_path(folder, number), table)
+        backend.save_rows(surplus_path(folder, number), table)
 
 
 def write_state(folder: Path, state: RunState) -> None:

@@ -16,6 +16,7 @@ from braidrl.config import Config
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.runtimes.generating.engines import engine_processes
+from braidrl.transfer.queue.samplers import Sampler, sampler_named
 
 COMPUTE = "compute"
 
@@ -33,12 +34,12 @@ class Group:
 
     @property
     def ranks(self) -> int:
-        """Processes that share a lease."""
+        """Return how many processes share a lease."""
         return self.processes if self.trained else 1
 
 
 def worker_groups(config: Config, flow: Flow, evaluation: Flow | None) -> list[Group]:
-    """The groups of a run. Raises UserError for a worker count of a group that there is none of."""
+    """Return the groups of a run. Raises UserError for a worker count of a group that there is none of."""
     every = [*flow.stages, *(evaluation.stages if evaluation else ())]
     stages: dict[str, list[Stage]] = {}
     for stage in every:
@@ -50,7 +51,7 @@ def worker_groups(config: Config, flow: Flow, evaluation: Flow | None) -> list[G
 
 
 def group_of(stage: Stage) -> str:
-    """The group that does a stage."""
+    """Return the name of the group that does a stage."""
     if stage.kind is Kind.GENERATE:
         return f"{stage.role}.generate"
     return str(stage.role) if stage.kind in (Kind.INFER, Kind.TRAIN) else COMPUTE
@@ -67,8 +68,20 @@ def _group(name: str, stages: Sequence[Stage], flow: Flow, processes: int) -> Gr
     return Group(name, "model", first.role, names, processes, first.role in flow.changed_roles)
 
 
+def samplers_of(config: Config, flow: Flow) -> dict[str, Sampler]:
+    """Return the sampler of each stage of a flow. Raises UserError for one, or a stage, that there is none of."""
+    wanted = config.streaming.sampler
+    stages = [stage.name for stage in flow.stages]
+    if isinstance(wanted, str):
+        return dict.fromkeys(stages, sampler_named(wanted))
+    for name in wanted:
+        if name not in stages:
+            raise UserError(f"streaming.sampler: the flow has no stage {name!r}. {suggest(name, stages)}")
+    return {name: sampler_named(sampler) for name, sampler in wanted.items()}
+
+
 def check_streaming(config: Config, flow: Flow) -> None:
-    """Raises UserError, before anything starts, for what this runtime cannot run."""
+    """Raise UserError, before anything starts, for what this runtime cannot run."""
     if not any(stage.kind is Kind.GENERATE for stage in flow.stages):
         raise UserError(
             f"runtime=streaming streams rows from generation, and flow {flow.name} generates none; write runtime=eager"
@@ -91,3 +104,4 @@ def check_streaming(config: Config, flow: Flow) -> None:
                 "infers nor trains; write runtime=eager, hybrid or distributed"
             )
     worker_groups(config, flow, None)
+    samplers_of(config, flow)

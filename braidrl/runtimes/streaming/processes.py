@@ -1,26 +1,45 @@
-"""The worker processes of a streaming run: started, watched, replaced when they are killed, and ended with the run."""
+"""The worker processes of a streaming run: started, watched, replaced when they are killed, and ended with the run.
+
+main program ──start──▶ work: model, executor, connection to the queue ──▶ generate, compute or model loop, until the run ends
+"""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from braidrl.cluster.local import LocalLauncher
+from braidrl.cluster.rank_process import LOOPBACK
 from braidrl.cluster.ray_cluster import import_ray
 from braidrl.cluster.workers import END_LIMIT_S, Launcher, Worker, WorkerFailed
-from braidrl.cluster.world import LostPeers
-from braidrl.config import Config
+from braidrl.cluster.world import LostPeers, World
+from braidrl.config import Config, parse_config
+from braidrl.models.loading import load_tokenizer
+from braidrl.observe.trace import TraceWriter
 from braidrl.placement.pools import Pool
+from braidrl.runtimes.evaluation import evaluation_flow
+from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.prepare.flow import build_flow
+from braidrl.runtimes.prepare.setup import rule_rewards, set_up_torch
+from braidrl.runtimes.streaming.control import ControlPlane
+from braidrl.runtimes.streaming.generate import GenerateLoop
 from braidrl.runtimes.streaming.groups import Group
-from braidrl.runtimes.streaming.worker import orphaned, work
-from braidrl.transfer.queue.control import ControlPlane
-from braidrl.transfer.queue.data_plane import Place
-from braidrl.transfer.queue.node import StorageNode
+from braidrl.runtimes.streaming.model import ModelLoop
+from braidrl.runtimes.streaming.worker import LeaseProgress, WorkerContext, compute
+from braidrl.transfer.queue.client import Client
+from braidrl.transfer.queue.owner import StorageNode, remove_run
+from braidrl.transfer.queue.storage import DataPlane, Place, shared_folder
 
+CONNECT_LIMIT_S = 60.0
+RANKS_LIMIT_S = 600.0
+"""A rank that the others have waited for so long is given up."""
 READY_LIMIT_S = 600.0
 """How long a worker may take until its models are loaded."""
 PEERS_LIMIT_S = 2.0
@@ -40,17 +59,18 @@ class Member:
     started: float = field(default_factory=time.monotonic)
 
     def is_late(self, control: ControlPlane) -> bool:
-        """True if it should long have said hello; ranks that do not lead say nothing to the queue."""
+        """Return whether it should long have said hello; ranks that do not lead say nothing to the queue."""
         leads = not self.group.trained or self.number == 0
         return leads and self.holder not in control.holders and time.monotonic() - self.started > READY_LIMIT_S
 
     @property
     def holder(self) -> str:
+        """Return its name at the queue."""
         return f"{self.group.name}.{self.number}.{self.starts}"
 
 
 def worker_launcher(config: Config) -> Launcher:
-    """Who starts the workers: this process, or Ray. Raises UserError where there is no Ray, or no cluster."""
+    """Return who starts the workers: this process, or Ray. Raises UserError where there is no Ray, or no cluster."""
     if config.cluster.launcher != "ray":
         return LocalLauncher()
     import_ray("cluster.launcher=ray")
@@ -64,7 +84,7 @@ class Processes:
     """All worker processes of a run."""
 
     def __init__(self, config: Config, folder: Path, control: ControlPlane, launcher: Launcher, place: Place) -> None:
-        """`place` is the main program's, where the queue is."""
+        """Start nothing yet; `place` is the main program's, where the queue is."""
         self.config, self.folder, self.control, self.launcher = config, folder, control, launcher
         self.queue = place.address
         self.places = {place.host: place}
@@ -73,7 +93,7 @@ class Processes:
         self._store: dist.TCPStore | None = None
 
     def start(self, groups: Sequence[Group]) -> None:
-        """Starts every process of these groups. Raises UserError where there is no room for them."""
+        """Start every process of these groups. Raises UserError where there is no room for them."""
         pools = [Pool((group.name,), group.processes, device=group.kind != "compute") for group in groups]
         threads = self.launcher.reserve(pools)
         self.config = self.config.model_copy(update={"threads": self.config.threads or threads})
@@ -84,11 +104,11 @@ class Processes:
                 self.members.append(Member(group, number, 0, self._start(group, number, 0)))
 
     def trainers(self) -> dict[str, str]:
-        """Who leads which trained role, by the name at the queue."""
+        """Return who leads which trained role, by the name at the queue."""
         return {m.holder: str(m.group.role) for m in self.members if m.group.trained and m.number == 0}
 
     def watch(self) -> None:
-        """Replaces a worker that was killed, and kills one that hangs.
+        """Replace a worker that was killed, and kill one that hangs.
 
         Raises what a worker has raised, and WorkerFailed for a trainer that is gone or a worker that does not get ready.
         """
@@ -127,14 +147,14 @@ class Processes:
         member.process.raise_failure()
 
     def close(self) -> None:
-        """Waits for all to end, which the queue tells them to, and kills those that do not in time."""
+        """Wait for all to end, which the queue tells them to, and kill those that do not in time."""
         limit = time.monotonic() + END_LIMIT_S
         while self.members:
             self.members[-1].process.close(max(0.0, limit - time.monotonic()))
             self.members.pop()
 
     def kill(self) -> None:
-        """Ends those that are left at once."""
+        """End those that are left at once."""
         for member in self.members:
             member.process.close(0.0)
         # A traceback would keep the store, and with it its port.
@@ -150,3 +170,68 @@ class Processes:
         return self.launcher.start(
             group.name, number, work, lambda node: {**arguments, "place": self.places[node]}, orphaned
         )
+
+
+def work(arguments: Mapping[str, Any]) -> None:
+    """Run one process of a worker group: build what the group needs, then do what the queue has for it until the run ends.
+
+    `arguments` are plain data, as `Processes` makes them.
+    """
+    config, group = parse_config(arguments["config"]), Group(**arguments["group"])
+    set_up_torch(config)
+    flow = build_flow(config)
+    evaluation = evaluation_flow(config, flow)
+    tokenizer, progress = load_tokenizer(config.model), LeaseProgress()
+    world = join_ranks(group, arguments["rank"], arguments["meeting"])
+    data = DataPlane.at(Place(*arguments["place"]), arguments["holder"])
+    executor = StageExecutor(
+        config, flow, (group.role,) if group.role else (), tokenizer,
+        rule_rewards(config, [*flow.stages, *evaluation.stages], tokenizer) if group.kind == "compute" else None,
+        progress, (group.role,) if group.role and group.kind == "generate" else (), world.data_parallel, group.trained,
+    )  # fmt: skip
+    trace = TraceWriter(Path(arguments["folder"]), arguments["name"])
+    context = WorkerContext(
+        arguments["name"], group, config.streaming, flow, evaluation, executor, data, progress, trace
+    )
+    try:
+        run_loop(context, world, arguments)
+        world.close()
+    finally:
+        trace.close()
+        executor.close()
+
+
+def join_ranks(group: Group, rank: int, meeting: tuple[str, int]) -> World:
+    """Return the processes of a trained role, which meet at a store; a world of its own for one that shares its role with nobody."""
+    if group.ranks == 1:
+        return World()
+    host, port = meeting
+    if host == LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    limit = timedelta(seconds=RANKS_LIMIT_S)
+    store = dist.PrefixStore(group.name, dist.TCPStore(host, port, is_master=False, timeout=limit))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=group.ranks, timeout=limit)
+    return World(rank, group.ranks, dist.group.WORLD, dist.PrefixStore("places", store))
+
+
+def run_loop(context: WorkerContext, world: World, arguments: Mapping[str, Any]) -> None:
+    """Run the loop of the worker's group; ranks that do not lead have no connection of their own to the queue."""
+    if not world.first:
+        ModelLoop(context, world, None).follow()
+        return
+    generates = context.group.kind == "generate"
+    client = Client(arguments["queue"], arguments["holder"], context.data, CONNECT_LIMIT_S, generates)
+    try:
+        if generates:
+            GenerateLoop(context, client).run()
+        elif context.group.kind == "compute":
+            compute(context, client)
+        else:
+            ModelLoop(context, world, client).lead()
+    finally:
+        client.close()
+
+
+def orphaned(arguments: Mapping[str, Any]) -> None:
+    """Remove what the run has in shared memory: its main program was killed, and nobody else does."""
+    remove_run(shared_folder(), Place(*arguments["place"]).run)

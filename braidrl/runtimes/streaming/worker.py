@@ -1,93 +1,163 @@
-"""A worker process of the streaming runtime: builds what its group needs, then does what the queue has for it until the run ends."""
+"""What every worker of the streaming runtime has at hand, and the loop of the simplest: one that computes.
+
+take ──▶ rows ──executor──▶ columns ──▶ written and acknowledged, with a report of seconds and metric sums
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from datetime import timedelta
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
-
-from braidrl.cluster.rank_process import LOOPBACK
-from braidrl.cluster.world import World
-from braidrl.config import parse_config
-from braidrl.models.loading import load_tokenizer
-from braidrl.observe.trace import TraceWriter
-from braidrl.runtimes.evaluation import evaluation_flow
+from braidrl.config import StreamingConfig
+from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.compute import with_state
+from braidrl.flow.readiness import Uid
+from braidrl.observe.metrics import Sums
+from braidrl.observe.progress import Bar, Progress
+from braidrl.observe.trace import Span, State, TraceWriter
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.prepare.flow import build_flow
-from braidrl.runtimes.prepare.setup import rule_rewards, set_up_torch
-from braidrl.runtimes.streaming.context import LeaseProgress, WorkerContext
 from braidrl.runtimes.streaming.groups import Group
-from braidrl.runtimes.streaming.loops.compute import compute
-from braidrl.runtimes.streaming.loops.generate import GenerateLoop
-from braidrl.runtimes.streaming.loops.model import ModelLoop
-from braidrl.transfer.queue.client import Client
-from braidrl.transfer.queue.data_plane import DataPlane, Place
-from braidrl.transfer.queue.segments import remove_run, shared_folder
+from braidrl.transfer.queue.client import Client, StreamLoader, WorkItem
+from braidrl.transfer.queue.storage import DataPlane, Evicted
 
-CONNECT_LIMIT_S = 60.0
-RANKS_LIMIT_S = 600.0
-"""A rank that the others have waited for so long is given up."""
+WAITING_WORTH_S = 1e-3
+"""Shorter pauses are not worth a line in the trace."""
 
 
-def work(arguments: Mapping[str, Any]) -> None:
-    """Runs one process of a worker group; `arguments` are plain data, as `Processes` makes them."""
-    config, group = parse_config(arguments["config"]), Group(**arguments["group"])
-    set_up_torch(config)
-    flow = build_flow(config)
-    evaluation = evaluation_flow(config, flow)
-    tokenizer, progress = load_tokenizer(config.model), LeaseProgress()
-    world = join_ranks(group, arguments["rank"], arguments["meeting"])
-    data = DataPlane.at(Place(*arguments["place"]), arguments["holder"])
-    executor = StageExecutor(
-        config, flow, (group.role,) if group.role else (), tokenizer,
-        rule_rewards(config, [*flow.stages, *evaluation.stages], tokenizer) if group.kind == "compute" else None,
-        progress, (group.role,) if group.role and group.kind == "generate" else (), world.data_parallel, group.trained,
-    )  # fmt: skip
-    trace = TraceWriter(Path(arguments["folder"]), arguments["name"])
-    place = WorkerContext(arguments["name"], group, config.streaming, flow, evaluation, executor, data, progress, trace)
-    try:
-        run_loop(place, world, arguments)
-        world.close()
-    finally:
-        trace.close()
-        executor.close()
+class LeaseProgress(Progress):
+    """Reports progress to whoever has to know that this worker is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_advance: Callable[[], object] = lambda: None
+
+    def advanced(self) -> None:
+        """Note that somewhere in this process work has gone on."""
+        self.on_advance()
+
+    @contextmanager
+    def stage(self, name: str, total_rows: int | None = None) -> Iterator[Bar]:
+        """Show a bar to nobody."""
+        yield Bar(name, total_rows, time.monotonic(), self.advanced)
 
 
-def join_ranks(group: Group, rank: int, meeting: tuple[str, int]) -> World:
-    """The processes of a trained role, which meet at a store; a world of its own for one that shares its role with nobody."""
-    if group.ranks == 1:
-        return World()
-    host, port = meeting
-    if host == LOOPBACK:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    limit = timedelta(seconds=RANKS_LIMIT_S)
-    store = dist.PrefixStore(group.name, dist.TCPStore(host, port, is_master=False, timeout=limit))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=group.ranks, timeout=limit)
-    return World(rank, group.ranks, dist.group.WORLD, dist.PrefixStore("places", store))
+@dataclass
+class BusySpan:
+    """A stretch of a worker's time and what it says of it: seconds, and sums for the iteration's metrics."""
+
+    stage: str
+    iteration: int
+    version: int | None
+    start: float
+    reported: float
+    """Up to when it has been told of."""
+    rows: int = 0
+    seconds: float = 0.0
+    sums: Sums = field(default_factory=Sums)
+
+    def report(self) -> dict[str, Any]:
+        """Return the report as it travels."""
+        return {"stage": self.stage, "seconds": self.seconds, "sums": self.sums.pairs()}
 
 
-def run_loop(context: WorkerContext, world: World, arguments: Mapping[str, Any]) -> None:
-    """The loop of the worker's group; ranks that do not lead have no connection of their own to the queue."""
-    if not world.first:
-        ModelLoop(context, world, None).follow()
+@dataclass
+class WorkerContext:
+    """What one process of a group works with."""
+
+    name: str
+    group: Group
+    settings: StreamingConfig
+    flow: Flow
+    evaluation: Flow
+    executor: StageExecutor
+    data: DataPlane
+    progress: LeaseProgress
+    trace: TraceWriter
+    idle_since: float | None = None
+
+    def stage(self, name: str) -> Stage:
+        """Return a stage of the flow, or of the evaluation's."""
+        return next(stage for stage in (*self.flow.stages, *self.evaluation.stages) if stage.name == name)
+
+    @contextmanager
+    def busy(
+        self, stage: str, iteration: int, uids: Sequence[Uid] = (), version: int | None = None
+    ) -> Iterator[BusySpan]:
+        """Record the time that a piece of work takes; yields the span, whose sums are to be filled.
+
+        What is raised inside says of which stage and rows.
+        """
+        span = self.begin(stage, iteration, version)
+        try:
+            yield span
+        except Exception as error:
+            error.add_note(f"in {self.name}, stage {stage}, iteration {iteration}, rows {shortened(uids)}")
+            raise
+        finally:
+            span.rows, span.seconds = len(uids), self.trace.now() - span.start
+            self.end(span)
+
+    def begin(self, stage: str, iteration: int, version: int | None = None) -> BusySpan:
+        """Begin a piece of work; with it the waiting before it has ended."""
+        now = self.trace.now()
+        if stage and self.idle_since is not None and now - self.idle_since > WAITING_WORTH_S:
+            self._record(BusySpan(stage, iteration, version, self.idle_since, self.idle_since), now, "waiting")
+        return BusySpan(stage, iteration, version, now, now)
+
+    def count(self, span: BusySpan, stage: str, rows: int) -> dict[str, Any]:
+        """Return a report on rows that are done while the span goes on, with the seconds since the last such report."""
+        span.rows += rows
+        before, span.reported = span.reported, self.trace.now()
+        return {"stage": stage, "seconds": span.reported - before, "sums": []}
+
+    def end(self, span: BusySpan) -> None:
+        """End a span of work; waiting begins."""
+        self.idle_since = self.trace.now()
+        self._record(span, self.idle_since, "busy")
+
+    def _record(self, span: BusySpan, end: float, state: State) -> None:
+        self.trace.record(
+            Span(
+                self.name, self.group.role or self.group.name, span.stage, span.iteration, span.start, end,
+                rows=span.rows, version=span.version, state=state,
+            )
+        )  # fmt: skip
+
+
+def shortened(uids: Sequence[Uid], most: int = 8) -> str:
+    """Return the first few uids, and how many more there are."""
+    more = f" and {len(uids) - most} more" if len(uids) > most else ""
+    return ", ".join(map(str, uids[:most])) + more if uids else "none"
+
+
+def compute(context: WorkerContext, client: Client) -> None:
+    """Run the loop of a compute worker: verifiers, registered functions, selection."""
+    settings = context.settings
+    context.progress.on_advance = lambda: client.renew(settings.lease_s / 3)
+    for work in StreamLoader(client, context.group.stages, settings.dispatch_rows, settings.wait_s):
+        if work.kind == "rows":
+            # Rows of a group that selection has dropped meanwhile are gone, and the lease with them.
+            with suppress(Evicted):
+                compute_rows(context, client, work)
+
+
+def compute_rows(context: WorkerContext, client: Client, work: WorkItem) -> None:
+    """Do one lease: columns for its rows, or verdicts on its groups."""
+    stage = with_state(context.stage(work.stage), work.message["state"])
+    leases = [number for number, _ in work.leases]
+    if stage.kind is Kind.SELECT:
+        with context.busy(stage.name, work.iteration, work.index.uids()) as span:
+            dropped = context.executor.select(stage, work.index)
+            reasons = {group: dropped.get(group) for group in dict.fromkeys(work.index["group"].tolist())}
+        client.selected(stage.name, leases[0], reasons, span.report())
         return
-    generates = context.group.kind == "generate"
-    client = Client(arguments["queue"], arguments["holder"], context.data, CONNECT_LIMIT_S, generates)
-    try:
-        if generates:
-            GenerateLoop(context, client).run()
-        elif context.group.kind == "compute":
-            compute(context, client)
-        else:
-            ModelLoop(context, world, client).lead()
-    finally:
-        client.close()
-
-
-def orphaned(arguments: Mapping[str, Any]) -> None:
-    """The main program was killed: nobody else removes what the run has in shared memory."""
-    remove_run(shared_folder(), Place(*arguments["place"]).run)
+    with context.busy(stage.name, work.iteration, work.index.uids()) as span:
+        rows = work.rows()
+        columns = context.executor.run(stage, rows, span.sums)
+        written = client.write(rows.uids(), columns)
+        followed = context.executor.sums(stage, rows) if stage.state else {}
+    totals = {name: float(total) for name, total in followed.items()}
+    client.done(stage.name, leases, [written], span.report(), totals)

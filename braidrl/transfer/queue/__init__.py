@@ -1,5 +1,5 @@
-"""The transfer queue: a control plane that knows where every row stands, and a data plane that holds what is in it.
+"""The transfer queue: who may take which rows, and where their columns lie. It knows nothing of flows, batches or optimizer steps.
 
-worker ──take, done──▶ server ──▶ control plane: bitmaps, leases, index columns       one ZeroMQ ROUTER, msgpack
-   └──────── payload as views ──▶ data plane: shared memory of the node, or frames from another node
+client ──take, done──▶ transport ──▶ tasks: what is ready, leases; samplers choose; table: index columns, whereabouts of payload
+   └──────── payload as views ─────▶ storage: shared memory of the node, or frames from another node; owner: frees it in the end
 """

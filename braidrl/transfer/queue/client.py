@@ -1,25 +1,25 @@
 """A worker's side of the queue: take what is ready, read it as views, write columns, acknowledge.
 
-for work in StreamLoader(client, ["actor.log_probs", "actor.update"], most=64):
+for work in StreamLoader(client, ["actor.log_probs"], most=64):
     rows = work.rows()
-    client.done(work, {"old_log_probs": ...})
+    written = client.write(rows.uids(), {"old_log_probs": ...})
+    client.done(work.stage, [number for number, _ in work.leases], [written], report={})
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from braidrl.data.codec import decode, encode
+from braidrl.data.codec import decode
 from braidrl.data.frames import Frame
 from braidrl.data.rows import Column, Rows
-from braidrl.flow.readiness import Uid
-from braidrl.transfer.queue.data_plane import Block, DataPlane
-from braidrl.transfer.queue.messages import Answer, Connection
-from braidrl.transfer.queue.table import in_order
+from braidrl.transfer.queue.storage import Block, DataPlane
+from braidrl.transfer.queue.table import Row, StoredPart, in_order
+from braidrl.transfer.queue.transport import Answer, Connection
 
 
 @dataclass(frozen=True)
@@ -36,66 +36,68 @@ class WorkItem:
 
     @property
     def stage(self) -> str:
+        """Return the stage that is to be done."""
         return str(self.message["stage"])
 
     @property
     def iteration(self) -> int:
+        """Return the iteration that the work belongs to."""
         return int(self.message["iteration"])
 
     @property
     def leases(self) -> list[tuple[int, int]]:
-        """Number and rows of each lease, in the order of the rows."""
+        """Return number and rows of each lease, in the order of the rows."""
         return [(number, rows) for number, rows in self.message["leases"]]
 
     def rows(self, places: Sequence[int] | None = None) -> Rows:
-        """The leased rows with all columns that the stage reads, or those at some places."""
+        """Return the leased rows with all columns that the stage reads, or those at some places. Raises Evicted."""
         return assembled(self.data, self.index, self.message["payload"], places)
 
 
-@dataclass
-class Written:
-    """What one process wrote for some leased rows: index columns as frames, payload in a block."""
-
-    uids: list[Uid]
-    block: Block | None
-    columns: list[str]
-    frames: Sequence[Frame] = field(default_factory=list)
-
-
 class Client:
-    """One worker's connection. For one thread."""
+    """One process's connections, one for each thread that asks at the same time."""
 
     def __init__(
         self, address: str, holder: str, data: DataPlane, limit_s: float = 60.0, generates: bool = False
     ) -> None:
-        """Says hello. Raises QueueTimeout where no queue is at the address."""
-        self.holder, self.data = holder, data
+        """Say hello. Raises QueueTimeout where no queue is at the address."""
+        self.address, self.holder, self.data, self.limit_s = address, holder, data, limit_s
         self.held: set[int] = set()
-        self._connection = Connection(address, limit_s)
+        self._idle: deque[Connection] = deque()
         self._renewed = time.monotonic()
         self.ask("hello", generates=generates, address=data.address)
 
     def ask(self, request: str, frames: Sequence[Frame] = (), wait_s: float = 0.0, **fields: Any) -> Answer:
-        """One request of this worker, and its answer."""
+        """Send one request of this process and return its answer; `wait_s` is how long the queue may park it."""
         message = {"request": request, "holder": self.holder, "wait_s": wait_s, **fields}
-        return self._connection.ask(message, frames, wait_s)
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = Connection(self.address, self.limit_s)
+        try:
+            return connection.ask(message, frames, wait_s)
+        finally:
+            self._idle.append(connection)
 
     def take(
-        self, stages: Sequence[str], most: int, wait_s: float, single: bool = False, whole: Collection[str] = ()
-    ) -> WorkItem:
-        """The next thing to do for one of the stages; of kind `stop` at the run's end, and `wait` if nothing came.
+        self, stages: Sequence[str], most: int, wait_s: float, single: bool = False, whole: Collection[str] = (),
+        ranks: int = 1, **fields: Any,
+    ) -> WorkItem:  # fmt: skip
+        """Return the next thing to do for one of the stages: of kind `stop` at the run's end, and `wait` if nothing came.
 
-        With `single` each row is a lease of its own; train stages in `whole` are given all rows of an update at once.
+        Args:
+            stages: those that this worker does, the most urgent first.
+            most: rows at most.
+            wait_s: seconds to wait where there is nothing to do.
+            single: make each row a lease of its own.
+            whole: train stages that are given all rows of an update at once.
+            ranks: the processes that share the rows.
+            fields: what else the queue is told.
         """
         answer, frames = self.ask(
-            "take",
-            wait_s=wait_s,
-            stages=list(stages),
-            most=most,
-            single=single,
-            whole=list(whole),
-            held=sorted(self.held),
-        )
+            "take", wait_s=wait_s, stages=list(stages), most=most, single=single, whole=list(whole), ranks=ranks,
+            held=sorted(self.held), **fields,
+        )  # fmt: skip
         lost = tuple(answer.get("lost", ()))
         self.held.difference_update(lost)
         kind = "wait" if answer.get("waited") else answer["kind"]
@@ -103,44 +105,38 @@ class Client:
             self.held.update(number for number, _ in answer["leases"])
         return WorkItem(kind, self.data, answer, decode(frames) if frames else Rows({}), lost)
 
-    def write(self, uids: Sequence[Uid], columns: Mapping[str, Column]) -> Written:
-        """Puts the payload of new columns where others can read it."""
+    def write(self, uids: Sequence[Row], columns: Mapping[str, Column]) -> StoredPart:
+        """Put the payload of new columns of these rows where others can read it; `done` tells the queue of it."""
         return write_columns(self.data, uids, columns)
 
     def done(
-        self,
-        stage: str,
-        leases: Sequence[int],
-        written: Sequence[Written],
-        report: Mapping[str, Any],
+        self, stage: str, leases: Sequence[int], written: Sequence[StoredPart], report: Mapping[str, Any],
         totals: Mapping[str, float] | None = None,
-    ) -> list[int]:
-        """The leases' rows are done, and have these columns; the numbers of those that were lost.
+    ) -> list[int]:  # fmt: skip
+        """Say that the leases' rows are done.
 
-        `totals` are the sums over the rows that the stage's state follows.
+        Args:
+            stage: what was done.
+            leases: their numbers.
+            written: the columns that these rows have now.
+            report: what goes into the iteration's metrics.
+            totals: the sums over the rows that the stage's state follows.
+
+        Returns:
+            The numbers of leases that were lost, whose rows are somebody else's by now.
         """
         frames: list[Frame] = []
-        parts = []
-        for part in written:
-            parts.append(
-                {
-                    "uids": part.uids,
-                    "block": part.block,
-                    "columns": part.columns,
-                    "frames": [len(frames), len(part.frames)],
-                }
-            )
-            frames += part.frames
+        parts = [part.message(frames) for part in written]
         return self._done(stage, leases, {"parts": parts, "totals": dict(totals or {})}, report, frames)
 
     def selected(
         self, stage: str, lease: int, reasons: Mapping[int, str | None], report: Mapping[str, Any]
     ) -> list[int]:
-        """A select stage's verdicts by group; None keeps."""
+        """Give a select stage's verdicts by group; None keeps."""
         return self._done(stage, [lease], {"reasons": list(reasons.items()), "parts": []}, report, ())
 
     def renew(self, every_s: float = 0.0) -> list[int]:
-        """Says that this worker is alive, if it has not for `every_s` seconds; the leases that were lost nevertheless."""
+        """Say that this worker is alive, if it has not for `every_s` seconds; return the leases that were lost nevertheless."""
         if time.monotonic() - self._renewed < every_s:
             return []
         self._renewed = time.monotonic()
@@ -149,17 +145,15 @@ class Client:
         return lost
 
     def close(self) -> None:
-        self._connection.close()
+        """Close all connections."""
+        while self._idle:
+            self._idle.pop().close()
         self.data.close()
 
     def _done(
-        self,
-        stage: str,
-        leases: Sequence[int],
-        content: Mapping[str, Any],
-        report: Mapping[str, Any],
+        self, stage: str, leases: Sequence[int], content: Mapping[str, Any], report: Mapping[str, Any],
         frames: Sequence[Frame],
-    ) -> list[int]:
+    ) -> list[int]:  # fmt: skip
         answer, _ = self.ask("done", frames, stage=stage, leases=list(leases), report=dict(report), **content)
         self.held.difference_update(leases)
         return list(answer["lost"])
@@ -169,31 +163,42 @@ class StreamLoader:
     """Iterates over what there is to do for some stages, until the run ends."""
 
     def __init__(
-        self, client: Client, stages: Sequence[str], most: int, wait_s: float = 5.0, whole: Collection[str] = ()
-    ) -> None:
-        self.client, self.stages, self.most, self.wait_s, self.whole = client, stages, most, wait_s, whole
+        self, client: Client, stages: Sequence[str], most: int, wait_s: float = 5.0, whole: Collection[str] = (),
+        ranks: int = 1,
+    ) -> None:  # fmt: skip
+        """Ask as `Client.take` does."""
+        self.client, self.stages, self.most, self.wait_s = client, stages, most, wait_s
+        self.whole, self.ranks = whole, ranks
 
     def __iter__(self) -> Iterator[WorkItem]:
         while True:
-            work = self.client.take(self.stages, self.most, self.wait_s, whole=self.whole)
+            work = self.client.take(self.stages, self.most, self.wait_s, whole=self.whole, ranks=self.ranks)
             if work.kind == "stop":
                 return
             yield work
 
 
-def write_columns(data: DataPlane, uids: Sequence[Uid], columns: Mapping[str, Column]) -> Written:
-    """Puts the payload of new columns of these rows where others can read it."""
+def write_columns(data: DataPlane, uids: Sequence[Row], columns: Mapping[str, Column]) -> StoredPart:
+    """Put the payload of new columns of these rows where others can read it."""
     rows = Rows(columns)
-    return Written(list(uids), data.write_rows(rows), list(rows.payload), encode(rows.index))
+    places = {uid: place for place, uid in enumerate(uids)}
+    return StoredPart("", rows.index, data.write_rows(rows), tuple(rows.payload), len(places), places)
 
 
 def assembled(
-    data: DataPlane,
-    index: Rows,
-    payload: Sequence[Mapping[str, Any]],
-    places: Sequence[int] | None = None,
+    data: DataPlane, index: Rows, payload: Sequence[Mapping[str, Any]], places: Sequence[int] | None = None
 ) -> Rows:
-    """Index columns with payload from its blocks; all rows, or those at some places in the order given. Raises Evicted."""
+    """Return index columns with payload from its blocks.
+
+    Args:
+        data: where blocks are read.
+        index: the index columns.
+        payload: pieces of blocks, as `Table.payload` names them.
+        places: the rows that are wanted, in this order; None is all.
+
+    Raises:
+        Evicted: a block is gone.
+    """
     asked = range(len(index)) if places is None else places
     standing = {place: number for number, place in enumerate(asked)}
     found: defaultdict[tuple[str, ...], list[tuple[Rows, list[int]]]] = defaultdict(list)

@@ -7,14 +7,18 @@ writer wrote for some rows at once, and looks columns up by writer. A part's mem
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from braidrl.data.codec import decode, encode
+from braidrl.data.frames import Frame
 from braidrl.data.rows import Column, Rows
-from braidrl.flow.readiness import Uid
-from braidrl.transfer.queue.data_plane import Block
+from braidrl.transfer.queue.storage import Block
+
+Row = Any
+"""A row's name: a number, a string or a tuple of these."""
 
 
 @dataclass(eq=False)
@@ -27,26 +31,47 @@ class StoredPart:
     columns: tuple[str, ...]
     size: int
     """Rows that were written, of which some may have left."""
-    rows: dict[Uid, int] = field(default_factory=dict)
+    rows: dict[Row, int] = field(default_factory=dict)
     """The place of each row that has not left."""
 
+    def message(self, frames: list[Frame]) -> dict[str, Any]:
+        """Return the part as a message holds it; appends the index columns to the message's frames."""
+        own, first = encode(self.index), len(frames)
+        frames += own
+        return {"uids": list(self.rows), "block": self.block, "columns": self.columns, "frames": [first, len(own)]}
 
-Detached = list[tuple[Uid, StoredPart]]
+    @staticmethod
+    def received(writer: str, message: Mapping[str, Any], frames: Sequence[Frame]) -> StoredPart:
+        """Return the part that a message with these frames holds."""
+        first, count = message["frames"]
+        rows = {row_name(uid): place for place, uid in enumerate(message["uids"])}
+        block = Block(*message["block"]) if message["block"] else None
+        index = decode(list(frames[first : first + count]))
+        return StoredPart(writer, index, block, tuple(message["columns"]), len(rows), rows)
+
+
+def row_name(name: Any) -> Row:
+    """Return a row's name from what came over the wire, where tuples are lists."""
+    return tuple(name) if isinstance(name, list) else name
+
+
+Detached = list[tuple[Row, StoredPart]]
 
 
 class Table:
     """All parts of the rows in work."""
 
     def __init__(self) -> None:
-        self.parts: dict[str, dict[Uid, StoredPart]] = {}
+        self.parts: dict[str, dict[Row, StoredPart]] = {}
         self.detached: list[Detached] = []
 
-    def add(self, part: StoredPart) -> None:
-        """Notes what was written."""
-        self.parts.setdefault(part.writer, {}).update(dict.fromkeys(part.rows, part))
+    def add(self, part: StoredPart, writers: Sequence[str] = ()) -> None:
+        """Note what was written, under its writer's name or under several."""
+        for writer in writers or (part.writer,):
+            self.parts.setdefault(writer, {}).update(dict.fromkeys(part.rows, part))
 
-    def index(self, uids: Sequence[Uid], writers: Sequence[str]) -> Rows:
-        """The index columns of these rows in the order given; of one name, that of the last writer.
+    def index(self, uids: Sequence[Row], writers: Sequence[str]) -> Rows:
+        """Return the index columns of these rows in the order given; of one name, that of the last writer.
 
         A writer that has not written every one of the rows is left out.
         """
@@ -55,8 +80,8 @@ class Table:
             columns.update(self._gathered(uids, writer).items())
         return Rows(columns)
 
-    def payload(self, uids: Sequence[Uid], writers: Sequence[str], wanted: set[str] | None) -> list[dict[str, Any]]:
-        """Where to read the wanted payload columns (None: all): pieces of blocks, with `places` among `uids`."""
+    def payload(self, uids: Sequence[Row], writers: Sequence[str], wanted: set[str] | None) -> list[dict[str, Any]]:
+        """Return where to read the wanted payload columns (None: all): pieces of blocks, with `places` among `uids`."""
         source: dict[str, str] = {}
         for writer in self._writers_of(uids, writers):
             columns = self.parts[writer][uids[0]].columns
@@ -65,25 +90,32 @@ class Table:
         for writer in dict.fromkeys(source.values()):
             names = [name for name, chosen in source.items() if chosen == writer]
             for part, places in self._by_part(uids, writer).items():
-                assert part.block is not None
-                positions = [part.rows[uids[place]] for place in places]
-                pieces.append(
-                    {"columns": names, "block": part.block, "rows": part.size, "positions": positions, "places": places}
-                )  # fmt: skip
+                pieces.append(piece(part, names, places, uids))
         return pieces
 
-    def evict(self, uids: Iterable[Uid]) -> list[Block]:
-        """Rows leave; the blocks that held no others."""
+    def columns(self, rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return where to read columns that were noted under their own names, as `payload` does. Raises KeyError where one is missing."""
+        found: dict[tuple[StoredPart, tuple[int, ...]], list[str]] = {}
+        for name in names:
+            for part, places in self._by_part(rows, name).items():
+                found.setdefault((part, tuple(places)), []).append(name)
+        return [piece(part, columns, list(places), rows) for (part, places), columns in found.items()]
+
+    def evict(self, uids: Iterable[Row]) -> list[Block]:
+        """Let rows leave; return the blocks that held no others."""
         return self.drop(self.detach(uids))
 
-    def detach(self, uids: Iterable[Uid]) -> Detached:
-        """Rows leave the table, but what they have written stays where it is until it is dropped."""
-        places = [(uid, part) for uid in uids for parts in self.parts.values() if (part := parts.pop(uid, None))]
+    def detach(self, uids: Iterable[Row]) -> Detached:
+        """Let rows leave the table; what they have written stays where it is until it is dropped."""
+        places = []
+        for uid in uids:
+            found = (parts.pop(uid, None) for parts in self.parts.values())
+            places += [(uid, part) for part in dict.fromkeys(found) if part is not None]
         self.detached.append(places)
         return places
 
     def drop(self, places: Detached) -> list[Block]:
-        """Detached rows are not needed any more; the blocks that held no others."""
+        """Drop detached rows that are not needed any more; return the blocks that held no others."""
         self.detached = [known for known in self.detached if known is not places]
         freed = []
         for uid, part in places:
@@ -93,21 +125,21 @@ class Table:
         return freed
 
     def blocks(self) -> set[Block]:
-        """All blocks that may still be read."""
+        """Return all blocks that may still be read."""
         attached = (part for parts in self.parts.values() for part in parts.values())
         detached = (part for places in self.detached for _, part in places)
         return {part.block for part in chain(attached, detached) if part.block is not None}
 
-    def _writers_of(self, uids: Sequence[Uid], writers: Sequence[str]) -> list[str]:
+    def _writers_of(self, uids: Sequence[Row], writers: Sequence[str]) -> list[str]:
         return [w for w in writers if w in self.parts and uids and all(uid in self.parts[w] for uid in uids)]
 
-    def _by_part(self, uids: Sequence[Uid], writer: str) -> dict[StoredPart, list[int]]:
+    def _by_part(self, uids: Sequence[Row], writer: str) -> dict[StoredPart, list[int]]:
         places: defaultdict[StoredPart, list[int]] = defaultdict(list)
         for place, uid in enumerate(uids):
             places[self.parts[writer][uid]].append(place)
         return dict(places)
 
-    def _gathered(self, uids: Sequence[Uid], writer: str) -> Rows:
+    def _gathered(self, uids: Sequence[Row], writer: str) -> Rows:
         found, order = [], []
         for part, places in self._by_part(uids, writer).items():
             found.append(part.index.take([part.rows[uids[place]] for place in places]))
@@ -115,8 +147,15 @@ class Table:
         return in_order(Rows.cat(found), order)
 
 
+def piece(part: StoredPart, columns: Sequence[str], places: Sequence[int], rows: Sequence[Row]) -> dict[str, Any]:
+    """Return where columns of one part lie for those of `rows` that stand at `places`."""
+    assert part.block is not None
+    positions = [part.rows[rows[place]] for place in places]
+    return {"columns": columns, "block": part.block, "rows": part.size, "positions": positions, "places": places}
+
+
 def in_order(rows: Rows, places: Sequence[int]) -> Rows:
-    """Rows that stand for these places, from the first place to the last."""
+    """Return rows that stand for these places, from the first place to the last."""
     if list(places) == sorted(places):
         return rows
     return rows.take(sorted(range(len(places)), key=places.__getitem__))

@@ -21,7 +21,7 @@ from braidrl.data.rows import Rows
 from braidrl.models.checkpoint import divided_state, load_worker, save_worker, whole_weights
 from braidrl.models.contract import CHECKS, BackendUnderTest
 from braidrl.models.memory.footprint import activation_bytes, model_shape
-from braidrl.models.objective import Objective, denominators
+from braidrl.models.objective import Objective, denominators, with_group_tokens
 from braidrl.models.parallel.decoding import TensorRanks, load_divided
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.parallel.sharded import subgroup
@@ -33,7 +33,6 @@ from braidrl.models.weights.transfer import LIMIT_BYTES, TransferVolume, WeightT
 from braidrl.observe.metrics import Sums
 from braidrl.rollout.weights import joint_file
 from braidrl.rollout.weights.joint_file import FileLayout, WeightWriter
-from braidrl.runtimes.controller import group_tokens
 from tests.models.activations import kept_bytes
 from tests.tiny import TOKENIZER, settings
 
@@ -65,7 +64,7 @@ def make_rows(prompt: int = 0) -> Rows:
             "old_log_probs": Ragged.from_lengths(old, actions),
         }
     )  # fmt: skip
-    return rows.with_columns({"group_tokens": group_tokens(rows)})
+    return with_group_tokens(rows, rows)
 
 
 def config_of(model: str, layout: dict[str, Any] | None = None, dtype: str = "float64") -> Config:

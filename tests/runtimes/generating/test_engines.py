@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.rollout.routing.service import EngineService
-from braidrl.runtimes.gaps import GAP, GapWatch
+from braidrl.runtimes.step_metrics import GAP, GapWatch
 from tests.invariants.traces import assert_same_weights
 from tests.rollout.served import vllm_python
 from tests.runtimes.hybrid.warm import WarmCluster
@@ -80,11 +80,13 @@ def test_a_run_on_vllm_needs_one_value_and_has_the_trainers_log_probs_in_every_s
     assert tokens_of(run, 1) == tokens_of(workshop.run("embedded", **settings), 1), "the row decides, not the engine"
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_ends_with_an_explanation_when_weights_do_not_arrive(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, staleness: int
 ) -> None:
+    """Also where the configuration would allow stale rows, and the runtime makes none."""
     monkeypatch.setattr(EngineService, "publish", lambda service, version, source: source.close())
-    trainer = {"steps": 4, "learning_rate": 3e-2}
+    trainer = {"steps": 4, "learning_rate": 3e-2, "max_staleness": staleness}
     with pytest.raises(
         UserError, match=r"step 2: engine and trainer give the same tokens log-probs that are .* nats apart"
     ):

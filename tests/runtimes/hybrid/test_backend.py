@@ -53,9 +53,9 @@ def all_stages(backend: HybridBackend, flow: Flow, groups: int) -> Any:
 def test_payload_cannot_be_decoded_where_the_driver_runs(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     with hybrid_crew(workshop.config(**given(workshop, 16)), warm_cluster) as backend:
         table = backend.admit(2)
-        (layer,) = table.layers.values()
+        (output,) = table.outputs
         actor = backend.home.actors[0]
-        packed = ray.get(actor.fetch.remote(layer.chunks[0].key, np.arange(2), ("prompt",)))
+        packed = ray.get(actor.fetch.remote(output.futures[0].answer.key, np.arange(2), ("prompt",)))
         with pytest.raises(PayloadForbidden, match="'prompt' is payload"):
             decode([memoryview(frame) for frame in packed])
     assert len(decode([memoryview(frame) for frame in packed])["prompt"]) == 2

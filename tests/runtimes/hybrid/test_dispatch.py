@@ -1,4 +1,4 @@
-"""Rows are dealt by length, and the rows of a group together where a loss compares them."""
+"""Rows are divided by length, and the rows of a group go to one rank where a loss compares them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import Workshop
 
 
-def test_whole_groups_are_kept_together_at_the_price_of_balance() -> None:
+def test_groups_stay_whole_at_the_price_of_balance() -> None:
     index = Rows({"group": torch.tensor([0, 0, 1, 1, 2, 2]), "length": torch.tensor([10, 1, 1, 10, 6, 6])})
-    apart, whole = by_length(index)(2), by_length(index, whole_groups=True)(2)
-    tokens = [[int(index["length"][rows].sum()) for rows in deal] for deal in (apart, whole)]
-    groups = [[set(index["group"][rows].tolist()) for rows in deal] for deal in (apart, whole)]
+    apart, whole = by_length(index, 2), by_length(index, 2, whole_groups=True)
+    tokens = [[int(index["length"][rows].sum()) for rows in part] for part in (apart, whole)]
+    groups = [[set(index["group"][rows].tolist()) for rows in part] for part in (apart, whole)]
     assert tokens[0] == [17, 17] and groups[0][0] & groups[0][1]
     assert sorted(tokens[1]) in ([11, 23], [12, 22]) and not groups[1][0] & groups[1][1]
 
 
-def test_pairs_dealt_to_ranks_train_as_in_one_process(
+def test_pairs_divided_among_ranks_train_as_in_one_process(
     workshop: Workshop, warm_cluster: WarmCluster, tmp_path: Path
 ) -> None:
     """Five pairs on two ranks: rows alone could be divided equally, pairs cannot."""

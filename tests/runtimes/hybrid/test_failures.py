@@ -8,7 +8,7 @@ from braidrl.errors import UserError
 from braidrl.flow import Flow, data
 from braidrl.flow.roles import Role
 from braidrl.runtimes.hybrid.backend import HybridBackend
-from braidrl.runtimes.hybrid.failures import WorkerFailure
+from braidrl.runtimes.hybrid.group import WorkerFailure
 from tests.runtimes.hybrid.backends import hybrid_crew, rehearse
 from tests.runtimes.hybrid.test_backend import all_stages, given
 from tests.runtimes.hybrid.warm import WarmCluster

@@ -18,7 +18,7 @@ from braidrl.errors import UserError
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
 from braidrl.placement.pools import Pool
-from braidrl.runtimes.hybrid.parts import Answer, Numbers, Part
+from braidrl.runtimes.hybrid.handles import Answer, Numbers, Part
 from braidrl.runtimes.hybrid.worker import HybridWorker
 from braidrl.transfer.protocols import register
 from tests.runtimes.patience import patient
@@ -36,7 +36,7 @@ class RehearsingWorker(HybridWorker):
         self.orders = dict(orders)
 
     @register(protocol="DP")
-    def execute(self, part: Part, stage: Stage, iteration: int, key: int) -> Answer:
+    def execute(self, part: Part, stage: Stage, iteration: int, key: int, *totals: Any) -> Answer:
         order, seconds = self.orders.get(stage.name, ("", 0.0))
         if order == "wait":
             return self._write(part, stage, iteration, key, lambda rows, sums: waited(stage, rows, sums, seconds))
@@ -49,7 +49,7 @@ class RehearsingWorker(HybridWorker):
             raise UserError("a row is too long; write trainer.max_tokens_per_device=64")
         if order == "die":
             os._exit(3)
-        return super().execute(part, stage, iteration, key)
+        return super().execute(part, stage, iteration, key, *totals)
 
     @register(protocol="DP")
     def generate_needed(self, part: Part, *arguments: Any) -> Answer:
@@ -70,8 +70,8 @@ class RehearsingWorker(HybridWorker):
         return executor is None or not any(worker.ranks.together for worker in executor.workers.values())
 
     def held(self) -> int:
-        """Chunks that are kept here."""
-        return len(self.chunks)
+        """Return how many calls' rows are kept here."""
+        return len(self.kept)
 
     def given_out(self) -> list[int]:
         """Rows of each fetch that was answered."""

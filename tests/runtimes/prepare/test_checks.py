@@ -1,4 +1,4 @@
-"""Settings that a runtime does not look at are told of, and hinder nobody."""
+"""Settings that a runtime does not look at are expected of, and hinder nobody."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from tests.tiny import Workshop
 
 
 @pytest.mark.parametrize(
-    ("sections", "told"),
+    ("sections", "expected"),
     [
         ({"workers": 2}, ["workers=2 has no effect: runtime=eager is this one process"]),
         ({"runtime": "streaming", "workers": 2}, ["workers=2 has no effect: the processes of runtime=streaming are"]),
         ({"cluster": {"launcher": "ray"}}, ["cluster.launcher=ray has no effect: only runtime=distributed has ranks"]),
+        ({"trainer": {"max_staleness": 1}}, ["trainer.max_staleness=1 makes no row stale"]),
+        ({"trainer": {"max_staleness": 1, "surplus": "keep"}}, []),
+        ({"runtime": "streaming", "trainer": {"max_staleness": 1}}, []),
         ({"runtime": "hybrid", "workers": 2}, []),
         ({"runtime": "distributed", "workers": 2, "cluster": {"launcher": "local"}}, []),
         ({}, []),
     ],
 )
-def test_processes_that_a_runtime_does_not_have_are_told_of(
-    workshop: Workshop, sections: dict[str, Any], told: list[str]
+def test_a_setting_that_a_runtime_does_not_use_is_named_in_a_line(
+    workshop: Workshop, sections: dict[str, Any], expected: list[str]
 ) -> None:
     lines = without_effect(parse_config(workshop.tree(**sections)))
-    assert [line.startswith(words) for line, words in zip(lines, told, strict=True)] == [True] * len(told)
+    assert [line.startswith(words) for line, words in zip(lines, expected, strict=True)] == [True] * len(expected)
 
 
 def test_a_run_says_so_before_its_first_step(workshop: Workshop, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from braidrl.config import parse_config
+from braidrl.errors import UserError
+from braidrl.flow import Flow, actor
+from braidrl.flow.recipes import load_flow
+from braidrl.flow.yaml_form import to_yaml
 from braidrl.runtimes.prepare.flow import build_flow
 from tests.tiny import settings
 
@@ -32,3 +37,15 @@ def test_tokens_that_others_drew_are_corrected_for(sections: dict[str, Any], old
     name = sections.get("algorithm", {}).get("correction", {"name": "truncated"})["name"]
     assert update.params.get("correction") == ({"name": name} if corrected else None)
     assert ("actor.log_probs" in [stage.name for stage in flow.stages]) == (old == "recompute")
+
+
+def test_tokens_are_drawn_at_the_temperature_that_their_log_probs_are_computed_at(tmp_path: Path) -> None:
+    path = tmp_path / "warm.yaml"
+    path.write_text(to_yaml(Flow("warm", [actor.generate(temperature=0.7), *load_flow("grpo", {}, {}).stages[1:]])))
+    tree = settings(tmp_path / "runs", tmp_path / "model", tmp_path / "data.jsonl", flow=str(path))
+    with pytest.raises(
+        UserError, match=r"temperature=0.7 draws .* rollout.temperature=1; write rollout.temperature=0.7"
+    ):
+        build_flow(parse_config(tree))
+    tree["rollout"] = {**tree.get("rollout", {}), "temperature": 0.7}
+    assert build_flow(parse_config(tree))["actor.generate"].params["temperature"] == 0.7

@@ -20,8 +20,9 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import read_trace
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import run_config
-from braidrl.runtimes.streaming.program import StreamingProgram
-from braidrl.transfer.queue.segments import PREFIX, remove_abandoned, shared_folder
+from braidrl.runtimes.streaming.backend import StreamingBackend
+from braidrl.transfer.queue.owner import remove_abandoned
+from braidrl.transfer.queue.storage import PREFIX, shared_folder
 from tests.leftovers import family, listening
 from tests.runtimes.turns import PLAYED
 from tests.tiny import (
@@ -37,6 +38,8 @@ from tests.tiny import (
 )
 
 DIAMOND = str(Path(__file__).parents[1] / "diamond.yaml")
+LONGEST_FIRST = f"{Path(__file__).parents[3]}/examples/longest_first.py:longest_first"
+"""A user's own sampler, in a file outside the package."""
 TWO_EACH = {"actor.generate": 2, "compute": 2, "actor": 2}
 FLOWS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"kl_coef": 0.1}, "trainer": {"rows_per_update": 8, "epochs": 2}},
@@ -135,10 +138,10 @@ def eager(workshop: Workshop) -> Callable[..., Path]:
     ("flow", "streaming"),
     [
         ("grpo", {"weights": "delayed"}),
-        ("dapo", {"workers": TWO_EACH, "dispatch_rows": 3}),
+        ("dapo", {"workers": TWO_EACH, "dispatch_rows": 3, "sampler": "token_balanced"}),
         ("over-sampled", {"workers": {"actor.generate": 2}, "dispatch_rows": 4}),
-        ("prompt-mean", {"workers": {"actor": 2}}),
-        ("diamond", {"dispatch_rows": 1}),
+        ("prompt-mean", {"workers": {"actor": 2}, "sampler": {"actor.update": "whole_groups"}}),
+        ("diamond", {"dispatch_rows": 1, "sampler": LONGEST_FIRST}),
         ("ppo", {"workers": {"critic": 2}}),
         ("played", {"workers": {"actor.generate": 2}, "dispatch_rows": 3}),
     ],
@@ -220,13 +223,13 @@ def in_process(workshop: Workshop, name: str, **sections: Any) -> TrainingRun:
 
 
 def kill_when_it_holds_rows(
-    program: StreamingProgram, group: str, killed: list[int], sent: int = signal.SIGKILL
+    program: StreamingBackend, group: str, killed: list[int], sent: int = signal.SIGKILL
 ) -> None:
     """Kills a worker at a moment when it has rows that it has not given back."""
     while not killed:
         with program.control.changed:
             for member in program.processes.members:
-                held = program.stream.schedule.leases.held.values()
+                held = program.stream.schedule.tasks.leases.held.values()
                 if member.group.name == group and any(lease.holder == member.holder for lease in held):
                     pid = member.process.pid
                     os.kill(pid, sent)
@@ -241,7 +244,7 @@ def test_a_worker_killed_amid_a_batch_costs_no_row_and_no_step(
 ) -> None:
     killed: list[int] = []
     with in_process(workshop, f"killed-{group}", **sections_of("grpo")) as run:
-        assert isinstance(run.backend, StreamingProgram)
+        assert isinstance(run.backend, StreamingBackend)
         killer = threading.Timer(0.0, kill_when_it_holds_rows, (run.backend, group, killed))
         killer.start()
         run.train()
@@ -254,7 +257,7 @@ def test_a_worker_killed_amid_a_batch_costs_no_row_and_no_step(
 def test_a_worker_that_hangs_is_replaced(workshop: Workshop, eager: Callable[..., Path]) -> None:
     stopped: list[int] = []
     with in_process(workshop, "hung", streaming={"lease_s": 2.0, "wait_s": 0.5}, **sections_of("grpo")) as run:
-        assert isinstance(run.backend, StreamingProgram)
+        assert isinstance(run.backend, StreamingBackend)
         killer = threading.Timer(0.0, kill_when_it_holds_rows, (run.backend, "compute", stopped, signal.SIGSTOP))
         killer.start()
         run.train()
@@ -266,7 +269,7 @@ def test_a_worker_that_hangs_is_replaced(workshop: Workshop, eager: Callable[...
 def test_the_death_of_a_trainer_ends_the_run_and_says_so(workshop: Workshop) -> None:
     killed: list[int] = []
     with in_process(workshop, "killed-trainer", **sections_of("grpo")) as run:
-        assert isinstance(run.backend, StreamingProgram)
+        assert isinstance(run.backend, StreamingBackend)
         killer = threading.Timer(0.0, kill_when_it_holds_rows, (run.backend, "actor", killed))
         killer.start()
         with pytest.raises(WorkerFailed, match=r"actor 0, which holds .* is gone \(killed by signal 9\)"):
@@ -294,7 +297,7 @@ def test_an_exception_in_a_worker_ends_the_run_with_its_traceback(workshop: Work
         run.train()
     for part in ("compute-0", "the shape of water", "stage faulty", "rows (0, "):
         assert part in str(caught.value)
-    assert isinstance(run.backend, StreamingProgram) and run.backend.processes.members == []
+    assert isinstance(run.backend, StreamingBackend) and run.backend.processes.members == []
 
 
 def test_an_epoch_that_brings_nothing_is_the_same_error_as_in_one_process(workshop: Workshop) -> None:

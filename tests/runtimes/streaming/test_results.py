@@ -6,7 +6,7 @@ import pytest
 
 from braidrl.flow import Flow, actor, reward
 from braidrl.runtimes.streaming.groups import Group
-from braidrl.runtimes.streaming.results import stage_seconds
+from braidrl.runtimes.streaming.program import stage_seconds
 
 
 def test_a_stages_seconds_are_those_of_one_worker_and_ranks_that_share_a_lease_are_one() -> None:

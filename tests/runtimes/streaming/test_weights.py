@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from braidrl.runtimes.streaming.weights import WeightReceiver, WrongWeights, export
-from braidrl.transfer.queue.data_plane import DataPlane, Evicted
-from braidrl.transfer.queue.segments import Owner, Segments
+from braidrl.transfer.queue.owner import Owner
+from braidrl.transfer.queue.storage import DataPlane, Evicted, Segments
 from tests.tiny import MODELS
 
 

@@ -13,14 +13,14 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import encode
 from braidrl.data.rows import Objects, Rows
 from braidrl.flow import Flow, Kind, Scope, Stage
-from braidrl.flow.sizes import Sizes
 from braidrl.flow.stage import Signature
+from braidrl.flow.updates import Sizes
+from braidrl.runtimes.streaming.control import ControlPlane
+from braidrl.runtimes.streaming.stream import Stream
 from braidrl.transfer.queue.client import Client
-from braidrl.transfer.queue.control import ControlPlane
-from braidrl.transfer.queue.data_plane import DataPlane
-from braidrl.transfer.queue.segments import Owner, Segments
-from braidrl.transfer.queue.server import QueueServer
-from braidrl.transfer.queue.stream import Stream
+from braidrl.transfer.queue.owner import Owner
+from braidrl.transfer.queue.storage import DataPlane, Segments
+from braidrl.transfer.queue.transport import QueueServer
 
 SAMPLES = 2
 LOADED: dict[str, int] = {}
@@ -115,7 +115,7 @@ def work_once(
 def main_program(control: ControlPlane, server: QueueServer, iterations: int, limit_s: float = 60.0) -> list[Any]:
     """Admits what is wanted and lets steps be made until so many iterations are finished; those."""
     groups, seen, finished, deadline = 0, -1, [], time.monotonic() + limit_s
-    control.assignments.allowed = iterations
+    control.allowed = iterations
     while len(finished) < iterations:
         assert time.monotonic() < deadline, f"only {len(finished)} iterations came to their end"
         with control.changed:
@@ -139,7 +139,7 @@ def serve(pipe: Any, arguments: Mapping[str, Any]) -> None:
         server,
         owner,
     ):
-        control.assignments.allowed = arguments["iterations"]
+        control.allowed = arguments["iterations"]
         pipe.send_bytes(f"{server.address} {owner.run}".encode())
         pipe.recv_bytes()
 

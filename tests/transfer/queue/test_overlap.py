@@ -14,12 +14,12 @@ import pytest
 from braidrl.data.partition import balanced_partition
 from braidrl.flow import Flow, Kind
 from braidrl.flow.readiness import Uid
-from braidrl.flow.sizes import Sizes
+from braidrl.flow.updates import Sizes
 from braidrl.placement.simulator import simulate
 from braidrl.placement.workload import Workload, long_tailed
+from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.transfer.queue.client import Client
-from braidrl.transfer.queue.control import ControlPlane
-from braidrl.transfer.queue.server import QueueServer
+from braidrl.transfer.queue.transport import QueueServer
 from tests.transfer.queue.made_up import GENERATE, SAMPLES, client, made_from, main_program, queue, stage
 
 FLOW = Flow("overlap", [GENERATE, stage("update", Kind.TRAIN, ("tokens",))])

@@ -21,12 +21,11 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.stage import Signature
+from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.transfer.queue.client import Client, assembled
-from braidrl.transfer.queue.control import ControlPlane
-from braidrl.transfer.queue.data_plane import Block, DataPlane, Evicted
-from braidrl.transfer.queue.messages import Connection, QueueError, QueueTimeout
-from braidrl.transfer.queue.node import StorageNode
-from braidrl.transfer.queue.segments import Owner, Segments, owner_path, remove_abandoned, shared_folder
+from braidrl.transfer.queue.owner import Owner, StorageNode, owner_path, remove_abandoned
+from braidrl.transfer.queue.storage import Block, DataPlane, Evicted, Segments, shared_folder
+from braidrl.transfer.queue.transport import Connection, QueueError, QueueTimeout
 from tests.transfer.queue.made_up import (
     CHECK,
     GENERATE,
@@ -253,7 +252,7 @@ def test_rows_that_lie_on_ones_own_node_do_not_travel() -> None:
     with two_nodes() as (_, near, far, node):
         assert work_once(far, ["generate"]) == "rows"
         before = node.data.served
-        other = Client(near._connection.address, "beside", DataPlane.at(node.place(), "beside"), 10.0)
+        other = Client(near.address, "beside", DataPlane.at(node.place(), "beside"), 10.0)
         assert len(other.take(["check"], 8, 1.0).rows()["tokens"].values) == len(born([0, 1])["prompt"].values)
         assert node.data.served == before
         other.close()
@@ -324,8 +323,8 @@ def test_a_selected_group_goes_on_and_a_dropped_one_leaves_with_its_memory() -> 
         assert work_once(worker, ["generate"]) == "rows"
         work = worker.take(["choose"], 8, 0.0)
         worker.selected("choose", work.leases[0][0], {1: None}, {})
-        assert control.training.accounts[1].outcome is not None
-        assert control.training.accounts[1].outcome.dropped == {"dull": 1}
+        assert control.training.records[1].outcome is not None
+        assert control.training.records[1].outcome.dropped == {"dull": 1}
         assert {uid[1] for uid in control.training.table.parts["generate"]} == {1}
         assert len(Segments(owner.run, "looker").names()) == 2, "prompt and tokens of the group that was kept"
         worker.close()
@@ -447,7 +446,7 @@ def test_a_role_that_follows_another_is_sent_its_weights_also_when_the_first_tha
     ):
         first, second = client(server, owner, "first", generates=True), client(server, owner, "second")
         follower = client(server, owner, "follower")
-        control.assignments.allowed = 1
+        control.allowed = 1
         control.training.schedule.groups_wanted(0)
         control.admit(control.training, born([0, 1]))
         assert [work_once(first) for _ in range(5)] == ["rows"] * 4 + ["step"]

@@ -1,0 +1,156 @@
+"""Generates and checks answers in one process: holds the engines of its roles and the processes that check.
+
+rows ──requests_of──▶ engine ──finished rows──▶ EarlyChecks, EarlyStop ──▶ columns
+     ──play────────▶ episodes on the same engine ─────────────────────▶
+trained weights ──publish──▶ engines
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from braidrl.algorithms.metrics import reflection_counts
+from braidrl.algorithms.ragged import Ragged
+from braidrl.config import Config
+from braidrl.data.rows import Column, Rows
+from braidrl.errors import UserError
+from braidrl.flow import Flow, Stage
+from braidrl.models.roles.base import RoleWorker
+from braidrl.observe.metrics import Sums
+from braidrl.observe.progress import Progress
+from braidrl.rewards.verify import RuleRewards
+from braidrl.rollout.divided.pooled import PooledEngine
+from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.requests import Request, Response, SamplingParams, Uid
+from braidrl.rollout.routing.service import EngineService
+from braidrl.rollout.trajectories import to_rows
+from braidrl.runtimes.generating.early_stop import EarlyStop
+from braidrl.runtimes.generating.engines import start_engine
+from braidrl.runtimes.generating.episodes import play
+from braidrl.runtimes.generating.publishing import Publish, publication
+from braidrl.runtimes.generating.verification import Checks, EarlyChecks, early_verify_stages, verified
+
+
+class Generation:
+    """The engines of roles that generate, by role, and the checks under way."""
+
+    def __init__(
+        self,
+        config: Config,
+        flow: Flow,
+        tokenizer: PreTrainedTokenizerBase,
+        rewards: RuleRewards | None,
+        progress: Progress,
+    ) -> None:
+        self.config, self.flow, self.tokenizer, self.progress = config, flow, tokenizer, progress
+        self.checks = Checks(rewards, progress)
+        self.engines: dict[str, EmbeddedEngine | EngineService] = {}
+        self.publications: dict[str, Publish] = {}
+
+    def start_engine(self, worker: RoleWorker) -> None:
+        """Start what generates with the weights of `worker`."""
+        engine = self.engines[worker.role] = start_engine(worker, self.config, self.tokenizer)
+        self.publications[worker.role] = publication(worker, engine, self.config)
+
+    def generate(self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None = None) -> Mapping[str, Column]:
+        """Return the columns that a generate stage writes, in the order of `rows`; `stop` ends rows early.
+
+        Without rows only the part of a rank is done that decodes together with others.
+        """
+        if "environment" in stage.params:
+            return self._play(stage, rows, sums)
+        engine = self.engines[str(stage.role)]
+        if not len(rows):
+            engine.generate([])
+            return {}
+        requests = requests_of(stage, rows, self.config)
+        place = {uid: i for i, uid in enumerate(rows.uids())}
+        # The likeliest tokens of a prompt are the same for all of its samples: one of them is generated for all.
+        greedy = sampling_of(stage, self.config).takes_likeliest
+        first = leaders(list(place)) if greedy else {uid: uid for uid in place}
+        requests = [request for request in requests if first[request.uid] == request.uid]
+        verify = early_verify_stages(self.flow, stage)
+        with self.progress.stage(stage.name, len(rows)) as bar:
+            early = EarlyChecks(self.checks, engine, rows, place, verify, bar, stop.add if stop else None)
+            to_end = (lambda: [uid for uid in stop.rows_to_end() if uid in place]) if stop else None
+            done = {finished.uid: finished for finished in engine.generate(requests, early.add, to_end)}
+            finished = [done[uid] if uid in done else replace(done[leader], uid=uid) for uid, leader in first.items()]
+            for copy in finished:
+                if copy.uid not in done:
+                    early.add(copy)
+            early.flush()
+            if stop is not None:
+                stop.close()
+        return self.columns(stage, rows, finished)
+
+    def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
+        """Play episodes in the stage's environment; failures of environments are counted and the first is shown."""
+        engine = self.engines[str(stage.role)]
+        if isinstance(engine, PooledEngine):
+            raise UserError(f"{stage.name}: an environment needs engines of their own; write rollout.engines=1")
+        sampling = sampling_of(stage, self.config)
+        with self.progress.stage(stage.name, len(rows)) as bar:
+            columns, failures = play(engine, stage, rows, self.config, self.tokenizer, sampling, sums, bar)
+        for line in failures:
+            self.progress.print(f"{stage.name}: {line}")
+        return self._named(stage, columns)
+
+    def columns(self, stage: Stage, rows: Rows, finished: Sequence[Response]) -> Mapping[str, Column]:
+        """Return the columns that a generate stage writes, in the order of `rows`, from the engine's responses."""
+        return self._named(stage, to_rows(rows, finished))
+
+    def _named(self, stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
+        """What was generated, under the stage's names, and how often each row reconsiders itself."""
+        into, tokens, mask = stage.params.get("into"), columns["tokens"], columns["action_mask"]
+        assert isinstance(tokens, Ragged) and isinstance(mask, Ragged)
+        reflections = torch.zeros(len(tokens), dtype=torch.int64)
+        if phrases := self.config.rollout.reflection_phrases:
+            responses = [tokens[row][mask[row]] for row in range(len(tokens))]
+            reflections = reflection_counts(self.tokenizer.batch_decode(responses, skip_special_tokens=True), phrases)
+        return {f"{into}.{n}" if into else n: c for n, c in {**columns, "reflections": reflections}.items()}
+
+    def verify(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
+        """Wait for the checks that were begun during generation, or begin them now; return the stage's columns."""
+        return verified(self.flow, stage, rows, dict(self.checks.results(stage, rows, sums).items()))
+
+    def publish(self, version: int) -> None:
+        """Generate with the trained weights from now on, under this version's number."""
+        for publish in self.publications.values():
+            publish(version)
+
+    def close(self) -> None:
+        """End the engines' processes and those that check answers."""
+        for engine in self.engines.values():
+            if isinstance(engine, EngineService):
+                engine.close()
+        self.checks.close()
+
+
+def requests_of(stage: Stage, rows: Rows, config: Config) -> list[Request]:
+    """Return what a generate stage asks of its engine, one request per row."""
+    sampling, purpose, prompts = sampling_of(stage, config), str(stage.params.get("purpose", "train")), rows["prompt"]
+    return [Request(uid, prompts[i], sampling, purpose, stage.name) for i, uid in enumerate(rows.uids())]
+
+
+def sampling_of(stage: Stage, config: Config) -> SamplingParams:
+    """Return how a generate stage samples: by the configuration's `rollout`, where the stage does not say otherwise."""
+    rollout, params = config.rollout, stage.params
+    return SamplingParams(
+        temperature=params.get("temperature", rollout.temperature),
+        top_p=params.get("top_p", rollout.top_p),
+        top_k=params.get("top_k", rollout.top_k),
+        max_tokens=rollout.max_response_tokens,
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        stop=tuple(rollout.stop),
+        greedy=bool(params.get("greedy", False)),
+    )
+
+
+def leaders(uids: Sequence[Uid]) -> dict[Uid, Uid]:
+    """Return for each row the first one of its prompt."""
+    first: dict[tuple[int, int], Uid] = {}
+    return {uid: first.setdefault(uid[:2], uid) for uid in uids}

@@ -1,0 +1,287 @@
+"""The five types that carry rows: three that the driver holds, and two that travel. None of them has payload.
+
+Handle    a table of the driver; never changes     rows        0 1 2 3 4 5     for each output the row of it that a row has
+Output    what one stage writes for a table        generate    a a a b b b     deferred, then under way, then there
+Future    a, b: a call on one worker               verify      c c c d d d
+Part      the rows that a worker is given: index columns by value, payload by where it lies
+Answer    what the worker replies: index columns by value, the names of the payload columns that it keeps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from braidrl.data.codec import decode, encode
+from braidrl.data.frames import join, split
+from braidrl.data.rows import Column, Rows
+from braidrl.flow import Kind, Stage
+from braidrl.flow.stage import Signature
+from braidrl.observe.metrics import Sums
+
+Numbers = NDArray[np.int64]
+READ = Stage("read", "read", None, Signature(Kind.COMPUTE))
+"""In the place of a stage, for rows that are read."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What a worker replies to a call: index columns of the rows, names of the payload that it keeps under a key, and a result."""
+
+    index: bytes = b""
+    columns: tuple[str, ...] = ()
+    worker: int = -1
+    key: int = -1
+    sums: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    seconds: float = 0.0
+    result: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Rows of a table for one worker: index columns by value; for each source of payload its rows there, and their places here.
+
+    A source is the answer of the worker that keeps it, or the number of that answer among those that come with the call.
+    """
+
+    size: int = 0
+    index: bytes = b""
+    sources: tuple[Answer | int, ...] = ()
+    rows: tuple[Numbers, ...] = ()
+    positions: tuple[Numbers, ...] = ()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def uids(self) -> list[tuple[int, int, int]]:
+        return unpacked_rows(self.index).uids() if self.size else []
+
+
+@dataclass(eq=False)
+class Future:
+    """A call under way on one worker: Ray's reference, the worker's number and name, what it does, on which rows."""
+
+    ref: Any
+    worker: int
+    who: str
+    what: str
+    part: Part = Part()
+    answer: Answer | None = None
+
+
+@dataclass(eq=False)
+class Output:
+    """What one stage writes for the rows of a table (B): deferred until it is begun, then under way, and there once it has an index.
+
+    `future` (B,) says which of the futures writes a row, and `row` (B,) which row it is there.
+    """
+
+    stage: Stage
+    table: Handle | None = None
+    iteration: int = 0
+    sums: Sums = field(default_factory=Sums)
+    group: Any = None
+    futures: Sequence[Future] = ()
+    future: Tensor = field(default_factory=lambda: torch.zeros(0))
+    row: Tensor = field(default_factory=lambda: torch.zeros(0))
+    index: Rows | None = None
+
+    @property
+    def deferred(self) -> bool:
+        return self.index is None and not self.futures
+
+    def begin(self, group: Any, futures: Sequence[Future], positions: Sequence[Sequence[int]]) -> None:
+        """Note who computes which rows: `positions` are those of each future, in its order."""
+        self.table, self.group, self.futures = None, group, futures
+        size = sum(map(len, positions))
+        self.future, self.row = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+        for number, rows in enumerate(positions):
+            place = torch.as_tensor(rows, dtype=torch.int64)
+            self.future[place], self.row[place] = number, torch.arange(len(place))
+
+    def finish(self, answers: Sequence[Answer]) -> None:
+        """Note what the futures have brought."""
+        size = len(self.future)
+        arrived = {future: unpacked_rows(answer.index) for future, answer in zip(self.futures, answers, strict=True)}
+        pieces = self.pieces(torch.arange(size))
+        self.index = merged(size, [(positions, arrived[future].take(rows)) for future, rows, positions in pieces])
+
+    def pieces(self, rows: Tensor) -> list[tuple[Future, Tensor, Tensor]]:
+        """Return each future that writes some of these rows (-1: none), with their rows there (n,) and places in `rows` (n,)."""
+        if not self.futures:
+            return []
+        places = (rows >= 0).nonzero().flatten()
+        number, row = self.future[rows[places]], self.row[rows[places]]
+        return [(self.futures[n], row[number == n], places[number == n]) for n in number.unique().tolist()]
+
+    def holds(self, names: frozenset[str]) -> bool:
+        """Return True if one of these columns is known to be payload of this output."""
+        return any(future.answer and not names.isdisjoint(future.answer.columns) for future in self.futures)
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """A table whose rows lie with workers: outputs in the order of their stages, and for each the row that a row has there.
+
+    `rows` is (outputs, B), -1 where a row has none. `parts` are the rows of each rank, where somebody has decided that.
+    """
+
+    outputs: tuple[Output, ...]
+    rows: Tensor
+    parts: Sequence[Sequence[int]] | None = None
+
+    def __len__(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def index(self) -> Rows:
+        """Return the index columns that have arrived; later outputs win."""
+        segments = []
+        for output, rows in zip(self.outputs, self.rows, strict=True):
+            if output.index is not None:
+                places = (rows >= 0).nonzero().flatten()
+                segments.append((places, output.index.take(rows[places])))
+        return merged(len(self), segments)
+
+    def take(self, positions: Sequence[int]) -> Handle:
+        """Return the rows at these positions, in the order given."""
+        rows = self.rows[:, torch.as_tensor(positions, dtype=torch.int64)]
+        # An output that no row is left of would keep its rows with the workers.
+        used = [n for n, own in enumerate(rows) if not len(own) or bool((own >= 0).any())]
+        return Handle(tuple(self.outputs[n] for n in used), rows[used])
+
+    @staticmethod
+    def cat(tables: Sequence[Handle]) -> Handle:
+        """Return the rows of all tables, one table after the other."""
+        numbers = {o: n for n, o in enumerate(dict.fromkeys(o for table in tables for o in table.outputs))}
+        rows, start = torch.full((len(numbers), sum(map(len, tables))), -1), 0
+        for table in tables:
+            rows[[numbers[output] for output in table.outputs], start : start + len(table)] = table.rows
+            start += len(table)
+        return Handle(tuple(numbers), rows)
+
+    def divide(self, parts: int) -> list[Handle]:
+        """Return the rows of each rank: those decided on, else equally many neighbours."""
+        if self.parts is not None:
+            return [self.take(positions) for positions in self.parts]
+        edges = [len(self) * n // parts for n in range(parts + 1)]
+        return [self.take(range(edges[n], edges[n + 1])) for n in range(parts)]
+
+    def with_output(self, output: Output) -> Handle:
+        """Return the same rows with what a stage writes for them."""
+        return Handle((*self.outputs, output), torch.cat([self.rows, torch.arange(len(self))[None]]))
+
+    def without(self, other: Handle) -> Handle:
+        """Return the same rows with what the other table lacks."""
+        added = [n for n, output in enumerate(self.outputs) if output not in other.outputs]
+        return Handle(tuple(self.outputs[n] for n in added), self.rows[added])
+
+    def writers(self, names: Collection[str]) -> list[Output]:
+        """Return the outputs that write one of these columns or, earlier, another column of such an output."""
+        wanted, found = set(names), list[Output]()
+        for output in reversed(self.outputs):
+            if not wanted.isdisjoint(output.stage.writes):
+                found.append(output)
+                wanted.update(output.stage.writes)
+        return found[::-1]
+
+    def workers(self, outputs: Iterable[Output]) -> list[int]:
+        """Return for each row the worker that computes it in the first of these outputs that has it; -1 for none."""
+        found = torch.full((len(self),), -1)
+        for output in outputs:
+            for future, _, places in output.pieces(self.rows[self.outputs.index(output)]):
+                found[places] = torch.where(found[places] < 0, future.worker, found[places])
+        return found.tolist()
+
+    def part(self, awaited: list[Future], reads: frozenset[str] | None = None) -> Part:
+        """Return the table as a worker is given it.
+
+        Args:
+            awaited: Futures whose answers have to come with the call; those of this table are appended.
+            reads: Columns that the worker needs; all by default.
+        """
+        sources: list[tuple[Answer | int, Numbers, Numbers]] = []
+        for output, own in zip(self.outputs, self.rows, strict=True):
+            for future, rows, places in output.pieces(own):
+                here = future.answer if output.index is not None else None
+                columns = here.columns if here else output.stage.writes
+                if columns and (reads is None or not reads.isdisjoint(columns)):
+                    sources.append((here or len(awaited), rows.numpy(), places.numpy()))
+                    awaited += [] if here else [future]
+        return Part(len(self), packed_rows(self.index), *(tuple(column) for column in zip(*sources, strict=True)))
+
+
+def assemble(
+    part: Part,
+    answers: Sequence[Answer],
+    reads: frozenset[str] | None,
+    fetch: Callable[[int, int, Numbers, tuple[str, ...]], Any],
+    wait: Callable[[list[Any]], list[Rows]],
+) -> Rows:
+    """Return the rows of a part with all index columns, and the payload that is read.
+
+    Args:
+        part: What the worker was given.
+        answers: The answers that came with the call.
+        reads: Names of columns; all for None.
+        fetch: Begins to fetch rows by worker, key, row numbers and columns.
+        wait: Returns what was fetched once all of it is here.
+    """
+    if not part.size:
+        return Rows({})
+    segments, begun = [(torch.arange(part.size), unpacked_rows(part.index))], []
+    for source, rows, positions in zip(part.sources, part.rows, part.positions, strict=True):
+        answer, places = answers[source] if isinstance(source, int) else source, torch.from_numpy(positions)
+        if isinstance(source, int):
+            segments.append((places, unpacked_rows(answer.index).take(torch.from_numpy(rows))))
+        wanted = tuple(name for name in answer.columns if reads is None or name in reads)
+        if wanted:
+            begun.append((places, fetch(answer.worker, answer.key, rows, wanted)))
+    fetched = wait([future for _, future in begun])
+    return merged(part.size, segments + [(places, rows) for (places, _), rows in zip(begun, fetched, strict=True)])
+
+
+def merged(size: int, segments: Sequence[tuple[Tensor, Rows]]) -> Rows:
+    """Return one table of `size` rows from segments (positions, rows), of which later ones win, without columns that a row lacks."""
+    by_name: dict[str, list[tuple[Tensor, Column]]] = {}
+    for positions, rows in segments:
+        for name, column in rows.items():
+            by_name.setdefault(name, []).append((positions, column))
+    columns = {name: merged_column(size, found) for name, found in by_name.items()}
+    return Rows({name: column for name, column in columns.items() if column is not None})
+
+
+def merged_column(size: int, segments: Sequence[tuple[Tensor, Column]]) -> Column | None:
+    """Return one column of `size` rows, or None where a row is in no segment."""
+    if len(segments) == 1 and torch.equal(segments[0][0], torch.arange(size)):
+        # All rows in their order, as where one worker has written what another one gets.
+        return segments[0][1]
+    place, start = torch.full((size,), -1), 0
+    for positions, column in segments:
+        place[positions] = torch.arange(start, start + len(column))
+        start += len(column)
+    if bool((place < 0).any()):
+        return None
+    whole: Column = Rows.cat([Rows({"": column}) for _, column in segments])[""]
+    return Rows({"": whole}).take(place)[""]
+
+
+def columns_read(stage: Stage) -> frozenset[str]:
+    """Return every column that a stage may read."""
+    signature = stage.signature
+    choices = (name for several in signature.one_of for name in several)
+    return frozenset((*signature.reads, *signature.optional, *choices))
+
+
+def packed_rows(rows: Rows) -> bytes:
+    return bytes(join(encode(rows)))
+
+
+def unpacked_rows(packed: bytes) -> Rows:
+    return decode(split(packed)) if packed else Rows({})

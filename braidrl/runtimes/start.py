@@ -1,0 +1,139 @@
+"""From a checked configuration to the backend that does the work and the controller that drives it: the place that knows all runtimes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from braidrl.cluster.rank import at_end
+from braidrl.cluster.ray_cluster import import_ray
+from braidrl.cluster.world import World
+from braidrl.config import Config
+from braidrl.data.loader import PromptLoader
+from braidrl.errors import UserError
+from braidrl.flow import Flow
+from braidrl.flow.waves import GroupSelector
+from braidrl.observe.progress import Progress
+from braidrl.observe.trace import TraceWriter
+from braidrl.runtimes.backend import Controller, SerialBackend
+from braidrl.runtimes.controller import SerialController
+from braidrl.runtimes.distributed.backend import DistributedBackend
+from braidrl.runtimes.distributed.launch import generating_ranks
+from braidrl.runtimes.eager import EagerBackend
+from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.interrupts import Interrupts
+from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.runtimes.streaming.groups import check_streaming
+from braidrl.runtimes.streaming.program import StreamingProgram
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What a runtime starts from. Without a `loader` it only evaluates.
+
+    `folder` is the run's, for what workers write. `world` are the ranks of a distributed run, which end by `interrupts` together.
+    """
+
+    prepared: Prepared
+    progress: Progress
+    loader: PromptLoader | None = None
+    folder: Path | None = None
+    world: World = field(default_factory=World)
+    interrupts: Interrupts = field(default_factory=Interrupts)
+
+    @property
+    def flow(self) -> Flow:
+        """The flow whose models are needed."""
+        return self.prepared.flow if self.loader else self.prepared.evaluation
+
+    def executor(self, generating: list[str]) -> StageExecutor:
+        """Return an executor of every role in this process, with engines for the roles `generating`."""
+        prepared, ranks = self.prepared, self.world.data_parallel if self.world.group is not None else None
+        return StageExecutor(
+            prepared.config, self.flow, prepared.roles(train=self.loader is not None), prepared.tokenizer,
+            prepared.rewards(), self.progress, generating, ranks,
+        )  # fmt: skip
+
+
+def start_eager(context: RunContext) -> EagerBackend:
+    """Every role in this process."""
+    prepared, trace = context.prepared, TraceWriter(context.folder, "eager") if context.folder else None
+    executor = context.executor(list(prepared.generating))
+    return EagerBackend(prepared.config, context.loader, executor, prepared.store(), trace)
+
+
+def start_distributed(context: RunContext) -> DistributedBackend:
+    """Every role on this rank, and an engine on the ranks that generate."""
+    prepared, world = context.prepared, context.world
+    ranks = {role: generating_ranks(prepared.config, role, world.size) for role in prepared.generating}
+    executor = context.executor([role for role, count in ranks.items() if world.rank < count])
+    at_end.append(executor.close)
+    trace = TraceWriter(context.folder, f"rank-{world.rank}") if context.folder else None
+    return DistributedBackend(
+        prepared.config, context.flow, context.loader, executor, prepared.store(), world, ranks, context.interrupts, trace
+    )  # fmt: skip
+
+
+def start_hybrid(context: RunContext) -> SerialBackend[Any]:
+    """Workers on Ray."""
+    # Imported here: Ray is an extra, and importing it takes a second.
+    import_ray()
+    from braidrl.runtimes.hybrid.start import start_hybrid_backend
+
+    return start_hybrid_backend(context.prepared, context.loader, context.progress, context.folder)
+
+
+BACKENDS: dict[str, Callable[[RunContext], SerialBackend[Any]]] = {
+    "eager": start_eager,
+    "hybrid": start_hybrid,
+    "distributed": start_distributed,
+    "streaming": start_eager,  # without training there is nothing to stream to
+}
+"""The backend that evaluates, and whose stages the serial controller or a session calls."""
+
+
+def start_backend(context: RunContext) -> SerialBackend[Any]:
+    """Return the backend of `config.runtime`. Raises UserError where the runtime cannot do what is asked of it."""
+    return BACKENDS[context.prepared.config.runtime](context)
+
+
+def start_serial(context: RunContext) -> Controller[Any]:
+    """The controller of every runtime that has an order of stages."""
+    assert context.loader is not None, "an iteration begins with prompts"
+    return SerialController(context.prepared.config, context.flow, start_backend(context), context.loader)
+
+
+def start_streaming(context: RunContext) -> Controller[Any]:
+    """The queue's program, which has no order of its own."""
+    assert context.loader is not None and context.folder is not None, "workers write into a run's folder"
+    return StreamingProgram(context.prepared, context.loader, context.folder)
+
+
+CONTROLLERS: dict[str, Callable[[RunContext], Controller[Any]]] = {
+    "eager": start_serial,
+    "hybrid": start_serial,
+    "distributed": start_serial,
+    "streaming": start_streaming,
+}
+
+
+def start_controller(context: RunContext) -> Controller[Any]:
+    """Return whoever drives the iterations of `config.runtime`, with its backend started."""
+    return CONTROLLERS[context.prepared.config.runtime](context)
+
+
+def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool) -> None:
+    """Raise UserError, before anything is made, for what the runtime cannot run; a replay does not generate."""
+    trainer = config.trainer
+    GroupSelector(trainer.prompts_per_step, 1, trainer.surplus, trainer.max_staleness)
+    if trainer.over_sampling > 1 and not flow.sampling_segment:
+        raise UserError(
+            f"trainer.over_sampling={trainer.over_sampling:g} begins groups in place of those that selection drops, and flow "
+            f"{flow.name} selects none; remove it"
+        )
+    if config.runtime == "streaming":
+        check_streaming(config, flow)
+        if not (generates and trains):
+            raise UserError("runtime=streaming generates and trains; to record or replay rollouts write runtime=eager")

@@ -1,0 +1,292 @@
+"""The control plane: answers workers' requests from the schedule, and hands them weights and orders.
+
+take  ─▶ rows (leases, index columns, where the payload lies) │ step │ give weights │ load │ order │ stop │ wait
+done, stepped, given, weights, loaded, ordered, renew ─▶ noted, then: close the batch? publish? let engines load?
+
+Every method may be called by the server's thread and by the main program: one lock guards all of it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from braidrl.data.codec import decode, encode
+from braidrl.data.frames import Frame
+from braidrl.data.rows import Rows
+from braidrl.errors import UserError
+from braidrl.flow import Kind, Stage
+from braidrl.flow.flow import is_optimized
+from braidrl.runtimes.streaming.stream import IterationRecord, Stream
+from braidrl.runtimes.streaming.weights import Copies, Versions
+from braidrl.transfer.queue.controller import Controller, Holder
+from braidrl.transfer.queue.storage import Block, DataPlane
+from braidrl.transfer.queue.table import StoredPart
+from braidrl.transfer.queue.tasks import Tasks
+from braidrl.transfer.queue.transport import Answer
+
+
+@dataclass
+class WorkerHolder(Holder):
+    """A worker, or the leader of a group of them. `version` is what its engine has loaded; None where it has none."""
+
+    version: int | None = None
+    loading: int | None = None
+    """What it was told to load and has not yet."""
+    orders: deque[dict[str, Any]] = field(default_factory=deque)
+
+
+class ControlPlane(Controller):
+    """All streams of a run: the training flow, and an evaluation's while there is one."""
+
+    def __init__(
+        self, stream: Stream, data: DataPlane, lease_s: float, exported: Collection[str] = (), together: bool = False
+    ) -> None:
+        """Begin with one stream.
+
+        Args:
+            stream: the training flow's.
+            data: where this process writes and reads payload.
+            lease_s: seconds without a sign of life after which a worker's rows are given to another.
+            exported: the trained roles that also generate, whose weights must have come before a version is published.
+            together: all engines load a version when a batch's generation is over; else each when it has no rows left.
+        """
+        super().__init__(data, lease_s)
+        self.training, self.together = stream, together
+        self.exported = frozenset(exported)
+        self.streams = [stream]
+        self.holders: dict[str, WorkerHolder] = {}
+        self.weights, self.copies = Versions(exported), Copies()
+        self.allowed = 0
+        """The last iteration whose optimizer steps may be made."""
+        self.stepping: set[str] = set()
+        """Train stages whose step is under way."""
+        self.engine_version = 0
+        """What engines hold or are about to load; prompts are admitted for rows of this version."""
+        self.pinned = False
+        """While True engines keep their version: an evaluation runs."""
+        self.refused: UserError | None = None
+        """Why the run cannot go on, where that is the user's to change: selection kept nothing for a whole epoch."""
+        self.finished: deque[IterationRecord] = deque()
+        self.results: dict[int, dict[str, Any]] = {}
+        self.orders_given = 0
+
+    @property
+    def queues(self) -> list[Tasks]:
+        """Return the tasks of all streams."""
+        return [stream.schedule.tasks for stream in self.streams]
+
+    # Requests
+
+    def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
+        """Answer one request; None lets its sender wait. What is the user's mistake, and no worker's, ends the run."""
+        try:
+            return super().handle(request, frames)
+        except UserError as error:
+            with self.changed:
+                self.refused, self.stopping = error, True
+                super().advance()
+            raise
+
+    def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Note a worker that is there; an engine begins with the model's own weights."""
+        name, version = request["holder"], 0 if request["generates"] else None
+        self.holders[name] = WorkerHolder(name, request["address"], version=version)
+        return {}, ()
+
+    def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
+        """Return the next thing for a worker to do, or None."""
+        holder = self.holders.get(request["holder"])
+        if holder is None or self.stopping:
+            return {"kind": "stop"}, ()
+        lost = self.lost(request["held"])
+        if holder.orders:
+            return {**holder.orders.popleft(), "kind": "order", "lost": lost}, ()
+        lags = holder.version is not None and holder.version != self.engine_version
+        if lags and set(request["held"]) <= set(lost):
+            return {"kind": "load", "lost": lost, **self._load(holder)}, ()
+        for name in request["stages"]:
+            for stream in self.streams:
+                # An evaluation speaks of one version alone.
+                if name in stream.stages and not (lags and stream.during is not None):
+                    answer = self._work(stream, stream.flow[name], request, holder.version)
+                    if answer is not None:
+                        return {**answer[0], "lost": lost}, answer[1]
+        return ({"kind": "lost", "lost": lost}, ()) if lost else None
+
+    def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Note leases that are done; what was written comes along as index columns, with the payload's whereabouts."""
+        parts = [StoredPart.received(request["stage"], part, frames) for part in request["parts"]]
+        stream = self._stream_of(request["stage"])
+        if stream is None:
+            self.data.free([part.block for part in parts if part.block])
+            return {"lost": request["leases"]}, ()
+        held = stream.schedule.tasks.leases.held
+        known = next((held[number] for number in request["leases"] if number in held), None)
+        if known is not None:
+            stream.report(known, request["report"])
+        now = time.monotonic()
+        if stream.flow[request["stage"]].kind is Kind.SELECT:
+            return {"lost": stream.select(request["leases"][0], dict(request["reasons"]), now)}, ()
+        lost = stream.acknowledge(request["leases"], parts, now, request["totals"])
+        self.data.free([part.block for part in parts if part.block is not None and not part.rows])
+        return {"lost": lost}, ()
+
+    def on_stepped(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Note an optimizer step; after a role's last one of the iteration its weights are asked for."""
+        schedule, name = self.training.schedule, request["stage"]
+        iteration = schedule.published + 1
+        schedule.stepped(name)
+        self.stepping.discard(name)
+        self.data.free(self.copies.taken(name))
+        self.training.record_of(iteration).reports.append(request["report"])
+        role = self.training.flow[name].role
+        through = all(schedule.trained[s.name] >= iteration for s in self._updates_of(str(role), iteration))
+        return {"export": iteration if through and role in self.exported else None}, ()
+
+    def on_given(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Note in which blocks the weights lie that an update of another role moves towards."""
+        self.data.free(self.copies.give(request["stage"], request["holder"], request["blocks"]))
+        return {}, ()
+
+    def on_weights(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Note in which blocks a version of a role's weights lies."""
+        self.weights.add(request["role"], request["version"], request["blocks"])
+        return {}, ()
+
+    def on_loaded(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Note the version that an engine holds."""
+        if request["holder"] in self.holders:
+            holder = self.holders[request["holder"]]
+            holder.version, holder.loading = request["version"], None
+        # A restarted engine may need the version that engines should have; what is older, only those who are loading it.
+        wanted = {self.engine_version, *(h.loading for h in self.holders.values() if h.loading is not None)}
+        self.data.free(self.weights.outdated(wanted))
+        return {}, ()
+
+    def on_newest(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Return the newest weights of the exported roles, loaded or not: to be received while generation goes on."""
+        return {"weights": self.weights.newest()}, ()
+
+    def on_ordered(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Note that an order is carried out."""
+        self.results[request["order"]] = request["result"]
+        return {}, ()
+
+    def on_admit(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Let rows be born; a batch is opened where one may be. Refused with ValueError for groups that are known."""
+        block = Block(*request["block"]) if request["block"] else None
+        self.training.schedule.groups_wanted(self.engine_version)
+        self.training.admit(decode(list(frames)), block, tuple(request["columns"]))
+        return {}, ()
+
+    # The main program
+
+    def admit(self, stream: Stream, rows: Rows) -> None:
+        """Put the payload into shared memory and let the rows be born."""
+        block = self.data.write_rows(rows)
+        with self.changed:
+            stream.admit(rows.index, block, tuple(rows.payload))
+            self.advance()
+
+    def release(self, finished: IterationRecord) -> None:
+        """Free a finished iteration's payload, which has been read."""
+        with self.changed:
+            self.data.free(self.training.table.drop(finished.places))
+
+    def give_order(self, holder: str, order: dict[str, Any]) -> int:
+        """Have a worker do something between two pieces of work; return the number under which its result will be."""
+        with self.changed:
+            self.orders_given += 1
+            self.holders[holder].orders.append({**order, "order": self.orders_given})
+            return self.orders_given
+
+    def end_stream(self, stream: Stream) -> None:
+        """Forget a stream with all of its rows."""
+        with self.changed:
+            self.streams.remove(stream)
+            self.data.free(stream.table.evict(stream.schedule.tasks.rows))
+
+    def fail(self, holder: str) -> None:
+        """Free what a worker that is gone has held, and unlink what it wrote without telling."""
+        with self.changed:
+            gone = self.holders.pop(holder, None)
+            self.copies.lost(holder)
+            for stream in self.streams:
+                stream.schedule.fail_holder(holder)
+            # Who has not said hello has written nothing.
+            if gone is not None:
+                self.data.abandon(gone.address, holder, self._known_segments(gone.address))
+
+    def advance(self) -> None:
+        """Decide everything that can be decided now: the end of selection, publications, and that engines may load."""
+        for stream in self.streams:
+            while (freed := stream.close()) is not None:
+                self.data.free(freed)
+        schedule = self.training.schedule
+        while (version := schedule.due_publication()) is not None and self._has_weights(version):
+            self.finished.append(self.training.publish())
+        may_load = not self.pinned and (not self.together or schedule.is_generation_over())
+        if may_load and self.engine_version < schedule.published:
+            self.engine_version = schedule.published
+        super().advance()
+
+    # Inside
+
+    def _work(self, stream: Stream, stage: Stage, request: dict[str, Any], version: int | None) -> Answer | None:
+        """What there is to do for a stage, for an engine that holds `version` of the weights; None while there is nothing."""
+        if (wanted := self._copy_from(stage)) is not None:
+            self.copies.ask(wanted, request["holder"])
+            return {"kind": "give", "stage": wanted}, ()
+        if stage.kind is Kind.TRAIN and stage.name in stream.schedule.due_steps():
+            return self._step(stream, stage)
+        # What a trainer has accumulated cannot be taken back: it keeps its rows until it is known to be dead.
+        seconds = math.inf if stage.kind is Kind.TRAIN else self.lease_s
+        return stream.take(stage, request, seconds, version if stream is self.training else None)
+
+    def _step(self, stream: Stream, stage: Stage) -> Answer | None:
+        schedule = stream.schedule
+        iteration = schedule.published + 1
+        if iteration > self.allowed or stage.name in self.stepping:
+            return None
+        answer = {"kind": "step", "stage": stage.name, "iteration": iteration}
+        if not is_optimized(stage):
+            if (weights := self.copies.given(stage.name)) is None:
+                return None
+            self.stepping.add(stage.name)
+            return {**answer, "weights": weights}, ()
+        self.stepping.add(stage.name)
+        index, _ = stream.read(stage.name, schedule.batches[iteration].updates[stage.name][0].rows)
+        return answer, encode(index)
+
+    def _copy_from(self, stage: Stage) -> str | None:
+        """The update that is due and waits for the weights that whoever does this stage has."""
+        schedule, flow = self.training.schedule, self.training.flow
+        if stage.kind not in (Kind.INFER, Kind.TRAIN) or schedule.published + 1 > self.allowed:
+            return None
+        due = [flow[name] for name in schedule.due_steps() if name not in self.copies]
+        return next((copy.name for copy in due if copy.params.get("source", "") == stage.role), None)
+
+    def _stream_of(self, stage: str) -> Stream | None:
+        return next((stream for stream in self.streams if stage in stream.stages), None)
+
+    def _load(self, holder: WorkerHolder) -> dict[str, Any]:
+        """The weights that take an engine from what it holds to the version that it should have."""
+        holder.loading = self.engine_version
+        return {"version": holder.loading, "weights": self.weights.between(holder.version or 0, holder.loading)}
+
+    def _updates_of(self, role: str, iteration: int) -> list[Stage]:
+        stages = self.training.flow.stages
+        return [s for s in stages if s.kind is Kind.TRAIN and s.role == role and s.when.includes(iteration)]
+
+    def _has_weights(self, version: int) -> bool:
+        return all(self.weights.has(role, version) or not self._updates_of(role, version) for role in self.exported)
+
+    def _known_segments(self, address: str) -> set[str]:
+        blocks = [block for stream in self.streams for block in stream.table.blocks()]
+        blocks += [*self.weights.blocks(), *self.copies.blocks()]
+        return {block.name for block in blocks if block.address == address}

@@ -1,1 +1,0 @@
-"""The loops of the streaming workers: one for engines, one for models, one for verifiers and registered functions."""

@@ -1,0 +1,273 @@
+"""One flow's rows in the queue: the schedule that decides, the table that holds, and a record of each iteration.
+
+admit ──▶ table ◀──take: index columns, where the payload lies──▶ acknowledge ──▶ close the batch ──▶ publish ──▶ record
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from braidrl.data.codec import encode
+from braidrl.data.rows import Rows
+from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.columns import ADMISSION
+from braidrl.flow.compute import State, initial_states, next_state
+from braidrl.flow.readiness import Uid, waits_for
+from braidrl.flow.updates import Sizes
+from braidrl.flow.waves import Selection
+from braidrl.transfer.queue.samplers import Sampler
+from braidrl.transfer.queue.storage import Block
+from braidrl.transfer.queue.table import StoredPart, Table
+from braidrl.transfer.queue.tasks import Lease, LeaseLost
+from braidrl.transfer.queue.transport import Answer
+from braidrl.transfer.schedule import StreamSchedule
+
+Report = dict[str, Any]
+"""What a worker says of a piece of work: metric sums, seconds. The queue hands it on."""
+
+
+@dataclass
+class IterationRecord:
+    """What happened in an iteration so far; once it is published also its rows, as recorded and with every column.
+
+    The payload stays until `places` are dropped from the table.
+    """
+
+    iteration: int
+    outcome: Selection | None = None
+    generated: list[Rows] = field(default_factory=list)
+    """Index columns of rows that were generated and dropped."""
+    reports: list[Report] = field(default_factory=list)
+    states: dict[str, State] = field(default_factory=dict)
+    """What stages with a state that are through had as their values."""
+    index: Rows = field(default_factory=lambda: Rows({}))
+    final: Rows = field(default_factory=lambda: Rows({}))
+    payload: list[dict[str, Any]] = field(default_factory=list)
+    final_payload: list[dict[str, Any]] = field(default_factory=list)
+    places: list[tuple[Uid, StoredPart]] = field(default_factory=list)
+
+
+class Stream:
+    """The rows of one flow."""
+
+    def __init__(
+        self, flow: Flow, sizes: Sizes, during: int | None = None, samplers: Mapping[str, Sampler] | None = None
+    ) -> None:
+        """Begin without rows.
+
+        Args:
+            flow: the stages.
+            sizes: batches and updates.
+            during: the training iteration that an evaluation's work is shown under.
+            samplers: of stages that do not take the oldest rows first.
+        """
+        self.during = during
+        self.flow, self.schedule, self.table = flow, StreamSchedule(flow, sizes, samplers), Table()
+        self.stages = {stage.name for stage in flow.stages}
+        self.readable = {stage.name: writers_before(flow, stage) for stage in flow.stages}
+        self.records: dict[int, IterationRecord] = {}
+        self.states = StageStates(flow)
+
+    @property
+    def recorded_writers(self) -> list[str]:
+        """Return who has written a row when it is recorded."""
+        return [ADMISSION, *(stage.name for stage in self.flow.stages[: self.flow.recorded_stages])]
+
+    def admit(self, index: Rows, block: Block | None, columns: tuple[str, ...]) -> None:
+        """Let rows be born, with these index columns and a block with these payload columns."""
+        uids = index.uids()
+        self.schedule.admit(uids)
+        self._note_lengths(uids, index)
+        self._write(ADMISSION, uids, index, block, columns)
+
+    def restore(self, rows: Rows, block: Block | None) -> None:
+        """Put surplus rows of a checkpoint back as if their stages had written them here."""
+        uids = rows.uids()
+        checks = next((s.name for s in self.flow.sampling_segment if s.type == "verify"), ADMISSION)
+        last: dict[str, str] = {name: ADMISSION if name in BORN_WITH else checks for name in rows}
+        for stage in self.flow.sampling_segment:
+            last.update(dict.fromkeys((name for name in stage.writes if name in rows), stage.name))
+        for writer in dict.fromkeys(last.values()):
+            part = rows.only([name for name, chosen in last.items() if chosen == writer])
+            self._write(writer, uids, part.index, block, tuple(part.payload))
+
+    def read(self, stage: str, uids: Sequence[Uid]) -> tuple[Rows, list[dict[str, Any]]]:
+        """Return what a stage works on: index columns, and where the payload that it declares lies."""
+        wanted = {column.name for column in self.flow.inputs[stage]}
+        writers = self.readable[stage]
+        return self.table.index(uids, writers), self.table.payload(uids, writers, wanted)
+
+    def take(self, stage: Stage, request: Mapping[str, Any], seconds: float, version: int | None) -> Answer | None:
+        """Return rows under leases as a worker asked for them, or None.
+
+        Args:
+            stage: what they are ready for.
+            request: `holder`, `most` rows, `single` leases for each row, stages that take `whole` updates, `ranks` that share them.
+            seconds: how long each lease lasts without renewing.
+            version: what the asking engine holds.
+        """
+        single, found = request["single"], list[Lease]()
+        for _ in range(request["most"] if single else 1):
+            lease = self.schedule.take(
+                stage.name, request["holder"], time.monotonic(), seconds, 1 if single else request["most"],
+                stage.name in request["whole"], version, request["ranks"],
+            )  # fmt: skip
+            if lease is None:
+                break
+            found.append(lease)
+        uids = [uid for lease in found for uid in lease.rows]
+        if not uids:
+            return None
+        index, payload = self.read(stage.name, uids)
+        answer = {
+            "kind": "rows", "stage": stage.name, "leases": [[lease.number, len(lease.rows)] for lease in found],
+            "iteration": self.schedule.iteration_of[uids[0][1]] if self.during is None else self.during,
+            "payload": payload, "state": self.states.values.get(stage.name, {}),
+        }  # fmt: skip
+        return answer, encode(index)
+
+    def acknowledge(
+        self, leases: Sequence[int], parts: Sequence[StoredPart], now: float, totals: Mapping[str, float] | None = None
+    ) -> list[int]:
+        """Note work that is done and written; return the numbers of leases that were lost, whose rows are left out.
+
+        `totals` are the sums of a lease's rows that the stage's state follows.
+        """
+        versions = {uid: version for part in parts for uid, version in oldest(part).items()}
+        lost: list[int] = []
+        kept: set[Uid] = set()
+        for number in leases:
+            try:
+                held = self.schedule.tasks.leases.held.get(number)
+                version = min((versions.get(uid, 0) for uid in held.rows), default=0) if held else None
+                lease = self.schedule.acknowledge(number, now, version)
+                kept.update(lease.rows)
+                if totals:
+                    self._follow(lease, totals)
+            except LeaseLost:
+                lost.append(number)
+        for part in parts:
+            part.rows = {uid: place for uid, place in part.rows.items() if uid in kept}
+            if part.rows:
+                self._note_lengths(list(part.rows), part.index.take(list(part.rows.values())))
+                self.table.add(part)
+        return lost
+
+    def select(self, number: int, reasons: Mapping[int, str | None], now: float) -> list[int]:
+        """Note a select stage's verdicts by group; return the lease's number if it was lost."""
+        try:
+            self.schedule.select(number, now, dict(reasons))
+        except LeaseLost:
+            return [number]
+        return []
+
+    def close(self) -> list[Block] | None:
+        """End selection if it is over; return the blocks that are free now, or None."""
+        outcome = self.schedule.close()
+        if outcome is None:
+            return None
+        record, groups = self.record_of(self.schedule.opened), self.schedule.released
+        released, iteration = [uid for rows in groups.values() for uid in rows], record.iteration
+        record.outcome = outcome
+        # Of groups that nobody waited for only those count that came through the whole segment.
+        recorded = self.flow.stages[: self.flow.recorded_stages]
+        writers = [s.name for s in recorded if s.kind is not Kind.SELECT and s.when.includes(iteration)]
+        known = [self.table.parts.get(name, {}) for name in writers]
+        whole = [g for g in outcome.released if all(uid in parts for uid in groups[g] for parts in known)]
+        generated = [uid for g in whole for uid in groups[g]]
+        if generated:
+            record.generated.append(self.table.index(generated, self.recorded_writers))
+        return self.table.evict(released)
+
+    def publish(self) -> IterationRecord:
+        """Publish the due version and return the batch's record; its rows leave."""
+        batch = self.schedule.batches[self.schedule.published + 1]
+        record = self.records.pop(batch.iteration)
+        assert record.outcome is not None
+        uids = sorted(batch.uids, key=lambda uid: uid[1:])
+        every = [ADMISSION, *(stage.name for stage in self.flow.stages)]
+        record.index, record.payload = self._content(uids, self.recorded_writers)
+        record.final, record.final_payload = self._content(uids, every)
+        record.places = self.table.detach(uids)
+        self.schedule.publish()
+        return record
+
+    def record_of(self, iteration: int) -> IterationRecord:
+        """Return what is noted of an iteration that is not over."""
+        return self.records.setdefault(iteration, IterationRecord(iteration))
+
+    def _content(self, uids: Sequence[Uid], writers: Sequence[str]) -> tuple[Rows, list[dict[str, Any]]]:
+        return self.table.index(uids, writers), self.table.payload(uids, writers, None)
+
+    def report(self, lease: Lease, report: Report) -> None:
+        """Note a report under the iteration that the lease's rows belong to."""
+        iteration = self.schedule.iteration_of.get(lease.rows[0][1])
+        if iteration is not None:
+            self.record_of(iteration).reports.append(report)
+
+    def states_before(self, iteration: int) -> dict[str, State]:
+        """Return the states that an iteration began with, or will begin with if it is the next one."""
+        ran = self.record_of(iteration).states
+        return {name: dict(ran.get(name, values)) for name, values in self.states.values.items()}
+
+    def _follow(self, lease: Lease, totals: Mapping[str, float]) -> None:
+        name, iteration = lease.task.stage, self.schedule.iteration_of[lease.rows[0][1]]
+        self.states.add(name, totals)
+        if self.schedule.turn(name) > iteration:
+            self.record_of(iteration).states[name] = self.states.advance(name)
+
+    def _write(
+        self, writer: str, uids: Sequence[Uid], index: Rows, block: Block | None, columns: tuple[str, ...]
+    ) -> None:
+        self.table.add(
+            StoredPart(writer, index, block, columns, len(uids), {uid: place for place, uid in enumerate(uids)})
+        )
+
+    def _note_lengths(self, uids: Sequence[Uid], index: Rows) -> None:
+        """Tell samplers how long rows are, as soon as it is known."""
+        name = next((name for name in ("length", "prompt_length") if name in index), None)
+        if name is not None:
+            self.schedule.tokens.update(zip(uids, index[name].tolist(), strict=True))
+
+
+BORN_WITH = ("source", "group", "sample", "prompt", "prompt_length", "metadata", "response", "ptx_tokens")
+
+
+def writers_before(flow: Flow, stage: Stage) -> list[str]:
+    """Return everybody who has written a row when it is ready for a stage, in list order."""
+    waits, found, open_names = waits_for(flow), {ADMISSION}, [stage.name]
+    while open_names:
+        for name in waits[open_names.pop()]:
+            if name not in found:
+                found.add(name)
+                open_names.append(name)
+    return [name for name in (ADMISSION, *(s.name for s in flow.stages)) if name in found]
+
+
+def oldest(part: StoredPart) -> dict[Uid, int]:
+    """Return the `version` column of what a generate stage wrote, in whatever namespace; nothing of other stages."""
+    name = next((name for name in part.index if name.rsplit(".", 1)[-1] == "version"), None)
+    return dict(zip(part.rows, part.index[name].tolist(), strict=True)) if name else {}
+
+
+class StageStates:
+    """For each stage with a state the values for the batch that it is at, and the sums over those of its rows that are done."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.values = initial_states(flow)
+        self.totals: dict[str, dict[str, float]] = {name: {} for name in self.values}
+
+    def add(self, name: str, totals: Mapping[str, float]) -> None:
+        """Count some rows."""
+        known = self.totals[name]
+        self.totals[name] = known | {sum_: known.get(sum_, 0.0) + total for sum_, total in totals.items()}
+
+    def advance(self, name: str) -> State:
+        """Return the values that the batch was done with, all of whose rows are counted; they give way to the next batch's."""
+        before, totals = self.values[name], self.totals[name]
+        self.values[name], self.totals[name] = next_state(self.flow[name], before, totals), {}
+        return before

@@ -1,0 +1,219 @@
+"""Payload in the shared memory of the node where it was written; readers on other nodes ask that node's server for their rows.
+
+same node     read ──▶ segment, as views
+another node  read ──▶ that node's server ──▶ the named columns of the rows that are asked for, as frames
+
+A segment is a file /dev/shm/braid-<run>-<writer>-<n>: written once by whoever makes it, read as views, unlinked when it is evicted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from braidrl.data.codec import decode, encode
+from braidrl.data.frames import Frame, laid_out, split
+from braidrl.data.rows import Rows
+from braidrl.transfer.queue.transport import Answer, Peers
+
+REQUESTS = ("frames", "rows", "served", "free", "abandon")
+"""What a node's server answers by its data plane."""
+SHARED = Path("/dev/shm")
+PREFIX = "braid-"
+NAME = re.compile(r"braid-[0-9a-f]+-[A-Za-z0-9_.]+-[0-9]+")
+
+
+class Block(NamedTuple):
+    """Where some frames lie: a segment of a node, and the address at which that node's server gives them to others."""
+
+    host: str
+    address: str
+    name: str
+    size: int
+
+
+class Place(NamedTuple):
+    """What a process has to know of its node: its name, that of the run's memory there, and its server's address."""
+
+    host: str
+    run: str
+    address: str
+
+
+class Evicted(LookupError):
+    """A block is gone: its rows were dropped, so that whatever was to be made of them is not needed."""
+
+
+def shared_folder() -> Path:
+    """Return where files live in memory; a system without such a place has them on disk."""
+    return SHARED if SHARED.is_dir() else Path(tempfile.gettempdir())
+
+
+class Segments:
+    """Makes and reads the segments of one run on this node. `writer` tells the segments of processes apart."""
+
+    def __init__(self, run: str, writer: str, folder: Path | None = None) -> None:
+        self.run, self.folder = run, folder or shared_folder()
+        self.writer = re.sub(r"[^A-Za-z0-9_.]", ".", writer)
+        self._numbers = itertools.count()
+
+    def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
+        """Write a new segment with these frames; return its name and size in bytes. Raises OSError where memory is full."""
+        size, pieces = laid_out(frames)
+        name = f"{PREFIX}{self.run}-{self.writer}-{next(self._numbers)}"
+        handle = os.open(self.folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            # Not through a mapping: that fills every page with zeros first, and full memory ends the process by SIGBUS.
+            os.ftruncate(handle, size)
+            for start, piece in pieces:
+                written = 0
+                while written < piece.nbytes:
+                    written += os.pwrite(handle, piece[written:], start + written)
+        except BaseException:
+            self.unlink([name])
+            raise
+        finally:
+            os.close(handle)
+        return name, size
+
+    def read(self, name: str) -> list[memoryview]:
+        """Return the frames of a segment as read-only views, which keep the memory even when the segment is unlinked.
+
+        Raises FileNotFoundError for one that was evicted, ValueError for what is no segment's name.
+        """
+        handle = os.open(self._path(name), os.O_RDONLY)
+        try:
+            return split(memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ)))
+        finally:
+            os.close(handle)
+
+    def unlink(self, names: Collection[str]) -> None:
+        """Free segments once their last reader lets go; those that are gone already are left at that."""
+        for name in names:
+            self._path(name).unlink(missing_ok=True)
+
+    def names(self, writer: str | None = None) -> list[str]:
+        """Return the names of all segments of the run on this node, or those of one writer."""
+        chosen = "*" if writer is None else re.sub(r"[^A-Za-z0-9_.]", ".", writer)
+        return sorted(path.name for path in self.folder.glob(f"{PREFIX}{self.run}-{chosen}-*"))
+
+    def _path(self, name: str) -> Path:
+        # A name comes over the wire: it must not lead anywhere else.
+        if not NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no segment's name")
+        return self.folder / name
+
+
+class DataPlane:
+    """A process's view of the payload of all nodes. `host` names its own one, whose server is at `address`."""
+
+    def __init__(self, segments: Segments, address: str, host: str = "here", limit_s: float = 60.0) -> None:
+        self.segments, self.address, self.host = segments, address, host
+        self.served = 0
+        """Bytes that this node's server has given to other nodes."""
+        # Apart, so that whoever frees does not wait for a reader.
+        self._read_from, self._told = Peers(limit_s), Peers(limit_s)
+
+    @staticmethod
+    def at(place: Place, writer: str) -> DataPlane:
+        """Return the view of a process at a place."""
+        return DataPlane(Segments(place.run, writer), place.address, place.host)
+
+    def write(self, frames: Sequence[Frame]) -> Block:
+        """Put frames into a segment of this node. Raises OSError where memory is full."""
+        name, size = self.segments.write(frames)
+        return Block(self.host, self.address, name, size)
+
+    def write_rows(self, rows: Rows) -> Block | None:
+        """Write the payload columns as a block; None where there are none."""
+        payload = rows.payload
+        return self.write(encode(payload)) if list(payload) else None
+
+    def read(self, block: Block) -> Sequence[Frame]:
+        """Return the block's frames: views on shared memory, or bytes from its node. Raises Evicted."""
+        if block.host == self.host:
+            return self._here(block.name)
+        return self._from(block, {"request": "frames", "name": block.name})
+
+    def read_rows(self, block: Block, columns: Sequence[str], positions: Sequence[int] | None = None) -> Rows:
+        """Return the named payload columns of a block, of all its rows or of those at some positions. Raises Evicted."""
+        if block.host == self.host:
+            return chosen(self._here(block.name), columns, positions)
+        wanted = {"columns": list(columns), "positions": positions}
+        return decode(self._from(block, {"request": "rows", "name": block.name, **wanted}))
+
+    def free(self, blocks: Iterable[Block]) -> None:
+        """Free blocks, on whatever node they are; nobody waits for other nodes."""
+        by_address: defaultdict[str, list[str]] = defaultdict(list)
+        for block in blocks:
+            if block.host == self.host:
+                self.segments.unlink([block.name])
+            else:
+                by_address[block.address].append(block.name)
+        for address, names in by_address.items():
+            self._told.tell(address, {"request": "free", "names": names})
+
+    def abandon(self, address: str, writer: str, known: Collection[str]) -> None:
+        """Free what a process of the node at `address` has written, but for the segments that are `known`: it is gone."""
+        request = {"request": "abandon", "writer": writer, "known": sorted(known)}
+        if address == self.address:
+            self.answer(request)
+        else:
+            self._told.tell(address, request)
+
+    def served_by(self, address: str) -> int:
+        """Return the bytes that the node at `address` has given to others so far."""
+        return (
+            self.served
+            if address == self.address
+            else int(self._read_from.ask(address, {"request": "served"})[0]["bytes"])
+        )
+
+    def answer(self, request: dict[str, Any]) -> Answer:
+        """Answer another node: with frames or rows of a block, or that blocks are freed."""
+        if request["request"] == "served":
+            return {"bytes": self.served}, ()
+        if request["request"] == "free":
+            self.segments.unlink(request["names"])
+            return {}, ()
+        if request["request"] == "abandon":
+            self.segments.unlink(set(self.segments.names(request["writer"])) - set(request["known"]))
+            return {}, ()
+        try:
+            frames: Sequence[Frame] = self.segments.read(request["name"])
+        except FileNotFoundError:
+            return {"missing": request["name"]}, ()
+        if request["request"] == "rows":
+            frames = encode(chosen(frames, request["columns"], request["positions"]))
+        self.served += sum(memoryview(frame).nbytes for frame in frames)
+        return {}, frames
+
+    def close(self) -> None:
+        """Close the connections to other nodes."""
+        self._read_from.close()
+        self._told.close()
+
+    def _here(self, name: str) -> Sequence[Frame]:
+        try:
+            return self.segments.read(name)
+        except FileNotFoundError:
+            raise Evicted(f"{name} was evicted") from None
+
+    def _from(self, block: Block, request: dict[str, Any]) -> Sequence[Frame]:
+        answer, frames = self._read_from.ask(block.address, request)
+        if "missing" in answer:
+            raise Evicted(f"{block.name} was evicted from {block.host}")
+        return frames
+
+
+def chosen(frames: Sequence[Frame], columns: Sequence[str], positions: Sequence[int] | None) -> Rows:
+    """Return the named columns of encoded rows, of all or of those at some positions."""
+    rows = decode(frames, columns)
+    return rows if positions is None else rows.take(positions)

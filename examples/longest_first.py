@@ -1,0 +1,13 @@
+"""A sampler of one's own: the longest rows first, so that a worker is not left with a long one at the end.
+
+braid train run.yaml runtime=streaming streaming.sampler=examples/longest_first.py:longest_first
+"""
+
+from collections.abc import Sequence
+
+from braidrl.transfer.queue.samplers import Candidate
+
+
+def longest_first(ready: Sequence[Candidate], most: int, ranks: int) -> list[int]:
+    """Return the positions of the rows with the most tokens."""
+    return sorted(range(len(ready)), key=lambda place: -ready[place].tokens)[:most]

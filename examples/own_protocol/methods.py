@@ -1,0 +1,46 @@
+"""A transfer protocol and worker methods of one's own: how surprising each response is to the model that trains.
+
+roles:
+  actor: {methods: examples/own_protocol/methods.py:Surprise}
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from braidrl.data.rows import Column, Rows
+from braidrl.models.roles.decoder import DecoderWorker
+from braidrl.transfer.protocols import Calls, Mesh, Table, TransferProtocol, register
+
+
+def in_turn(mesh: Mesh, rows: Table, *arguments: Any) -> Calls:
+    """Give row i to worker i modulo the number of workers: those of a group go to different ones."""
+    return [(rows.take(range(rank, len(rows), mesh.size)), *arguments) for rank in range(mesh.size)]
+
+
+def back_in_turn(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
+    """Join the workers' rows, and put them in the order in which they were."""
+    joined = results[0].cat(results)
+    place = {row: i for i, row in enumerate(sorted(range(len(joined)), key=lambda row: row % mesh.size))}
+    return joined.take([place[row] for row in range(len(joined))])
+
+
+IN_TURN = TransferProtocol("IN_TURN", in_turn, back_in_turn)
+
+
+class Surprise:
+    """Methods that each of the actor's workers has beside its own."""
+
+    def __init__(self, worker: DecoderWorker) -> None:
+        self.worker = worker
+
+    @register(protocol=IN_TURN, reads=("tokens", "action_mask", "sequence_lengths"), writes=("surprise",))
+    def surprise(self, rows: Rows, scale: float) -> dict[str, Column]:
+        """Return the mean of -scale * log-probability over each row's action tokens (B,)."""
+        return {"surprise": -scale * self.worker.log_probs(rows).row_means()}
+
+    @register(protocol="ONE_TO_ALL")
+    def process_id(self) -> int:
+        """Return the id of the process that this worker is."""
+        return os.getpid()

@@ -1,0 +1,152 @@
+"""Worker methods and a transfer protocol in a file outside the package: named in the configuration, called from a session."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from braidrl.errors import UserError
+from braidrl.importing import import_function
+from braidrl.runtimes.session import Session
+from braidrl.transfer.contract import check_protocol
+from tests.runtimes.hybrid.warm import WarmCluster
+from tests.tiny import ROOT, Workshop, load_module
+
+EXAMPLE = ROOT / "examples" / "own_protocol"
+PAGE = (ROOT / "docs" / "add-a-protocol.md").read_text()
+PIDS = """
+import os
+import torch
+from braidrl.transfer.protocols import register
+PROTOCOL
+
+class Probe:
+    def __init__(self, worker):
+        self.worker = worker
+
+    @register(protocol=IN_TURN, writes=("pid", "place"))
+    def note(self, rows):
+        assert "prompt" not in rows and "tokens" not in rows, "it got payload that it did not ask for"
+        return {"pid": torch.full((len(rows),), os.getpid()), "place": 100 * rows["group"] + rows["sample"]}
+
+    @register(protocol="RANK_ZERO")
+    def add(self, first, second):
+        return first + second
+
+    @register(protocol="DP", writes=("tokens", "place"))
+    def forget(self, rows):
+        return {"place": rows["sample"]}
+
+    def unregistered(self): ...
+"""
+
+
+def settings(methods: Path, name: str, **more: Any) -> dict[str, Any]:
+    return {
+        "flow": "grpo", "runtime": "hybrid", "dtype": "float64", "workers": 2, "trainer": {"prompts_per_step": 3},
+        "roles": {"actor": {"methods": f"{methods}:{name}"}}, **more,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def own(workshop: Workshop) -> Path:
+    """A user's file, with the protocol that the page shows."""
+    protocol = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "IN_TURN =" in block)
+    file = workshop.folder / "probe.py"
+    file.write_text(PIDS.replace("PROTOCOL", protocol))
+    return file
+
+
+def test_rows_go_to_workers_as_the_users_protocol_says_and_come_back_in_order(
+    workshop: Workshop, warm_cluster: WarmCluster, own: Path
+) -> None:
+    with Session(workshop.config(**settings(own, "Probe"))) as session:
+        rows = session.actor.note(session.actor.generate(session.prompts()))
+        index = session.index(rows)
+        assert session.actor.add(2, 3) == 5
+        assert index["place"].tolist() == (100 * index["group"] + index["sample"]).tolist()
+        first, second = index["pid"][:2].tolist()
+        assert first != second and index["pid"].tolist() == [first, second] * (len(index) // 2)
+        assert session.index(session.reward.verify(rows))["pid"].tolist() == index["pid"].tolist()
+
+
+def test_a_method_that_writes_columns_returns_before_its_rows_exist(
+    workshop: Workshop, warm_cluster: WarmCluster
+) -> None:
+    config = workshop.config(**settings(EXAMPLE / "methods.py", "Surprise", placement="colocate"))
+    with Session(config) as session:
+        rows = session.prompts()
+        start = time.perf_counter()
+        rows = session.actor.surprise(session.actor.generate(rows), 2.0)
+        begun = time.perf_counter() - start
+        index = session.index(rows)
+        waited = time.perf_counter() - start
+    assert begun < waited / 2, "the call waited for its rows"
+    assert index["surprise"].shape == (len(rows),) and bool((index["surprise"] > 0).all())
+
+
+def test_what_a_method_computes_does_not_depend_on_the_protocol_or_the_number_of_workers(
+    workshop: Workshop, warm_cluster: WarmCluster
+) -> None:
+    (shown,) = [
+        b for b in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if b.lstrip().startswith("from") and "class" in b
+    ]
+    page = workshop.folder / "methods_of_the_page.py"
+    page.write_text(shown)
+    found = []
+    for methods, workers in ((EXAMPLE / "methods.py", 1), (EXAMPLE / "methods.py", 2), (page, 2)):
+        with Session(workshop.config(**settings(methods, "Surprise", workers=workers))) as session:
+            rows = session.actor.surprise(session.actor.generate(session.prompts()), 1.0)
+            found.append(session.index(rows)["surprise"])
+    assert torch.allclose(found[0], found[1], atol=1e-12) and torch.allclose(found[0], found[2], atol=1e-12)
+
+
+def test_mistakes_are_named_in_one_line(workshop: Workshop, warm_cluster: WarmCluster, own: Path) -> None:
+    with Session(workshop.config(**settings(own, "Probe"))) as session:
+        with pytest.raises(UserError, match=r"Probe has no method 'ad' with @register.*'add'"):
+            session.actor.ad(1)
+        with pytest.raises(UserError, match=r"Probe has no method 'unregistered' with @register"):
+            session.actor.unregistered()
+        with pytest.raises(UserError, match=r"write roles.reference.methods=file.py:Class"):
+            session.reference.note(1)
+        with pytest.raises(UserError, match=r"actor.forget returned \['place'\] and is registered with writes="):
+            session.index(session.actor.forget(session.prompts()))
+
+
+def test_a_file_that_is_not_there_is_refused_before_anything_starts(
+    workshop: Workshop, warm_cluster: WarmCluster
+) -> None:
+    with pytest.raises(UserError, match=r"no file .*nothing.py"):
+        Session(workshop.config(**settings(workshop.folder / "nothing.py", "Probe")))
+    assert not warm_cluster.actors
+
+
+def test_in_one_process_there_are_no_workers_to_call(workshop: Workshop, own: Path) -> None:
+    with (
+        Session(workshop.config(**settings(own, "Probe", runtime="eager"))) as session,
+        pytest.raises(UserError, match="write runtime=hybrid"),
+    ):
+        session.actor.add(1, 2)
+
+
+def test_the_example_runs_and_its_protocol_keeps_the_contract(
+    workshop: Workshop, warm_cluster: WarmCluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    check_protocol(vars(load_module(EXAMPLE / "methods.py"))["IN_TURN"])
+    load_module(EXAMPLE / "run.py").main([
+        f"model={workshop.model}", f"data.train={workshop.data}", "device=cpu", "threads=1", "trainer.steps=2",
+        f"reward.verify={workshop.folder}/verifiers.py:starts_even", "rollout.max_response_tokens=8",
+        "trainer.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.slots=16",
+    ])  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["workers: 2", "step 1", "step 2"]
+
+
+def test_the_protocol_that_the_page_shows_keeps_the_contract(own: Path) -> None:
+    check_protocol(import_function(f"{own}:Probe").note.registration.protocol)

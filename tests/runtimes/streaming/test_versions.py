@@ -1,0 +1,51 @@
+"""Which weights are kept, who gets which, and when they are let go."""
+
+from __future__ import annotations
+
+from braidrl.runtimes.streaming.weights import Copies, Versions
+from braidrl.transfer.queue.storage import Block
+
+
+def block(name: str) -> Block:
+    return Block("here", "tcp://here", name, 1)
+
+
+def versions() -> Versions:
+    """An actor that changes each time, and a rival that has rested at version 2."""
+    known = Versions(["actor", "rival"])
+    for role, number in (("actor", 1), ("rival", 1), ("actor", 2), ("actor", 3), ("rival", 3)):
+        known.add(role, number, [block(f"{role}-{number}")])
+    return known
+
+
+def test_an_engine_is_given_what_has_changed_since_the_version_that_it_holds_and_no_later_one() -> None:
+    assert versions().between(0, 2) == [("actor", 2, [block("actor-2")]), ("rival", 1, [block("rival-1")])]
+    assert versions().between(1, 2) == [("actor", 2, [block("actor-2")])]
+    assert versions().between(2, 2) == []
+    assert [(role, number) for role, number, _ in versions().newest()] == [("actor", 3), ("rival", 3)]
+    assert Versions(["actor"]).newest() == []
+
+
+def test_a_version_is_kept_as_long_as_an_engine_may_need_it() -> None:
+    known = versions()
+    assert [b.name for b in known.outdated({2})] == ["actor-1"], "the rival's first is what its second was"
+    assert known.between(0, 2)[1] == ("rival", 1, [block("rival-1")])
+    assert sorted(b.name for b in known.outdated({3})) == ["actor-2", "rival-1"]
+    assert sorted(b.name for b in known.blocks()) == ["actor-3", "rival-3"]
+    assert known.has("actor", 3) and not known.has("actor", 2)
+
+
+def test_weights_for_a_role_that_follows_are_given_once_by_whoever_was_asked_last() -> None:
+    copies = Copies()
+    copies.ask("follow", "first")
+    assert "follow" in copies and copies.given("follow") is None
+    copies.lost("first")
+    assert "follow" not in copies
+    copies.ask("follow", "second")
+    late = [block("late")]
+    assert copies.give("follow", "first", late) == late, "nobody reads what one gives who was given up"
+    assert copies.give("follow", "second", [block("taken")]) == []
+    copies.lost("second")
+    assert copies.given("follow") == [block("taken")] == list(copies.blocks()), "what is given outlives its giver"
+    assert copies.taken("follow") == [block("taken")]
+    assert copies.taken("follow") == [] == list(copies.blocks())
