@@ -18,8 +18,8 @@ from pathlib import Path
 
 from braidrl.flow import Flow, Kind, Stage, actor, reward
 from braidrl.flow.readiness import Uid
-from braidrl.flow.sizes import Sizes
 from braidrl.flow.stage import Scope, Signature
+from braidrl.flow.updates import Sizes
 from braidrl.placement.simulate_streaming import SimulatedWorker, Streaming
 from braidrl.placement.simulator import simulate
 from braidrl.placement.workload import Simulation, Workload, long_tailed

@@ -31,6 +31,8 @@ PARTS: tuple[MovedPart, ...] = (
     "engine",
     "inference",
 )
+MOST_TRIED = 20_000
+"""Combinations of roles' choices that are looked at for one set on so many devices; a tenth of them once one has room."""
 LONG = 8192
 """Tokens of rows that are worth dividing among devices."""
 AT_ONCE = 2048
@@ -55,6 +57,11 @@ class Choice:
     def bytes(self) -> int:
         """Return the bytes that stay on a device."""
         return sum(self.resident.values())
+
+    @cached_property
+    def largest(self) -> int:
+        """Return the most bytes that any of its stages needs at once, beside what it works with."""
+        return largest_stage("", self.resident)
 
     def measure(self) -> tuple[float, ...]:
         """Return the numbers of which none may be larger in a choice that is never worse: seconds, bytes of each part."""
@@ -279,7 +286,7 @@ class Choices:
         """Return the choices of roles that share so many devices with which these are done soonest; None where there is no room.
 
         Combinations come in the order of their seconds; once one needs no moves, or all that follow take longer than the best one with
-        its moves, the rest is cut.
+        its moves, the rest is cut. Where memory is so tight that it is not cut, the first MOST_TRIED are looked at.
         """
         key = (roles, group.kind, devices)
         if key not in self._sets:
@@ -289,8 +296,8 @@ class Choices:
     def _soonest(self, roles: tuple[str, ...], group: Group, devices: int) -> SetChoice | None:
         options = [self.of_role(role, group, devices, self.part) for role in roles]
         quickest: SetChoice | None = None
-        for busy, picked in in_order(options):
-            if quickest is not None and busy >= quickest.busy:
+        for tried, (busy, picked) in enumerate(in_order(options)):
+            if tried >= MOST_TRIED or (quickest is not None and (busy >= quickest.busy or tried >= MOST_TRIED // 10)):
                 break
             limit = quickest.busy - busy if quickest else math.inf
             found = self.together(dict(zip(roles, picked, strict=True)), group, devices, limit)
@@ -311,6 +318,8 @@ class Choices:
         costs = {name: cost for choice in roles.values() for name, cost in choice.costs.items()}
         if resident + working <= room:
             return SetChoice(group, devices, roles, costs, resident + working)
+        if max(choice.largest for choice in roles.values()) + working > room:
+            return None
         # What has no room leaves and comes back at least once.
         if 2 * (resident + working - room) / self._host(group) >= limit:
             return None

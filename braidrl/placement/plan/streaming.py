@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from braidrl.flow import Kind, Stage
 from braidrl.flow.readiness import Uid
-from braidrl.flow.sizes import Sizes
+from braidrl.flow.updates import Sizes
 from braidrl.placement.plan.choices import Choice, Choices, Part, SetChoice
 from braidrl.placement.plan.devices import USABLE, Group
 from braidrl.placement.plan.problem import Problem

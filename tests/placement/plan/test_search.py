@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braidrl.errors import UserError
-from braidrl.flow.sizes import Sizes
+from braidrl.flow.updates import Sizes
 from braidrl.placement.plan.choices import Choice, Choices, SetChoice, in_order
 from braidrl.placement.plan.devices import Cluster
 from braidrl.placement.plan.problem import Problem
@@ -138,7 +138,7 @@ def test_calls_are_laid_out_as_the_hybrid_runtime_lays_them_out(data: st.DataObj
 
 
 def test_models_that_fit_nowhere_are_refused_with_the_least_that_has_room(tmp_path: Path) -> None:
-    asked = problem(write_sizes(tmp_path / "m", 128, 2, 2), cluster(1, 1, 6 * MIB))
+    asked = problem(write_sizes(tmp_path / "m", 128, 2, 2), cluster(1, 1, 10 * MIB))
     with pytest.raises(
         UserError, match=r"fit on no allocation of 1x1xtest; the least that has room is --devices \d+x1xtest"
     ):
@@ -156,7 +156,7 @@ def test_mixed_kinds_put_each_set_on_one_kind(tmp_path: Path) -> None:
 
 def test_a_thousand_devices_are_planned_for_in_seconds(tmp_path: Path) -> None:
     model = write_sizes(tmp_path / "70b", 8192, 80, 64, 32000)
-    asked = problem(model, cluster(128, 8, speed=5e14), rows=1024, response=1024, max_tokens_per_device=8192)
+    asked = problem(model, cluster(128, 8, 640 * GIB, speed=5e14), rows=1024, response=1024, max_tokens_per_device=8192)
     began = time.process_time()
     search = Search(asked)
     assert search.hybrid()
