@@ -23,7 +23,7 @@ from braidrl.models.role_settings import checkpoints_activations, layout_of, max
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import recorded_steps
 from braidrl.observe.trace import read_trace
-from braidrl.placement.memory import Deployment
+from braidrl.placement.memory import Deployment, role_memory
 from braidrl.placement.plan.calibration import (
     WARM_UP,
     Observed,
@@ -31,7 +31,7 @@ from braidrl.placement.plan.calibration import (
     runtime_rates,
     written_rates,
 )
-from braidrl.placement.plan.choices import SetChoice
+from braidrl.placement.plan.choices import Choice, SetChoice
 from braidrl.placement.plan.devices import Cluster, read_cluster
 from braidrl.placement.plan.lengths import batch_lengths, step_lengths
 from braidrl.placement.plan.named import like
@@ -42,6 +42,7 @@ from braidrl.placement.plan.report import show, timeline
 from braidrl.placement.plan.search import Plan, Search
 from braidrl.placement.plan.streaming import StreamingSearch
 from braidrl.placement.plan.work import Lengths
+from braidrl.placement.pools import place
 from braidrl.runtimes.prepare.flow import build_flow
 from braidrl.runtimes.saving.folders import run_config
 
@@ -204,7 +205,6 @@ def pool_size(config: Config, problem: Problem, role: str) -> int:
     """Return the processes of a role's pool."""
     if config.runtime != "hybrid":
         return 1
-    from braidrl.placement.pools import place
 
     generating = [model.role for model in problem.models.values() if model.generates]
     pools = place(config.placement, problem.flow.roles, generating, config.workers)
@@ -222,9 +222,6 @@ def predicted(problem: Problem) -> Plan:
 
 def configured_sets(problem: Problem) -> list[SetChoice]:
     """Return the sets of a configuration's own placement."""
-    from braidrl.placement.memory import role_memory
-    from braidrl.placement.plan.choices import Choice
-    from braidrl.placement.pools import place
 
     config, group = problem.config, problem.cluster.groups[0]
     streaming = config.runtime == "streaming"

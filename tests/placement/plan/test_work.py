@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from braidrl.models.memory.footprint import activation_bytes, model_shape
 from braidrl.models.parallel.layout import ParallelLayout
-from braidrl.placement.plan.choices import activations
 from braidrl.placement.plan.devices import known_kinds
+from braidrl.placement.plan.layouts import activations
 from braidrl.placement.plan.lengths import batch_lengths, spread
 from braidrl.placement.plan.rates import Rates, Work, price
 from braidrl.placement.plan.work import (
