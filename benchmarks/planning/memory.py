@@ -32,6 +32,12 @@ def main() -> None:
     """Train two steps of GRPO in this process, and print both figures."""
     root = Path(mkdtemp())
     write_jsonl(root / "sums.jsonl", sums(80))
+    # What a process takes without a model of any size: libraries that are loaded when first used among it.
+    small = root / "small.yaml"
+    write_model(root / "model-a", "a")
+    small.write_text(json.dumps(configuration(Case("small", "a", 2), root)))
+    with TrainingRun(load_config(small)) as warm:
+        warm.train()
     write_model(root / "model-wide", "wide")
     path = root / "run.yaml"
     tree = configuration(replace(Case("run", "wide", 8)), root)

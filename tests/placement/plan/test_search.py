@@ -75,7 +75,7 @@ def brute_force(asked: Problem) -> float:
 @pytest.mark.parametrize(
     ("nodes", "devices", "divided", "memory"),
     [
-        (1, 4, 2, 8 * MIB), (2, 2, 1, 80 * GIB), (2, 2, 1, 8 * MIB), (2, 2, 1, 6 * MIB), (2, 2, 1, 4 * MIB),
+        (1, 2, 2, 12 * MIB), (2, 2, 1, 80 * GIB), (2, 2, 1, 6 * MIB), (2, 2, 1, 4 * MIB),
         (2, 8, 1, 80 * GIB), (2, 8, 1, 4 * MIB),
     ],
 )  # fmt: skip
