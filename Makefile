@@ -4,11 +4,11 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test same vllm lint format soak bench clean
+.PHONY: demo test same docs vllm lint format soak bench clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,ray]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,ray,docs]'
 	touch $@
 
 demo: .venv/installed
@@ -27,6 +27,10 @@ format: .venv/installed
 test: lint
 	-$(MAKE) vllm
 	$(BIN)/pytest -m "not soak"
+
+# The documentation as a site, in build/site; a warning is an error.
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Nothing but times may change where code is only moved: `make same AGAINST=main` compares runs to the bit, in some minutes.
 AGAINST ?= HEAD

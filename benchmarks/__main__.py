@@ -20,6 +20,7 @@ BENCHMARKS: dict[str, Callable[[], list[Case]]] = {
     "decode": speed.decode, "decode_vocabulary": speed.decode_vocabulary, "grpo": speed.grpo,
     "shared_prompt": speed.shared_prompt, "memory": speed.memory,
     "packing": packing.packing, "transport": transport.transport,
+    "queue_control": transport.queue_control,
 }  # fmt: skip
 
 

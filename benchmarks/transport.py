@@ -40,6 +40,27 @@ class TransportCase(Case):
         return table(summary["rows"])
 
 
+@dataclass(frozen=True)
+class QueueControlCase(Case):
+    """What the queue's bookkeeping takes of one core, with no peer beside it."""
+
+    def summary(self, found: Found, rates: Rates) -> dict[str, Any]:
+        (side,) = found.values()
+        return {name: number for name, number in side.items() if "work" in name or "clients" in name or name == "turns"}
+
+    def table(self, summary: Mapping[str, Any]) -> str:
+        lines = []
+        for name, number in summary.items():
+            if name != "turns":
+                lines.append(f"{name:40}" + (f"{1e6 * number:10.1f} us" if "work" in name else f"{number:10.0f}"))
+        return "\n".join(lines)
+
+
+def queue_control() -> list[Case]:
+    """Take and done of one row with 1,024 to 1,000,000 rows in work, and rows per second through one process's socket."""
+    return [QueueControlCase("bookkeeping", [Side("queue", "queue_control_braid", {})], 3, 1)]
+
+
 def transport_case(
     name: str, modules: list[str], case: Mapping[str, Any], rows: Callable[[Found], list[dict[str, Any]]]
 ) -> TransportCase:

@@ -65,7 +65,7 @@ def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Evaluate a model, or a checkpoint given as model=, on the sets under data.eval."""
     from braidrl.config import load_config
     from braidrl.runtimes.distributed.launch import is_reporting_rank
-    from braidrl.runtimes.run import evaluate_model
+    from braidrl.runtimes.evaluation import evaluate_model
 
     # Whatever trained the model: any flow that generates and verifies evaluates it.
     metrics = evaluate_model(load_config(*split_config(config, overrides), flow="grpo"))
@@ -174,14 +174,14 @@ def doctor() -> None:
 
 
 def split_config(config: Path | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
-    """`braid train flow=grpo model=...` has no file: its first argument is an override too."""
+    """Tell a file from overrides: `braid train flow=grpo model=...` has no file, and its first argument is an override too."""
     if config is not None and "=" in str(config) and not config.exists():
         return None, [str(config), *(overrides or [])]
     return config, overrides or []
 
 
 def main() -> None:
-    """Entry point: maps mistakes to one line and an exit code; Ctrl-C ends with 130."""
+    """Run the command; a user's mistake ends in one line and an exit code, and Ctrl-C in 130."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1 or os.environ.get("BRAID_DEBUG") == "1"
     try:

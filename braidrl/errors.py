@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from braidrl.algorithms.registry import suggest
 
-__all__ = ["UserError", "WorkerError", "suggest"]
+__all__ = ["LostPeers", "UserError", "WorkerError", "suggest"]
 
 
 class UserError(Exception):
@@ -13,3 +13,7 @@ class UserError(Exception):
 
 class WorkerError(RuntimeError):
     """A worker process failed: which one, in which stage, on which rows, with its own traceback."""
+
+
+class LostPeers(RuntimeError):
+    """Other ranks did not come to a meeting: what a rank sees of another's failure."""

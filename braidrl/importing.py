@@ -1,12 +1,19 @@
-"""Users' own functions by name: `package.module:function` or `path/to/file.py:function`."""
+"""What a configuration names: something of ours by its short name, or a user's own as `module:name` or `path/to/file.py:name`.
+
+ENGINES = PluginRegistry("rollout engine", {"embedded": "braidrl.rollout.process.server:embedded_engine"})
+ENGINES.find("embedded")           what comes with Braid, imported only now
+ENGINES.find("engine.py:Plain")    a user's own
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,8 +23,55 @@ from braidrl.errors import UserError, suggest
 LOADED_FROM_FILE = "braid_user_"
 
 
+@dataclass(frozen=True)
+class PluginRegistry:
+    """Everything of one kind that a configuration may name: what comes with Braid, and whatever a user has written."""
+
+    kind: str
+    """What it is called in a message, as in `rollout engine`."""
+    built_in: Mapping[str, str]
+    """Short name to `module:name`, which is imported when it is asked for."""
+
+    def find(self, name: str) -> Any:
+        """Return what `name` stands for. Raises UserError, which names the nearest known one, where there is none."""
+        return import_function(self.place(name))
+
+    def check(self, name: str, load: bool = True) -> None:
+        """Raise UserError where nothing has this name. Ours is not imported: it may need packages that only another process has.
+
+        Args:
+            name: a short name, `module:name` or `file.py:name`.
+            load: import a user's own too.
+        """
+        place = self.place(name)
+        if load and name not in self.built_in:
+            import_function(place)
+
+    def check_settings(self, name: str, settings: Mapping[str, Any]) -> None:
+        """Raise UserError for a setting that what `name` stands for has no parameter for; its first one is not a setting."""
+        _, *parameters = inspect.signature(self.find(name)).parameters.values()
+        known = [parameter.name for parameter in parameters]
+        for setting in settings:
+            if setting not in known and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+                raise UserError(f"{self.kind} {name!r} has no setting {setting!r}. {suggest(setting, known)}")
+
+    def place(self, name: str) -> str:
+        """Return the `module:name` behind a name. Raises UserError for a short name that is not known."""
+        if name not in self.built_in and ":" not in name:
+            near = f"{suggest(name, self.built_in)} " if self.built_in else ""
+            own = "Your own is written module:name or path/to/file.py:name."
+            raise UserError(f"no {self.kind} is called {name!r}. {near}{own}")
+        return self.built_in.get(name, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.built_in
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.built_in)
+
+
 def import_function(name: str) -> Callable[..., Any]:
-    """The function that `module:function` or `file.py:function` names. Raises UserError when there is none."""
+    """Return the function or class that `module:name` or `file.py:name` names. Raises UserError when there is none."""
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise UserError(f"{name!r} names no function; write module:function or path/to/file.py:function")

@@ -46,10 +46,10 @@ def page() -> str:
     parts.append(ALGORITHM)
     parts += ["\n### Of every recipe that improves a policy by a clipped ratio\n\n", table(PolicyParameters)]
     for name in sorted(RECIPES):
-        model = parameter_model(name, RECIPES[name])
+        model = parameter_model(name, RECIPES.find(name))
         shared = PolicyParameters.model_fields if model and issubclass(model, PolicyParameters) else {}
         own = {n: f for n, f in (model.model_fields if model else {}).items() if differs(shared, n, f)}
-        about = " ".join((RECIPES[name].__doc__ or "").split())
+        about = " ".join((RECIPES.find(name).__doc__ or "").split())
         parts.append(f"\n### {name}\n\n{about}\n")
         if own:
             parts.append("\n" + rows(own))

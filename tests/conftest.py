@@ -17,6 +17,7 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from tests.runtimes.hybrid.warm import WarmCluster
 
+from tests.redis_server import redis_server  # noqa: F401 (a fixture for every test)
 from tests.tiny import MODELS, Workshop, sums, write_jsonl, write_model
 
 torch.set_num_threads(1)

@@ -56,9 +56,7 @@ class EchoWorker(HybridWorker):
     def echo(self, frames: Sequence[Any]) -> list[Any]:
         """Rows that the driver holds, as frames, and back."""
         rows = decode([memoryview(frame) for frame in frames])
-        return arrays(
-            rows.with_columns({k: v for k, v in self.executor.execute(ECHO, rows, Sums(), ()).items() if k in rows})
-        )
+        return arrays(rows.with_columns({k: v for k, v in self.executor.run(ECHO, rows, Sums()).items() if k in rows}))
 
     @register(protocol="ALL_TO_ALL")
     def load_models(self, tokens: int, first: int, end: int, key: int) -> Answer:

@@ -24,7 +24,8 @@ from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.stream import Stream
 from braidrl.transfer.queue.client import Client
 from braidrl.transfer.queue.owner import Owner
-from braidrl.transfer.queue.storage import DataPlane, Segments
+from braidrl.transfer.queue.storage import DataPlane
+from braidrl.transfer.queue.storage_backends import Segments
 from braidrl.transfer.queue.transport import QueueServer
 
 ITERATIONS = 1_000_000

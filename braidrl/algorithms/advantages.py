@@ -17,14 +17,14 @@ PAIR = Needs(group_size=2)
 
 
 def counted_rows(like: Tensor, statistics_mask: Tensor | None) -> Tensor:
-    """Rows that count in their group's statistics, (B,) bool."""
+    """Mask the rows that count in their group's statistics, (B,) bool."""
     if statistics_mask is None:
         return torch.ones_like(like, dtype=torch.bool)
     return statistics_mask > 0
 
 
 def centered(reward: Tensor, group: Tensor, statistics_mask: Tensor | None) -> tuple[Tensor, Groups, Tensor]:
-    """R − R̄ (B,) in float64, exactly 0 in a group of equal scores; the groups; the rows that count (B,) bool."""
+    """Return R − R̄ (B,) in float64, exactly 0 in a group of equal scores; the groups; and the rows that count, (B,) bool."""
     groups, counted, scores = Groups.of(group), counted_rows(reward, statistics_mask), reward.double()
     difference = scores - groups.spread(groups.means(scores, counted))
     return difference * groups.spread(groups.varies(scores, counted)) * counted, groups, counted
@@ -92,7 +92,7 @@ def maxrl(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None)
     needs=Needs(limits={"k": (1, 1 << 20)}, group_size=lambda settings: settings["k"] + 1),
 )
 def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None, *, k: int = 4) -> Tensor:
-    """Mean normalised advantage of the k-subsets of the group that a sample is in, (B,), in closed form.
+    """Return the mean normalised advantage of the k-subsets of the group that a sample is in, (B,), in closed form.
 
     A subset scores 1 if any of its k samples is right. With n samples of which w are wrong, R̄ = 1 − C(w, k)/C(n, k) and
     σ² = R̄(1 − R̄): a right sample gets (1 − R̄)/σ, a wrong one (1 − R̄ − C(w − 1, k − 1)/C(n − 1, k − 1))/σ, and every
@@ -121,5 +121,5 @@ def subset_share(part: Tensor, whole: Tensor, size: int) -> Tensor:
 
 
 def floating(like: Tensor) -> torch.dtype:
-    """The dtype of an advantage made from `like`, which may be counted in integers."""
+    """Return the dtype of an advantage made from `like`, which may be counted in integers."""
     return like.dtype if like.is_floating_point() else torch.float32

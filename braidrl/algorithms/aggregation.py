@@ -16,7 +16,7 @@ from braidrl.algorithms.registry import Needs, aggregations
 
 
 def per_token(offsets: Tensor, per_row: Tensor) -> Tensor:
-    """One weight per row (B,) at each of its tokens, (N,)."""
+    """Repeat one weight per row (B,) at each of its tokens, (N,)."""
     return per_row.double().repeat_interleave(offsets.diff())
 
 
@@ -54,5 +54,5 @@ def prompt_mean(offsets: Tensor, group_tokens: Tensor) -> Tensor:
 
 
 def weighted_sum(loss: Tensor, weights: Tensor) -> Tensor:
-    """Σ weight·loss of one micro-batch, a scalar: what is added up before the one division."""
+    """Return Σ weight·loss of one micro-batch, a scalar that is accumulated before the one division."""
     return (loss * weights.to(loss.dtype)).sum()

@@ -33,7 +33,7 @@ def clip_cov(
     low: float = 0.2,
     high: float = 0.2,
 ) -> tuple[Tensor, Metrics]:
-    """The clipped surrogate, with no gradient from tokens of high covariance (1 in `high_covariance`, (N,)).
+    """Return the clipped surrogate, with no gradient from tokens of high covariance (1 in `high_covariance`, (N,)).
 
     Clip-Cov, arXiv 2505.22617.
     """
@@ -80,13 +80,9 @@ def covariance_sums(
     advantage: Tensor | None = None,
     advantages: Ragged | None = None,
 ) -> dict[str, Tensor]:
-    """What the means over the batch are made of."""
+    """Return the sums that the means over the batch are made of."""
     log_probs, of_tokens = token_pairs(rollout_log_probs, old_log_probs, advantage, advantages)
-    return {
-        "tokens": torch.ones_like(log_probs).sum(),
-        "log_probs": log_probs.sum(),
-        "advantages": of_tokens.sum(),
-    }
+    return {"tokens": torch.ones_like(log_probs).sum(), "log_probs": log_probs.sum(), "advantages": of_tokens.sum()}
 
 
 @shapes.register(writes=["covariance"], scope="batch", sums=covariance_sums)
@@ -109,7 +105,7 @@ def covariance(
 
 
 def bin_of(values: Tensor) -> Tensor:
-    """The bin of each covariance (N,), int64: 0 for all at or below the smallest that is told apart."""
+    """Return the bin of each covariance (N,), int64: 0 for all at or below the smallest that is told apart."""
     low, high = math.log10(SMALLEST), math.log10(LARGEST)
     edges = torch.logspace(low, high, BINS, dtype=torch.float64, device=values.device)
     return torch.bucketize(values.double(), edges)
@@ -118,7 +114,7 @@ def bin_of(values: Tensor) -> Tensor:
 def covariance_histogram(
     covariance: Ragged, *, fraction: float, low: float | None = None, high: float | None = None
 ) -> dict[str, Tensor]:
-    """Tokens per bin among those within bounds, and all tokens."""
+    """Count the tokens per bin among those within bounds, and all tokens."""
     within = in_bounds(covariance.values, low, high)
     counts = torch.zeros(BINS + 1, dtype=torch.int64, device=within.device)
     return {
@@ -128,7 +124,7 @@ def covariance_histogram(
 
 
 def in_bounds(values: Tensor, low: float | None, high: float | None) -> Tensor:
-    """True for covariances in (low, high), (N,) bool."""
+    """Return True for covariances in (low, high), (N,) bool."""
     within = torch.ones_like(values, dtype=torch.bool) if low is None else values > low
     return within if high is None else within & (values < high)
 

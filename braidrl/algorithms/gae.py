@@ -16,14 +16,14 @@ DISCOUNTS = Needs({"gamma": (0, 1), "lam": (0, 1)})
 
 
 def is_row_end(rows: Ragged) -> Tensor:
-    """True at the last entry of each row that has any, (N,) bool."""
+    """Return True at the last entry of each row that has any, (N,) bool."""
     row = rows.row_ids()
     following = torch.cat([row[1:], row.new_full((min(len(row), 1),), -1)])
     return row != following
 
 
 def at_row_end(per_row: Tensor, rows: Ragged) -> Ragged:
-    """One number per row (B,) at the row's last entry, 0 elsewhere."""
+    """Place one number per row (B,) at the row's last entry, 0 elsewhere."""
     return rows.with_values(rows.spread(per_row) * is_row_end(rows))
 
 
@@ -44,7 +44,7 @@ def sums_to_go(rows: Ragged, decay: Tensor) -> Ragged:
 
 
 def same_for_rows(rows: Ragged, number: float) -> Tensor:
-    """The number for every row, (B,), with the dtype and device of the values."""
+    """Repeat a number for every row, (B,), with the dtype and device of the values."""
     return rows.values.new_full((len(rows),), number)
 
 
@@ -56,7 +56,7 @@ def residuals(values: Ragged, rewards: Ragged, gamma: float) -> Ragged:
 
 
 def rewards_of_tokens(reward: Tensor, token_rewards: Ragged | None, like: Ragged) -> Ragged:
-    """The rewards per action token: `token_rewards`, or the row's `reward` (B,) at its last action token."""
+    """Return the rewards per action token: `token_rewards`, or the row's `reward` (B,) at its last action token."""
     if token_rewards is not None:
         return token_rewards
     return at_row_end(reward.to(like.values.dtype), like)

@@ -21,7 +21,7 @@ class Groups:
 
     @staticmethod
     def of(group: Tensor) -> Groups:
-        """Groups of the rows whose group numbers are `group` (B,) int64."""
+        """Return groups of the rows whose group numbers are `group` (B,) int64."""
         numbers, index = torch.unique(group, return_inverse=True)
         return Groups(numbers, index)
 
@@ -29,21 +29,21 @@ class Groups:
         return len(self.numbers)
 
     def sums(self, per_row: Tensor) -> Tensor:
-        """Sum of `per_row` (B,) in each group, (K,)."""
+        """Return the sum of `per_row` (B,) in each group, (K,)."""
         return per_row.new_zeros(len(self)).index_add(0, self.index, per_row)
 
     def sizes(self) -> Tensor:
-        """Rows in each group, (K,) int64."""
+        """Return rows in each group, (K,) int64."""
         return self.sums(torch.ones_like(self.index))
 
     def means(self, per_row: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Mean of `per_row` (B,) in each group, (K,), weighted by `weights` (B,); 0 where the weights add up to 0."""
+        """Return the mean of `per_row` (B,) in each group, (K,), weighted by `weights` (B,); 0 where the weights add up to 0."""
         weights = torch.ones_like(per_row) if weights is None else weights.to(per_row.dtype)
         total = self.sums(weights)
         return self.sums(per_row * weights) / total.masked_fill(total == 0, 1)
 
     def varies(self, per_row: Tensor, counted: Tensor | None = None) -> Tensor:
-        """True for each group in which `per_row` (B,) takes two different values among the rows `counted`, (K,) bool.
+        """Return True for each group in which `per_row` (B,) takes two different values among the rows `counted`, (K,) bool.
 
         Compared exactly: a mean of equal numbers may differ from them by rounding, which a division by a small standard
         deviation would blow up.
@@ -56,5 +56,5 @@ class Groups:
         return highest > lowest
 
     def spread(self, per_group: Tensor) -> Tensor:
-        """One number per group (K,) at each of its rows, (B,)."""
+        """Repeat one number per group (K,) at each of its rows, (B,)."""
         return per_group[self.index]

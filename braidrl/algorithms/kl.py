@@ -40,7 +40,7 @@ def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 def with_k2_gradient(name: str, value_of: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Registers `name+`: the value of `value_of` and the gradient of k2."""
+    """Register `name+`: the value of `value_of` and the gradient of k2."""
 
     def estimator(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         carrier = k2(log_probs, ref_log_probs)
@@ -54,6 +54,6 @@ for _name in ("k1", "k2", "k3", "abs"):
 
 
 def estimate(name: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """The named estimator's value for each token, (N,). Raises KeyError for a name that is not registered."""
+    """Return the named estimator's value for each token, (N,). Raises KeyError for a name that is not registered."""
     value: Tensor = divergences[name].function(log_probs, ref_log_probs)
     return value

@@ -43,7 +43,7 @@ def effective_sample_share(mean: Tensor, mean_square: Tensor) -> Tensor:
 
 
 def mean_where(indicated: Tensor, share: Tensor) -> Tensor:
-    """Mean over the tokens that an indicator picks, from the mean of value·indicator and of the indicator; 0 where none.
+    """Return the mean over the tokens that an indicator picks, from the mean of value·indicator and of the indicator; 0 where none.
 
     `mean_where(clip_high_probability, clip_fraction_high)` is the mean probability of the tokens clipped from above.
     """
@@ -51,7 +51,7 @@ def mean_where(indicated: Tensor, share: Tensor) -> Tensor:
 
 
 def group_shares(correct: Tensor, reward: Tensor, group: Tensor) -> dict[str, Tensor]:
-    """Shares of groups all right, all wrong, and with equal rewards, which teach a group's estimator nothing."""
+    """Return shares of groups all right, all wrong, and with equal rewards, which teach a group's estimator nothing."""
     groups = Groups.of(group)
     right, size = groups.sums((correct > 0).long()), groups.sizes()
     return {
@@ -62,18 +62,18 @@ def group_shares(correct: Tensor, reward: Tensor, group: Tensor) -> dict[str, Te
 
 
 def share_of(chosen: Tensor) -> Tensor:
-    """The part of `chosen` (K,) bool that is true; 0 where there is nothing to choose."""
+    """Return the part of `chosen` (K,) bool that is true; 0 where there is nothing to choose."""
     return chosen.double().sum() / max(len(chosen), 1)
 
 
 def avg_at_k(correct: Tensor, group: Tensor) -> Tensor:
-    """Mean over prompts of the share of right samples: avg@k for groups of k."""
+    """Return the mean over prompts of the share of right samples: avg@k for groups of k."""
     groups = Groups.of(group)
     return groups.means(correct.double()).sum() / max(len(groups), 1)
 
 
 def pass_at_k(correct: Tensor, group: Tensor, k: int) -> Tensor:
-    """Mean over prompts of 1 − C(wrong, k)/C(n, k), the unbiased pass@k. arXiv 2107.03374, equation 1.
+    """Return the mean over prompts of 1 − C(wrong, k)/C(n, k), the unbiased pass@k. arXiv 2107.03374, equation 1.
 
     Raises ValueError for a group of fewer than k samples.
     """
@@ -86,7 +86,7 @@ def pass_at_k(correct: Tensor, group: Tensor, k: int) -> Tensor:
 
 
 def reflection_counts(responses: Sequence[str], phrases: Sequence[str] = REFLECTION_PHRASES) -> Tensor:
-    """How often any of the phrases occurs in each response, as whole words and in any case, (B,) int64."""
+    """Return how often any of the phrases occurs in each response, as whole words and in any case, (B,) int64."""
     if not phrases:
         return torch.zeros(len(responses), dtype=torch.int64)
     longest_first = sorted(phrases, key=len, reverse=True)

@@ -53,13 +53,7 @@ def bradley_terry(scores: Tensor, group: Tensor, sample: Tensor) -> tuple[Tensor
 
 @losses.register(needs=replace(PAIRS, limits={"beta": (1e-6, 1e6)}))
 def dpo(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    offsets: Tensor,
-    group: Tensor,
-    sample: Tensor,
-    *,
-    beta: float = 0.1,
+    log_probs: Tensor, ref_log_probs: Tensor, offsets: Tensor, group: Tensor, sample: Tensor, *, beta: float = 0.1
 ) -> tuple[Tensor, Metrics]:
     """−log σ(β·(Σ log π/π_ref of the chosen − Σ log π/π_ref of the rejected)), the row's at each of its tokens.
 

@@ -49,12 +49,12 @@ def clipped_surrogate(r: Tensor, advantages: Tensor, low: float, high: float) ->
 
 
 def stopped(r: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Where the clip takes the gradient away: from above, and from below, (N,) bool each."""
+    """Return where the clip takes the gradient away: from above, and from below, (N,) bool each."""
     return (advantages > 0) & (r > 1 + high), (advantages < 0) & (r < 1 - low)
 
 
 def clip_metrics(above: Tensor, below: Tensor, log_probs: Tensor, old_log_probs: Tensor) -> Metrics:
-    """Which tokens were clipped from above and from below, how likely the former are, and KL(π_old, π)."""
+    """Return which tokens were clipped from above and from below, how likely the former are, and KL(π_old, π)."""
     probability = log_probs.detach().exp() * above
     return {
         "clip_fraction": (above | below).to(probability.dtype),

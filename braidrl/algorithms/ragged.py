@@ -29,12 +29,12 @@ class Ragged:
 
     @staticmethod
     def from_lengths(values: Tensor, lengths: Tensor) -> Ragged:
-        """Rows of `lengths` (B,) laid one after the other in `values` (N, ...)."""
+        """Return rows of `lengths` (B,) laid one after the other in `values` (N, ...)."""
         return Ragged(values, offsets_of(lengths))
 
     @staticmethod
     def from_rows(rows: Sequence[Tensor | Sequence[float]], dtype: torch.dtype) -> Ragged:
-        """One row for each tensor or list; `dtype` also decides when there are none."""
+        """Make one row of each tensor or list; `dtype` also decides when there are none."""
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         lengths = torch.tensor([len(row) for row in tensors], dtype=torch.int64)
         values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
@@ -55,30 +55,30 @@ class Ragged:
         return self.offsets.diff()
 
     def row_ids(self) -> Tensor:
-        """For each of the N values, the row that it belongs to, (N,) int64."""
+        """Return the row of each of the N values, (N,) int64."""
         rows = torch.arange(len(self), device=self.offsets.device)
         return rows.repeat_interleave(self.lengths, output_size=len(self.values))
 
     def spread(self, per_row: Tensor) -> Tensor:
-        """One number per row (B, ...) repeated over the row's entries, (N, ...)."""
+        """Repeat one number per row (B, ...) over the row's entries, (N, ...)."""
         return per_row.repeat_interleave(self.lengths, dim=0, output_size=len(self.values))
 
     def row_sums(self) -> Tensor:
-        """Sum of each row, (B, ...); an empty row gives 0."""
+        """Return the sum of each row, (B, ...); an empty row gives 0."""
         sums = self.values.new_zeros((len(self), *self.values.shape[1:]))
         return sums.index_add(0, self.row_ids(), self.values)
 
     def row_means(self) -> Tensor:
-        """Mean of each row, (B, ...); an empty row gives 0."""
+        """Return the mean of each row, (B, ...); an empty row gives 0."""
         lengths = self.lengths.clamp(min=1).to(self.values.dtype)
         return self.row_sums() / lengths.reshape(-1, *[1] * (self.values.dim() - 1))
 
     def with_values(self, values: Tensor) -> Ragged:
-        """Other values at the same offsets."""
+        """Return other values at the same offsets."""
         return Ragged(values, self.offsets)
 
     def take(self, rows: Tensor) -> Ragged:
-        """The named rows (K,) int64, in the order given; a row may be named more than once. Neighbours in order are not copied."""
+        """Return the rows of these numbers (K,) int64, in the order given and with repetitions. A run of neighbours is not copied."""
         if len(rows) and rows.device.type == "cpu" and bool((rows.diff() == 1).all()) and int(rows[0]) >= 0:
             first, end = int(rows[0]), int(rows[-1]) + 1
             begin = self.offsets[first]
@@ -96,10 +96,10 @@ class Ragged:
 
     @staticmethod
     def cat(parts: Sequence[Ragged]) -> Ragged:
-        """The rows of all parts, one part after the other."""
+        """Return the rows of all parts, one part after the other."""
         return Ragged.from_lengths(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Running sum of `lengths` (B,) with a leading 0, (B + 1,) int64."""
+    """Return the running sum of `lengths` (B,) with a leading 0, (B + 1,) int64."""
     return torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))

@@ -23,7 +23,7 @@ MASK = (1 << 64) - 1
 
 
 def hashed(*keys: Key) -> Tensor:
-    """64 well-mixed bits (int64) for each combination of the broadcast keys.
+    """Return 64 well-mixed bits (int64) for each combination of the broadcast keys.
 
     A key is an int (taken modulo 2^64), a text (a purpose, a stage) or an integer tensor; tensors broadcast and must share a device.
     Keep the widest tensor last: earlier keys are then mixed at their own smaller shape.
@@ -42,7 +42,7 @@ def hashed(*keys: Key) -> Tensor:
 
 
 def uniform(*keys: Key, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Numbers in [0, 1), one for each combination of the broadcast keys: multiples of 2^-53, or of 2^-24 in float32.
+    """Return numbers in [0, 1) for each combination of the broadcast keys: multiples of 2^-53, or of 2^-24 in float32.
 
     Raises ValueError for another dtype.
     """
@@ -53,14 +53,14 @@ def uniform(*keys: Key, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def permutation(seed: Key | tuple[Key, ...], n: int) -> Tensor:
-    """The numbers 0 to n - 1 in the order that the seed (one key or several) decides, (n,) int64 on the CPU."""
+    """Return the numbers 0 to n - 1 in the order that the seed (one key or several) decides, (n,) int64 on the CPU."""
     keys = seed if isinstance(seed, tuple) else (seed,)
     return torch.argsort(hashed(*keys, torch.arange(n)), stable=True)
 
 
 @cache
 def key_of(text: str) -> int:
-    """A text as a 64-bit key, the same in every process and release."""
+    """Hash a text to a 64-bit key, the same in every process and release."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
@@ -84,14 +84,13 @@ def _shifted(x: Tensor, by: int) -> Tensor:
 
 
 def _mix_tensor(x: Tensor) -> Tensor:
-    """splitmix64's finaliser on a tensor that the caller gives away."""
+    """Apply splitmix64's finaliser to a tensor that the caller gives away."""
     x = x.bitwise_xor_(_shifted(x, 30)).mul_(_signed(MULTIPLIER_1))
     x = x.bitwise_xor_(_shifted(x, 27)).mul_(_signed(MULTIPLIER_2))
     return x.bitwise_xor_(_shifted(x, 31))
 
 
 def _mix_number(x: int) -> int:
-    """The same on one number, for the keys that a whole batch shares."""
     x = (x ^ (x >> 30)) * MULTIPLIER_1 & MASK
     x = (x ^ (x >> 27)) * MULTIPLIER_2 & MASK
     return x ^ (x >> 31)

@@ -72,11 +72,11 @@ class Entry:
     denominator: str = "tokens"
 
     def column(self, parameter: str) -> str:
-        """The column that a positional parameter stands for: its own name unless `columns` says another."""
+        """Return the column that a positional parameter stands for: its own name unless `columns` renames it."""
         return self.columns.get(parameter, parameter)
 
     def check(self, given: dict[str, Any]) -> None:
-        """Raises ValueError for a setting that the function does not have, that is missing or that is out of its range.
+        """Raise ValueError for a setting that the function does not have, that is missing or that is out of its range.
 
         A name of the state is a setting too: it sets the initial value.
         """
@@ -96,14 +96,14 @@ class Entry:
                 raise ValueError(f"{self.name}: {name} cannot be {given[name]!r}. {suggest(str(given[name]), names)}")
 
     def check_group_size(self, given: dict[str, Any], samples: int) -> None:
-        """Raises ValueError when `samples` per prompt are fewer than the function needs with these settings."""
+        """Raise ValueError when `samples` per prompt are fewer than the function needs with these settings."""
         needed = self.needs.group_size
         least = needed if isinstance(needed, int) else needed({**self.settings, **given})
         if samples < least:
             raise ValueError(f"{self.name} needs at least {least} samples per prompt, there are {samples}")
 
     def check_aggregation(self, aggregation: str) -> None:
-        """Raises ValueError when the loss is not defined for the aggregation."""
+        """Raise ValueError when the loss is not defined for the aggregation."""
         if self.needs.aggregations and aggregation not in self.needs.aggregations:
             defined = " or ".join(self.needs.aggregations)
             raise ValueError(f"{self.name} is defined for aggregate {defined}, not {aggregation}")
@@ -129,7 +129,7 @@ class Registry:
         needs: Needs | None = None,
         denominator: str = "tokens",
     ) -> Callable[[F], F]:
-        """Decorator; the name defaults to the function's own. Raises ValueError if another function has the name.
+        """Return a decorator; the name defaults to the function's own. Raises ValueError if another function has the name.
 
         `columns` renames parameters that are no Python names: `{"baseline": "greedy.reward"}`.
         """
@@ -172,7 +172,7 @@ def describe(
     columns: dict[str, str] | None = None,
     needs: Needs | None = None,
 ) -> Entry:
-    """Reads columns and settings off the function's signature."""
+    """Read columns and settings off the function's signature."""
     reads: list[str] = []
     optional: list[str] = []
     required: list[str] = []

@@ -11,7 +11,7 @@ from braidrl.algorithms.registry import responses
 
 @responses.register(writes=["tokens", "action_mask", "sequence_lengths", "length", "action_tokens"])
 def join_response(prompt: Ragged, response: Ragged) -> tuple[Ragged, Ragged, Ragged, Tensor, Tensor]:
-    """Prompt ids then response ids, as one sequence per row; the response's tokens are the actions.
+    """Join prompt ids and response ids, as one sequence per row; the response's tokens are the actions.
 
     Returns tokens (int64), the mask of actions (bool), the lengths of each row's sequences (here one), and per row the number of
     tokens and of action tokens, (B,) int64.
@@ -27,6 +27,6 @@ def join_response(prompt: Ragged, response: Ragged) -> tuple[Ragged, Ragged, Rag
 
 
 def places(rows: Ragged, starts: Tensor) -> Tensor:
-    """Where each entry lands when row b begins at starts[b] (B,); (N,) int64."""
+    """Return where each entry lands when row b begins at starts[b] (B,); (N,) int64."""
     within = torch.arange(len(rows.values), device=starts.device) - rows.spread(rows.offsets[:-1])
     return rows.spread(starts) + within

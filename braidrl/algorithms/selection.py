@@ -10,7 +10,7 @@ from braidrl.algorithms.registry import Needs, selections
 
 @selections.register(scope="group", needs=Needs(group_size=2))
 def informative_groups(correct: Tensor, group: Tensor) -> dict[int, str]:
-    """Drops groups whose samples are all right or all wrong: they keep 0 < #correct < G.
+    """Drop groups whose samples are all right or all wrong: they keep 0 < #correct < G.
 
     Dynamic sampling, DAPO, arXiv 2503.14476, equation 11. `correct` (B,) is 1 for a right sample and 0 for a wrong one.
     """
@@ -22,6 +22,6 @@ def informative_groups(correct: Tensor, group: Tensor) -> dict[int, str]:
 
 @selections.register(scope="group", needs=Needs(group_size=2))
 def informative_rewards(reward: Tensor, group: Tensor) -> dict[int, str]:
-    """Drops groups whose rewards (B,) are all equal, for rewards that do not say right or wrong."""
+    """Drop groups whose rewards (B,) are all equal, for rewards that do not say right or wrong."""
     groups = Groups.of(group)
     return dict.fromkeys(groups.numbers[~groups.varies(reward)].tolist(), "all rewards equal")

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.controllers import adaptive_kl_coefficient
 from braidrl.algorithms.gae import at_row_end, same_for_rows, sums_to_go
 from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged
@@ -96,7 +95,7 @@ def advantage_kl_penalty(
     coef: float,
     estimator: str = "k1",
 ) -> Ragged:
-    """The row's `advantage` (B,) minus coef·KL(π, π_ref) summed from each action token to the row's end.
+    """Return the row's `advantage` (B,) minus coef·KL(π, π_ref) summed from each action token to the row's end.
 
     What a KL penalty per token adds to the return behind a baseline that has none, as in ReMax, arXiv 2310.10505.
     """
@@ -116,16 +115,27 @@ def kl_sums(
     gain: float = 0.1,
     estimator: str = "k1",
 ) -> dict[str, Tensor]:
-    """What the batch's mean KL per row is made of."""
+    """Return the sums that the batch's mean KL per row is made of."""
     policy = rollout_log_probs if old_log_probs is None else old_log_probs
     kl = estimate(estimator, policy.values, ref_log_probs.values)
     return {"kl": kl.double().sum(), "rows": torch.tensor(float(len(policy)))}
 
 
+def adaptive_kl_coefficient(
+    coefficient: float, kl: float, *, target: float, gain: float = 0.1, limit: float = 0.2
+) -> float:
+    """β·(1 + gain·e) with the relative error e = (kl − target)/target, held within ±limit.
+
+    arXiv 1909.08593, section 2.2. `kl` is the batch's mean, in the unit of `target`: nats per row in the paper.
+    """
+    error = max(-limit, min(limit, (kl - target) / target))
+    return coefficient * (1 + gain * error)
+
+
 def next_kl_coefficient(
     state: dict[str, float], totals: dict[str, float], *, target: float, gain: float = 0.1, estimator: str = "k1"
 ) -> dict[str, float]:
-    """The coefficient after the batch's mean KL was seen."""
+    """Return the coefficient for the next iteration, given the batch's mean KL."""
     kl = totals["kl"] / max(totals["rows"], 1.0)
     return {"coef": adaptive_kl_coefficient(state["coef"], kl, target=target, gain=gain)}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.controllers import safe_rlhf_multiplier
 from braidrl.algorithms.gae import rewards_of_tokens, same_for_rows, sums_to_go
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Needs, advantages
@@ -15,14 +14,14 @@ DISCOUNT = Needs({"gamma": (0, 1)})
 
 
 def moments(tokens: Ragged, statistics_mask: Tensor | None) -> Sums:
-    """Count, sum and sum of squares over the action tokens of rows that count, float64."""
+    """Return count, sum and sum of squares over the action tokens of rows that count, float64."""
     counted = tokens.values.new_ones(len(tokens)) if statistics_mask is None else statistics_mask > 0
     weights, values = tokens.spread(counted).double(), tokens.values.double()
     return {"count": weights.sum(), "sum": (weights * values).sum(), "squares": (weights * values**2).sum()}
 
 
 def whitened(tokens: Ragged, totals: Sums, epsilon: float) -> Ragged:
-    """(x − mean)/√(variance + epsilon), with the sample variance."""
+    """Return (x − mean)/√(variance + epsilon), with the sample variance."""
     count = totals["count"].clamp(min=1)
     mean = totals["sum"] / count
     variance = ((totals["squares"] - count * mean**2) / (count - 1).clamp(min=1)).clamp(min=0)
@@ -30,18 +29,18 @@ def whitened(tokens: Ragged, totals: Sums, epsilon: float) -> Ragged:
 
 
 def whiten_sums(advantages: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8) -> Sums:
-    """The moments that `whiten` needs of the whole batch."""
+    """Return the moments that `whiten` needs of the whole batch."""
     return moments(advantages, statistics_mask)
 
 
 @advantages.register(writes=["advantages"], scope="batch", sums=whiten_sums)
 def whiten(advantages: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8, totals: Sums) -> Ragged:
-    """Mean 0 and deviation 1 over the batch's action tokens, as PPO's implementations do to GAE."""
+    """Normalise to mean 0 and deviation 1 over the batch's action tokens, as PPO's implementations do to GAE."""
     return whitened(advantages, totals, epsilon)
 
 
 def returns_to_go(reward: Tensor, action_tokens: Tensor, token_rewards: Ragged | None, gamma: float) -> Ragged:
-    """Σ_l γ^l·r_{t+l} per action token; without `token_rewards` the reward (B,) stands at the row's last one."""
+    """Return Σ_l γ^l·r_{t+l} per action token; without `token_rewards` the reward (B,) stands at the row's last one."""
     if token_rewards is None:
         empty = reward.new_zeros(int(action_tokens.sum()))
         token_rewards = rewards_of_tokens(reward, None, Ragged.from_lengths(empty, action_tokens))
@@ -57,7 +56,7 @@ def return_sums(
     gamma: float = 1.0,
     epsilon: float = 1e-8,
 ) -> Sums:
-    """The moments of the batch's returns-to-go."""
+    """Return the moments of the batch's returns-to-go."""
     return moments(returns_to_go(reward, action_tokens, token_rewards, gamma), statistics_mask)
 
 
@@ -72,14 +71,14 @@ def reinforce_plus_plus(
     epsilon: float = 1e-8,
     totals: Sums,
 ) -> Ragged:
-    """Returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262."""
+    """Return returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262."""
     return whitened(returns_to_go(reward, action_tokens, token_rewards, gamma), totals, epsilon)
 
 
 def baseline_sums(
     advantage: Tensor, action_tokens: Tensor, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8
 ) -> Sums:
-    """The moments of the rows' centred rewards over action tokens."""
+    """Return the moments of the rows' centred rewards over action tokens."""
     return moments(returns_to_go(advantage, action_tokens, None, 1.0), statistics_mask)
 
 
@@ -92,7 +91,7 @@ def reinforce_plus_plus_baseline(
     epsilon: float = 1e-8,
     totals: Sums,
 ) -> Ragged:
-    """The baseline variant: R − R̄, which `group_centered` wrote as `advantage`, whitened over the batch's action tokens.
+    """Return the baseline variant: R − R̄, which `group_centered` wrote as `advantage`, whitened over the batch's action tokens.
 
     REINFORCE++, arXiv 2501.03262.
     """
@@ -109,14 +108,19 @@ def distillation(rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs
 def cost_sums(
     advantages: Ragged, cost_advantages: Ragged, cost: Tensor, *, threshold: float = 0.0, learning_rate: float = 0.1
 ) -> Sums:
-    """What the batch's mean cost is made of."""
+    """Return the sums that the batch's mean cost is made of."""
     return {"cost": cost.double().sum(), "rows": torch.tensor(float(len(cost)))}
+
+
+def safe_rlhf_multiplier(multiplier: float, mean_cost: float, *, threshold: float, learning_rate: float) -> float:
+    """λ + learning_rate·(mean cost − threshold), kept ≥ 0: ascent on the constraint. Safe-RLHF, arXiv 2310.12773."""
+    return max(0.0, multiplier + learning_rate * (mean_cost - threshold))
 
 
 def next_multiplier(
     state: dict[str, float], totals: dict[str, float], *, threshold: float = 0.0, learning_rate: float = 0.1
 ) -> dict[str, float]:
-    """The multiplier after the batch's mean cost was seen."""
+    """Return the multiplier for the next iteration, given the batch's mean cost."""
     mean = totals["cost"] / max(totals["rows"], 1.0)
     return {
         "multiplier": safe_rlhf_multiplier(state["multiplier"], mean, threshold=threshold, learning_rate=learning_rate)

@@ -1,105 +1,198 @@
-"""Processes on this machine: started quickly, watched, and ended with the process that started them.
+"""Processes of this machine: the three ways to start one, and the launcher that gives each its share of the machine.
 
-They come from multiprocessing's fork server, a process that has imported the code once and has computed nothing: a worker, or one
-that takes a dead one's place, is there in a moment, and no thread or device of the run's own process is copied into it.
+spawn        a fresh interpreter, perhaps of another environment                    ranks, engines, verifiers
+from_server  a copy of a process that has imported the code and computed nothing    workers that are there in a moment
+fork         a copy of this process, which must have computed nothing yet           the followers of an engine
+
+starter ◀──connection──▶ process        whose end is the end of whoever is at its other end; output goes where the starter's goes
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import multiprocessing
 import os
 import signal
+import socket
+import subprocess
 import sys
-import threading
+import time
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-import msgpack
-
-from braidrl.cluster.rank_process import LOOPBACK
-from braidrl.cluster.workers import END_LIMIT_S, Arguments, Main, RankFailure, Worker, failure_of
+from braidrl.cluster.child import serve
+from braidrl.cluster.devices import Devices, assign_devices, device_count
+from braidrl.cluster.groups import LOOPBACK
+from braidrl.cluster.process import END_LIMIT_S, Outcome, Process, ProcessSpec, default_threads, environment_of
 from braidrl.placement.pools import Pool
 
+BOOT = """
+import importlib, json, sys
+descriptor, module, function, path = json.loads(sys.argv[1])
+sys.path[:] = path
+getattr(importlib.import_module(module), function)(descriptor)
+"""
+BOOT_ELSEWHERE = BOOT.replace("sys.path[:] = path", "sys.path += [place for place in path if place not in sys.path]")
+"""For the interpreter of another environment, whose own packages come first."""
+LOOK_EVERY_S = 0.02
 
-class LocalProcess(Worker):
-    """A worker that is a process of this machine."""
 
-    def __init__(self, name: str, main: Main, arguments: Arguments, orphaned: Main | None = None) -> None:
-        """`orphaned(arguments)` runs there when the process that started it is gone, just before the worker ends too."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([main.__module__])
-        self.name = name
-        self._told, theirs = context.Pipe(duplex=False)
-        self._process = context.Process(
-            target=_run, args=(main, dict(arguments), orphaned, theirs), name=name, daemon=False
-        )
-        with main_module_hidden():
-            self._process.start()
-        theirs.close()
-        self._failure: RankFailure | None = None
+class LocalProcess(Process):
+    """A process of this machine, with the starter's end of the connection to it."""
+
+    def __init__(self, name: str, connection: Connection, pid: int) -> None:
+        self.name, self.connection, self._pid = name, connection, pid
+        self._outcome: Outcome | None = None
 
     @property
     def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
+        return self._pid
+
+    @property
+    @abstractmethod
+    def status(self) -> int | None:
+        """Return the exit status, minus the signal for a process that was killed; None while it runs."""
 
     @property
     def alive(self) -> bool:
-        return self._process.is_alive()
+        return self.status is None
 
     @property
-    def failure(self) -> RankFailure | None:
-        if self._failure is None and not self._told.closed and self._told.poll():
-            try:
-                self._failure = msgpack.unpackb(self._told.recv_bytes())
-            except EOFError:
-                self._told.close()
-        return self._failure
+    def outcome(self) -> Outcome | None:
+        if self._outcome is None and not self.connection.closed and self.connection.poll():
+            with contextlib.suppress(EOFError, OSError):
+                self._outcome = Outcome.decode(self.connection.recv_bytes())
+        return self._outcome
 
     def describe_end(self) -> str:
-        code = self._process.exitcode
-        return f"killed by signal {-code}" if code is not None and code < 0 else f"exit status {code}"
+        self.wait(END_LIMIT_S)
+        status = self.status
+        return f"killed by signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+
+    def interrupt(self) -> None:
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGINT)
+
+    def hang_up(self) -> None:
+        # Also while another thread waits for its word, for which a mere `close` would wait too.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait until it has ended; return False where it has not within so many seconds."""
+        deadline = time.monotonic() + limit_s
+        while self.alive and time.monotonic() < deadline:
+            time.sleep(LOOK_EVERY_S)
+        return not self.alive
+
+    def close(self, limit_s: float = END_LIMIT_S) -> None:
+        self.wait(limit_s)
+        self.kill()
+        self.connection.close()
+
+
+class Spawned(LocalProcess):
+    """A fresh interpreter in a session of its own: what it started is killed with it, and a terminal's Ctrl-C does not reach it."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        ours, theirs = Pipe()
+        module, _, function = (spec.entry if spec.arguments is None else "braidrl.cluster.child:main").partition(":")
+        boot = BOOT if spec.python == sys.executable else BOOT_ELSEWHERE
+        self._process = subprocess.Popen(
+            [spec.python, "-c", boot, json.dumps([theirs.fileno(), module, function, sys.path])],
+            stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
+            env=environment_of(spec, os.environ),
+        )  # fmt: skip
+        theirs.close()
+        send_task(ours, spec)
+        super().__init__(spec.name, ours, self._process.pid)
+
+    @property
+    def status(self) -> int | None:
+        if self._process.returncode is not None:
+            return self._process.returncode
+        # Looked at without reaping it, so that its number cannot have become another's when its group is killed.
+        seen = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return None if seen is None else seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+
+    def kill_group(self) -> None:
+        """Kill it and all that it started, and do not wait."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        self.kill_group()
+        self._process.wait()
+
+
+class Forked(LocalProcess):
+    """A copy of this process or of the fork server."""
+
+    def __init__(self, name: str, connection: Connection, process: BaseProcess) -> None:
+        assert process.pid is not None, "it was started"
+        super().__init__(name, connection, process.pid)
+        self._process = process
+
+    @property
+    def status(self) -> int | None:
+        return self._process.exitcode
 
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
 
-    def close(self, limit_s: float = END_LIMIT_S) -> None:
-        self._process.join(limit_s)
-        if self.alive:
-            self.kill()
-        self._told.close()
-        self._process.close()
+
+def spawn(spec: ProcessSpec) -> Spawned:
+    """Start a fresh interpreter. Nothing of torch's threads is copied, and the user's main script does not run again."""
+    return Spawned(spec)
 
 
-class LocalLauncher:
-    """Workers on this machine."""
-
-    ip = LOOPBACK
-    node = "here"
-
-    def reserve(self, pools: Sequence[Pool]) -> int | None:
-        """All share the machine's cores."""
-        return max(1, (os.cpu_count() or 1) // sum(pool.workers for pool in pools))
-
-    def serve(self, service: type) -> list[Any]:
-        return []
-
-    def start(
-        self, pool: str, number: int, main: Main, arguments: Callable[[str], Arguments], orphaned: Main | None
-    ) -> Worker:
-        return LocalProcess(f"{pool}-{number}", main, arguments(self.node), orphaned)
-
-    def close(self) -> None:
-        """Each worker is closed by whoever has started it."""
+def from_server(spec: ProcessSpec) -> Forked:
+    """Start a copy of the fork server, a process that has imported the module of the entry; no thread or device is copied."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([spec.entry.partition(":")[0]])
+    ours, theirs = context.Pipe()
+    own = {name: value for name, value in environment_of(spec, os.environ).items() if os.environ.get(name) != value}
+    process = context.Process(target=_copied, args=(theirs, own), name=spec.name, daemon=False)
+    with _main_module_hidden():
+        process.start()
+    theirs.close()
+    send_task(ours, spec)
+    return Forked(spec.name, ours, process)
 
 
-@contextmanager
-def main_module_hidden() -> Iterator[None]:
-    """Keeps multiprocessing from running the user's main script again in every worker, which asks scripts for a guard."""
+def fork(name: str, run: Callable[[Connection], None], kept_here: Sequence[int] = ()) -> Forked:
+    """Start a copy of this process, in which `run` is called with its end of the connection.
+
+    It closes the descriptors `kept_here`: what it kept of this process's would hide this one's end from others.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_forked, args=(run, theirs, [*kept_here, ours.fileno()]), name=name)
+    process.start()
+    theirs.close()
+    return Forked(name, ours, process)
+
+
+def send_task(connection: Connection, spec: ProcessSpec) -> None:
+    """Send a process of `child` its task."""
+    if spec.arguments is not None:
+        with contextlib.suppress(OSError):  # A process that is gone already shows when its last word is awaited.
+            connection.send_bytes(spec.task())
+
+
+@contextlib.contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """Keep multiprocessing from running the user's main script again in the process, which asks scripts for a guard."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -108,20 +201,50 @@ def main_module_hidden() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _run(main: Main, arguments: Arguments, orphaned: Main | None, told: Connection) -> None:
-    # Ctrl-C reaches every process of a terminal; the one that started this one decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_watch_parent, args=(orphaned, arguments), daemon=True).start()
-    failure = failure_of(main, arguments)
-    if failure is not None:
-        told.send_bytes(msgpack.packb(failure))
-    told.close()
+def _copied(connection: Connection, environment: Mapping[str, str]) -> None:
+    os.setsid()
+    os.environ.update(environment)
+    serve(connection)
 
 
-def _watch_parent(orphaned: Main | None, arguments: Arguments) -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    if orphaned is not None:
-        orphaned(arguments)
-    os._exit(1)
+def _forked(run: Callable[[Connection], None], connection: Connection, kept_by_starter: Sequence[int]) -> None:
+    for descriptor in kept_by_starter:
+        os.close(descriptor)
+    run(connection)
+
+
+class LocalLauncher:
+    """Starts processes on this machine, whose cores they share."""
+
+    ip = LOOPBACK
+    node = "here"
+
+    def __init__(self, device: str = "cpu") -> None:
+        """`device` is what the configuration says: cpu, cuda or auto."""
+        self._devices = device_count(device)
+        self._table: dict[str, Devices] = {}
+        self._threads: int | None = None
+
+    def reserve(self, pools: Sequence[Pool]) -> int | None:
+        if self._devices is not None:
+            self._table = assign_devices(pools, self._devices)
+        self._threads = default_threads(sum(pool.workers for pool in pools))
+        return self._threads
+
+    def node_of(self, pool: str, number: int) -> str:
+        return self.node
+
+    def serve(self, service: type) -> list[Any]:
+        return []
+
+    def start(self, pool: str, number: int, spec: ProcessSpec, copied: bool = False) -> Process:
+        given = self._table.get(f"{pool}-{number}")
+        spec = replace(spec, threads=self._threads, devices=given.every if given else None)
+        return from_server(spec) if copied else spawn(spec)
+
+    def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
+        lines = {each.connection: each for each in processes if isinstance(each, LocalProcess)}
+        return [lines[line] for line in wait(list(lines), seconds)]  # type: ignore[index]
+
+    def close(self) -> None:
+        """Nothing was reserved that others could want."""

@@ -1,4 +1,4 @@
-"""Worker processes on a Ray cluster: the cluster itself, a placement group for each pool, an actor for each seat in it."""
+"""A Ray cluster: the connection to it, a placement group for each pool, an actor in each place that it reserves."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import importlib.util
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from braidrl.cluster.devices import devices_each
+from braidrl.cluster.process import END_LIMIT_S
 from braidrl.config import ClusterConfig
 from braidrl.errors import UserError
 from braidrl.placement.pools import Pool, check_devices
 
-CLOSE_LIMIT_S = 10.0
 INLINE_BYTES = 1 << 20
 """Up to this size rows come with the message that brings them; by default Ray has more than 100 KiB fetched from its object store."""
 
@@ -28,6 +30,15 @@ def import_ray(needed_by: str = "runtime=hybrid") -> Any:
     # The driver reports the first failure; those that follow from it would be printed besides.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     return importlib.import_module("ray")
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A place for one actor: Ray's strategy for it, and what it takes there."""
+
+    strategy: Any
+    cpus: int = 1
+    gpus: int = 0
 
 
 class RayCluster:
@@ -58,15 +69,15 @@ class RayCluster:
                 f"no Ray cluster at {address or 'this machine'} ({' '.join(str(error).split())}); check cluster.address"
             ) from error
 
-    def seats(self, pools: Sequence[Pool]) -> list[list[Any]]:
-        """For each pool where its workers go: reserved devices. Raises UserError where there are too few, or none become free."""
-        check_devices([p for p in pools if p.device or self.kind == "CPU"], self.devices, f"{self.kind}s")
-        # A seat with a device takes a CPU too.
+    def reserve(self, pools: Sequence[Pool]) -> list[list[Reservation]]:
+        """Return for each pool where its workers go. Raises UserError where there are too few devices, or none become free."""
+        # A worker with a device takes a CPU too.
         check_devices(pools, int(self.ray.cluster_resources().get("CPU", 0)), "CPUs")
+        each = devices_each(pools, self.devices, "the cluster") if self.kind == "GPU" else {}
         util = self.ray.util
         for pool in pools:
-            bundle = {"CPU": 1, **({"GPU": 1} if self.kind == "GPU" and pool.device else {})}
-            self.groups.append(util.placement_group([bundle] * pool.workers, strategy="PACK"))
+            gpus = {"GPU": each[pool.name]} if each.get(pool.name) else {}
+            self.groups.append(util.placement_group([{"CPU": 1, **gpus}] * pool.workers, strategy="PACK"))
         for pool, group in zip(pools, self.groups, strict=True):
             if not group.wait(self.config.start_limit_s):
                 raise UserError(
@@ -75,28 +86,21 @@ class RayCluster:
                 )
         strategy = util.scheduling_strategies.PlacementGroupSchedulingStrategy
         return [
-            [strategy(group, placement_group_bundle_index=rank) for rank in range(pool.workers)]
+            [Reservation(strategy(group, n), 1, each.get(pool.name, 0)) for n in range(pool.workers)]
             for pool, group in zip(pools, self.groups, strict=True)
         ]
 
-    def node_of(self, seat: Any) -> str:
-        """The id of the node that a reserved seat is on."""
-        table = self.ray.util.placement_group_table(seat.placement_group)
-        return str(table["bundles_to_node_id"][seat.placement_group_bundle_index])
+    def node_of(self, place: Reservation) -> str:
+        """Return the id of the node that a reservation is on."""
+        table = self.ray.util.placement_group_table(place.strategy.placement_group)
+        return str(table["bundles_to_node_id"][place.strategy.placement_group_bundle_index])
 
-    def start(self, worker: type, seat: Any, *arguments: Any, **needs: int) -> Any:
-        """An actor of class `worker` in a reserved seat; it answers `fetch` in threads of their own while another call runs.
-
-        `needs` (num_cpus, num_gpus) are by default those of a seat with a device.
-        """
+    def start(self, worker: type, place: Reservation, *arguments: Any) -> Any:
+        """Return an actor of class `worker` in a reservation; it answers `fetch` in threads of their own while another call runs."""
         options = {
-            "num_cpus": 1,
-            "num_gpus": 1 if self.kind == "GPU" else 0,
-            "scheduling_strategy": seat,
-            "concurrency_groups": {"rows": 2, "aside": 1},
-            "max_restarts": 0,
-            **needs,
-        }
+            "num_cpus": place.cpus, "num_gpus": place.gpus, "scheduling_strategy": place.strategy,
+            "concurrency_groups": {"rows": 2, "aside": 1}, "max_restarts": 0,
+        }  # fmt: skip
         actor = self.ray.remote(**options)(worker).remote(*arguments)
         self.actors.append(actor)
         return actor
@@ -111,7 +115,7 @@ class RayCluster:
         if not self.ray.is_initialized():
             return
         leaving = [actor.close.options(concurrency_group="aside").remote() for actor in self.actors]
-        self.ray.wait(leaving, num_returns=len(leaving), timeout=CLOSE_LIMIT_S) if leaving else None
+        self.ray.wait(leaving, num_returns=len(leaving), timeout=END_LIMIT_S) if leaving else None
         for actor in self.actors:
             self.ray.kill(actor)
         for group in self.groups:

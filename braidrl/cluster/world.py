@@ -24,15 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from braidrl.cluster.devices import own_devices
+from braidrl.cluster.groups import join_group
 from braidrl.cluster.notices import Notices
+from braidrl.errors import LostPeers
 from braidrl.models.parallel.replicated import DataParallel
 
 STORE_LIMIT_S = 5.0
 """For reading from the store who is where, after something went wrong."""
-
-
-class LostPeers(RuntimeError):
-    """Other ranks did not come to a meeting: what a rank sees of another's failure."""
 
 
 @dataclass
@@ -189,16 +188,19 @@ class Supervised(DataParallel):
         return self.world.meeting(purpose)
 
 
-def join(limit_s: float, cuda: bool) -> World:
-    """Joins the world that the environment describes, as `torchrun` and our own launcher set it (RANK, WORLD_SIZE, ...)."""
-    limit = timedelta(seconds=limit_s)
+def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1) -> World:
+    """Join the world that the environment describes, as `torchrun` and our own launchers set it (RANK, WORLD_SIZE, ...).
+
+    Args:
+        limit_s: How long ranks wait for one another, in seconds.
+        cuda: Whether they compute on CUDA devices, of which this rank takes its own.
+        engines: Engine processes that each rank starts.
+        engine_devices: Devices of each of those.
+    """
     if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    store, rank, size = next(rendezvous("env://", timeout=limit))
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    group = dist.group.WORLD
-    assert group is not None
+        torch.cuda.set_device(own_devices(torch.cuda.device_count(), engines, engine_devices).every[0])
+    store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=limit_s)))
+    group = join_group(store, rank, size, limit_s, cuda, os.environ.get("MASTER_ADDR", ""))
     return World(rank, size, group, dist.PrefixStore("places", store))
 
 

@@ -1,6 +1,6 @@
 """The configuration of a run: its sections as typed models, and how it is read."""
 
-from braidrl.config.config import Config
+from braidrl.config.config import Config, TrackerConfig
 from braidrl.config.data import DataConfig, RewardConfig, SourceConfig, VerifierConfig
 from braidrl.config.processes import ClusterConfig, PlacementConfig, PoolConfig, StreamingConfig
 from braidrl.config.reading import apply_override, load_config, parse_config
@@ -18,6 +18,7 @@ __all__ = [
     "RoleConfig",
     "SourceConfig",
     "StreamingConfig",
+    "TrackerConfig",
     "TrainerConfig",
     "VerifierConfig",
     "apply_override",

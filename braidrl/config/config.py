@@ -7,16 +7,33 @@ data: {train: data/train.parquet, eval: {test: data/test.parquet}}
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from braidrl.config.data import DataConfig, RewardConfig
+from braidrl.config.data import DataConfig, RewardConfig, short_names
 from braidrl.config.processes import ClusterConfig, PlacementConfig, StreamingConfig, short_placement
 from braidrl.config.rollout import RolloutConfig
 from braidrl.config.section import DType, Section
 from braidrl.config.training import EvaluationConfig, RoleConfig, TrainerConfig
+
+
+class TrackerConfig(Section):
+    """One place to which a run's metrics go beside `metrics.jsonl`."""
+
+    name: str
+    """`tensorboard`, `wandb`, or `module:name` or `file.py:name` of your own."""
+    params: dict[str, Any] = {}
+    """Settings handed to it by keyword; for `wandb`, further arguments of `wandb.init`."""
+
+
+def default_trackers() -> list[TrackerConfig]:
+    """Return TensorBoard, and wandb where it is installed and its environment says where to."""
+    wandb = "WANDB_PROJECT" in os.environ and importlib.util.find_spec("wandb") is not None
+    return [TrackerConfig(name="tensorboard"), *([TrackerConfig(name="wandb")] if wandb else [])]
 
 
 class Config(Section):
@@ -40,6 +57,8 @@ class Config(Section):
     """When and how held-out sets are measured."""
     roles: dict[str, RoleConfig] = {}
     """Settings of single roles by name, as in `roles.critic.learning_rate=1e-5`."""
+    trackers: list[TrackerConfig] = Field(default_factory=default_trackers)
+    """Where metrics go beside `metrics.jsonl`; by default also to `wandb` where it is installed and WANDB_PROJECT is set."""
     runtime: Literal["eager", "hybrid", "distributed", "streaming"] = "eager"
     """Who decides what runs next: a loop in this process, a controller on Ray, nobody, or a queue."""
     placement: PlacementConfig = PlacementConfig()
@@ -53,9 +72,9 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the CUDA device where there is one."""
     dtype: DType = "float32"
-    """Of the weights in the forward pass; master weights and optimizer state are never less than float32."""
+    """Type of the weights in the forward pass; master weights and optimizer state are never less than float32."""
     seed: int = 0
-    """Of everything random: order of the data, sampling, shuffles."""
+    """Seed of everything random: order of the data, sampling, shuffles."""
     output: Path = Path("runs")
     """The folder in which run folders are made."""
     name: str | None = None
@@ -73,3 +92,8 @@ class Config(Section):
     @classmethod
     def _short_placement(cls, value: Any) -> Any:
         return short_placement(value)
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _short_trackers(cls, value: Any) -> Any:
+        return short_names(value)

@@ -44,7 +44,7 @@ class SourceConfig(Section):
     @field_validator("verify", mode="before")
     @classmethod
     def _short(cls, value: Any) -> Any:
-        return short_verifiers(value)
+        return short_names(value)
 
 
 class DataConfig(Section):
@@ -99,10 +99,10 @@ class RewardConfig(Section):
     @field_validator("verify", mode="before")
     @classmethod
     def _short(cls, value: Any) -> Any:
-        return short_verifiers(value)
+        return short_names(value)
 
 
-def short_verifiers(value: Any) -> Any:
+def short_names(value: Any) -> Any:
     """`gsm8k` and `[gsm8k, {name: format, weight: 0.1}]` are short for a list of verifiers."""
     if value is None:
         return None
@@ -111,5 +111,5 @@ def short_verifiers(value: Any) -> Any:
 
 
 def short_source(value: Any) -> Any:
-    """A path is short for a source with nothing else set."""
+    """Return a path is short for a source with nothing else set."""
     return {"path": value} if isinstance(value, str | Path) else value

@@ -19,6 +19,8 @@ class StreamingConfig(Section):
     sampler: str | dict[str, str] = "first_in"
     """Which of the rows that are ready a worker is given: `first_in`, `whole_groups`, `token_balanced`, `shortest_first`,
     `oldest_version`, or a function of yours, `module:function` or `path/to/file.py:function`; for all stages, or by stage."""
+    storage: str = "shared_memory"
+    """Where payload lies: `shared_memory`, `file:/path` on a disk, or `redis://host:port/0`."""
     weights: Literal["end", "delayed"] = "end"
     """An engine takes new weights when it has finished the rows that it has. With `delayed` it receives them while it goes on
     generating, and all engines load them together when the batch's generation is over."""
@@ -60,7 +62,7 @@ class ClusterConfig(Section):
     """Who starts the ranks of `runtime: distributed` and the workers of `runtime: streaming`: this command, on this machine; Ray, on its
     cluster; or, for ranks, `torchrun`, which has started this command as one of them, and is the default there. Else it is `local`."""
     address: str | None = None
-    """Of a running cluster; by default RAY_ADDRESS, or a cluster of this machine that ends with the run."""
+    """Address of a running cluster; by default RAY_ADDRESS, or a cluster of this machine that ends with the run."""
     cpus: int | None = Field(None, ge=1)
     """CPUs that a cluster of this machine offers, one for each worker; by default all."""
     start_limit_s: float = Field(300.0, gt=0)

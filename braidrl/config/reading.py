@@ -17,7 +17,7 @@ from braidrl.errors import UserError, suggest
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = (), **defaults: Any) -> Config:
-    """Reads YAML and checks every key; `defaults` fill keys that nobody set.
+    """Read YAML and check every key; `defaults` fill keys that nobody set.
 
     Each override is a dotted `key=value`, or a YAML file that lies over the first.
 
@@ -58,7 +58,7 @@ def lay_over(tree: dict[str, Any], over: dict[str, Any]) -> None:
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
-    """Checks a nested dict. Raises UserError naming the first key at fault."""
+    """Check a nested dict. Raises UserError naming the first key at fault."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -66,7 +66,7 @@ def parse_config(tree: dict[str, Any]) -> Config:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Sets `a.b=value` in a nested dict; the value is read as YAML. Raises UserError when it is not key=value."""
+    """Set `a.b=value` in a nested dict; the value is read as YAML. Raises UserError when it is not key=value."""
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise UserError(f"{override!r} is not key=value, as in trainer.steps=10")
@@ -103,7 +103,7 @@ def explain(error: ValidationError) -> str:
 
 
 def section_keys(place: tuple[int | str, ...]) -> list[str]:
-    """The keys of the section at `place`."""
+    """Return the keys of the section at `place`."""
     section: type[BaseModel] = Config
     for part in place:
         if isinstance(part, int) or part not in section.model_fields:
@@ -114,7 +114,7 @@ def section_keys(place: tuple[int | str, ...]) -> list[str]:
 
 
 def section_type(annotation: Any) -> type[BaseModel] | None:
-    """The section inside an annotation such as `dict[str, RoleConfig]`, if any."""
+    """Return the section inside an annotation such as `dict[str, RoleConfig]`, if any."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for part in getattr(annotation, "__args__", ()):

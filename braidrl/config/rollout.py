@@ -50,12 +50,15 @@ class RolloutConfig(Section):
     """How responses are sampled."""
 
     engine: str = "embedded"
-    """Who generates: `embedded` decodes with the trainer's own weights, `vllm` in processes of its own, `http` asks servers."""
+    """Who generates: `embedded` decodes with the trainer's own weights, `vllm` in processes of its own, `http` asks servers;
+    or `module:name` or `file.py:name` of your own."""
+    engine_settings: dict[str, Any] = {}
+    """Settings of an engine of your own, which finds them in its spec's `options`."""
     servers: ServersConfig = ServersConfig()
     """An address, or a list of them, is short for servers with nothing else set."""
     engines: int | None = Field(None, ge=0)
     """Processes that generate, each with a copy of the weights; a router spreads rows over them, and replaces one that ends.
-    By default 1 for vLLM, and for the embedded engine 0: the process that trains generates too."""
+    By default 1 for vLLM, and 0 for the embedded engine and your own: the process that trains generates too."""
     tensor: int = Field(1, ge=1)
     """Processes that each of those engines consists of, where it is embedded: they divide its weights, heads and vocabulary, for a model
     that is too large for one device. A number that divides the model's heads and key/value heads. With `engines` 0, under `runtime:
@@ -81,11 +84,11 @@ class RolloutConfig(Section):
     stop: list[str] = []
     """A response ends where one of these texts appears."""
     stop_token_ids: list[int] = []
-    """In addition to the tokenizer's end of sequence."""
+    """Token ids that end a response, besides the tokenizer's end of sequence."""
     slots: int = Field(64, ge=1)
     """Rows that the embedded engine decodes at once."""
     dtype: DType | None = None
-    """Of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
+    """Type of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
     compile: bool = True
     """Decode on a CPU by kernels compiled for it, in about a second once; by torch where there is no C compiler or the model is another
     than a Qwen2, Qwen3 or Llama. On CUDA steps are recorded as graphs, each the first time, and the memory of keys and values stays

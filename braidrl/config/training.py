@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -35,18 +35,24 @@ class TrainerConfig(Section):
     """Passes over a batch."""
     max_tokens_per_device: int = Field(8192, ge=1)
     """Tokens of a micro-batch; the only dial for memory, without effect on the result."""
+    backend: str = "torch"
+    """What trains and infers: `torch`, which has layouts, adapters and offloading, or `module:name` or `file.py:name` of your own."""
+    optimizer: str = "adamw"
+    """`adamw`, `sgd`, or `module:name` or `file.py:name` of your own; torch's have names too, as in `torch.optim:RMSprop`."""
+    optimizer_settings: dict[str, Any] = {}
+    """Settings handed to it by keyword, as in `{momentum: 0.9}`."""
     learning_rate: float = Field(1e-6, ge=0)
-    """Of AdamW, after warm-up."""
+    """Of the optimizer, after warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does after its warm-up, over `steps`."""
     warmup_steps: int = Field(0, ge=0)
     """Iterations over which the learning rate rises from 0."""
     weight_decay: float = Field(0.0, ge=0)
-    """Of AdamW, applied to the weights and not to the gradient."""
+    """AdamW's decoupled weight decay."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Of AdamW: how long the two moments remember."""
+    """AdamW's decay rates of the two moments."""
     epsilon: float = Field(1e-8, gt=0)
-    """Of AdamW, added to the root of the second moment."""
+    """AdamW's epsilon, added to the root of the second moment."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """A longer gradient is scaled down to this norm; none does not clip."""
     share_prompts: bool = False
@@ -112,6 +118,8 @@ class RoleConfig(Section):
 
     model: Path | None = None
     """A model of its own; by default the run's."""
+    backend: str | None = None
+    """By default the trainer's."""
     learning_rate: float | None = Field(None, ge=0)
     """By default the trainer's."""
     dtype: DType | None = None

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.data.frames import CodecError, Frame, joined_size
+from braidrl.data.frames import CodecError, Frame
 from braidrl.data.rows import Column, Objects, Rows
 
 MARK = b"braidrow"
@@ -43,7 +43,7 @@ class PayloadForbidden(RuntimeError):
 
 
 class ColumnHeader(NamedTuple):
-    """What frame 0 says of one column; `shape` is that of the values, `dtype` is "json" for Objects."""
+    """The description of one column in frame 0; `shape` is that of the values, `dtype` is "json" for Objects."""
 
     name: str
     kind: str
@@ -52,7 +52,7 @@ class ColumnHeader(NamedTuple):
 
 
 class PayloadGuard:
-    """Counts who forbids payload, for all threads of the process: a driver's callbacks run in threads of their own."""
+    """Counts who forbids payload, for all threads of the process: a driver's callbacks run in other threads."""
 
     def __init__(self) -> None:
         self.holders = 0
@@ -68,7 +68,7 @@ _guard = PayloadGuard()
 
 @contextmanager
 def payload_forbidden() -> Iterator[None]:
-    """Inside, `decode` raises PayloadForbidden for payload columns, in every thread of this process."""
+    """Make `decode` raise PayloadForbidden for payload columns inside the context, in every thread of this process."""
     _guard.change(+1)
     try:
         yield
@@ -77,7 +77,7 @@ def payload_forbidden() -> Iterator[None]:
 
 
 def encode(rows: Rows) -> list[Frame]:
-    """Frames that refer to the rows' memory. Raises CodecError for a dtype or an object that cannot travel, by name."""
+    """Encode rows as frames that refer to the rows' memory. Raises CodecError, naming the column, for what cannot be encoded."""
     headers: list[ColumnHeader] = []
     frames: list[Frame] = []
     for name, column in rows.items():
@@ -88,16 +88,13 @@ def encode(rows: Rows) -> list[Frame]:
     return [MARK + zlib.crc32(packed).to_bytes(4, "little") + packed, *frames]
 
 
-def encoded_size(rows: Rows) -> int:
-    """Bytes that `frames.join(encode(rows))` takes."""
-    return joined_size(encode(rows))
-
-
 def decode(frames: Sequence[Frame], columns: Sequence[str] | None = None) -> Rows:
-    """The rows, or the named columns of them, as views on the frames.
+    """Decode the rows, or the named columns of them, as views on the frames.
 
-    Raises CodecError for frames that are damaged or incomplete, KeyError for a column that is not there, and PayloadForbidden for
-    a payload column inside `payload_forbidden()`.
+    Raises:
+        CodecError: For frames that are damaged or incomplete.
+        KeyError: For a column that is not there.
+        PayloadForbidden: For a payload column inside `payload_forbidden()`.
     """
     size, headers = read_header(frames)
     wanted = [h.name for h in headers] if columns is None else list(columns)
@@ -114,14 +111,8 @@ def decode(frames: Sequence[Frame], columns: Sequence[str] | None = None) -> Row
     return Rows({name: decoded[name] for name in wanted})
 
 
-def decode_index(frames: Sequence[Frame]) -> Rows:
-    """The index columns alone; payload frames are not looked at. Raises CodecError as `decode` does."""
-    _, headers = read_header(frames)
-    return decode(frames, [header.name for header in headers if header.kind == "index"])
-
-
 def read_header(frames: Sequence[Frame]) -> tuple[int, list[ColumnHeader]]:
-    """Number of rows, and what the columns are. Raises CodecError unless the frames are as many as the header says."""
+    """Return the number of rows, and each column's header. Raises CodecError unless there are as many frames as the header says."""
     if not frames:
         raise CodecError("no frames")
     first = bytes(frames[0])
@@ -184,7 +175,7 @@ def _json_bytes(name: str, column: Objects) -> bytes:
 
 
 def _exact_json(value: Any) -> str | None:
-    """The JSON text that gives the same value back, or None: tuples and int keys would silently come back as others."""
+    """Return the JSON text that gives the same value back, or None: tuples and int keys would silently come back as others."""
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError):

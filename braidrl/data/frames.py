@@ -17,23 +17,23 @@ FIXED = struct.Struct("<8sQQ")
 
 
 class CodecError(ValueError):
-    """Bytes that are not rows, or not all of them; or rows that cannot be bytes."""
+    """Bytes that are not rows, or not all of them; or rows that cannot be encoded."""
 
 
 def joined_size(frames: Sequence[Frame]) -> int:
-    """Bytes that the joined frames take."""
+    """Return the bytes that the joined frames take."""
     return _starts([memoryview(frame).nbytes for frame in frames])[-1]
 
 
 def join(frames: Sequence[Frame]) -> bytearray:
-    """One buffer with all frames; the one place where their bytes are copied."""
+    """Join frames in one buffer; the one place where their bytes are copied."""
     buffer = bytearray(joined_size(frames))
     join_into(frames, buffer)
     return buffer
 
 
 def join_into(frames: Sequence[Frame], buffer: bytearray | memoryview) -> int:
-    """Writes the frames to the beginning of a buffer and returns the bytes used. Raises CodecError if it is too small."""
+    """Write the frames to the beginning of a buffer and return the bytes used. Raises CodecError if it is too small."""
     target = memoryview(buffer).cast("B")
     total, pieces = laid_out(frames)
     if total > target.nbytes:
@@ -44,7 +44,7 @@ def join_into(frames: Sequence[Frame], buffer: bytearray | memoryview) -> int:
 
 
 def laid_out(frames: Sequence[Frame]) -> tuple[int, list[tuple[int, memoryview]]]:
-    """Bytes that the joined frames take, and what stands where in them; between the pieces nothing has to be written."""
+    """Return the bytes that the joined frames take, and their pieces with offsets; gaps between the pieces are padding."""
     views = [memoryview(frame).cast("B") for frame in frames]
     lengths = [view.nbytes for view in views]
     *starts, total = _starts(lengths)
@@ -53,7 +53,7 @@ def laid_out(frames: Sequence[Frame]) -> tuple[int, list[tuple[int, memoryview]]
 
 
 def split(buffer: Frame) -> list[memoryview]:
-    """The frames as views on the buffer, which may be longer than they are. Raises CodecError if it is damaged or cut off."""
+    """Return the frames as views on the buffer, which may be longer than they are. Raises CodecError if it is damaged or cut off."""
     view = memoryview(buffer).cast("B")
     if view.nbytes < FIXED.size:
         raise CodecError(f"{view.nbytes} bytes are too few to hold frames")
@@ -72,7 +72,7 @@ def split(buffer: Frame) -> list[memoryview]:
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
-    """Where each frame begins, and behind the last one where all end."""
+    """Return the offset of each frame, and the end of the last one."""
     first = _aligned(FIXED.size + 8 * len(lengths))
     return list(accumulate((_aligned(length) for length in lengths), initial=first))
 

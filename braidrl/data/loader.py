@@ -1,4 +1,8 @@
-"""The next prompts: seeded, weighted over sources, resumable. Its whole state is one number.
+"""The next prompts, and the rows that they become: seeded, weighted over sources, resumable. Its whole state is one number.
+
+Each admitted prompt becomes a group of rows, one per sample; no later stage creates rows.
+
+number n ──WeightedDraw──▶ source s, and how many before n came from s ──permutation of (seed, s, epoch)──▶ example
 
 Everything follows from the admission number: `peek` answers for any number without the ones before it, so that each rank of a
 distributed run draws only its slice under one global shuffle, and a resumed run goes on where the other stopped.
@@ -6,14 +10,19 @@ distributed run draws only its slice under one global shuffle, and a resumed run
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from braidrl.data.order import WeightedDraw, permutation
+from braidrl.algorithms.ragged import Ragged
 from braidrl.data.prompts import LoadedSource
+from braidrl.data.rows import Column, Objects, Rows
 from braidrl.data.sources import Example
 from braidrl.errors import UserError
 
@@ -37,7 +46,7 @@ class Admitted:
 
     @staticmethod
     def of(source: LoadedSource, number: int, position: int, epoch: int, index: int) -> Admitted:
-        """Example `index` of a source, which is the run's `position`-th."""
+        """Make the admission of example `index` of a source, which is the run's `position`-th."""
         response, rejected = source.response(index), source.rejected_response(index)
         return Admitted(
             number, position, epoch, index, source.examples[index], source.prompt(index), response, rejected
@@ -48,7 +57,7 @@ class PromptLoader:
     """Draws prompts from sources in proportion to their weights, each source shuffled anew every time it is through."""
 
     def __init__(self, sources: Sequence[LoadedSource], seed: int = 0, shuffle: bool = True) -> None:
-        """Raises UserError when there is no source or an empty one."""
+        """Start at the first admission. Raises UserError when there is no source, or an empty one."""
         if not sources or not all(len(source) for source in sources):
             raise UserError("there are no prompts to draw from; give data.train a file with at least one")
         self.sources = list(sources)
@@ -69,17 +78,17 @@ class PromptLoader:
         return [count // len(source) for count, source in zip(drawn, self.sources, strict=True)]
 
     def take(self, count: int) -> list[Admitted]:
-        """The next `count` prompts."""
+        """Return the next `count` prompts."""
         return self.peek(self.advance(count))
 
     def advance(self, count: int) -> range:
-        """The admission numbers of the next `count` prompts, which are taken with that."""
+        """Take the next `count` prompts, and return their admission numbers alone."""
         numbers = range(self.admitted, self.admitted + count)
         self.admitted += count
         return numbers
 
     def peek(self, numbers: Sequence[int]) -> list[Admitted]:
-        """The prompts of these admission numbers, past or future; the loader stays where it is."""
+        """Return the prompts of these admission numbers, past or future, without taking them."""
         return [self._admitted(number) for number in numbers]
 
     def _admitted(self, number: int) -> Admitted:
@@ -91,17 +100,12 @@ class PromptLoader:
         return Admitted.of(source, number, position, epoch, index)
 
     def state(self) -> dict[str, Any]:
-        """A JSON value from which a loader over the same data goes on exactly."""
+        """Return a JSON value from which a loader over the same data continues exactly."""
         drawn = self._draw.counts(self.admitted)
-        return {
-            "admitted": self.admitted,
-            "drawn": drawn,
-            "epochs": self.epochs,
-            "data": self._identity(),
-        }
+        return {"admitted": self.admitted, "drawn": drawn, "epochs": self.epochs, "data": self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on after the admissions of `state`. Raises UserError when seed, sources or weights are others."""
+        """Continue after the admissions of `state`. Raises UserError when seed, sources or weights differ."""
         for name, value in self._identity().items():
             if state["data"][name] != value:
                 raise UserError(
@@ -111,10 +115,106 @@ class PromptLoader:
         self.admitted = state["admitted"]
 
     def _identity(self) -> dict[str, Any]:
-        """What decides the order; paths may change between machines."""
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,
             "prompts": [len(source) for source in self.sources],
             "weights": [source.weight for source in self.sources],
         }
+
+
+def eval_rows(source: LoadedSource, samples: int, max_prompts: int | None = None, number: int = 0) -> Rows:
+    """Every prompt of a held-out set, or the first `max_prompts`, in file order; `group` is the prompt's place, `source` is `number`."""
+    count = len(source) if max_prompts is None else min(max_prompts, len(source))
+    return as_rows([Admitted.of(source, i, number, 0, i) for i in range(count)], samples)
+
+
+def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
+    """Rows in the order of `admitted`, the samples of a group one after the other.
+
+    Writes source, group, sample, prompt_length (B,) int64; prompt, int64 token ids; metadata, with "prompt" and "answer" as the
+    file has them in place of any fields of these names; response, int64 token ids, where the sources have been read with it. A pair of
+    given responses makes two rows whatever `samples` is: sample 0 has the chosen one and sample 1 the rejected.
+    """
+    if any(a.rejected is not None for a in admitted):
+        samples = 2
+    each = torch.arange(len(admitted)).repeat_interleave(samples)
+    prompts = Ragged.from_rows([a.prompt for a in admitted], torch.int64).take(each)
+    metadata = [a.example.metadata | {"prompt": a.example.prompt, "answer": a.example.answer} for a in admitted]
+    columns: dict[str, Column] = {
+        "source": torch.tensor([a.source for a in admitted], dtype=torch.int64)[each],
+        "group": torch.tensor([a.number for a in admitted], dtype=torch.int64)[each],
+        "sample": torch.arange(samples).repeat(len(admitted)),
+        "prompt": prompts,
+        "prompt_length": prompts.lengths,
+        "metadata": Objects(tuple(metadata)).take(each),
+    }
+    better = [a.response for a in admitted if a.response is not None]
+    worse = [a.rejected for a in admitted if a.rejected is not None]
+    if worse:
+        both = [response for pair in zip(better, worse, strict=True) for response in pair]
+        columns["response"] = Ragged.from_rows(both, torch.int64)
+    elif better:
+        columns["response"] = Ragged.from_rows(better, torch.int64).take(each)
+    return Rows(columns)
+
+
+def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows:
+    """The rows with `ptx_tokens`, int64, and `ptx_length`: one pre-training text each, in the texts' own seeded order.
+
+    Row (group, sample) gets text group * samples_per_prompt + sample, whichever rows are asked for together and in any order.
+    """
+    numbers: Tensor = rows["group"] * samples_per_prompt + rows["sample"]
+    tokens = [admitted.prompt for admitted in texts.peek(numbers.tolist())]
+    joined = Ragged.from_rows(tokens, torch.int64)
+    return rows.with_columns({"ptx_tokens": joined, "ptx_length": joined.lengths})
+
+
+# Shares of the weights are fractions of this, so that counting is exact for any admission number.
+UNIT = 1 << 32
+
+
+class WeightedDraw:
+    """Deals numbers 0, 1, 2, ... out to sources in proportion to `weights`.
+
+    Of any first n numbers, source 0 has floor((n * share + phase) / UNIT), the others share the rest in the same way: an even
+    spread, closer to the weights than independent draws are, and counted without iterating. The seed sets the phases.
+    """
+
+    def __init__(self, weights: Sequence[float], seed: int) -> None:
+        if not weights or min(weights) <= 0:
+            raise ValueError(f"weights must be positive and at least one, got {list(weights)}")
+        rest = [sum(weights[i:]) for i in range(len(weights))]
+        self.shares = [min(UNIT - 1, max(1, round(UNIT * w / r))) for w, r in zip(weights[:-1], rest, strict=False)]
+        self.phases = [seeded_key(seed, "source", i) % UNIT for i in range(len(self.shares))]
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """Return the source of a number, and how many earlier numbers that source has."""
+        for source, (share, phase) in enumerate(zip(self.shares, self.phases, strict=True)):
+            before = (number * share + phase) // UNIT
+            if ((number + 1) * share + phase) // UNIT > before:
+                return source, before
+            number -= before
+        return len(self.shares), number
+
+    def counts(self, numbers: int) -> list[int]:
+        """Return how many of the first `numbers` each source has."""
+        counts = []
+        for share, phase in zip(self.shares, self.phases, strict=True):
+            counts.append((numbers * share + phase) // UNIT)
+            numbers -= counts[-1]
+        return [*counts, numbers]
+
+
+# A step may straddle the end of an epoch in each source; older orders are not needed again.
+@lru_cache(maxsize=32)
+def permutation(seed: int, source: int, epoch: int, size: int) -> np.ndarray:
+    """Return the order (size,) int64 of a source's examples in one epoch; Philox keeps its stream between numpy releases."""
+    keys = np.random.Philox(key=seeded_key(seed, "epoch", source, epoch)).random_raw(size)
+    return np.argsort(keys, kind="stable")
+
+
+def seeded_key(seed: int, purpose: str, *counters: int) -> int:
+    """Hash all arguments to 128 bits."""
+    text = f"{purpose}:{seed}:{':'.join(map(str, counters))}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")

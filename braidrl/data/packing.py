@@ -17,18 +17,23 @@ from braidrl.errors import UserError
 
 
 def plan_micro_batches(
-    lengths: Sequence[int],
-    dp_size: int,
-    max_tokens: int,
-    costs: Sequence[float] | None = None,
-    oversized: Literal["refuse", "alone"] = "refuse",
-    uids: Sequence[Any] | None = None,
+    lengths: Sequence[int], dp_size: int, max_tokens: int, costs: Sequence[float] | None = None,
+    oversized: Literal["refuse", "alone"] = "refuse", uids: Sequence[Any] | None = None,
     groups: Sequence[int] | None = None,
-) -> list[list[list[int]]]:
-    """For each rank its micro-batches, for each of those the positions of its rows; some may be empty, none is over the limit.
+) -> list[list[list[int]]]:  # fmt: skip
+    """Divide rows into micro-batches, as many on each rank, none over the limit; some may be empty.
 
-    `costs` (the lengths by default) balance the ranks. A row longer than `max_tokens` is a micro-batch alone, or raises UserError,
-    which names it by its uid (by its position, without `uids`). With `groups`, one for each row, rows of a group share a micro-batch.
+    Args:
+        lengths: Tokens of each row.
+        dp_size: Data-parallel ranks.
+        max_tokens: The limit of a micro-batch.
+        costs: What balances the ranks, by default the lengths.
+        oversized: Whether a row over the limit raises UserError or is a micro-batch alone.
+        uids: Names of the rows in messages, by default their positions.
+        groups: Of each row, for losses that need the rows of a group in one micro-batch.
+
+    Returns:
+        Row positions by rank and micro-batch.
     """
     if groups is not None:
         return _plan_whole_groups(lengths, dp_size, max_tokens, costs, oversized, groups)
@@ -46,14 +51,10 @@ def plan_micro_batches(
 
 
 def _plan_whole_groups(
-    lengths: Sequence[int],
-    dp_size: int,
-    max_tokens: int,
-    costs: Sequence[float] | None,
-    oversized: Literal["refuse", "alone"],
-    groups: Sequence[int],
-) -> list[list[list[int]]]:
-    """The plan for groups in place of rows, with each group's rows put in its place."""
+    lengths: Sequence[int], dp_size: int, max_tokens: int, costs: Sequence[float] | None,
+    oversized: Literal["refuse", "alone"], groups: Sequence[int],
+) -> list[list[list[int]]]:  # fmt: skip
+    """Plan groups in place of rows, then replace each group by its rows."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
@@ -69,17 +70,8 @@ def _plan_whole_groups(
     return [[sorted(row for item in batch for row in rows_of[item]) for batch in rank] for rank in plan]
 
 
-def estimated_operations(lengths: Sequence[int], *, parameters: int, layers: int, hidden: int) -> list[int]:
-    """Floating-point operations to train on each row, forward and backward.
-
-    `parameters` are those in matrix products (2 operations each per token); causal attention adds 2 · hidden · length² per layer for
-    scores and values together; the backward pass costs twice the forward.
-    """
-    return [3 * (2 * parameters * length + 2 * layers * hidden * length**2) for length in lengths]
-
-
 def _pack(lengths: Sequence[int], rows: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:
-    """A rank's rows in `count` micro-batches, fullest first, or None where they do not go in."""
+    """Pack a rank's rows into `count` micro-batches, fullest first, or return None where they do not fit."""
     alone = [[row] for row in rows if lengths[row] > max_tokens]
     small = [row for row in rows if lengths[row] <= max_tokens]
     if len(alone) > count or (small and len(alone) == count):

@@ -20,16 +20,18 @@ Part = tuple[float, int, list[int]]
 
 
 def balanced_partition(
-    costs: Sequence[float],
-    parts: int,
-    *,
-    equal_size: bool = False,
-    groups: Sequence[int] | None = None,
+    costs: Sequence[float], parts: int, *, equal_size: bool = False, groups: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Positions of the items in each part, fullest part first; positions rise within a part, and a part may be empty.
+    """Divide items into parts of nearly equal cost; returns positions by part, fullest first.
 
-    With `equal_size` the numbers of items differ by at most one. With `groups`, one for each item, groups stay whole (and it is
-    their numbers that are equal). Raises ValueError for a negative cost or fewer parts than one.
+    Args:
+        costs: Of each item, at least 0.
+        parts: How many; some may be empty.
+        equal_size: Let the numbers of items (or of groups) differ by at most one.
+        groups: Of each item; items of a group stay together.
+
+    Raises:
+        ValueError: For a negative cost, or fewer parts than one.
     """
     if parts < 1 or any(cost < 0 for cost in costs):
         raise ValueError(f"a partition needs costs of at least 0 and at least one part, got {parts} parts")
@@ -45,7 +47,7 @@ def balanced_partition(
 
 
 def in_turn(groups: Sequence[int], parts: int) -> list[int]:
-    """The part of each row, for groups that will be needed in the order of their numbers: every part begins with the first ones.
+    """Return the part of each row, for groups that are needed in the order of their numbers: every part begins with the first ones.
 
     Whole groups go to one part after the other; of those that are left over each part gets equally many rows, neighbours together.
     """
@@ -59,7 +61,7 @@ def in_turn(groups: Sequence[int], parts: int) -> list[int]:
 
 
 def imbalance(costs: Sequence[float], partition: Sequence[Sequence[int]]) -> float:
-    """The fullest part's cost over the mean of all parts; 1 is perfect."""
+    """Return the fullest part's cost over the mean of all parts; 1 is perfect."""
     sums = [sum(costs[position] for position in part) for part in partition]
     return max(sums) * len(sums) / sum(sums) if sum(sums) else 1.0
 
@@ -97,13 +99,13 @@ def _differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def _difference(division: list[Part], parts: int) -> float:
-    """Fullest part minus emptiest; parts that are not listed are empty."""
+    """Return fullest part minus emptiest; parts that are not listed are empty."""
     emptiest = -division[-1][0] if len(division) == parts else 0
     return -division[0][0] - emptiest
 
 
 def _overlay(one: list[Part], other: list[Part], parts: int) -> list[Part]:
-    """Lays the smaller division over the larger one, which is changed: its fullest part upon the other's emptiest, and so on."""
+    """Lay the smaller division over the larger one, which is changed: its fullest part upon the other's emptiest, and so on."""
     large, small = (one, other) if len(one) >= len(other) else (other, one)
     untouched = parts - len(small)
     covered = large[untouched:]

@@ -30,10 +30,10 @@ PROGRESS_AFTER_S = 2.0
 
 @dataclass(frozen=True, eq=False)
 class LoadedSource:
-    """The examples of one file that passed the filter.
+    """The examples of one file that passed the length filter.
 
     `kept` (K,) are their places in the file, from 0, of `read` examples. `prompts` and `responses` hold token ids as int32,
-    much less than lists would take; where `prompts` is None a text is tokenised when it is drawn.
+    much smaller than lists; where `prompts` is None a text is tokenised when it is drawn.
     """
 
     path: Path
@@ -55,17 +55,17 @@ class LoadedSource:
         return self.read - len(self.examples)
 
     def prompt(self, index: int) -> Tensor:
-        """Token ids (T,) int64 of an example's prompt."""
+        """Return token ids (T,) int64 of an example's prompt."""
         if self.prompts is not None:
             return self.prompts[index].to(torch.int64)
         return torch.tensor(self.template.encode(self.examples[index].prompt), dtype=torch.int64)
 
     def response(self, index: int) -> Tensor | None:
-        """Token ids (T,) int64 of an example's given response, or None where responses were not asked for."""
+        """Return token ids (T,) int64 of an example's given response, or None where responses were not asked for."""
         return self._given(self.examples[index].response, self.responses, index)
 
     def rejected_response(self, index: int) -> Tensor | None:
-        """Token ids (T,) int64 of the worse response of a pair, or None where pairs were not asked for."""
+        """Return token ids (T,) int64 of the worse response of a pair, or None where pairs were not asked for."""
         return self._given(self.examples[index].rejected, self.rejected, index)
 
     def _given(self, text: str | None, tokenized: Ragged | None, index: int) -> Tensor | None:
@@ -76,19 +76,15 @@ class LoadedSource:
         return torch.tensor(self.template.encode_responses([text])[0], dtype=torch.int64)
 
     def report(self) -> str:
-        """How many prompts were dropped of how many, for the log."""
+        """Say how many prompts were dropped of how many, for the log."""
         return f"{self.path}: {self.read} prompts, {self.dropped} dropped as longer than data.max_prompt_tokens"
 
 
 def load_train(
-    data: DataConfig,
-    tokenizer: Any,
-    *,
-    responses: bool = False,
-    pairs: bool = False,
+    data: DataConfig, tokenizer: Any, *, responses: bool = False, pairs: bool = False,
     kept: Sequence[Sequence[int]] | None = None,
-) -> list[LoadedSource]:
-    """Every source of `data.train`. Raises UserError when there is none, or for a file that cannot be used.
+) -> list[LoadedSource]:  # fmt: skip
+    """Load every source of `data.train`. Raises UserError when there is none, or for a file that cannot be used.
 
     `kept` holds another rank's `LoadedSource.kept` of each.
     """
@@ -105,7 +101,7 @@ def load_train(
 def load_eval(
     data: DataConfig, tokenizer: Any, *, pairs: bool = False, kept: Mapping[str, Sequence[int]] | None = None
 ) -> dict[str, LoadedSource]:
-    """The held-out sets of `data.eval` by name. Raises UserError for a file that cannot be used. `kept` as for `load_train`."""
+    """Load the held-out sets of `data.eval` by name. Raises UserError for a file that cannot be used. `kept` as for `load_train`."""
     template = PromptTemplate(tokenizer, data.chat_template, data.system_prompt)
     longest = data.max_prompt_tokens
     return {
@@ -115,7 +111,7 @@ def load_eval(
 
 
 def load_texts(data: DataConfig, tokenizer: Any, kept: Sequence[int] | None = None) -> LoadedSource:
-    """The pre-training texts of `data.ptx`. Raises UserError when there are none, or for a file that cannot be used."""
+    """Load the pre-training texts of `data.ptx`. Raises UserError when there are none, or for a file that cannot be used."""
     if data.ptx is None:
         raise UserError("data.ptx is not set, and the flow trains on pre-training text; write data.ptx=texts.jsonl")
     template = PromptTemplate(tokenizer, chat_template=False)
@@ -123,18 +119,21 @@ def load_texts(data: DataConfig, tokenizer: Any, kept: Sequence[int] | None = No
 
 
 def load_source(
-    source: SourceConfig,
-    template: PromptTemplate,
-    max_prompt_tokens: int,
-    *,
-    responses: bool = False,
-    pairs: bool = False,
-    kept: Sequence[int] | None = None,
-) -> LoadedSource:
-    """Reads, tokenises and filters one file. Raises UserError for a fault in the file or when no prompt is short enough.
+    source: SourceConfig, template: PromptTemplate, max_prompt_tokens: int, *, responses: bool = False,
+    pairs: bool = False, kept: Sequence[int] | None = None,
+) -> LoadedSource:  # fmt: skip
+    """Read, tokenise and filter one file.
 
-    `kept` is another rank's `LoadedSource.kept` of the same file: the filter is then done, and this rank tokenises only the prompts
-    that it draws.
+    Args:
+        source: The file and its fields.
+        template: Turns prompts into token ids.
+        max_prompt_tokens: Longer prompts are dropped.
+        responses: Read a given response of each example.
+        pairs: Read a chosen and a rejected response of each example.
+        kept: Another rank's `LoadedSource.kept` of the file, in place of the filter: only prompts that are drawn are tokenised then.
+
+    Raises:
+        UserError: For a fault in the file, or when no prompt is short enough.
     """
     examples = read_examples(source, responses=responses, pairs=pairs)
     if kept is not None:
@@ -161,7 +160,7 @@ def load_source(
 def tokenize(
     path: Path, examples: Sequence[Example], template: PromptTemplate, max_prompt_tokens: int
 ) -> tuple[Ragged, list[int]]:
-    """Token ids, int32, of the prompts that are short enough, and the length of every prompt.
+    """Return the int32 token ids of prompts that are short enough, and the length of every prompt.
 
     Raises UserError with the place of a prompt that the template refuses or that has no tokens.
     """
@@ -181,13 +180,12 @@ def tokenize(
 
 
 def tokenize_responses(path: Path, texts: Sequence[str], template: PromptTemplate) -> Ragged:
-    """Token ids of every given response with its end of sequence, int32."""
+    """Return the int32 token ids of given responses, each with its end of sequence."""
     batches = with_progress(in_batches(texts), len(texts), f"Tokenising responses of {path.name}")
     return joined(template.encode_responses(batch) for batch in batches)
 
 
 def render_at(path: Path, example: Example, template: PromptTemplate) -> str:
-    """The prompt's text. Raises UserError with the example's place."""
     try:
         return template.render(example.prompt)
     except UserError as error:
@@ -195,13 +193,12 @@ def render_at(path: Path, example: Example, template: PromptTemplate) -> str:
 
 
 def joined(batches: Iterable[list[list[int]]]) -> Ragged:
-    """Token ids of all batches as one int32 table; lists live only as long as their batch."""
+    """Join the token ids of all batches as int32; lists live only as long as their batch."""
     parts = [Ragged.from_rows(batch, torch.int32) for batch in batches]
     return Ragged.cat(parts) if parts else Ragged.from_rows([], torch.int32)
 
 
 def in_batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Runs of at most BATCH items."""
     for start in range(0, len(items), BATCH):
         yield items[start : start + BATCH]
 
@@ -209,7 +206,7 @@ def in_batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
 def with_progress(
     batches: Iterable[Sequence[T]], total: int, title: str, after_s: float = PROGRESS_AFTER_S
 ) -> Iterator[Sequence[T]]:
-    """The same batches; a bar appears on the terminal's error stream if they take longer than `after_s` seconds."""
+    """Yield the same batches; a bar appears on stderr if they take longer than `after_s` seconds."""
     started = time.monotonic()
     done = 0
     with ExitStack() as stack:

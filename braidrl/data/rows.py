@@ -56,7 +56,7 @@ class Rows:
     """An immutable table. Columns may be added and rows taken; nothing is changed in place."""
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
-        """Raises ValueError when columns differ in their number of rows."""
+        """Raise ValueError when columns differ in their number of rows."""
         self._columns = dict(columns)
         sizes = {name: len(column) for name, column in self._columns.items()}
         if len(set(sizes.values())) > 1:
@@ -84,15 +84,15 @@ class Rows:
         return iter(self._columns.items())
 
     def get(self, name: str) -> Any:
-        """The column, or None where there is none of that name."""
+        """Return the column, or None where there is none of that name."""
         return self._columns.get(name)
 
     def with_columns(self, columns: Mapping[str, Column]) -> Rows:
-        """The same rows with these columns added, or replaced by their next version."""
+        """Return the same rows with these columns added, or replaced by their next version."""
         return Rows({**self._columns, **columns})
 
     def only(self, names: Sequence[str]) -> Rows:
-        """The named columns. Raises KeyError for one that is not there."""
+        """Return the named columns. Raises KeyError for one that is not there."""
         return Rows({name: self[name] for name in names})
 
     def without(self, names: Sequence[str]) -> Rows:
@@ -109,7 +109,7 @@ class Rows:
         return Rows({name: column for name, column in self._columns.items() if not isinstance(column, Tensor)})
 
     def take(self, rows: Tensor | Sequence[int] | Sequence[bool]) -> Rows:
-        """Rows by number (K,) in the order given, or by a boolean mask (B,)."""
+        """Return rows by number (K,) in the order given, or by a boolean mask (B,)."""
         chosen = torch.as_tensor(rows)
         if chosen.dtype == torch.bool:
             chosen = chosen.nonzero().flatten()
@@ -122,17 +122,17 @@ class Rows:
         )
 
     def uids(self) -> list[tuple[int, int, int]]:
-        """(source, group, sample) of each row: its identity through the whole run."""
+        """Return (source, group, sample) of each row: its identity through the whole run."""
         return list(zip(*(self[name].tolist() for name in IDENTITY), strict=True))
 
     def ordered(self) -> Rows:
-        """The rows by (group, sample): the one order in which a batch is trained on, whoever finished first."""
+        """Return the rows by (group, sample): the one order in which a batch is trained on, whoever finished first."""
         keys = list(zip(self["group"].tolist(), self["sample"].tolist(), strict=True))
         return self.take(sorted(range(len(self)), key=keys.__getitem__))
 
     @staticmethod
     def cat(parts: Sequence[Rows]) -> Rows:
-        """All rows of all parts. Raises ValueError when a part lacks a column that another has."""
+        """Concatenate rows. Raises ValueError when a part lacks a column that another has."""
         parts = [part for part in parts if len(part)] or list(parts[:1])
         if not parts:
             return Rows({})
@@ -153,5 +153,5 @@ def _cat(columns: Sequence[Any]) -> Column:
 
 
 def tokens_of(rows: Rows) -> int:
-    """Tokens of all rows; 0 while they have none."""
+    """Count the tokens of all rows; 0 while they have none."""
     return int(rows["length"].sum()) if "length" in rows else 0

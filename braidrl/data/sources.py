@@ -43,11 +43,15 @@ class Example:
 
 
 def read_examples(source: SourceConfig, *, responses: bool = False, pairs: bool = False) -> list[Example]:
-    """All examples of a file, in its order.
+    """Read all examples of a file, in order.
 
-    `responses` says that the flow trains on given responses, `pairs` that each prompt has a chosen and a rejected one: each example must
-    then have them, and otherwise these fields are metadata like any other. Raises UserError naming file and line, or row, for whatever
-    cannot be used.
+    Args:
+        source: The file and its fields.
+        responses: The flow trains on given responses: each example must have one.
+        pairs: The flow trains on pairs: each example must have a chosen and a rejected response.
+
+    Raises:
+        UserError: Naming file and line, or row, for whatever cannot be used.
     """
     given = given_fields(source, responses, pairs)
     examples = [make_example(source, record, line, given) for line, record in read_records(source.path)]
@@ -57,7 +61,7 @@ def read_examples(source: SourceConfig, *, responses: bool = False, pairs: bool 
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, fields) of each line or row. Raises UserError for a file that cannot be read."""
+    """Yield the line number, from 1, and the fields of each line or row. Raises UserError for a file that cannot be read."""
     readers = {".jsonl": read_jsonl, ".parquet": read_parquet}
     if path.suffix not in readers:
         raise UserError(f"{path}: files of the kind {path.suffix!r} are not read; give a .jsonl or .parquet file")
@@ -67,7 +71,7 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Lines that are JSON objects; empty lines are skipped but counted."""
+    """Yield the JSON objects of a file by line; empty lines are skipped but counted."""
     decoder = json.JSONDecoder(parse_constant=_refuse_constant)
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
@@ -97,7 +101,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows as dicts, some at a time, so that no second copy of the file is held."""
+    """Yield rows as dicts, read in batches, so that no second copy of the file is held."""
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -111,7 +115,7 @@ def read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _check_json(path: Path, number: int, record: Mapping[str, Any]) -> None:
-    """Raises UserError for bytes, dates, NaN and whatever else could not travel or be written as JSON."""
+    """Raise UserError for bytes, dates, NaN and whatever else could not travel or be written as JSON."""
     for name, value in record.items():
         try:
             json.dumps(value, allow_nan=False)
@@ -124,14 +128,14 @@ def _check_json(path: Path, number: int, record: Mapping[str, Any]) -> None:
 
 
 def given_fields(source: SourceConfig, responses: bool, pairs: bool) -> dict[str, str]:
-    """What each given response is called, and the field that holds it: none, one, or the two of a pair, the better first."""
+    """Return the field of each given response by its name: none, one, or the two of a pair, the better first."""
     if pairs:
         return {"chosen": source.chosen_field, "rejected": source.rejected_field}
     return {"response": source.response_field} if responses else {}
 
 
 def make_example(source: SourceConfig, record: dict[str, Any], line: int, given: Mapping[str, str]) -> Example:
-    """Picks the configured fields out of one record. Raises UserError for a missing field or a wrong type."""
+    """Pick the configured fields out of one record. Raises UserError for a missing field or a wrong type."""
     where = place(source.path, line)
     used = {source.prompt_field, source.answer_field, *given.values()}
     texts = [check_response(where, field, find_required(where, what, field, record)) for what, field in given.items()]
@@ -148,7 +152,7 @@ def make_example(source: SourceConfig, record: dict[str, Any], line: int, given:
 
 
 def find_answer(where: str, source: SourceConfig, record: Mapping[str, Any]) -> Any:
-    """The reference answer, or None where the file has none. Raises UserError when a field named in the configuration is missing."""
+    """Return the reference answer, or None where the file has none. Raises UserError when a field named in the configuration is missing."""
     answer = find(record, source.answer_field)
     if answer is ABSENT:
         answer = find(record, GROUND_TRUTH)
@@ -161,7 +165,7 @@ def find_answer(where: str, source: SourceConfig, record: Mapping[str, Any]) -> 
 
 
 def find_required(where: str, what: str, field: str, record: Mapping[str, Any]) -> Any:
-    """The value at a field. Raises UserError naming the nearest field that there is."""
+    """Return the value at a field. Raises UserError naming the nearest field that there is."""
     value = find(record, field)
     if value is ABSENT:
         known = [name for name in field_names(record) if find(record, name) is not ABSENT]
@@ -172,7 +176,7 @@ def find_required(where: str, what: str, field: str, record: Mapping[str, Any]) 
 
 
 def find(record: Mapping[str, Any], field: str) -> Any:
-    """The value at a field, where a dot enters nested fields; ABSENT where there is none, or null."""
+    """Return the value at a field, where a dot enters nested fields; ABSENT where there is none, or null."""
     if field in record:
         return ABSENT if record[field] is None else record[field]
     value: Any = record
@@ -184,12 +188,12 @@ def find(record: Mapping[str, Any], field: str) -> Any:
 
 
 def as_answer(answer: Any) -> Any:
-    """Numbers as text, because verifiers compare text; anything else as it is."""
+    """Convert numbers to text, because verifiers compare text."""
     return str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
 
 
 def check_prompt(where: str, field: str, prompt: Any) -> Prompt:
-    """The prompt, if it is text or chat messages and not empty. Raises UserError otherwise."""
+    """Return the prompt. Raises UserError unless it is text or chat messages, and not empty."""
     if isinstance(prompt, str) and prompt:
         return prompt
     if not isinstance(prompt, list) or not prompt:
@@ -206,25 +210,22 @@ def check_prompt(where: str, field: str, prompt: Any) -> Prompt:
 
 
 def check_response(where: str, field: str, response: Any) -> str:
-    """The response, if it is text. Raises UserError otherwise."""
+    """Return the response. Raises UserError unless it is text."""
     if not isinstance(response, str):
         raise UserError(f"{where}: {field!r} is {kind_of(response)}; write the response as text")
     return response
 
 
 def place(path: Path, line: int) -> str:
-    """Where an example stands, for messages."""
     return f"{path}, {'row' if path.suffix == '.parquet' else 'line'} {line}"
 
 
 def kind_of(value: Any) -> str:
-    """A JSON value's type in words."""
     kinds: dict[type, str] = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
 
 
 def field_names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """All fields, nested ones with dots."""
     for name, value in record.items():
         yield prefix + name
         if isinstance(value, Mapping):

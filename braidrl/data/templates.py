@@ -1,4 +1,4 @@
-"""From prompt to token ids. This is the only place where prompt text is tokenised, and each text is tokenised once."""
+"""Prompt templates. This is the only place where prompt text is tokenised, and each text is tokenised once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from braidrl.errors import UserError
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """How prompts become token ids with one transformers tokenizer.
+    """Turns prompts into token ids with one transformers tokenizer.
 
     With `chat_template` on, and a tokenizer that has one, a text is a user's message and the template opens the assistant's turn.
     Otherwise prompts are plain text with the special tokens that the tokenizer adds; messages are then their contents, with a
@@ -31,14 +31,14 @@ class PromptTemplate:
         return self.chat_template and bool(self.tokenizer.chat_template)
 
     def messages(self, prompt: Prompt) -> list[Message]:
-        """The conversation before the response, the system prompt included."""
+        """Return the conversation before the response, with the system prompt."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.system_prompt is None or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def render(self, prompt: Prompt) -> str:
-        """The text whose tokens the model is given. Raises UserError when the chat template refuses the messages."""
+        """Render the text whose tokens the model gets. Raises UserError when the chat template refuses the messages."""
         messages = self.messages(prompt)
         if not self.is_chat:
             return "\n\n".join(message["content"] for message in messages)
@@ -48,15 +48,15 @@ class PromptTemplate:
             raise UserError(f"the tokenizer's chat template refuses the messages: {error}") from None
 
     def encode_text(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of rendered prompts. A chat template has written its special tokens into the text already."""
+        """Tokenise rendered prompts. A chat template has written its special tokens into the text already."""
         return self._encode(texts, add_special_tokens=not self.is_chat)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of one prompt. Raises UserError when the chat template refuses the messages."""
+        """Tokenise one prompt. Raises UserError when the chat template refuses the messages."""
         return self.encode_text([self.render(prompt)])[0]
 
     def encode_responses(self, responses: Sequence[str]) -> list[list[int]]:
-        """Token ids of given responses and the end of sequence that ends a turn. Raises UserError where there is none."""
+        """Tokenise given responses, each followed by the end of sequence. Raises UserError where the tokenizer has none."""
         end = self.tokenizer.eos_token_id
         if end is None:
             raise UserError(

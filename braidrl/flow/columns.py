@@ -32,7 +32,7 @@ Inputs = dict[str, tuple[ColumnVersion, ...]]
 
 
 def resolve_columns(stages: Sequence[Stage]) -> Inputs:
-    """The versions that each stage reads, by its name. Raises UserError for a missing, later or doubly written column."""
+    """Return the versions that each stage reads, by its name. Raises UserError for a missing, later or doubly written column."""
     latest = dict.fromkeys((*ADMITTED, *ADMITTED_IF_GIVEN), ADMISSION)
     inputs: Inputs = {}
     for position, stage in enumerate(stages):
@@ -50,7 +50,7 @@ def resolve_columns(stages: Sequence[Stage]) -> Inputs:
 
 
 def read_names(stage: Stage, latest: Mapping[str, str], later: Sequence[Stage]) -> list[str]:
-    """Columns that a stage reads, given those written before it. Raises UserError for one that is not there."""
+    """Return the columns that a stage reads, given those written before it. Raises UserError for one that is not there."""
     signature = stage.signature
     for name in signature.reads:
         if name not in latest:
@@ -65,7 +65,7 @@ def read_names(stage: Stage, latest: Mapping[str, str], later: Sequence[Stage]) 
 
 
 def missing_column(stage: Stage, names: Sequence[str], latest: Mapping[str, str], later: Sequence[Stage]) -> str:
-    """Why none of the columns is there: because a writer comes later, or because there is none."""
+    """Return why none of the columns is there: because a writer comes later, or because there is none."""
     reads = f"stage {stage.name} reads {' or '.join(repr(name) for name in names)}, which"
     writer = next((s.name for s in later if set(names) & set(s.writes)), None)
     if writer:
@@ -75,7 +75,7 @@ def missing_column(stage: Stage, names: Sequence[str], latest: Mapping[str, str]
 
 
 def check_when(stages: Sequence[Stage], inputs: Inputs) -> None:
-    """Raises UserError where a stage runs in an iteration in which nobody writes what it must read."""
+    """Raise UserError where a stage runs in an iteration in which nobody writes what it must read."""
     by_name = {stage.name: stage for stage in stages}
     for stage in stages:
         for column in inputs[stage.name]:
@@ -90,7 +90,7 @@ def check_when(stages: Sequence[Stage], inputs: Inputs) -> None:
 
 
 def writers_until(column: ColumnVersion, inputs: Inputs) -> list[str]:
-    """Who wrote this version and the ones that it was made from, latest first."""
+    """Return who wrote this version and the ones that it was made from, latest first."""
     writers = [column.writer]
     while writers[-1] != ADMISSION:
         before = next((c.writer for c in inputs[writers[-1]] if c.name == column.name), None)
@@ -101,7 +101,7 @@ def writers_until(column: ColumnVersion, inputs: Inputs) -> list[str]:
 
 
 def version_numbers(stages: Sequence[Stage]) -> dict[ColumnVersion, int]:
-    """For each column that has several versions, their numbers from 1 in serial order."""
+    """Return, for each column that has several versions, their numbers from 1 in serial order."""
     writers: dict[str, list[str]] = {name: [ADMISSION] for name in (*ADMITTED, *ADMITTED_IF_GIVEN)}
     for stage in stages:
         for name in stage.writes:

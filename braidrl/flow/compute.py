@@ -55,20 +55,28 @@ def dropped(stage: Stage, index: Rows) -> dict[int, str]:
 
 
 def arguments(stage: Stage, rows: Rows) -> Sequence[Column | None]:
-    """The columns that a registered function asks for, in its order."""
+    """Return the columns that a registered function asks for, in its order."""
     entry = compute_entry(stage.type)
     required = [rows[entry.column(parameter)] for parameter in entry.reads]
     return required + [rows.get(entry.column(parameter)) for parameter in entry.optional]
 
 
 def keywords(stage: Stage, totals: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-    """What a compute stage's function is given after columns: settings, its state, and totals where its scope is the batch."""
+    """Return what a compute stage's function is given after columns: settings, its state, and totals where its scope is the batch."""
     given = dict(stage.settings)
     if stage.state:
         given["state"] = {name: float(stage.params.get(name, value)) for name, value in stage.state.items()}
     if stage.scope is Scope.BATCH:
         given["totals"] = dict(totals or {})
     return given
+
+
+def of_namespace(rows: Rows, namespace: str | None) -> Rows:
+    """Return the rows with a namespace's columns under their plain names: the second response in place of the first."""
+    if namespace is None:
+        return rows
+    prefix = f"{namespace}."
+    return rows.with_columns({n.removeprefix(prefix): column for n, column in rows.items() if n.startswith(prefix)})
 
 
 def initial_states(flow: Flow) -> dict[str, State]:

@@ -39,14 +39,14 @@ def text(flow: Flow, width: int = WIDTH) -> str:
 
 
 def bracket(first: bool, last: bool, begins: bool) -> str:
-    """The sign before a line of stages that may run at the same time; `begins` where a stage does."""
+    """Return the sign before a line of stages that may run at the same time; `begins` where a stage does."""
     if first or last:
         return "┌" if first else "└"
     return "├" if begins else "│"
 
 
 def stage_rows(flow: Flow, stage: Stage, width: int) -> list[tuple[str, str]]:
-    """What stands in the left column and in the right one, line by line."""
+    """Return what stands in the left column and in the right one, line by line."""
     versions = version_numbers(flow.stages)
     reads = [versioned(column, versions) for column in flow.inputs[stage.name]]
     writes = [versioned(ColumnVersion(name, stage.name), versions) for name in stage.writes]
@@ -59,14 +59,14 @@ def stage_rows(flow: Flow, stage: Stage, width: int) -> list[tuple[str, str]]:
 
 
 def reason(edge: Edge, flow: Flow) -> str:
-    """Why an edge without columns is there."""
+    """Return why an edge without columns is there."""
     if edge.weights:
         return f"weights of {edge.weights}"
     return "after" if edge.source in flow[edge.target].after else "kept rows"
 
 
 def footnotes(flow: Flow) -> list[str]:
-    """What the signs mean, as far as they occur."""
+    """Return what the signs mean, as far as they occur."""
     notes = []
     if any(len(group) > 1 for group in parallel_groups(flow)):
         notes.append("┌ └  these may run at the same time")
@@ -78,7 +78,7 @@ def footnotes(flow: Flow) -> list[str]:
 
 
 def about(stage: Stage) -> str:
-    """Kind and role of a stage, and what is out of the ordinary: scope, state, when."""
+    """Return the kind and role of a stage, and what is out of the ordinary: scope, state, when."""
     parts = [stage.kind.value]
     if stage.role:
         parts.append(stage.role)
@@ -92,7 +92,7 @@ def about(stage: Stage) -> str:
 
 
 def versioned(column: ColumnVersion, versions: dict[ColumnVersion, int]) -> str:
-    """`reward²` is the second version of a column that has several."""
+    """Return a column's name with its version where it has several, as in `reward²`."""
     number = versions.get(column)
     return column.name if number is None else column.name + str(number).translate(SUPERSCRIPTS)
 
@@ -128,5 +128,5 @@ def mermaid(flow: Flow) -> str:
 
 
 def label(name: str) -> str:
-    """A text between quotes in Mermaid."""
+    """Return a text between quotes in Mermaid."""
     return name.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "#quot;")

@@ -66,65 +66,58 @@ class Flow:
 
     @cached_property
     def roles(self) -> tuple[str, ...]:
-        """Roles that need a model, in order of first use."""
+        """Return the roles that need a model, in order of first use."""
         return tuple(dict.fromkeys(role for stage in self.stages for role in touched_weights(stage)))
 
     @cached_property
     def trained_roles(self) -> tuple[str, ...]:
-        """Roles with an optimizer, in order of first update."""
+        """Return the roles with an optimizer, in order of first update."""
         return tuple(dict.fromkeys(s.role for s in self.stages if is_optimized(s) and s.role))
 
     @cached_property
     def changed_roles(self) -> tuple[str, ...]:
-        """Roles whose weights change during a run: those with an optimizer, and those that take their weights from another."""
+        """Return the roles whose weights change during a run: those with an optimizer, and those that take their weights from another."""
         return tuple(dict.fromkeys(s.role for s in self.stages if s.kind is Kind.TRAIN and s.role))
 
     @cached_property
     def scalar_roles(self) -> tuple[str, ...]:
-        """Roles whose model has one number as its output: those that give or learn values or scores."""
+        """Return the roles whose model has one number as its output: those that give or learn values or scores."""
         return tuple(dict.fromkeys(s.role for s in self.stages if s.role and has_scalar_output(s)))
 
     @cached_property
     def trains_on_pairs(self) -> bool:
-        """True where a loss compares given responses, so that each prompt of the data has a chosen and a rejected one."""
+        """Return True where a loss compares given responses, so that each prompt of the data has a chosen and a rejected one."""
         losses = [entry_of(registry.losses, s.params["loss"]["name"]) for s in self.stages if is_optimized(s)]
         return "response" in self.needs_from_data() and any(entry.needs.whole_groups for entry in losses)
 
     @cached_property
     def sampling_segment(self) -> tuple[Stage, ...]:
-        """The stages up to the last `select`, which run in waves; empty in a flow that selects nothing."""
+        """Return the stages up to the last `select`, which run in waves; empty in a flow that selects nothing."""
         last = max((i for i, s in enumerate(self.stages) if s.kind is Kind.SELECT), default=-1)
         return self.stages[: last + 1]
 
     @cached_property
     def recorded_stages(self) -> int:
-        """How many stages come before the point where rows are recorded: up to the last `select` or `generate`."""
+        """Return how many stages come before the point where rows are recorded: up to the last `select` or `generate`."""
         return max((i + 1 for i, s in enumerate(self.stages) if s.kind in (Kind.SELECT, Kind.GENERATE)), default=0)
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """Columns from writer to reader, weights between an update and the uses around it, and order without either."""
+        """Return the columns from writer to reader, weights between an update and the uses around it, and order without either."""
         needed = [*column_edges(self.inputs), *weight_edges(self.stages)]
         return (*needed, *order_edges(self.stages, needed))
 
     @cached_property
     def depth(self) -> dict[str, int]:
-        """Length of the longest chain of edges before each stage: stages of one depth may run at the same time."""
+        """Return the length of the longest chain of edges before each stage: stages of one depth may run at the same time."""
         depth = {ADMISSION: 0}
         for stage in self.stages:
             before = [edge.source for edge in self.edges if edge.target == stage.name]
             depth[stage.name] = 1 + max((depth[name] for name in before), default=0)
         return depth
 
-    def live_after(self, stage: Stage) -> frozenset[ColumnVersion]:
-        """Columns written so far that a later stage still reads; the others can be forgotten."""
-        position = self.stages.index(stage)
-        done = {ADMISSION, *(s.name for s in self.stages[: position + 1])}
-        needed = (c for later in self.stages[position + 1 :] for c in self.inputs[later.name])
-        return frozenset(column for column in needed if column.writer in done)
-
     def needs_from_data(self) -> tuple[str, ...]:
-        """Columns that the data files must provide beyond the prompt."""
+        """Return the columns that the data files must provide beyond the prompt."""
         read = {c.name for inputs in self.inputs.values() for c in inputs if c.writer == ADMISSION}
         return tuple(name for name in ADMITTED_IF_GIVEN if name in read)
 
@@ -142,19 +135,19 @@ def with_old_log_probs(stages: Sequence[Stage]) -> list[Stage]:
 
 
 def is_optimized(stage: Stage) -> bool:
-    """True for an update by a loss, False for one that copies another role's weights."""
+    """Return True for an update by a loss, False for one that copies another role's weights."""
     return stage.kind is Kind.TRAIN and "source" not in stage.params
 
 
 def has_scalar_output(stage: Stage) -> bool:
-    """True for `values`, `score` and an update whose loss is about either."""
+    """Return True for `values`, `score` and an update whose loss is about either."""
     if stage.type in ("values", "score"):
         return True
     return is_optimized(stage) and bool(SCALARS & set(entry_of(registry.losses, stage.params["loss"]["name"]).reads))
 
 
 def column_edges(inputs: Inputs) -> list[Edge]:
-    """One edge for each pair of writer and reader, with all columns that go that way."""
+    """Return one edge for each pair of writer and reader, with all columns that go that way."""
     edges = []
     for reader, columns in inputs.items():
         by_writer: dict[str, list[str]] = {}
@@ -165,7 +158,7 @@ def column_edges(inputs: Inputs) -> list[Edge]:
 
 
 def weight_edges(stages: Sequence[Stage]) -> list[Edge]:
-    """List order gives them: a stage that uses a role's weights and the next one that writes them, or the reverse."""
+    """Return an edge from each stage that uses a role's weights to later ones that write them, and the reverse, by list order."""
     edges = []
     for i, stage in enumerate(stages):
         for later in stages[i + 1 :]:
@@ -179,7 +172,7 @@ def weight_edges(stages: Sequence[Stage]) -> list[Edge]:
 
 
 def order_edges(stages: Sequence[Stage], needed: Sequence[Edge]) -> list[Edge]:
-    """What `after` asks, and that the stages behind a `select` see only the rows that it kept."""
+    """Return the edges that `after` asks for, and those by which stages behind a `select` see only the rows that it kept."""
     edges = [Edge(name, stage.name) for stage in stages for name in stage.after]
     for i, select in enumerate(stages):
         if select.kind is not Kind.SELECT:
@@ -193,12 +186,12 @@ def order_edges(stages: Sequence[Stage], needed: Sequence[Edge]) -> list[Edge]:
 
 
 def written_weights(stage: Stage) -> set[str]:
-    """Roles whose weights a stage changes."""
+    """Return the roles whose weights a stage changes."""
     return {stage.role} if stage.kind is Kind.TRAIN and stage.role else set()
 
 
 def touched_weights(stage: Stage) -> tuple[str, ...]:
-    """Roles whose weights a stage reads or writes."""
+    """Return the roles whose weights a stage reads or writes."""
     if stage.kind in (Kind.COMPUTE, Kind.SELECT) or stage.role is None:
         return ()
     return tuple(dict.fromkeys((stage.role, stage.params.get("source", stage.role))))

@@ -20,7 +20,7 @@ FAMILIES: dict[str, Registry] = {
 
 
 def compute_entry(type: str, also: Iterable[str] = ()) -> Entry:
-    """The function behind a compute or select stage's type. Raises UserError when there is none.
+    """Return the function behind a compute or select stage's type. Raises UserError when there is none.
 
     `also` are other types, known to the caller, that the user may have meant.
     """
@@ -34,7 +34,7 @@ def compute_entry(type: str, also: Iterable[str] = ()) -> Entry:
 
 
 def entry_of(registered: Registry, name: str) -> Entry:
-    """The entry by its registered name or as `module:function`. Raises UserError when there is none."""
+    """Return the entry by its registered name or as `module:function`. Raises UserError when there is none."""
     if ":" in name:
         return by_function(name, registered)
     try:
@@ -44,7 +44,7 @@ def entry_of(registered: Registry, name: str) -> Entry:
 
 
 def by_function(name: str, *registries: Registry) -> Entry:
-    """The entry whose function `module:function` names. Raises UserError if it is not registered there."""
+    """Return the entry whose function `module:function` names. Raises UserError if it is not registered there."""
     function = import_function(name)
     found = [e for registered in registries for e in registered.entries.values() if e.function is function]
     if not found:
@@ -58,7 +58,7 @@ def by_function(name: str, *registries: Registry) -> Entry:
 
 
 def public_name(entry: Entry, name: str) -> str:
-    """`name` for what comes with Braid; for a user's function the `module:function` or `file.py:function` behind it.
+    """Return `name` for what comes with Braid; for a user's function the `module:function` or `file.py:function` behind it.
 
     So that the Python and the YAML form are equal, and that another process can import what this one registered.
     """

@@ -11,7 +11,7 @@ from braidrl.flow.stage import Kind, Stage
 
 
 def unique_names(stages: Sequence[Stage]) -> list[Stage]:
-    """Numbers the second and later stages of one default name: `critic.update`, `critic.update_2`.
+    """Number the second and later stages of one default name: `critic.update`, `critic.update_2`.
 
     Raises UserError when two stages are given the same name.
     """
@@ -28,7 +28,7 @@ def unique_names(stages: Sequence[Stage]) -> list[Stage]:
 
 
 def serial_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """List order, moved only as far as `after` asks. Raises UserError for an unknown name or a cycle."""
+    """Return the stages in list order, moved only as far as `after` asks. Raises UserError for an unknown name or a cycle."""
     position = {stage.name: i for i, stage in enumerate(stages)}
     for stage in stages:
         for name in stage.after:
@@ -42,7 +42,7 @@ def serial_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 def first_ready(names: Sequence[str], before: Mapping[str, set[str]]) -> list[str]:
-    """Names such that each follows all that are `before` it, always the earliest listed one of those that may come next.
+    """Return the names such that each follows all that are `before` it, always the earliest listed one of those that may come next.
 
     Names on a cycle, or behind one, are left out.
     """
@@ -62,7 +62,7 @@ def first_ready(names: Sequence[str], before: Mapping[str, set[str]]) -> list[st
 
 
 def check_selects(stages: Sequence[Stage]) -> None:
-    """Raises UserError for a train stage before a `select`, whose rows could still be dropped, and for a stateful one.
+    """Raise UserError for a train stage before a `select`, whose rows could still be dropped, and for a stateful one.
 
     Stages up to a `select`, or a `generate`, run once for each wave, and a state changes once per iteration.
     """

@@ -1,31 +1,14 @@
-"""What a runtime wants to know of a flow before it starts: one serial chain, what may run at the same time, what must be kept."""
+"""What a runtime wants to know of a flow before it starts: one serial chain, and what may run at the same time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from braidrl.flow.columns import ADMISSION, ColumnVersion
+from braidrl.flow.columns import ADMISSION
 from braidrl.flow.flow import Flow, touched_weights
 from braidrl.flow.stage import Stage
 
 
-@dataclass(frozen=True)
-class Plan:
-    """`chain[i]` runs after `chain[i - 1]`; `live[i]` are the columns that must still be there once it has run."""
-
-    chain: tuple[Stage, ...]
-    live: tuple[frozenset[ColumnVersion], ...]
-
-
-def plan(flow: Flow) -> Plan:
-    """The chain in which one model is active at a time, switched as rarely as going on with the active one allows."""
-    chain = serial_chain(flow)
-    return Plan(chain, live_columns(flow, chain))
-
-
 def serial_chain(flow: Flow) -> tuple[Stage, ...]:
-    """A deterministic topological order: of the stages that may come next, the first in list order that needs no other model.
+    """Return a deterministic topological order: of the stages that may come next, the first in list order that needs no other model.
 
     The stages up to a `select` stay in front: they run in waves, the others once.
     """
@@ -46,7 +29,7 @@ def serial_chain(flow: Flow) -> tuple[Stage, ...]:
 
 
 def constraints(flow: Flow) -> dict[str, set[str]]:
-    """For each stage those that must have run before it when a column's next version takes the place of the last."""
+    """Return, for each stage, those that must have run before it when a column's next version takes the place of the last."""
     before: dict[str, set[str]] = {stage.name: set() for stage in flow.stages}
     for edge in flow.edges:
         if edge.source != ADMISSION:
@@ -60,17 +43,6 @@ def constraints(flow: Flow) -> dict[str, set[str]]:
 
 
 def parallel_groups(flow: Flow) -> tuple[tuple[Stage, ...], ...]:
-    """Stages by depth: those of one group need nothing of each other and may run at the same time."""
+    """Return the stages by depth: those of one group need nothing of each other and may run at the same time."""
     deepest = max(flow.depth.values())
     return tuple(tuple(s for s in flow.stages if flow.depth[s.name] == d) for d in range(1, deepest + 1))
-
-
-def live_columns(flow: Flow, order: Sequence[Stage]) -> tuple[frozenset[ColumnVersion], ...]:
-    """For each stage of an order, the columns written by then that a later one still reads; the others can be forgotten."""
-    live = []
-    written = {ADMISSION}
-    for i, stage in enumerate(order):
-        written.add(stage.name)
-        needed = {column for later in order[i + 1 :] for column in flow.inputs[later.name]}
-        live.append(frozenset(column for column in needed if column.writer in written))
-    return tuple(live)

@@ -40,11 +40,11 @@ class Role:
         return make_stage("score", self.name, {"weight": weight, "of": of}, id=id, when=when, after=after)
 
     def log_probs(self, *, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:
-        """Log-probabilities of the action tokens."""
+        """Return the log-probabilities of the action tokens."""
         return make_stage("log_probs", self.name, {}, id=id, when=when, after=after)
 
     def values(self, *, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:
-        """One value per action token."""
+        """Return one value per action token."""
         return make_stage("values", self.name, {}, id=id, when=when, after=after)
 
     def update(self, *, loss: Mapping[str, Any] | None = None, aggregate: str | Mapping[str, Any] | None = None, old: str | None = None,

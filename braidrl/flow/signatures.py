@@ -50,7 +50,7 @@ def generate(
     purpose: str = "train",
     environment: str | None = None,
 ) -> Signature:
-    """One trajectory per row; `into` names the namespace of a second one, `greedy` takes the likeliest token.
+    """Return the signature of generation: `into` names the namespace of a second trajectory, `greedy` takes the likeliest token.
 
     With an `environment` it is an episode of turns, and what the environment gives is the row's score and reward. Sampling is as
     `rollout` of the configuration says, where the stage does not say otherwise; `purpose` keys its random numbers.
@@ -68,14 +68,14 @@ def verify(
     weight: float = 1.0,
     of: str | None = None,
 ) -> Signature:
-    """Rule rewards: `correct`, and the weighted sum of the verifiers' scores, times `weight`, added to `score` and `reward`."""
+    """Return the signature of rule rewards: `correct`, and the verifiers' scores, times `weight`, added to `score` and `reward`."""
     reads = ("prompt", "metadata", *in_namespace(of, ("tokens", "action_mask")))
     writes = in_namespace(of, ("score", "correct", "reward"))
     return Signature(Kind.COMPUTE, reads, writes, optional=in_namespace(of, SUMMED))
 
 
 def score(role: str, weight: float | None = None, of: str | None = None) -> Signature:
-    """A learned score at the row's end, times `weight` added to `score` and `reward`; its own column is `<role>_score`.
+    """Return the signature of a learned score: the column `<role>_score`, times `weight` added to `score` and `reward`.
 
     Without a weight the reward role's is 1, and any other role's score is no reward: it is the column of the role's name alone.
     """
@@ -87,17 +87,17 @@ def score(role: str, weight: float | None = None, of: str | None = None) -> Sign
 
 
 def is_reward(role: str, weight: float | None) -> bool:
-    """True where a role's score is part of the reward."""
+    """Return True where a role's score is part of the reward."""
     return role == "reward" or weight is not None
 
 
 def log_probs(role: str) -> Signature:
-    """Log-probabilities of the action tokens under the role's weights."""
+    """Return the log-probabilities of the action tokens under the role's weights."""
     return Signature(Kind.INFER, SEQUENCE, (LOG_PROBS.get(role, f"{role}_log_probs"),))
 
 
 def values(role: str) -> Signature:
-    """One value per action token."""
+    """Return one value per action token."""
     return Signature(Kind.INFER, SEQUENCE, (VALUES.get(role, f"{role}_values"),))
 
 
@@ -114,7 +114,7 @@ def update(
     ptx_coef: float = 0.0,
     positive_coef: float = 0.0,
 ) -> Signature:
-    """One pass over the batch in `rows_per_update` steps, or with `source` a copy of another role's weights.
+    """Return the signature of one pass over the batch in `rows_per_update` steps, or with `source` a copy of another role's weights.
 
     `old` says where the log-probs before the update come from: the stage `actor.log_probs`, the engine, or this very pass. `ptx_coef`
     weighs the likelihood of pre-training text, `positive_coef` that of right answers; both are added to the loss.
@@ -127,16 +127,18 @@ def update(
         raise UserError(f"{role}.update needs a loss, as in `loss: {{name: clip}}`. {suggest('', registry.losses)}")
     chosen = {"loss": loss, "aggregate": aggregate, "kl": kl, "correction": correction}
     entries = {name: chosen_entry(role, name, choice) for name, choice in chosen.items() if choice is not None}
-    check_together(role, entries)
-    beside = {"ptx_tokens": ptx_coef, "correct": positive_coef}
-    for column, coefficient in beside.items():
+    check_compatible(role, entries)
+    likelihood = {"ptx_tokens": ptx_coef, "correct": positive_coef}
+    for column, coefficient in likelihood.items():
         if coefficient < 0:
             raise UserError(f"{role}.update: the likelihood's weight must be at least 0, got {coefficient} ({column})")
-    return update_signature(role, list(entries.values()), old, [column for column, weight in beside.items() if weight])
+    return update_signature(
+        role, list(entries.values()), old, [column for column, weight in likelihood.items() if weight]
+    )
 
 
-def check_together(role: str, entries: Mapping[str, Entry]) -> None:
-    """Raises UserError for a loss with an aggregation or a correction that it is not defined for."""
+def check_compatible(role: str, entries: Mapping[str, Entry]) -> None:
+    """Raise UserError for a loss with an aggregation or a correction that it is not defined for."""
     try:
         entries["loss"].check_aggregation(entries["aggregate"].name)
     except ValueError as error:
@@ -145,9 +147,9 @@ def check_together(role: str, entries: Mapping[str, Entry]) -> None:
         raise UserError(f"{role}.update: the loss {entries['loss'].name} corrects itself; remove `correction`")
 
 
-def update_signature(role: str, entries: Sequence[Entry], old: str | None, beside: Sequence[str]) -> Signature:
-    """What an update by these functions, and by likelihood terms of the columns `beside`, reads."""
-    reads: set[str] = set(beside)
+def update_signature(role: str, entries: Sequence[Entry], old: str | None, likelihood: Sequence[str]) -> Signature:
+    """Return what an update by these functions, and by likelihood terms of the columns `likelihood`, reads."""
+    reads: set[str] = set(likelihood)
     optional: list[str] = []
     computed = {name for entry in entries for name in (*entry.reads, *entry.optional)}
     for entry in entries:
@@ -161,20 +163,20 @@ def update_signature(role: str, entries: Sequence[Entry], old: str | None, besid
 
 
 def needs_old(role: str, params: Mapping[str, Any]) -> bool:
-    """True if an update with these parameters compares with the log-probs before it."""
+    """Return True if an update with these parameters compares with the log-probs before it."""
     chosen = [chosen_entry(role, name, params[name]) for name in ("loss", "correction") if name in params]
     return any("old_log_probs" in entry.reads for entry in chosen)
 
 
 def columns_in_training(role: str, entry: Entry, parameters: Sequence[str]) -> dict[str, str]:
-    """The column that stands for each parameter of a loss or the like; those that the pass computes are left out."""
+    """Return the column that stands for each parameter of a loss or the like; those that the pass computes are left out."""
     renamed = COLUMNS_OF_ROLE.get(role, {})
     columns = {name: entry.column(name) for name in parameters if name not in COMPUTED_IN_TRAINING}
     return {name: renamed.get(column, column) for name, column in columns.items()}
 
 
 def with_old(role: str, named: set[str], old: str | None) -> set[str]:
-    """The columns with those that stand for `old_log_probs`. Raises UserError for an unknown way to get them."""
+    """Return the columns with those that stand for `old_log_probs`. Raises UserError for an unknown way to get them."""
     if old is not None and old not in OLD:
         raise UserError(f"{role}.update: no `old` is called {old!r}. {suggest(old, OLD)}")
     if "old_log_probs" not in named or old == "recompute":
@@ -183,7 +185,7 @@ def with_old(role: str, named: set[str], old: str | None) -> set[str]:
 
 
 def chosen_entry(role: str, parameter: str, choice: str | Mapping[str, Any]) -> Entry:
-    """The registered function that `{name: ..., settings}`, or its name alone, chooses.
+    """Return the registered function that `{name: ..., settings}`, or its name alone, chooses.
 
     Raises UserError for an unknown name or setting, and for a KL term without its coefficient.
     """
@@ -202,7 +204,7 @@ def chosen_entry(role: str, parameter: str, choice: str | Mapping[str, Any]) -> 
 
 
 def compute_signature(type: str, entry: Entry, params: Mapping[str, Any]) -> Signature:
-    """What a registered function reads and writes. Raises UserError for a setting that it lacks or cannot take."""
+    """Return what a registered function reads and writes. Raises UserError for a setting that it lacks or cannot take."""
     try:
         entry.check(dict(params))
         state = {name: float(params.get(name, value)) for name, value in entry.state.items()}
@@ -220,7 +222,7 @@ def compute_signature(type: str, entry: Entry, params: Mapping[str, Any]) -> Sig
 
 
 def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature:
-    """The signature of one of the role types. Raises UserError for a parameter that the type does not have."""
+    """Return the signature of one of the role types. Raises UserError for a parameter that the type does not have."""
     known = [name for name in inspect.signature(ROLE_TYPES[type]).parameters if name != "role"]
     for name in params:
         if name not in known:

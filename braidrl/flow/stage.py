@@ -44,12 +44,12 @@ class When:
             )
 
     def includes(self, iteration: int) -> bool:
-        """True if the stage runs in this iteration."""
+        """Return True if the stage runs in this iteration."""
         in_time = self.start <= iteration and (self.until is None or iteration <= self.until)
         return in_time and (iteration - self.start) % self.every == 0
 
     def covers(self, other: When) -> bool:
-        """True if this includes every iteration that `other` includes."""
+        """Return True if this includes every iteration that `other` includes."""
         last = None if other.until is None else other.until - (other.until - other.start) % other.every
         ends_first = self.until is not None and (last is None or self.until < last)
         in_step = last == other.start or other.every % self.every == 0
@@ -95,7 +95,7 @@ class Stage:
 
     @property
     def default_name(self) -> str:
-        """What the stage is called where it is given no name."""
+        """Return what the stage is called where it is given no name."""
         return default_name(self.type, self.role, self.params)
 
     @property
@@ -116,12 +116,12 @@ class Stage:
 
     @property
     def state(self) -> Mapping[str, float]:
-        """Initial values of the state that the stage owns; empty for most stages."""
+        """Return the initial values of the state that the stage owns; empty for most stages."""
         return self.signature.state
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The parameters that the stage's function takes by keyword: all but the initial values of its state."""
+        """Return the parameters that the stage's function takes by keyword: all but the initial values of its state."""
         return {name: value for name, value in self.params.items() if name not in self.state}
 
     def renamed(self, name: str) -> Stage:
@@ -132,7 +132,7 @@ class Stage:
 
 
 def default_name(type: str, role: str | None, params: Mapping[str, Any]) -> str:
-    """`actor.generate`, `actor.generate.greedy` for one with a namespace, and a user's function by its own name."""
+    """Return `actor.generate`, `actor.generate.greedy` for one with a namespace, or a user's function's own name."""
     if role is None:
         return type.rsplit(":", 1)[-1]
     namespace = params.get("into") or params.get("of")

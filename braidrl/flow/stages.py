@@ -30,7 +30,7 @@ def make_stage(
     when: When = ALWAYS,
     after: Sequence[str] = (),
 ) -> Stage:
-    """A stage by its type's name. Raises UserError for a type, role or parameter that does not exist."""
+    """Return a stage by its type's name. Raises UserError for a type, role or parameter that does not exist."""
     params = {name: plain(type, value) for name, value in (params or {}).items() if value is not None}
     if type in ROLE_TYPES:
         if role is None:
@@ -47,7 +47,7 @@ def make_stage(
 
 
 def with_public_names(params: Mapping[str, Any]) -> dict[str, Any]:
-    """An update's parameters with users' losses and the like named so that another process can import them."""
+    """Return an update's parameters with users' losses and the like named so that another process can import them."""
     named = dict(params)
     for parameter, registered in CHOICES.items():
         choice = params.get(parameter)
@@ -60,7 +60,7 @@ def with_public_names(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(type: str, value: Any) -> Any:
-    """The value as YAML would give it back, nothing shared with the caller's. Raises UserError for any other object."""
+    """Return the value as YAML would give it back, nothing shared with the caller's. Raises UserError for any other object."""
     if isinstance(value, Mapping):
         return {str(name): plain(type, item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -83,7 +83,7 @@ class GroupSelector:
             )
 
     def begin(self, version: int) -> None:
-        """Starts a batch that will be trained on `version`; surplus that would be too old is dropped as `stale`."""
+        """Start a batch that will be trained on `version`; surplus that would be too old is dropped as `stale`."""
         if self.pending or self.verdicts:
             raise ValueError("the batch before this one is not finished")
         self.expired = tuple(g for g, made in sorted(self.waiting.items()) if version - made > self.max_staleness)
@@ -91,7 +91,7 @@ class GroupSelector:
             del self.waiting[group]
 
     def next_wave(self) -> int:
-        """Groups to admit now: 0 while some are undecided and when enough are kept.
+        """Return the groups to admit now: 0 while some are undecided and when enough are kept.
 
         First as many as are missing, or `over_sampling` times as many; then as many as should be needed at the share kept so far,
         but never more than a batch.
@@ -107,7 +107,7 @@ class GroupSelector:
         return min(max(needed, missing), self.target)
 
     def needless(self, decided: Mapping[int, bool]) -> list[int]:
-        """Groups of those awaited that cannot be in the batch any more, once these of them are known to be kept or not.
+        """Return the groups of those awaited that cannot be in the batch any more, once these of them are known to be kept or not.
 
         None where surplus is kept: then all of them are waited for.
         """
@@ -117,7 +117,7 @@ class GroupSelector:
         return groups_to_abort(self.pending, {**dict.fromkeys(self.waiting, True), **known, **decided}, self.target)
 
     def admit(self, groups: Sequence[int]) -> None:
-        """Notes the groups of a wave. Raises ValueError unless their numbers go on from those before."""
+        """Note the groups of a wave. Raises ValueError unless their numbers go on from those before."""
         for group in groups:
             if group <= self.admitted:
                 raise ValueError(f"group {group} is admitted after group {self.admitted}: numbers only rise")
@@ -125,26 +125,27 @@ class GroupSelector:
             self.pending.append(group)
 
     def decide(self, verdicts: Mapping[int, Verdict]) -> None:
-        """Notes verdicts, in any order and in any portions.
+        """Note verdicts, in any order and in any portions.
 
         Raises ValueError for a group that is not awaited, and UserError when a whole epoch of groups brought nothing to keep.
         """
+        awaited = set(self.pending)
         for group, verdict in verdicts.items():
-            if group not in self.pending:
+            if group not in awaited:
                 raise ValueError(f"group {group} is not awaited: it was decided before, or never admitted")
             self.verdicts[group] = verdict
         self.pending = [group for group in self.pending if group not in verdicts]
         self._judge()
 
     def batch(self) -> tuple[int, ...] | None:
-        """The batch's groups as soon as no undecided group can come before them, or None."""
+        """Return the batch's groups as soon as no undecided group can come before them, or None."""
         kept = sorted((*self.waiting, *(group for group, v in self.verdicts.items() if v.reason is None)))
         if len(kept) < self.target or any(group < kept[self.target - 1] for group in self.pending):
             return None
         return tuple(kept[: self.target])
 
     def finish(self) -> Selection:
-        """Ends the batch. Raises ValueError before it is complete, or before its surplus is known where that is kept."""
+        """End the batch. Raises ValueError before it is complete, or before its surplus is known where that is kept."""
         groups = self.batch()
         if groups is None or (self.surplus == "keep" and self.pending):
             raise ValueError(f"the batch is not complete: {len(self.pending)} groups are undecided")
@@ -165,7 +166,7 @@ class GroupSelector:
         return Selection(groups, dict(Counter(reasons.values())), tuple(sorted(reasons)), tuple(after))
 
     def state(self) -> dict[str, Any]:
-        """Everything as JSON, for a checkpoint at any moment."""
+        """Return everything as JSON, for a checkpoint at any moment."""
         state = asdict(self)
         for name in ("waiting", "verdicts"):
             state[name] = [[group, value] for group, value in state[name].items()]
@@ -173,13 +174,13 @@ class GroupSelector:
 
     @staticmethod
     def restored(state: Mapping[str, Any]) -> GroupSelector:
-        """The reverse of `state`."""
+        """Return what `state` describes."""
         verdicts = {group: Verdict(**verdict) for group, verdict in state["verdicts"]}
         changed = {"waiting": dict(state["waiting"]), "verdicts": verdicts, "expired": tuple(state["expired"])}
         return GroupSelector(**{**state, **changed})
 
     def _judge(self) -> None:
-        """Counts groups in the order of their numbers, so that the end of a hopeless run does not depend on arrival."""
+        """Count groups in the order of their numbers, so that the end of a hopeless run does not depend on arrival."""
         groups = self.batch()
         end = min(self.pending, default=self.admitted + 1)
         if groups is not None and self.surplus == "drop":
@@ -193,7 +194,7 @@ class GroupSelector:
 
 
 def groups_to_abort(under_way: Iterable[int], decided: Mapping[int, bool], wanted: int) -> list[int]:
-    """Groups that cannot be in the batch any more, of those under way, ascending.
+    """Return the groups that cannot be in the batch any more, of those under way, ascending.
 
     groups   0 kept   1 dropped   2 kept   3 ...   4 ...      two are wanted: 0 and 2 are the batch whatever comes, so that 3 and
                                                               4 may be aborted
@@ -213,7 +214,7 @@ def groups_to_abort(under_way: Iterable[int], decided: Mapping[int, bool], wante
 
 
 def nothing_to_learn(dropped: Mapping[str, int]) -> str:
-    """Why an epoch without a kept group ends the run, and what to change."""
+    """Return why an epoch without a kept group ends the run, and what to change."""
     counts = ", ".join(f"{reason.replace('_', ' ')}: {count}" for reason, count in sorted(dropped.items()))
     return (
         f"selection dropped every one of {sum(dropped.values())} groups in a row, a whole epoch ({counts}): "

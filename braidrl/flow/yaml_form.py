@@ -69,7 +69,7 @@ class _Place:
 
 
 def from_yaml(source: str | Path) -> Flow:
-    """The flow in a YAML text, or in the file of that name. Raises UserError with the file and the stage at fault."""
+    """Return the flow in a YAML text, or in the file of that name. Raises UserError with the file and the stage at fault."""
     if isinstance(source, Path) or source.endswith(SUFFIXES):
         path = Path(source)
         if not path.is_file():
@@ -79,7 +79,7 @@ def from_yaml(source: str | Path) -> Flow:
 
 
 def to_yaml(flow: Flow) -> str:
-    """The text that `from_yaml` reads back to an equal flow; only what differs from a default is written."""
+    """Return the text that `from_yaml` reads back to an equal flow; only what differs from a default is written."""
     tree = {"flow": flow.name, "stages": [_stage_tree(stage) for stage in flow.stages]}
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
 
@@ -156,7 +156,7 @@ def _read_after(value: Any, place: _Place) -> tuple[str, ...]:
 
 
 def _with_files(value: Any, folder: Path) -> Any:
-    """The parameters with every `file.py:function` that lies in the folder spelled out."""
+    """Return the parameters with every `file.py:function` that lies in the folder spelled out."""
     if isinstance(value, Mapping):
         return {name: _with_files(item, folder) for name, item in value.items()}
     if isinstance(value, list):

@@ -2,42 +2,115 @@
 
 forward_backward ─┐
 forward_backward ─┴─▶ optim_step ─▶ forward           a batch may arrive in pieces of any size, on any rank none at all
-                  └───▶ export ─▶ load
+                  ├───▶ export ─▶ load
+                  └───▶ tensors ─▶ engines
 
 `braidrl.models.contract` holds the checks that a backend must pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.devices import choose_device
+from braidrl.config import Config
 from braidrl.data.rows import Rows
+from braidrl.importing import PluginRegistry
 from braidrl.models.objective import Objective
+from braidrl.models.parallel.replicated import DataParallel
+from braidrl.models.role_settings import dtype_of, learning_rate_of, model_path
 from braidrl.observe.metrics import Sums
 
 Advance = Callable[[int, int], None]
-"""Told after each micro-batch how many rows and tokens it held."""
+"""Called after each micro-batch with the rows and tokens that it held."""
+
+
+BACKENDS = PluginRegistry("training backend", {"torch": "braidrl.models.roles.make:torch_backend"})
+"""What makes a rank's part of a role: called with a `BackendSpec` it returns a `TrainingBackend`."""
+
+
+@dataclass(frozen=True)
+class BackendSpec:
+    """What a backend is made for: one role, on one of the ranks that share it."""
+
+    role: str
+    config: Config
+    train: bool = True
+    """False for a role that is frozen."""
+    is_scalar: bool = False
+    """True for a critic or a reward model: it predicts `values` or `scores`, and else `log_probs`."""
+    is_copy: bool = False
+    """True for a frozen copy that takes its weights from a trained role."""
+    ranks: DataParallel = field(default_factory=DataParallel)
+
+    @property
+    def path(self) -> Path:
+        """Return the Hugging Face directory that the model comes from."""
+        return model_path(self.role, self.config).expanduser()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of the weights in the forward pass."""
+        return dtype_of(self.role, self.config)
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the model belongs."""
+        return choose_device(self.config.device)
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate after warm-up."""
+        return learning_rate_of(self.role, self.config)
 
 
 class TrainingBackend(Protocol):
     """One rank's part of a role. All ranks of the role make the same calls in the same order, each with rows of its own."""
 
+    role: str
+    ranks: DataParallel
+
+    @property
+    def shared_model(self) -> Any:
+        """Return the transformers module that an engine of this process may decode with, or None where it needs a copy."""
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield every full tensor of the model by its name in the Hugging Face directory, a tied one under each of its names."""
+
     def load(self, folder: Path) -> None:
-        """Weights and optimizer as `export` left them, whatever the layout was. Raises UserError for another model's."""
+        """Load weights and optimizer state as `export` wrote them under any layout. Raises UserError for another model's."""
 
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """What the model predicts under `name` for each row's actions, in the order of `rows`."""
+        """Predict `log_probs`, `values` or `scores` (`name`) of this rank's rows, possibly none.
+
+        Returns one number per action token (of `scores`, per row), in the order of `rows`.
+        """
 
     def forward_backward(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
     ) -> dict[str, float]:
-        """Adds the gradient sums of `rows`; the loss sums by denominator, which ranks add up."""
+        """Accumulate the gradients of a loss over this rank's rows, possibly none, without dividing them.
+
+        Returns this rank's loss sums by denominator; metrics are added to `sums`.
+        """
 
     def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
-        """One update with each sum over its global count; the norm of the whole gradient, or None where nothing was counted."""
+        """Divide the accumulated sums and make one optimizer step.
+
+        Args:
+            denominators: Global counts, the same on all ranks; a sum whose count is 0 is left out.
+            iteration: From 1, for the learning-rate schedule.
+
+        Returns:
+            The 2-norm of the global gradient before clipping, or None where nothing was counted.
+        """
 
     def export(self, folder: Path, write: bool = True) -> None:
-        """A Hugging Face directory with the optimizer's state beside it; one rank has to `write` what all of them have."""
+        """Write a Hugging Face directory with the optimizer's state beside it; one rank is to `write` what all of them have."""

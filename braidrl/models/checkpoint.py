@@ -1,9 +1,9 @@
-"""A worker on disk: a plain Hugging Face directory that anything can load, with the optimizer's tensors beside it.
+"""A role's worker on disk: a plain Hugging Face directory that anything can load, with the optimizer's tensors beside it.
 
-    actor/  config.json  model.safetensors  tokenizer.json        whole, whatever the layout, adapters merged
-            adapter/                                              where adapters alone are trained: they, as peft has them
-            optimizer.safetensors                                 where each rank has the whole model
-            optimizer/  .metadata  __0_0.distcp  __1_0.distcp     else: each rank writes its own parts
+    actor/  config.json  model.safetensors  tokenizer.json        full tensors under every layout, adapters merged
+            adapter/                                              adapters in peft's format, where they alone are trained
+            optimizer.safetensors                                 where each rank has the full model
+            optimizer/  .metadata  __0_0.distcp  __1_0.distcp     else: each rank writes its own shards
 
 Either form of the optimizer's state is read under any layout.
 """
@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoTokenizer
 
+from braidrl.cluster.groups import background_group
 from braidrl.errors import UserError
 from braidrl.models.lora import (
     ADAPTER,
@@ -38,41 +38,50 @@ from braidrl.models.lora import (
     save_adapters,
 )
 from braidrl.models.optimizer import MasterOptimizer
-from braidrl.models.parallel.shards import as_part, local_part, part_of, whole
+from braidrl.models.parallel.shards import as_dtensor, full_tensor, local_shard, shard_of
 from braidrl.models.roles.model import RoleModel
 from braidrl.models.weight_files import WeightFiles, shapes_in
 
 OPTIMIZER = "optimizer.safetensors"
 PARTS = "optimizer"
 Write = Callable[[], object]
-"""Writes a part of a checkpoint."""
+"""Write one file or folder of a checkpoint."""
 
 
 def save_worker(worker: RoleModel, folder: Path, write: bool = True) -> None:
-    """Writes model, tokenizer and optimizer into `folder`, which is made.
+    """Write model, tokenizer and optimizer into a new folder.
 
-    Of the ranks that have divided the model all call this and one has to `write` what is whole; of others that one alone calls it.
+    Where the model is sharded, every rank calls this; otherwise one rank of the role does.
+
+    Args:
+        worker: The role's worker on this rank.
+        folder: The directory to make.
+        write: True on the one rank that writes what all ranks have in full.
     """
     for part in saving_tasks(worker, folder, write):
         part()
 
 
 def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, beside: bool = False) -> list[Write]:
-    """The parts of `save_worker` as calls, in their order. With `beside` they may be made in a thread while the worker trains on.
+    """Return the writes of `save_worker` as calls, in order.
 
-    They have copies in host memory then; what ranks write together has begun, and its call waits for it.
+    Args:
+        worker: The role's worker on this rank.
+        folder: The directory to make.
+        write: True on the one rank that writes what all ranks have in full.
+        beside: Copy the tensors to host memory first, so that a thread may make the calls while the worker trains on.
     """
     kept = copied if beside else dict[str, Tensor]
-    weights = whole_weights(worker, wanted=write)
-    adapters = whole_adapters(worker) if worker.lora else {}
+    weights = full_state_dict(worker, wanted=write)
+    adapters = full_adapters(worker) if worker.lora else {}
     parts: list[Write] = []
     if write:
         parts.append(partial(write_model, worker, folder, kept(weights), kept(adapters)))
-    if worker.optimizer is not None and worker.ranks.divided:
+    if worker.optimizer is not None and worker.ranks.is_sharded:
         state, place = divided_state(worker.optimizer), folder / PARTS
         if beside:
             # Threads of several roles meet their ranks at once: each role in a group of its own.
-            worker.background = worker.background or dist.new_group(backend="gloo")
+            worker.background = worker.background or background_group()
             begun = dcp.async_save(state, checkpoint_id=place, process_group=worker.background)
             assert isinstance(begun, Future)
             parts.append(begun.result)
@@ -84,7 +93,7 @@ def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, beside: bo
 
 
 def write_model(worker: RoleModel, folder: Path, weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
-    """What loads as a model, and the adapters beside it."""
+    """Write the model's Hugging Face directory, and the adapters beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     if worker.lora:
         save_adapters(folder / ADAPTER, worker.lora, adapters, worker.path)
@@ -93,66 +102,67 @@ def write_model(worker: RoleModel, folder: Path, weights: dict[str, Tensor], ada
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """A safetensors file."""
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in host memory, tied tensors the same."""
+    """Copy tensors to host memory; tied tensors stay tied."""
     found: dict[int, Tensor] = {}
     return {name: found.setdefault(id(t), t.detach().to("cpu", copy=True).contiguous()) for name, t in tensors.items()}
 
 
-def whole_weights(worker: RoleModel, wanted: bool = True) -> dict[str, Tensor]:
-    """Every tensor of the model by its name, adapters merged, tied ones the same; none on a rank where they are not `wanted`.
+def full_state_dict(worker: RoleModel, wanted: bool = True) -> dict[str, Tensor]:
+    """Return the full tensors of the model by name, with adapters merged and tied tensors under each of their names.
 
-    All ranks that have divided it call this at the same time. What is no tensor of the model itself goes to host memory, so that a
-    device has one whole tensor at a time.
+    Where the model is sharded, all ranks call this at the same time. Gathered tensors go to host memory, so that a device holds one
+    full tensor at a time. Ranks where they are not `wanted` get an empty dict.
     """
-    worker.ranks.settle(worker.model)
+    worker.ranks.reshard(worker.model)
     named = plain_names(worker.model, worker.model.state_dict(keep_vars=True))
     found: dict[str, Tensor] = {}
-    for names, tensor in worker.ranks.whole_tensors(named, merged):
+    for names, tensor in worker.ranks.full_tensors(named, merged):
         if wanted:
-            found |= dict.fromkeys(names, tensor if worker.holds_its_weights else tensor.cpu())
+            found |= dict.fromkeys(names, tensor if worker.has_full_weights else tensor.cpu())
     return found
 
 
-def whole_adapters(worker: RoleModel) -> dict[str, Tensor]:
-    """What is trained by peft's names; all ranks that have divided it call this at the same time."""
+def full_adapters(worker: RoleModel) -> dict[str, Tensor]:
+    """Return the full trained tensors by peft's names; all ranks of a sharded model call this at the same time."""
     named = adapter_parameters(worker.model)
-    return {name: tensor for names, tensor in worker.ranks.whole_tensors(named, whole) for name in names}
+    return {name: tensor for names, tensor in worker.ranks.full_tensors(named, full_tensor) for name in names}
 
 
 @torch.no_grad()
 def load_worker(worker: RoleModel, folder: Path) -> None:
-    """Puts a saved worker's weights and optimizer into this one, in place. Raises UserError for another model's, or damaged ones."""
-    worker.ranks.settle(worker.model)
-    theirs = saved_parameters(worker, folder)
-    if kept_shapes(worker) != shapes_in(theirs):
+    """Load a saved worker's weights and optimizer state in place. Raises UserError for another model's files, or damaged ones."""
+    worker.ranks.reshard(worker.model)
+    saved = saved_parameters(worker, folder)
+    if kept_shapes(worker) != shapes_in(saved):
         raise another_model(worker, folder)
     # Read before anything is overwritten: it may be damaged.
     state = optimizer_state(worker, folder) if worker.optimizer is not None else {}
     for name, parameter in kept_parameters(worker).items():
-        local_part(parameter).copy_(part_of(theirs[name], parameter))
+        local_shard(parameter).copy_(shard_of(saved[name], parameter))
     if worker.optimizer is not None:
         worker.optimizer.load_state(state)
 
 
 def kept_parameters(worker: RoleModel) -> dict[str, Tensor]:
-    """What this rank goes on from: every parameter, or of a worker with adapters, whose base is the model it began with, these."""
+    """Return this rank's trained state: the adapters where adapters are trained, else every parameter."""
     return adapter_parameters(worker.model) if worker.lora else dict(worker.model.named_parameters())
 
 
 def kept_shapes(worker: RoleModel) -> dict[str, torch.Size]:
-    """The shapes of the same, of all ranks."""
+    """Return the global shapes of `kept_parameters`, over all ranks."""
     if not worker.lora:
         return worker.shapes
     return {adapter_name(name): shape for name, shape in worker.shapes.items() if is_adapter(name)}
 
 
 def saved_parameters(worker: RoleModel, folder: Path) -> Mapping[str, Tensor]:
-    """The same of a checkpoint. Raises UserError for one that was made with adapters where there are none now, or without."""
+    """Return the saved counterpart of `kept_parameters`. Raises UserError where adapters were trained before and are not now, or vice
+    versa.
+    """
     if (folder / ADAPTER).is_dir() != bool(worker.lora):
         how, now = ("without", "remove it") if worker.lora else ("with", "set it as it was")
         raise UserError(
@@ -160,16 +170,16 @@ def saved_parameters(worker: RoleModel, folder: Path) -> Mapping[str, Tensor]:
         )
     if worker.lora:
         return read_adapters(folder / ADAPTER)
-    return WeightFiles(folder) if worker.ranks.divided else dict(worker.load_model(folder).named_parameters())
+    return WeightFiles(folder) if worker.ranks.is_sharded else dict(worker.load_model(folder).named_parameters())
 
 
 def optimizer_state(worker: RoleModel, folder: Path) -> dict[str, Tensor]:
-    """This rank's part of a saved optimizer's state, whoever wrote it."""
+    """Return this rank's shards of a saved optimizer state, whichever layout wrote it."""
     optimizer = worker.optimizer
     assert optimizer is not None
     if (folder / OPTIMIZER).is_file():
         tensors = {key: tensor for key, tensor in load_file(folder / OPTIMIZER).items() if ours(worker, key)}
-        return {key: part_of(tensor, owner(optimizer, key, tensor)) for key, tensor in tensors.items()}
+        return {key: shard_of(tensor, owner(optimizer, key, tensor)) for key, tensor in tensors.items()}
     try:
         known = dcp.FileSystemReader(folder / PARTS).read_metadata().state_dict_metadata
         wanted = {key: empty_part(optimizer, key, about) for key, about in known.items() if ours(worker, key)}
@@ -183,16 +193,16 @@ def optimizer_state(worker: RoleModel, folder: Path) -> dict[str, Tensor]:
         raise UserError(
             f"{folder / PARTS} is damaged or incomplete; resume from an older checkpoint, or copy it whole"
         ) from error
-    return {key: local_part(tensor) for key, tensor in wanted.items()}
+    return {key: local_shard(tensor) for key, tensor in wanted.items()}
 
 
 def divided_state(optimizer: MasterOptimizer) -> dict[str, Tensor]:
-    """The optimizer's state with tensors that know the whole that they are a part of."""
-    return {key: as_part(tensor, owner(optimizer, key, tensor)) for key, tensor in optimizer.state().items()}
+    """Return the optimizer's state as DTensors, sharded like their parameters."""
+    return {key: as_dtensor(tensor, owner(optimizer, key, tensor)) for key, tensor in optimizer.state().items()}
 
 
 def ours(worker: RoleModel, key: str) -> bool:
-    """False for what only other ranks have of this model. Raises LookupError for another model's."""
+    """Return False for state of parameters that only other ranks have. Raises LookupError for another model's state."""
     assert worker.optimizer is not None
     number = key.split(".")[0]
     if not number.isdecimal() or int(number) in worker.optimizer.by_number:
@@ -203,19 +213,19 @@ def ours(worker: RoleModel, key: str) -> bool:
 
 
 def owner(optimizer: MasterOptimizer, key: str, tensor: Tensor) -> Tensor:
-    """What a tensor of the state is divided like: its parameter, or for a count itself."""
+    """Return the tensor whose sharding a state tensor follows: its parameter, or for a scalar itself."""
     return optimizer.by_number[int(key.split(".")[0])] if tensor.dim() else tensor
 
 
 def empty_part(optimizer: MasterOptimizer, key: str, about: object) -> Tensor:
-    """Where a saved tensor is read to. Raises LookupError where it is no parameter's of this model."""
+    """Return an empty local shard to read a saved tensor into. Raises LookupError where the shape is not that of this model's parameter."""
     assert isinstance(about, TensorStorageMetadata)
     if not about.size:
         return torch.empty((), dtype=about.properties.dtype)
     parameter = optimizer.by_number[int(key.split(".")[0])]
     if parameter.shape != about.size:
         raise LookupError(f"{key} is {tuple(about.size)} and the parameter {tuple(parameter.shape)}")
-    return as_part(torch.empty_like(local_part(parameter), dtype=about.properties.dtype), parameter)
+    return as_dtensor(torch.empty_like(local_shard(parameter), dtype=about.properties.dtype), parameter)
 
 
 def another_model(worker: RoleModel, folder: Path) -> UserError:
@@ -223,7 +233,7 @@ def another_model(worker: RoleModel, folder: Path) -> UserError:
 
 
 def describe_worker(folder: Path) -> str:
-    """One line about a saved model: its architecture and size on disk."""
+    """Describe a saved model in one line: its architecture and size on disk."""
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.name != OPTIMIZER)
     return f"{architecture}, {size / 2**20:.1f} MiB of weights"

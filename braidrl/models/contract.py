@@ -1,4 +1,4 @@
-"""What every training backend must do, as checks that run against it: ours under each layout, and those that users write.
+"""The contract of training backends, as checks that run against ours under each layout and against those that users write.
 
     for check in CHECKS:
         check(subject)          on every rank of the role, at the same time
@@ -25,19 +25,19 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class BackendUnderTest:
-    """A backend under test in float64, and this rank's part of what it is tested with."""
+    """A backend under test in float64, and this rank's part of the test's data."""
 
     make: Callable[[], TrainingBackend]
-    """With the same weights each time, and an optimizer that has made no step."""
+    """Makes a backend with the same weights each time, and an optimizer that has made no step."""
     objective: Objective
     rows: Rows
-    """Of this rank; on some ranks there should be none."""
+    """This rank's rows; some ranks should have none."""
     counts: Mapping[str, float]
-    """Denominators of the rows of all ranks together."""
+    """Loss denominators over the rows of all ranks."""
     folder: Path
-    """Empty, and the same for all ranks."""
+    """An empty folder, the same for all ranks."""
     meet: Callable[[], object]
-    """Returns when every rank has called it."""
+    """A barrier over all ranks."""
     first: bool
     """True on one rank."""
 
@@ -45,7 +45,7 @@ class BackendUnderTest:
         return backend.forward("log_probs", self.rows).values
 
     def step(self, backend: TrainingBackend, iteration: int = 1) -> float | None:
-        """A whole optimizer step."""
+        """Make one optimizer step on all rows."""
         backend.forward_backward(self.objective, self.rows, Sums())
         return backend.optim_step(self.counts, iteration)
 

@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to a decoder and its tokenizer; nothing is ever fetched."""
+"""Loading a decoder and its tokenizer from a Hugging Face directory; nothing is ever downloaded."""
 
 from __future__ import annotations
 
@@ -35,21 +35,24 @@ UNSUPPORTED = {
 
 
 def load_decoder(
-    path: str | Path,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    unread: bool = False,
+    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", on_meta: bool = False
 ) -> PreTrainedModel:
-    """The causal decoder in a Hugging Face directory, with Braid's attention.
+    """Load the causal decoder of a Hugging Face directory, with Braid's attention.
 
-    With `unread` its parameters are on the meta device, for `Filling`, unless the files have them under other names. Raises UserError
-    for a folder that is missing, incomplete or holds a model that cannot be trained here.
+    Args:
+        path: The directory.
+        dtype: Of the parameters.
+        device: Where the parameters go.
+        on_meta: Leave them on the meta device for `ParameterReader`, unless the files have them under other names.
+
+    Raises:
+        UserError: For a folder that is missing, incomplete or holds a model that cannot be trained here.
     """
     folder = _whole_model_folder(path)
-    model, missing = _load(AutoModelForCausalLM, folder, _config(folder), dtype, unread)
+    model, missing = _load(AutoModelForCausalLM, folder, _config(folder), dtype, on_meta)
     if missing:
         raise UserError(f"model: the weights in {folder} lack {_some(missing)}; copy the whole model")
-    return model if is_unread(model) else model.to(device)
+    return model if is_on_meta(model) else model.to(device)
 
 
 def load_scorer(
@@ -57,18 +60,18 @@ def load_scorer(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     fresh_head: bool = True,
-    unread: bool = False,
+    on_meta: bool = False,
 ) -> PreTrainedModel:
-    """A decoder with one number as output, from a sequence-classification directory or, with `fresh_head`, from a causal decoder's.
+    """Load a decoder with a scalar head, from a sequence-classification directory or a causal decoder's; see `load_decoder`.
 
-    A fresh head is zero: every value and score begins as 0, whatever the seed. Raises UserError as `load_decoder`, and for a causal
-    decoder where the head must be there already.
+    With `fresh_head` a missing head is made of zeros: every value and score begins as 0, whatever the seed. Without it a missing head
+    raises UserError.
     """
     folder = _whole_model_folder(path)
     check_scorer(folder, fresh_head)
     config = _config(folder)
     config.num_labels = 1
-    model, missing = _load(AutoModelForSequenceClassification, folder, config, dtype, unread)
+    model, missing = _load(AutoModelForSequenceClassification, folder, config, dtype, on_meta)
     if lacking := set(missing) - {HEAD}:
         raise UserError(f"model: the weights in {folder} lack {_some(lacking)}; copy the whole model")
     if not hasattr(model, "score"):
@@ -77,11 +80,11 @@ def load_scorer(
         )
     if missing:
         torch.nn.init.zeros_(model.score.weight)
-    return model if is_unread(model) else model.to(device)
+    return model if is_on_meta(model) else model.to(device)
 
 
 def check_scorer(path: str | Path, fresh_head: bool) -> None:
-    """Raises UserError where a folder cannot give a model with one number as output; reads no weights."""
+    """Raise UserError where a folder cannot give a model with a scalar head; reads no weights."""
     folder = _model_folder(path)
     config = _config(folder)
     if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
@@ -102,14 +105,14 @@ def _whole_model_folder(path: str | Path) -> Path:
     return folder
 
 
-def is_unread(model: PreTrainedModel) -> bool:
-    """True for a model whose parameters are still in its directory alone."""
+def is_on_meta(model: PreTrainedModel) -> bool:
+    """Return True for a model whose parameters have not been read yet."""
     return next(model.parameters()).is_meta
 
 
-def _load(auto: Any, folder: Path, config: Any, dtype: torch.dtype, unread: bool) -> tuple[PreTrainedModel, list[str]]:
-    """The model and the names of the weights that the folder does not have."""
-    if unread:
+def _load(auto: Any, folder: Path, config: Any, dtype: torch.dtype, on_meta: bool) -> tuple[PreTrainedModel, list[str]]:
+    """Return the model, and the names of the weights that the folder lacks."""
+    if on_meta:
         model = _skeleton(auto, folder, config, dtype)
         missing = {name for name, _ in model.named_parameters()} - set(WeightFiles(folder))
         if missing <= {HEAD}:
@@ -132,7 +135,7 @@ def _load(auto: Any, folder: Path, config: Any, dtype: torch.dtype, unread: bool
 
 
 def _skeleton(auto: Any, folder: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """A model whose parameters are on the meta device; what it computes from its configuration alone is there."""
+    """Return a model with parameters on the meta device, and with the buffers that its configuration alone decides."""
     with torch.device("meta"):
         model: Any = auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     body = model.base_model
@@ -143,7 +146,7 @@ def _skeleton(auto: Any, folder: Path, config: Any, dtype: torch.dtype) -> PreTr
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a Hugging Face directory. Raises UserError when there is none."""
+    """Load the tokenizer of a Hugging Face directory. Raises UserError when there is none."""
     folder = _model_folder(path)
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise UserError(
@@ -165,7 +168,7 @@ def _model_folder(path: str | Path) -> Path:
 
 
 def read_model_config(path: str | Path) -> Any:
-    """What config.json says of a model; no weights are needed. Raises UserError as `load_decoder`."""
+    """Read a model's config.json; no weights are needed. Raises UserError as `load_decoder`."""
     return _config(_model_folder(path))
 
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) by peft: of a role that has them these alone are trained, and its weights are base and adapters merged.
+"""Low-rank adapters (LoRA) by peft: the adapters alone are trained; the role's weights are base and adapters merged.
 
 training     y = x Wᵀ + α/r · (x Aᵀ) Bᵀ          W frozen, A and B trained
 elsewhere    W + α/r · B A                        exports, engines, and roles that take this one's weights
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from braidrl.config import LoraConfig
 from braidrl.errors import UserError, suggest
 from braidrl.models.parallel.boxes import Box
-from braidrl.models.parallel.shards import box_of, local_part, whole
+from braidrl.models.parallel.shards import box_of, full_tensor, local_shard
 from braidrl.models.weight_files import HEAD
 
 ADAPTER = "adapter"
@@ -26,11 +26,11 @@ ADAPTER = "adapter"
 NAME = "default"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What peft puts before the name of each tensor in a file."""
+"""The prefix of tensor names in peft's files."""
 
 
 def import_peft() -> Any:
-    """The library. Raises UserError where it is not installed."""
+    """Import peft. Raises UserError where it is not installed."""
     try:
         import peft
     except ImportError as error:
@@ -39,9 +39,9 @@ def import_peft() -> Any:
 
 
 def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
-    """Puts adapters beside a decoder's linear layers, in place; they change nothing until they are trained.
+    """Add adapters to a decoder's linear layers, in place; they change no output until they are trained.
 
-    The same seed draws the same ones in every process. Raises UserError for a target that the model does not have.
+    The same seed draws the same adapters in every process. Raises UserError for a target that the model does not have.
     """
     peft = import_peft()
     linear = {name.rpartition(".")[2] for name, m in model.base_model.named_modules() if isinstance(m, nn.Linear)}
@@ -61,7 +61,7 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
 
 
 def peft_config(lora: LoraConfig, model: Path | None = None, head: bool = False) -> Any:
-    """The settings in peft's words; a `head` is trained whole beside the adapters."""
+    """Return peft's configuration; a `head` is trained in full beside the adapters."""
     return import_peft().LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets), bias="none",
         base_model_name_or_path=str(model) if model else None, task_type="SEQ_CLS" if head else "CAUSAL_LM",
@@ -70,18 +70,18 @@ def peft_config(lora: LoraConfig, model: Path | None = None, head: bool = False)
 
 
 def train_adapters_only(model: nn.Module) -> None:
-    """Freezes all but the adapters, and the head of a scorer, which begins as zero."""
+    """Freeze everything but the adapters and a scorer's head."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
 
 
 def is_adapter(name: str) -> bool:
-    """True for a parameter that is trained where adapters are."""
+    """Return True for a parameter that is trained where adapters are: an adapter's factor, or a scorer's head."""
     return ".lora_" in name or name == HEAD
 
 
 def adapter_name(name: str) -> str:
-    """A parameter's name in peft's words."""
+    """Return a parameter's name in peft's files."""
     return PREFIX + name.replace(f".{NAME}.", ".")
 
 
@@ -104,24 +104,24 @@ class Adapted:
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """base + scaling · up down, rounded once; all ranks that have divided it call this at the same time."""
-        return self._added(whole(self.base), Box.whole(self.shape))
+        """Return the full tensor base + scaling · up down, rounded once; all ranks of a sharded model call this at the same time."""
+        return self._added(full_tensor(self.base), Box.whole(self.shape))
 
     @torch.no_grad()
     def merged_part(self) -> Tensor:
-        """This rank's part of the same, without the others'; all ranks that have divided it call this at the same time."""
-        return self._added(local_part(self.base), box_of(self.base))
+        """Return this rank's shard of `merged`; all ranks of a sharded model call this at the same time."""
+        return self._added(local_shard(self.base), box_of(self.base))
 
     def _added(self, base: Tensor, box: Box) -> Tensor:
-        """A block of the base with what the adapter adds to it. The adapter itself is small, and brought together whole."""
+        """Merge the adapter into a block of the base. Adapters are small: they are gathered in full."""
         rows, columns = box.slices
-        up, down = whole(self.up)[rows], whole(self.down)[:, columns]
+        up, down = full_tensor(self.up)[rows], full_tensor(self.down)[:, columns]
         dtype = torch.promote_types(base.dtype, torch.float32)
         return torch.addmm(base.to(dtype), up.to(dtype), down.to(dtype), alpha=self.scaling).to(base.dtype)
 
 
 def plain_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor | Adapted]:
-    """A module's tensors by the names that they would have without adapters, each weight together with its own."""
+    """Return a module's tensors by their names without adapters, each adapted weight together with its adapter."""
     found: dict[str, Tensor | Adapted] = {}
     for name, tensor in named.items():
         layer, _, own = name.partition(".base_layer.")
@@ -137,22 +137,22 @@ def plain_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def merged(tensor: Tensor | Adapted) -> Tensor:
-    """The whole tensor, with its adapter if it has one; all ranks that have divided it call this at the same time."""
-    return tensor.merged() if isinstance(tensor, Adapted) else whole(tensor)
+    """Return the full tensor, with its adapter merged if it has one; all ranks of a sharded model call this at the same time."""
+    return tensor.merged() if isinstance(tensor, Adapted) else full_tensor(tensor)
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """What is trained, by peft's names."""
+    """Return the trained parameters by peft's names."""
     return {adapter_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def save_adapters(folder: Path, lora: LoraConfig, tensors: Mapping[str, Tensor], base: Path) -> None:
-    """Writes adapters of the model in `base` so that peft, and `read_adapters`, load them."""
+    """Write adapters of the model in `base` in peft's format, which `read_adapters` reads too."""
     folder.mkdir(parents=True, exist_ok=True)
     peft_config(lora, base, PREFIX + HEAD in tensors).save_pretrained(folder)
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
 
 
 def read_adapters(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder that `save_adapters` wrote."""
+    """Read the adapter tensors that `save_adapters` wrote."""
     return load_file(folder / WEIGHTS)

@@ -1,10 +1,10 @@
-"""What a train stage minimises: a policy loss, its correction, a KL term and an entropy bonus, as sums with named denominators.
+"""The objective of a train stage: a policy loss, its correction, a KL term and an entropy bonus, as sums with named denominators.
 
     Σ_t w_t · (c_t · loss_t + kl_coef · kl_t − entropy_coef · H_t)         w: aggregation, c: correction
     ──────────────────────────────────────────────────────────────
-                 global count of tokens, rows or groups                    divided at `step`, not here
+                 global count of tokens, rows or groups                    divided at `optim_step`, not here
 
-Likelihood terms beside it have sums and denominators of their own. All tensors are flat over the A action tokens of a micro-batch;
+Auxiliary likelihood terms have sums and denominators of their own. All tensors are flat over the A action tokens of a micro-batch;
 `offsets` (B + 1,) says which row each belongs to.
 """
 
@@ -31,7 +31,7 @@ from braidrl.models.roles.likelihood import Likelihood, likelihood_counts, likel
 
 @dataclass(frozen=True)
 class Objective:
-    """A train stage's parameters, resolved. Made by `Objective.of`."""
+    """A train stage's parameters, resolved by `Objective.of`."""
 
     role: str
     loss: Entry
@@ -42,12 +42,12 @@ class Objective:
     kl: Mapping[str, Any] | None = None
     entropy_coef: float = 0.0
     correction: Mapping[str, Any] | None = None
-    beside: tuple[Likelihood, ...] = ()
+    auxiliary: tuple[Likelihood, ...] = ()
 
     @staticmethod
     def of(role: str, params: Mapping[str, Any]) -> Objective:
-        """From the role and the parameters of an `update` stage."""
-        loss, aggregate = choice(params["loss"]), choice(params.get("aggregate", "token-mean"))
+        """Resolve the parameters of a role's `update` stage."""
+        loss, aggregate = name_and_settings(params["loss"]), name_and_settings(params.get("aggregate", "token-mean"))
         return Objective(
             role,
             entry_of(registry.losses, loss.pop("name")),
@@ -55,25 +55,25 @@ class Objective:
             aggregate.pop("name"),
             aggregate,
             params.get("old", "self"),
-            choice(params["kl"]) if "kl" in params else None,
+            name_and_settings(params["kl"]) if "kl" in params else None,
             params.get("entropy_coef", 0.0),
-            choice(params["correction"]) if "correction" in params else None,
+            name_and_settings(params["correction"]) if "correction" in params else None,
             likelihoods(params),
         )
 
     @property
     def denominator(self) -> str:
-        """Which global count the sums are divided by: tokens, rows or groups."""
+        """The global count that the sums are divided by: tokens, rows or groups."""
         return entry_of(registry.aggregations, self.aggregate).denominator
 
     @property
     def denominators(self) -> tuple[str, ...]:
-        """Every global count that `step` needs: of this loss and of the terms beside it."""
-        return (self.denominator, *(term.denominator for term in self.beside))
+        """All global counts that `optim_step` needs: this loss's and those of the auxiliary terms."""
+        return (self.denominator, *(term.denominator for term in self.auxiliary))
 
     def select(self, rows: Rows) -> Rows:
-        """The rows that take part in this loss."""
-        return trained(rows)
+        """Return the rows that take part in this loss."""
+        return trained_rows(rows)
 
     @property
     def whole_groups(self) -> bool:
@@ -88,9 +88,15 @@ class Objective:
     def sums(
         self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Loss sums by denominator (with gradient), and per-token metrics (A,) without.
+        """Compute the loss sums and metrics of a micro-batch.
 
-        `predicted` holds what this forward pass computed: `log_probs` and `entropy`, `values`, or `scores`, which are one per row.
+        Args:
+            rows: Its rows.
+            offsets: (B + 1,) int64, where each row's action tokens begin.
+            predicted: This forward pass's `log_probs` and `entropy` (A,), `values` (A,), or `scores` (B,).
+
+        Returns:
+            Loss sums by denominator, with gradient, and metrics per token (A,), detached.
         """
         if "scores" in predicted:
             offsets = torch.arange(len(offsets), device=offsets.device)
@@ -117,7 +123,6 @@ class Objective:
         return {self.denominator: weighted_sum(per_token, weights)}, metrics
 
     def _monitors(self, look: Lookup) -> dict[str, Tensor]:
-        """What every policy update reports, whatever its loss."""
         if "log_probs" not in look.predicted:
             return {}
         current = look.predicted["log_probs"].detach()
@@ -136,7 +141,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Finds what a registered function's parameters stand for: what this pass computed, or a column of the rows."""
+    """Resolves a registered function's parameters: tensors of this forward pass, or columns of the rows."""
 
     objective: Objective
     rows: Rows
@@ -144,7 +149,7 @@ class Lookup:
     predicted: Mapping[str, Tensor]
 
     def arguments(self, entry: Entry) -> list[Tensor | None]:
-        """In the order of the function's parameters. Raises KeyError for a required one that is nowhere."""
+        """Return the arguments in the order of the function's parameters. Raises KeyError for a required one that is missing."""
         found = [self.find(self._column(entry, name)) for name in (*entry.reads, *entry.optional)]
         for name, value in zip(entry.reads, found, strict=False):
             if value is None:
@@ -163,18 +168,18 @@ class Lookup:
             return self.predicted["log_probs"].detach()
         if name == "old_log_probs" and self.objective.old == "rollout":
             name = "rollout_log_probs"
-        return flat(self.rows, name, self.offsets)
+        return column_values(self.rows, name, self.offsets)
 
 
-def choice(value: str | Mapping[str, Any]) -> dict[str, Any]:
-    """A name alone, or a name with settings, as a dict of its own."""
+def name_and_settings(value: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a name alone, or a name with settings, as a new dict."""
     return {"name": value} if isinstance(value, str) else dict(value)
 
 
-def flat(rows: Rows, column: str, offsets: Tensor) -> Tensor | None:
-    """A column as losses take it: payload as flat values (A,), numbers per row as they are (B,); None where it is not there.
+def column_values(rows: Rows, column: str, offsets: Tensor) -> Tensor | None:
+    """Return a column as losses take it: payload as flat values (A,), index columns as they are (B,); None where it is missing.
 
-    `advantages` of one number per row are spread over the row's action tokens.
+    An `advantage` per row is repeated over the row's action tokens as `advantages`.
     """
     if column == "advantages" and column not in rows and "advantage" in rows:
         per_row = rows["advantage"].to(offsets.device)
@@ -187,8 +192,8 @@ def flat(rows: Rows, column: str, offsets: Tensor) -> Tensor | None:
 
 
 def denominators(index: Rows) -> dict[str, float]:
-    """Global counts of an optimizer step's rows after masking: what its loss sums are divided by."""
-    used = trained(index)
+    """Return the global counts of an optimizer step's rows, after masking, that its loss sums are divided by."""
+    used = trained_rows(index)
     return {
         "tokens": float(used["action_tokens"].sum()),
         "rows": float(len(used)),
@@ -202,21 +207,21 @@ def with_group_tokens(rows: Rows, index: Rows) -> Rows:
 
     `index` holds the index columns of all rows of the optimizer step, of which `rows` are some.
     """
-    counted = (index["action_tokens"] * taking_part(index)).tolist()
+    counted = (index["action_tokens"] * trained_mask(index)).tolist()
     tokens: Counter[int] = Counter()
     for group, count in zip(index["group"].tolist(), counted, strict=True):
         tokens[group] += count
     return rows.with_columns({"group_tokens": torch.tensor([tokens[group] for group in rows["group"].tolist()])})
 
 
-def trained(rows: Rows) -> Rows:
-    """The rows that take part in the loss."""
-    taken = taking_part(rows)
+def trained_rows(rows: Rows) -> Rows:
+    """Return the rows that take part in the loss."""
+    taken = trained_mask(rows)
     return rows if bool(taken.all()) else rows.take(taken)
 
 
-def taking_part(index: Rows) -> Tensor:
-    """Which rows have at least one action, are not masked out by `loss_mask` and did not fail, (B,) bool.
+def trained_mask(index: Rows) -> Tensor:
+    """Mask the rows that have an action, are not masked out by `loss_mask` and did not fail, (B,) bool.
 
     What a trajectory scored before its environment failed says nothing of its actions.
     """

@@ -1,8 +1,9 @@
-"""AdamW on master weights of at least float32, with sums accumulated per denominator and divided once.
+"""The optimizer on master weights of at least float32, with sums accumulated per denominator and divided once.
 
 loss sums ──backward──▶ gradient sums per denominator ──step: / global count, clip──▶ master weights ──▶ model weights
 
-Where ranks divide a parameter, each has the gradient, master and moments of its own part alone.
+Where ranks divide a parameter, each has the gradient, master and moments of its own part alone. `trainer.optimizer` names what steps;
+`braidrl.models.optimizer_contract` holds the checks that an optimizer must pass.
 """
 
 from __future__ import annotations
@@ -10,17 +11,58 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from braidrl.config import TrainerConfig
+from braidrl.errors import UserError
+from braidrl.importing import PluginRegistry
 from braidrl.models.parallel.replicated import DataParallel
-from braidrl.models.parallel.shards import local_gradient, local_part
+from braidrl.models.parallel.shards import local_gradient, local_shard
+
+OPTIMIZERS = PluginRegistry(
+    "optimizer", {"adamw": "braidrl.models.optimizer:adamw", "sgd": "braidrl.models.optimizer:sgd"}
+)
+"""What makes an optimizer: called with a list of tensors, `lr`, and the settings by keyword, as those of `torch.optim` are."""
+
+
+def adamw(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
+    """Return torch's AdamW in one fused pass over all tensors."""
+    return torch.optim.AdamW(parameters, lr=lr, fused=True, **settings)
+
+
+def sgd(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
+    """Return torch's SGD: without momentum it keeps nothing beside the weights."""
+    return torch.optim.SGD(parameters, lr=lr, fused=True, **settings)
+
+
+def optimizer_settings(config: TrainerConfig) -> dict[str, Any]:
+    """Return the settings of the configured optimizer by keyword; AdamW has keys of its own for some."""
+    own = {"betas": config.betas, "eps": config.epsilon, "weight_decay": config.weight_decay}
+    return {**(own if config.optimizer == "adamw" else {}), **config.optimizer_settings}
+
+
+def check_optimizer(config: TrainerConfig) -> None:
+    """Raise UserError for an optimizer that there is not, and for settings that it does not have."""
+    OPTIMIZERS.check(config.optimizer)
+    if config.optimizer != "adamw":
+        OPTIMIZERS.check_settings(config.optimizer, config.optimizer_settings)
+        for key in ("weight_decay", "betas", "epsilon"):
+            if getattr(config, key) != TrainerConfig.model_fields[key].default:
+                raise UserError(
+                    f"trainer.{key} is AdamW's, and trainer.optimizer is {config.optimizer}; remove it, or write what that one has in "
+                    "trainer.optimizer_settings"
+                )
+    try:
+        OPTIMIZERS.find(config.optimizer)([torch.zeros(1)], lr=config.learning_rate, **optimizer_settings(config))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"trainer.optimizer={config.optimizer}: {' '.join(str(error).split())}") from error
 
 
 def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:
-    """Rate of iteration 1, 2, ...: linear warm-up, then constant, linear or cosine decay to 0 after `steps`."""
+    """Return the rate of iteration 1, 2, ...: linear warm-up, then constant, or linear or cosine decay to 0 after `steps`."""
     if iteration <= config.warmup_steps:
         return peak * iteration / config.warmup_steps
     done = (iteration - 1 - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
@@ -49,11 +91,10 @@ class MasterOptimizer:
         self.by_number = {number: p for number, p in placed if p.requires_grad}
         self.parameters = list(self.by_number.values())
         self.config, self.peak = config, peak
-        parts = [local_part(p) for p in self.parameters]
+        parts = [local_shard(p) for p in self.parameters]
         self.masters = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in parts]
-        self.optimizer = torch.optim.AdamW(
-            self.masters, lr=peak, betas=config.betas, eps=config.epsilon, weight_decay=config.weight_decay, fused=True
-        )
+        make = OPTIMIZERS.find(config.optimizer)
+        self.optimizer: torch.optim.Optimizer = make(self.masters, lr=peak, **optimizer_settings(config))
         self.sums: dict[str, list[Tensor | None]] = {}
         self.collecting: list[Tensor | None] = []
         self.steps = 0
@@ -62,14 +103,14 @@ class MasterOptimizer:
             parameter.register_post_accumulate_grad_hook(partial(self._collect, i))
 
     def backward(self, losses: Mapping[str, Tensor]) -> None:
-        """Adds the gradients of loss sums, one scalar per denominator's name."""
+        """Accumulate the gradients of loss sums, one scalar per denominator's name."""
         names = [name for name, loss in losses.items() if loss.requires_grad]
         for name in names:
             self.collect(name)
             losses[name].backward(retain_graph=name != names[-1])
 
     def collect(self, name: str) -> None:
-        """Gradients of losses that go backward from now on are added to the sum of this denominator."""
+        """Add the gradients of later backward passes to the sum of this denominator."""
         self.collecting = self.sums.setdefault(name, [None] * len(self.parameters))
 
     def _collect(self, i: int, parameter: Tensor) -> None:
@@ -103,16 +144,16 @@ class MasterOptimizer:
         return norm
 
     def _summed(self, name: str) -> list[Tensor | None]:
-        """The gradient sums of all ranks; a rank that had no rows contributes zeros."""
+        """All-reduce the gradient sums; a rank without rows contributes zeros."""
         sums = self.sums.get(name, [None] * len(self.parameters))
         if self.ranks.size == 1:
             return sums
         filled = [torch.zeros_like(m) if part is None else part for part, m in zip(sums, self.masters, strict=True)]
-        self.ranks.sum_(filled, self.parameters)
+        self.ranks.all_reduce_gradients(filled, self.parameters)
         return list(filled)
 
     def _clip(self) -> float:
-        norm = self.ranks.norm([master.grad for master in self.masters], self.parameters)
+        norm = self.ranks.gradient_norm([master.grad for master in self.masters], self.parameters)
         if not torch.isfinite(norm):
             raise RuntimeError(
                 f"gradient norm is {norm.item()} at optimizer step {self.steps + 1}; nothing was updated"
@@ -125,36 +166,48 @@ class MasterOptimizer:
     def _publish(self) -> None:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if parameter.dtype != master.dtype:
-                local_part(parameter).copy_(master)
+                local_shard(parameter).copy_(master)
 
     @property
     def bytes_in_use(self) -> int:
-        """Of gradients, moments and masters that are copies, from the first step on."""
+        """Bytes of gradients, moments and masters that are copies, from the first step on."""
         copies = [p.dtype != m.dtype for p, m in zip(self.parameters, self.masters, strict=True)]
         return sum(m.nbytes * (3 + copied) for m, copied in zip(self.masters, copies, strict=True))
 
     def tensors(self) -> list[Tensor]:
-        """What it holds beside the model's own weights."""
+        """Return the tensors that it holds besides the model's own weights."""
         return [tensor for name, tensor in self.state().items() if name != "steps"]
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that a resumed run needs, as flat tensors by name: masters that are copies, moments, counts."""
+        """Return everything that a resumed run needs, as flat tensors by name: masters that are copies, moments, counts."""
         tensors = {"steps": torch.tensor(self.steps)}
         for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
             if parameter.dtype != master.dtype:
                 tensors[f"{i}.master"] = master
             for name, value in self.optimizer.state.get(master, {}).items():
-                tensors[f"{i}.{name}"] = value
+                # SGD without momentum notes that it has none.
+                if value is not None:
+                    tensors[f"{i}.{name}"] = self._checked(name, value, master)
         return tensors
+
+    def _checked(self, name: str, value: Any, master: Tensor) -> Tensor:
+        """The value. Raises UserError for what a checkpoint cannot divide among ranks as it divides the weights."""
+        if not isinstance(value, Tensor) or value.shape not in (master.shape, torch.Size()):
+            raise UserError(
+                f"trainer.optimizer={self.config.optimizer} keeps {name!r}, which is no tensor of its parameter's shape and no tensor of "
+                "one number; a checkpoint holds only these"
+            )
+        return value
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restores `state()`. Raises KeyError or RuntimeError when it belongs to another model."""
+        """Restore `state()`. Raises KeyError or RuntimeError when it belongs to another model."""
         self.steps = int(tensors["steps"])
         for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
             if parameter.dtype != master.dtype:
                 master.copy_(tensors[f"{i}.master"])
-            names = [name for name in ("step", "exp_avg", "exp_avg_sq") if f"{i}.{name}" in tensors]
-            if names:
-                self.optimizer.state[master] = {name: tensors[f"{i}.{name}"].clone() for name in names}
+            own = {key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.startswith(f"{i}.")}
+            own.pop("master", None)
+            if own:
+                self.optimizer.state[master] = {name: tensor.clone() for name, tensor in own.items()}
         self._publish()

@@ -1,4 +1,4 @@
-"""What the configuration says of one role: its own settings where it has them, and else the run's."""
+"""A role's settings: its own in the configuration's `roles`, else the run's."""
 
 from __future__ import annotations
 
@@ -13,27 +13,38 @@ from braidrl.models.parallel.layout import ParallelLayout
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` takes the CUDA device where there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
 def model_path(role: str, config: Config) -> Path:
-    """The directory that a role's model comes from: its own, or the run's."""
+    """Return the role's model directory: its own, or the run's."""
     own = config.roles.get(role)
     return Path((own and own.model) or config.model)
 
 
+def dtype_of(role: str, config: Config) -> torch.dtype:
+    """Return the type of a role's weights: its own, or the run's."""
+    own = config.roles.get(role)
+    return DTYPES[(own and own.dtype) or config.dtype]
+
+
+def backend_of(role: str, config: Config) -> str:
+    """Return the name of the training backend that has a role: its own, or the run's."""
+    own = config.roles.get(role)
+    return (own and own.backend) or config.trainer.backend
+
+
+def learning_rate_of(role: str, config: Config) -> float:
+    """Return a role's learning rate after warm-up: its own, or the run's."""
+    own = config.roles.get(role)
+    return config.trainer.learning_rate if own is None or own.learning_rate is None else own.learning_rate
+
+
 def layout_of(role: str, config: Config) -> ParallelLayout:
-    """How a role lies on its devices: as it says itself, or as the run's roles do."""
+    """Return the role's parallel layout: its own, or the trainer's."""
     own = config.roles.get(role)
     return (own and own.layout) or config.trainer.layout
 
 
 def lora_of(role: str, config: Config) -> LoraConfig | None:
-    """The adapters that a role is trained with, if it is: as it says itself, or as the run's roles do."""
+    """Return the role's adapter settings: its own, or the trainer's; None where it is trained in full."""
     own = config.roles.get(role)
     return (own and own.lora) or config.trainer.lora
 
@@ -52,7 +63,7 @@ def checkpoints_activations(role: str, config: Config) -> bool:
 
 
 def inference_layouts(config: Config, flow: Flow) -> dict[str, ParallelLayout]:
-    """By role, the layout of a second copy of its weights: of trained roles that infer in another layout than they train in."""
+    """Return the inference layout of each trained role that infers in another layout than it trains in."""
     infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}
     found = {}
     for role in flow.trained_roles:
@@ -64,19 +75,19 @@ def inference_layouts(config: Config, flow: Flow) -> dict[str, ParallelLayout]:
 
 
 def with_layout(role: str, config: Config, layout: ParallelLayout) -> Config:
-    """The configuration with another layout of one role."""
+    """Return the configuration with another layout of one role."""
     own = config.roles.get(role, RoleConfig())
     roles = {**config.roles, role: own.model_copy(update={"layout": layout})}
     return config.model_copy(update={"roles": roles})
 
 
 def inference_layout_key(role: str, config: Config) -> str:
-    """Where in the configuration the layout in which a role infers stands."""
+    """Return the configuration key that sets the role's inference layout."""
     own = config.roles.get(role)
     return f"roles.{role}.inference_layout" if own and own.inference_layout else "trainer.inference_layout"
 
 
 def layout_key(role: str, config: Config) -> str:
-    """Where in the configuration the role's layout stands."""
+    """Return the configuration key that sets the role's layout."""
     own = config.roles.get(role)
     return f"roles.{role}.layout" if own and own.layout else "trainer.layout"

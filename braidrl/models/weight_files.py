@@ -1,6 +1,6 @@
-"""A model directory's tensors, each read when it is asked for: ranks that divide a model read no more than they keep.
+"""Lazy reading of a model directory's tensors: ranks that shard a model read no more than they keep.
 
-skeleton on the meta device ──cut──▶ own layers ──fill one──▶ divide it ──▶ fill the next ...        a rank holds its parts and one layer
+skeleton on the meta device ──split──▶ own layers ──read one──▶ shard it ──▶ read the next ...        a rank holds its shards and one layer
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from braidrl.errors import UserError
 from braidrl.models.parallel.boxes import Box
 
 HEAD = "score.weight"
-"""Of a scorer: where there is none in its directory it begins as zero."""
+"""A scorer's head; where the directory has none it begins as zero."""
 
 
 class WeightFiles(Mapping[str, Tensor]):
@@ -47,39 +47,39 @@ class WeightFiles(Mapping[str, Tensor]):
         return len(self._files)
 
     def shape(self, name: str) -> torch.Size:
-        """Of a tensor that is not read for it."""
+        """Return a tensor's shape without reading the tensor."""
         return torch.Size(self._files[name].get_slice(name).get_shape())
 
 
 def shapes_in(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    """Of each tensor by its name."""
+    """Return the tensors' shapes by name."""
     if isinstance(tensors, WeightFiles):
         return {name: tensors.shape(name) for name in tensors}
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-class Filling:
-    """Gives modules of a model what its directory has for them; of one that was loaded whole, nothing is left to be given."""
+class ParameterReader:
+    """Reads the parameters of modules that are on the meta device; for a model that was loaded in full there is nothing to read."""
 
     def __init__(self, folder: Path, model: nn.Module, boxes: Mapping[str, Box] | None = None) -> None:
-        """Of a tensor that has one of `boxes` only this part is read, and given."""
+        """Read from `folder`; of a tensor with an entry in `boxes`, only this block."""
         self._folder, self._boxes = folder, boxes or {}
-        self._unread = {p: name for name, p in model.named_parameters() if p.is_meta}
+        self._on_meta = {p: name for name, p in model.named_parameters() if p.is_meta}
         # Known as long as they are whole, so that tied ones stay tied and none is kept beside its parts.
         self._read: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
-        self._files = WeightFiles(folder) if self._unread else {}
+        self._files = WeightFiles(folder) if self._on_meta else {}
 
     def __call__(self, module: nn.Module) -> None:
-        """Reads what of a module's parameters is on the meta device."""
+        """Read the module's parameters that are on the meta device."""
         for part in module.modules():
             for name, parameter in part.named_parameters(recurse=False):
-                if parameter in self._unread:
+                if parameter in self._on_meta:
                     setattr(part, name, self._filled(parameter))
 
     def _filled(self, parameter: nn.Parameter) -> nn.Parameter:
         found = self._read.get(parameter)
         if found is None:
-            found = self._read[parameter] = nn.Parameter(self._values(self._unread[parameter], parameter))
+            found = self._read[parameter] = nn.Parameter(self._values(self._on_meta[parameter], parameter))
         return found
 
     def _values(self, name: str, parameter: nn.Parameter) -> Tensor:

@@ -1,1 +1,1 @@
-"""What a run leaves behind to look at: metrics, progress, recorded rollouts, report, trace and timeline."""
+"""Records of a run: metrics, progress, recorded rollouts, report, trace and timeline."""

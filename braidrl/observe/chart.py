@@ -32,7 +32,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Frame:
-    """What is shown: steps from `first` to `last`, values from `low` to `high`."""
+    """The visible range: steps from `first` to `last`, values from `low` to `high`."""
 
     first: float
     last: float
@@ -40,17 +40,15 @@ class Frame:
     high: float
 
     def x(self, step: float) -> float:
-        """Pixels from the left."""
         part = (step - self.first) / (self.last - self.first) if self.last > self.first else 0.5
         return LEFT + part * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        """Pixels from the top."""
         return HEIGHT - BOTTOM - (value - self.low) / (self.high - self.low) * (HEIGHT - TOP - BOTTOM)
 
 
 def line_chart(title: str, series: Sequence[Series], about: str = "") -> str:
-    """A figure with a curve for each series; many points are thinned, and noisy ones drawn faint behind their mean."""
+    """Draw a curve for each series; many points are thinned, and noisy ones drawn faint behind their mean."""
     shown = [thinned(one, MOST_POINTS) for one in series]
     frame = frame_of(shown)
     drawn = "".join(curve(one, colour(number), frame) for number, one in enumerate(shown))
@@ -58,7 +56,7 @@ def line_chart(title: str, series: Sequence[Series], about: str = "") -> str:
 
 
 def stacked_chart(title: str, series: Sequence[Series], about: str = "") -> str:
-    """A figure with a bar for each step (or stretch of steps), the series stacked in it in the order given."""
+    """Draw a bar for each step (or stretch of steps), with the series stacked in the order given."""
     shown = [thinned(one, MOST_BARS) for one in aligned(series)]
     steps = shown[0].steps
     low, high = nice_range(0.0, max(sum(one.values[i] or 0.0 for one in shown) for i in range(len(steps))))
@@ -76,7 +74,7 @@ def stacked_chart(title: str, series: Sequence[Series], about: str = "") -> str:
 
 
 def bar(frame: Frame, step: float, below: float, top: float, width: float, paint: str) -> str:
-    """A part of a stacked bar, `width` pixels wide; nothing where it would be too thin to see."""
+    """Draw a part of a stacked bar, `width` pixels wide; nothing where it would be too thin to see."""
     height = frame.y(below) - frame.y(top)
     if height < 0.05:
         return ""
@@ -85,7 +83,7 @@ def bar(frame: Frame, step: float, below: float, top: float, width: float, paint
 
 
 def figure(title: str, series: Sequence[Series], shown: Sequence[Series], about: str, frame: Frame, drawn: str) -> str:
-    """The chart with its title, a legend with the last values of `series`, axes, and the values `shown` for the script."""
+    """Put a chart into its frame: title, legend with the last values of `series`, axes, and the values `shown` for the script."""
     stretch = max(math.ceil(len(one.steps) / len(few.steps)) for one, few in zip(series, shown, strict=True))
     told = ", ".join(filter(None, [about, f"means of {stretch} steps" if stretch > 1 else ""]))
     caption = f'<h3>{escape(title)}</h3><p class="about">{escape(told) or "&nbsp;"}</p>{legend(series)}'
@@ -98,7 +96,6 @@ def figure(title: str, series: Sequence[Series], shown: Sequence[Series], about:
 
 
 def axes(frame: Frame) -> str:
-    """Horizontal lines with their values, and whole steps below."""
     parts = []
     for value in ticks(frame.low, frame.high, 5):
         y = frame.y(value)
@@ -114,7 +111,6 @@ def axes(frame: Frame) -> str:
 
 
 def legend(series: Sequence[Series]) -> str:
-    """Name, colour and last value of each series."""
     entries = [
         f'<span><i style="background:{colour(number)}"></i>{escape(one.name)}<b>{escape(spell(one.numbers[-1]))}</b></span>'
         for number, one in enumerate(series)
@@ -123,7 +119,7 @@ def legend(series: Sequence[Series]) -> str:
 
 
 def hover_data(series: Sequence[Series], frame: Frame) -> dict[str, Any]:
-    """Values by step, and where steps lie in the picture."""
+    """Return the values by step, and where steps lie in the picture."""
     steps = sorted({step for one in series for step in one.steps})
     listed = []
     for number, one in enumerate(series):
@@ -134,7 +130,7 @@ def hover_data(series: Sequence[Series], frame: Frame) -> dict[str, Any]:
 
 
 def curve(series: Series, paint: str, frame: Frame) -> str:
-    """One series as a line; dots where points are few, the moving mean on top of a faint line where they are many."""
+    """Draw one series: dots where points are few, the moving mean on top of a faint line where they are many."""
     points = list(zip(series.steps, series.values, strict=True))
     if len(series.numbers) < SMOOTH_FROM:
         drawn = path(points, "curve", paint, frame)
@@ -150,7 +146,7 @@ def curve(series: Series, paint: str, frame: Frame) -> str:
 
 
 def path(points: Sequence[tuple[float, float | None]], kind: str, paint: str, frame: Frame) -> str:
-    """An SVG path through the points, interrupted where a value is None."""
+    """Draw a line through the points, interrupted where a value is None."""
     parts, pen_down = [], False
     for step, value in points:
         if value is not None:
@@ -160,14 +156,14 @@ def path(points: Sequence[tuple[float, float | None]], kind: str, paint: str, fr
 
 
 def frame_of(series: Sequence[Series]) -> Frame:
-    """Steps from first to last; values in a range that begins at 0 where that wastes little."""
+    """Return the frame of all steps, with a value range that begins at 0 where that wastes little."""
     steps = [step for one in series for step in one.steps]
     values = [value for one in series for value in one.numbers]
     return Frame(min(steps), max(steps), *nice_range(min(values), max(values)))
 
 
 def nice_range(low: float, high: float) -> tuple[float, float]:
-    """A range around [low, high] that ends on round numbers and is not empty."""
+    """Return a range around [low, high] that ends on round numbers and is not empty."""
     if 0 <= low <= 0.6 * high:
         low = 0.0
     elif 0.6 * low <= high <= 0:
@@ -184,14 +180,14 @@ def nice_range(low: float, high: float) -> tuple[float, float]:
 
 
 def nice_step(span: float, count: int) -> float:
-    """The smallest of 1, 2, 5 times a power of ten that divides `span` into at most `count` parts."""
+    """Return the smallest of 1, 2, 5 times a power of ten that divides `span` into at most `count` parts."""
     rough = span / count
     unit = 10.0 ** math.floor(math.log10(rough))
     return next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= rough * (1 - 1e-9))
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """Round numbers from low to high, about `count` of them."""
+    """Return round numbers from low to high, about `count` of them."""
     if high <= low:
         return [low]
     step = nice_step(high - low, count)
@@ -201,14 +197,14 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def aligned(series: Sequence[Series]) -> list[Series]:
-    """The same series, all with every step that one of them has; None where one has no value."""
+    """Return the same series, all with every step that one of them has; None where one has no value."""
     steps = tuple(sorted({step for one in series for step in one.steps}))
     known = [dict(zip(one.steps, one.values, strict=True)) for one in series]
     return [Series(one.name, steps, tuple(map(values.get, steps))) for one, values in zip(series, known, strict=True)]
 
 
 def thinned(series: Series, most: int) -> Series:
-    """At most `most` points: stretches of equally many steps, each with its mean, at its middle."""
+    """Return at most `most` points: stretches of equally many steps, each with its mean, at its middle."""
     size = math.ceil(len(series.steps) / most)
     if size <= 1:
         return series
@@ -218,20 +214,19 @@ def thinned(series: Series, most: int) -> Series:
 
 
 def moving_mean(values: Sequence[float | None], reach: int) -> list[float | None]:
-    """Mean of each value with the `reach` before and after it; None stays None."""
+    """Average each value with the `reach` before and after it; None stays None."""
     return [
         None if value is None else mean(values[max(0, i - reach) : i + reach + 1]) for i, value in enumerate(values)
     ]
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Mean of what is not None; None where nothing is."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def spell(value: float) -> str:
-    """A number short enough for an axis: 0.0312, 12.4, 3,180, 31.8k, 1.2M, 1.0e-06."""
+    """Spell a number short enough for an axis: 0.0312, 12.4, 3,180, 31.8k, 1.2M, 1.0e-06."""
     size = abs(value)
     for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= max(unit, 1e4):

@@ -16,7 +16,7 @@ class LineFile:
     """Appends objects to a file, one line each, handed to the operating system before `append` returns."""
 
     def __init__(self, path: Path) -> None:
-        """Continues after the last whole line of an existing file; what a kill left half-written is cut off."""
+        """Continue after the last whole line of an existing file; what a kill left half-written is cut off."""
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = whole_lines(path.read_bytes()) if path.exists() else b""
         self._file = path.open("ab")
@@ -31,12 +31,11 @@ class LineFile:
 
 
 def whole_lines(content: bytes) -> bytes:
-    """The content up to its last line end."""
     return content[: content.rfind(b"\n") + 1]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a file. Raises UserError when there is no such file, or with the number of a line that is not JSON."""
+    """Read all whole lines of a file. Raises UserError when there is no such file, or with the number of a line that is not JSON."""
     if not path.is_file():
         raise UserError(f"no file {path}: is {path.parent} the folder of a run?")
     records = []
@@ -49,7 +48,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Rewrites the file with the lines that `keep` accepts, and returns them; a kill in between leaves the old file whole."""
+    """Rewrite the file with the lines that `keep` accepts, and return them; a kill in between leaves the old file whole."""
     kept = [record for record in read_lines(path) if keep(record)]
     text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
     unfinished = path.with_name(f"{path.name}.unfinished")
@@ -59,7 +58,7 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[
 
 
 def json_number(value: Any) -> int | float | None:
-    """A number as JSON can hold it: NaN and infinities become null. Raises ValueError or TypeError for what is no number."""
+    """Return a number as JSON can hold it: NaN and infinities become null. Raises ValueError or TypeError for anything else."""
     if value is None or isinstance(value, int):
         return value
     number = float(value)

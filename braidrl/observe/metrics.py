@@ -1,13 +1,10 @@
-"""`metrics.jsonl`: one object per step with always the same keys, and the same numbers for tensorboard and wandb.
+"""`metrics.jsonl`: one object per step with always the same keys, and the same numbers for the run's trackers.
 
-workers ──Sums──▶ merge ──means──▶ MetricsWriter ──▶ metrics.jsonl, tensorboard/, wandb
+workers ──Sums──▶ merge ──means──▶ MetricsWriter ──▶ metrics.jsonl, trackers
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from torch import Tensor
 
 from braidrl.errors import UserError
 from braidrl.observe.lines import LineFile, json_number, keep_lines, read_lines
+from braidrl.observe.trackers import Trackers
 
 FILE_NAME = "metrics.jsonl"
 REQUIRED_KEYS = (
@@ -46,8 +44,14 @@ REQUIRED_KEYS = (
 class MetricsWriter:
     """Writes each step's metrics once, in order of steps."""
 
-    def __init__(self, folder: Path, resume_step: int | None = None, stages: Sequence[str] = ()) -> None:
-        """Starts `folder`/metrics.jsonl, or goes on after `resume_step`, the checkpoint's: lines after it are cut off.
+    def __init__(
+        self,
+        folder: Path,
+        resume_step: int | None = None,
+        stages: Sequence[str] = (),
+        trackers: Trackers | None = None,
+    ) -> None:
+        """Start `folder`/metrics.jsonl, or go on after `resume_step`, the checkpoint's: lines after it are cut off.
 
         Each line must then hold `time/<stage>` for the `stages`. Raises UserError where metrics exist and nothing is resumed.
         """
@@ -60,11 +64,10 @@ class MetricsWriter:
         self.last: Mapping[str, Any] = kept[-1] if kept else {"step": -1}
         self._required = (*REQUIRED_KEYS, *(f"time/{stage}" for stage in stages))
         self._lines = LineFile(path)
-        self._tensorboard = open_tensorboard(folder, resume_step)
-        self._wandb = open_wandb(folder)
+        self._trackers = trackers
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Writes one step; NaN and infinities become null.
+        """Write one step; NaN and infinities become null.
 
         Raises ValueError naming the keys that are missing, a value that is no number, or a step that was written before.
         """
@@ -74,14 +77,13 @@ class MetricsWriter:
         self._append({key: checked_number(key, value) for key, value in metrics.items()})
 
     def write_evaluation(self, step: int, version: int, metrics: Mapping[str, Any]) -> None:
-        """Writes an evaluation outside of any training step (before the first); the keys of training are null."""
+        """Write an evaluation outside of any training step (before the first); the keys of training are null."""
         self.write({**dict.fromkeys(self._required), **metrics, "step": step, "version": version})
 
     def close(self) -> None:
         self._lines.close()
-        self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        if self._trackers is not None:
+            self._trackers.close()
 
     def _append(self, line: dict[str, int | float | None]) -> None:
         step = line["step"]
@@ -89,16 +91,13 @@ class MetricsWriter:
             raise ValueError(f"step {step} does not follow step {self.last['step']}, the last one written")
         self._lines.append(line)
         self.last = line
-        numbers = {key: value for key, value in line.items() if value is not None and key != "step"}
-        for key, value in numbers.items():
-            self._tensorboard.add_scalar(key, value, step)
-        self._tensorboard.flush()
-        if self._wandb is not None:
-            self._wandb.log(numbers, step=step)
+        if self._trackers is not None:
+            numbers = {key: value for key, value in line.items() if value is not None and key != "step"}
+            self._trackers.write(step, numbers)
 
 
 def checked_number(key: str, value: Any) -> int | float | None:
-    """The value as JSON can hold it. Raises ValueError naming the key when it is no number."""
+    """Return the value as JSON can hold it. Raises ValueError naming the key when it is no number."""
     try:
         return json_number(value)
     except (TypeError, ValueError, RuntimeError):
@@ -106,26 +105,9 @@ def checked_number(key: str, value: Any) -> int | float | None:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, or of the one in a run folder; a half-written last line is left out."""
+    """Return the lines of a metrics.jsonl, or of the one in a run folder; a half-written last line is left out."""
     path = Path(path)
     return read_lines(path / FILE_NAME if path.is_dir() else path)
-
-
-def open_tensorboard(folder: Path, resume_step: int | None) -> Any:
-    """A SummaryWriter in `folder`/tensorboard; on resume it hides what was written after `resume_step`."""
-    # Imported here: it costs a second, and reading metrics needs none of it.
-    from torch.utils.tensorboard import SummaryWriter
-
-    purge_step = None if resume_step is None else resume_step + 1
-    return SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge_step)
-
-
-def open_wandb(folder: Path) -> Any:
-    """A wandb run named after the folder where wandb is installed and WANDB_PROJECT is set, else None."""
-    if "WANDB_PROJECT" not in os.environ or importlib.util.find_spec("wandb") is None:
-        return None
-    # One id per run folder, so that a resumed run goes on in the same wandb run.
-    return importlib.import_module("wandb").init(dir=str(folder), id=folder.name, name=folder.name, resume="allow")
 
 
 class Sums:
@@ -136,19 +118,27 @@ class Sums:
         self._pairs = {name: (float(total), float(count)) for name, (total, count) in (pairs or {}).items()}
 
     def add(self, name: str, total: float | Tensor, count: float | Tensor = 1) -> None:
-        """Adds `total`, a sum over `count` things (one number each)."""
+        """Add `total`, a sum over `count` things (one number each)."""
         old_total, old_count = self._pairs.get(name, (0.0, 0.0))
         self._pairs[name] = (old_total + float(total), old_count + float(count))
 
     def highest(self, name: str, value: float | Tensor) -> None:
-        """Keeps the largest value seen; `name` ends in `_max`, which is how it is told from a sum."""
+        """Keep the largest value seen; `name` ends in `_max`, which is how it is told from a sum."""
         if not name.endswith("_max"):
             raise ValueError(f"{name}: only names that end in _max are reduced by their maximum")
         known, _ = self._pairs.get(name, (float("-inf"), 1.0))
         self._pairs[name] = (max(known, float(value)), 1.0)
 
+    def add_per_token(self, role: str, metrics: Mapping[str, Tensor]) -> None:
+        """Add numbers per token (A,) under a role's name; those whose name ends in `_max` by their maximum."""
+        for name, values in metrics.items():
+            if name.endswith("_max"):
+                self.highest(f"{role}/{name}", values.max())
+            else:
+                self.add(f"{role}/{name}", values.sum(), len(values))
+
     def merge(self, other: Sums) -> None:
-        """Adds everything that `other` holds."""
+        """Add everything that `other` holds."""
         for name, (total, count) in other._pairs.items():
             if name.endswith("_max"):
                 self.highest(name, total)
@@ -157,16 +147,16 @@ class Sums:
 
     @staticmethod
     def merged(parts: Iterable[Sums]) -> Sums:
-        """The sums of all workers, added in the order given."""
+        """Return the sums of all workers, added in the order given."""
         result = Sums()
         for part in parts:
             result.merge(part)
         return result
 
     def pairs(self) -> dict[str, tuple[float, float]]:
-        """Name to (sum, count): plain numbers, to be sent to whoever merges them."""
+        """Return name to (sum, count): plain numbers, to be sent to whoever merges them."""
         return dict(self._pairs)
 
     def means(self) -> dict[str, float]:
-        """Sum over count by name; NaN where nothing was counted."""
+        """Return the sum over count by name; NaN where nothing was counted."""
         return {name: total / count if count else float("nan") for name, (total, count) in self._pairs.items()}

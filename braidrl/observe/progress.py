@@ -40,7 +40,7 @@ class Bar:
     def update(
         self, rows: int = 0, tokens: int = 0, in_flight: int | None = None, total_rows: int | None = None
     ) -> None:
-        """Counts `rows` and `tokens` more as done; `in_flight` and `total_rows` replace what was known of them."""
+        """Add `rows` and `tokens` to those done; `in_flight` and `total_rows` replace the old values."""
         self.rows += rows
         self.tokens += tokens
         self.in_flight = self.in_flight if in_flight is None else in_flight
@@ -48,11 +48,11 @@ class Bar:
         self._changed()
 
     def count(self) -> str:
-        """Rows done, of the total where one is known."""
+        """Return the rows done, of the total where one is known."""
         return f"{self.rows:,} rows" if self.total_rows is None else f"{self.rows:,}/{self.total_rows:,} rows"
 
     def details(self, now: float) -> list[str]:
-        """What else is known: tokens per second since the stage began, rows in flight."""
+        """Return tokens per second since the stage began, and rows in flight, where they are known."""
         parts = []
         if self.tokens:
             parts.append(f"{self.tokens / max(now - self.started, 1e-9):,.0f} tokens/s")
@@ -78,18 +78,18 @@ class Progress:
         self._last_shown = clock()
 
     def step(self, step: int) -> None:
-        """Names the iteration that the stages from now on belong to."""
+        """Name the iteration that the stages from now on belong to."""
         with self._lock:
             self._step = step
 
     def print(self, line: str) -> None:
-        """Writes a line that stays, above the bars."""
+        """Write a line that stays, above the bars."""
         with self._lock:
             self._console.print(line, markup=False, soft_wrap=True)
 
     @contextmanager
     def stage(self, name: str, total_rows: int | None = None) -> Iterator[Bar]:
-        """Shows a stage while the block runs; `total_rows` is None where it is not known."""
+        """Show a stage while the block runs; `total_rows` is None where it is not known."""
         bar = Bar(name, total_rows, self._clock(), self._changed)
         with self._lock:
             self._bars.append(bar)
@@ -147,12 +147,12 @@ class Progress:
 
 
 def silent_progress() -> Progress:
-    """Shows nothing: of several processes that do the same, one reports."""
+    """Return a progress that shows nothing: of several processes that do the same, one reports."""
     return Progress(stream=io.StringIO(), clock=lambda: 0.0)
 
 
 def spell_seconds(seconds: float) -> str:
-    """`7 s`, `3:07 min` or `2:05 h`."""
+    """Spell a duration as `7 s`, `3:07 min` or `2:05 h`."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -77,7 +77,7 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
 
 
 def write_report(run: Path) -> Path:
-    """Writes `run`/report.html from its metrics and recorded rollouts. Raises UserError where the run has no metrics."""
+    """Write `run`/report.html from its metrics and recorded rollouts. Raises UserError where the run has no metrics."""
     lines = read_metrics(run)
     curves = curves_of(lines)
     known = {one.name for _, charts in SECTIONS for chart in charts for one in matching(chart, curves)}
@@ -97,7 +97,7 @@ def write_report(run: Path) -> Path:
 
 
 def curves_of(lines: Lines) -> Curves:
-    """Each metric that has a number, over the steps that report it, in the order in which metrics first appear."""
+    """Collect each metric that has a number, over the steps that report it, in the order in which metrics first appear."""
     points: dict[str, list[tuple[int, float | None]]] = {}
     for line in lines:
         for key, value in line.items():
@@ -108,24 +108,22 @@ def curves_of(lines: Lines) -> Curves:
 
 
 def matching(chart: Chart, curves: Curves) -> list[Series]:
-    """The metrics that belong to the chart."""
+    """Return the metrics that belong to the chart."""
     return [one for name, one in curves.items() if any(re.fullmatch(pattern, name) for pattern in chart.keys)]
 
 
 def section(title: str, content: str) -> str:
-    """A heading with its content; nothing where there is none."""
     return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
 
 
 def charts_html(charts: Sequence[Chart], curves: Curves) -> str:
-    """The charts that have a metric to show."""
     found = [(chart, matching(chart, curves)) for chart in charts]
     drawn = [chart.draw(chart.title, short_names(series), chart.about) for chart, series in found if series]
     return f'<div class="charts">{"".join(drawn)}</div>' if drawn else ""
 
 
 def short_names(series: Sequence[Series]) -> list[Series]:
-    """The names without the part before the first slash where all share it."""
+    """Shorten names by the part before the first slash, where all share it."""
     heads = {one.name.partition("/")[0] for one in series}
     if len(heads) > 1 or len(series) == 1:
         return list(series)
@@ -133,7 +131,7 @@ def short_names(series: Sequence[Series]) -> list[Series]:
 
 
 def headline(curves: Curves) -> list[str]:
-    """First to last of what matters most."""
+    """Make tiles from first to last value of the most important metrics."""
     evaluations = matching(EVALUATION, curves)
     tiles = [change(one.name.removeprefix("eval/").replace("/", " "), one, 1) for one in evaluations]
     tiles += [change(label, curves[name], HEADLINE_STEPS) for label, name in HEADLINES if name in curves]
@@ -145,7 +143,7 @@ def headline(curves: Curves) -> list[str]:
 
 
 def change(label: str, series: Series, steps: int) -> str:
-    """A tile `0.31 → 0.88`, of means over the first and the last `steps` numbers."""
+    """Make a tile `0.31 → 0.88`, of means over the first and the last `steps` numbers."""
     numbers = series.numbers
     if len(numbers) == 1:
         return tile(label, spell(numbers[0]), f"at step {series.steps[0]}")
@@ -156,7 +154,7 @@ def change(label: str, series: Series, steps: int) -> str:
 
 
 def summary(lines: Lines) -> str:
-    """How many steps in what time, and how to read the curves."""
+    """Say how many steps took what time, and how to read the curves."""
     if not lines:
         return "No step has been written yet."
     seconds = sum(line.get("time/step") or 0.0 for line in lines)
@@ -168,11 +166,9 @@ def summary(lines: Lines) -> str:
 
 
 def configuration(run: Path) -> str:
-    """The run's resolved configuration as text; nothing where it has none."""
     path = run / "config.yaml"
     return f'<pre class="card">{escape(path.read_text(encoding="utf-8"))}</pre>' if path.is_file() else ""
 
 
 def folded(title: str, content: str) -> str:
-    """Content that opens on a click; nothing where there is none."""
     return f"<details><summary>{escape(title)}</summary>{content}</details>" if content else ""

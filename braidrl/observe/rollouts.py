@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
+from braidrl.data.codec import DTYPES as CODEC_DTYPES
 from braidrl.data.rows import Column, Objects, Rows
 from braidrl.errors import UserError
 
@@ -32,41 +33,32 @@ RESPONSE_TEXT = "response_text"
 SCHEMA_KEY = b"braidrl.columns"
 # No dictionaries for numbers: they compare values, and so would make -0.0 and 0.0, or two kinds of NaN, one.
 FILE_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": [PROMPT_TEXT, RESPONSE_TEXT]}
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-        *(torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    )
-}
+DTYPES = CODEC_DTYPES | {"uint16": torch.uint16, "uint32": torch.uint32, "uint64": torch.uint64}
 
 
 def rollout_path(run: Path, step: int) -> Path:
-    """Where the rows of a training step are recorded."""
     return run / "rollouts" / f"step-{step}.parquet"
 
 
 def evaluation_path(run: Path, name: str, step: int) -> Path:
-    """Where the rows of an evaluation set are recorded, for a look at the same prompts over time."""
     return run / "rollouts" / f"eval-{name}-step-{step}.parquet"
 
 
 def recorded_steps(run: Path, evaluation: str | None = None) -> list[int]:
-    """Training steps with recorded rows, or those of an evaluation set, ascending."""
+    """List the training steps with recorded rows, or those of an evaluation set, ascending."""
     prefix = "" if evaluation is None else re.escape(f"eval-{evaluation}-")
     found = (re.fullmatch(rf"{prefix}step-(\d+)\.parquet", path.name) for path in (run / "rollouts").glob("*.parquet"))
     return sorted(int(match[1]) for match in found if match)
 
 
 def recorded_evaluations(run: Path) -> list[str]:
-    """Evaluation sets with recorded rows."""
+    """List the evaluation sets with recorded rows."""
     found = (re.fullmatch(r"eval-(.+)-step-\d+\.parquet", path.name) for path in (run / "rollouts").glob("*.parquet"))
     return sorted({match[1] for match in found if match})
 
 
 def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response_texts: Sequence[str]) -> None:
-    """Writes all columns and the texts, one of each per row; the file appears whole or not at all.
+    """Write all columns and the texts, one of each per row; the file appears whole or not at all.
 
     Raises ValueError where the number of texts is not that of the rows, or a column has a text column's name.
     """
@@ -90,12 +82,12 @@ def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response
 
 
 def part_path(path: Path, rank: int) -> Path:
-    """Where a rank writes its rows of a file before they are joined; hidden from whoever lists recordings."""
+    """Return the hidden path where a rank writes its rows of a file before they are joined."""
     return path.with_name(f".{path.name}.rank-{rank}")
 
 
 def join_parts(path: Path, parts: Sequence[Path]) -> None:
-    """Makes one file of the parts, a row group each and one in memory at a time, and removes them.
+    """Join the parts into one file, a row group each and one in memory at a time, and remove them.
 
     Raises ValueError where parts differ in their columns.
     """
@@ -116,7 +108,7 @@ def join_parts(path: Path, parts: Sequence[Path]) -> None:
 
 
 def read_rollouts(path: Path) -> Rows:
-    """The recorded rows, equal to the bit. Raises UserError where the file is missing or is not a recording."""
+    """Read the recorded rows, bit for bit. Raises UserError where the file is missing or is not a recording."""
     if not path.is_file():
         raise UserError(f"no recorded rollouts at {path}")
     table = pq.read_table(path)
@@ -128,14 +120,14 @@ def read_rollouts(path: Path) -> Rows:
 
 
 def read_texts(path: Path, columns: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Prompt and response text of each row, with those of the named `columns` that the file has."""
+    """Read prompt and response text of each row, with those of the named `columns` that the file has."""
     wanted = [PROMPT_TEXT, RESPONSE_TEXT, *columns]
     known = set(pq.read_schema(path).names)
     return pq.read_table(path, columns=[name for name in wanted if name in known]).to_pylist()
 
 
 def describe(column: Column) -> dict[str, Any]:
-    """Kind, type and shape of one entry, as the file's metadata keeps them."""
+    """Describe a column for the file's metadata: kind, type and shape of one entry."""
     if isinstance(column, Objects):
         return {"kind": "objects"}
     values = column.values if isinstance(column, Ragged) else column
@@ -144,7 +136,7 @@ def describe(column: Column) -> dict[str, Any]:
 
 
 def to_arrow(name: str, column: Column) -> Any:
-    """A parquet column. Raises ValueError naming a column whose type cannot be kept."""
+    """Convert a column. Raises ValueError, naming it, for a type that cannot be kept."""
     if isinstance(column, Objects):
         return pa.array([json.dumps(value) for value in column.values], pa.large_string())
     values = (column.values if isinstance(column, Ragged) else column).detach().cpu()
@@ -160,7 +152,7 @@ def to_arrow(name: str, column: Column) -> Any:
 
 
 def from_arrow(array: Any, kind: str, dtype: str = "", shape: Sequence[int] = ()) -> Column:
-    """The column that `to_arrow` and `describe` were given."""
+    """Invert `to_arrow`, given what `describe` returned."""
     if kind == "objects":
         return Objects(tuple(json.loads(text) for text in array.to_pylist()))
     array = array.combine_chunks()
@@ -175,12 +167,12 @@ def from_arrow(array: Any, kind: str, dtype: str = "", shape: Sequence[int] = ()
 
 
 def printable(text: str) -> str:
-    """The text without halves of surrogate pairs, which UTF-8 cannot hold; the tokens keep what was really there."""
+    """Remove halves of surrogate pairs, which UTF-8 cannot hold; the tokens keep what was really there."""
     return text.encode("utf-8", "replace").decode()
 
 
 def to_numpy(values: Tensor) -> Any:
-    """All entries flat. bfloat16, which parquet does not have, becomes float32 by moving bits, so that NaN survives too."""
+    """Flatten. bfloat16, which parquet lacks, becomes float32 by moving bits, so that NaN survives too."""
     flat = values.contiguous().flatten()
     if flat.dtype == torch.bfloat16:
         flat = (flat.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
@@ -188,7 +180,7 @@ def to_numpy(values: Tensor) -> Any:
 
 
 def from_numpy(values: Any, dtype: torch.dtype) -> Tensor:
-    """The inverse of `to_numpy`; copies, because parquet's buffers may not be written to."""
+    """Invert `to_numpy`; copies, because parquet's buffers may not be written to."""
     tensor = torch.from_numpy(np.array(values))
     if dtype == torch.bfloat16:
         return (tensor.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)

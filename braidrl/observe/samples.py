@@ -1,4 +1,4 @@
-"""Which recorded responses a report shows: the same held-out prompts over time, and of some steps the best and the worst row."""
+"""The recorded responses of a report: the same held-out prompts over time, and of some steps the best and the worst row."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Sample:
 
 
 def sample_of(step: int, row: dict[str, Any]) -> Sample:
-    """A row of a recording; its score is the verifier's where there is one, else the reward."""
+    """Make a sample of a recorded row; its score is the verifier's where there is one, else the reward."""
     score = row.get("score", row.get("reward"))
     correct = row.get("correct")
     reason = row.get("finish_reason")
@@ -47,19 +47,18 @@ def sample_of(step: int, row: dict[str, Any]) -> Sample:
 
 
 def read_samples(path: Path, step: int) -> list[Sample]:
-    """All rows of a recording."""
     return [sample_of(step, row) for row in read_texts(path, COLUMNS)]
 
 
 def spread(steps: Sequence[int], most: int) -> list[int]:
-    """At most `most` of the steps, evenly spread, the first and the last among them."""
+    """Pick at most `most` of the steps, evenly spread, with the first and the last."""
     if len(steps) <= most:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
 
 
 def over_time(run: Path, name: str) -> dict[str, list[Sample]]:
-    """For the first few prompts of an evaluation set: its first response at each of some steps."""
+    """Return, for the first few prompts of an evaluation set, the first response at each of some steps."""
     chosen: dict[str, list[Sample]] = {}
     for step in spread(recorded_steps(run, name), MOST_STEPS):
         found: dict[str, Sample] = {}
@@ -74,7 +73,7 @@ def over_time(run: Path, name: str) -> dict[str, list[Sample]]:
 
 
 def best_and_worst(samples: Sequence[Sample]) -> list[Sample]:
-    """The first row of the highest and of the lowest score; one row where all scores are equal or missing."""
+    """Return the first row of the highest and of the lowest score; one row where all scores are equal or missing."""
     if not samples:
         return []
     scores = [float("-inf") if sample.score is None else sample.score for sample in samples]
@@ -82,7 +81,7 @@ def best_and_worst(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def samples_html(run: Path) -> str:
-    """The report's section on responses; empty where nothing was recorded."""
+    """Make the report's section on responses; empty where nothing was recorded."""
     groups = []
     for name in recorded_evaluations(run):
         for prompt, samples in over_time(run, name).items():
@@ -102,7 +101,7 @@ def group_html(title: str, parts: Iterable[str]) -> str:
 
 
 def sample_html(sample: Sample, with_prompt: bool) -> str:
-    """A response with its score and why it ended, and either its prompt or its step."""
+    """Show a response with its score and why it ended, and either its prompt or its step."""
     told = [] if with_prompt else [f"<b>step {sample.step}</b>"]
     if sample.correct is not None:
         told.append('<div class="right">correct</div>' if sample.correct else '<div class="wrong">wrong</div>')
@@ -115,7 +114,6 @@ def sample_html(sample: Sample, with_prompt: bool) -> str:
 
 
 def text_html(kind: str, text: str) -> str:
-    """A prompt or response as it is, cut where it is very long."""
     if not text.strip():
         return f'<pre class="{kind} empty">({"only white space" if text else "empty"})</pre>'
     rest = len(text) - SHOWN_CHARACTERS

@@ -1,4 +1,4 @@
-"""Which worker did what when: each process appends spans to a file of its own, and reading merges them.
+"""The trace: each process appends spans of its work to a file of its own, and reading merges them.
 
 run/trace/actor-0.jsonl    one line per span, written when the span ends
 run/trace/actor-1.jsonl
@@ -47,7 +47,7 @@ class Span:
 
 @dataclass
 class Done:
-    """What a span that is still open has done so far; to be set before it ends."""
+    """The counts of an open span, to be set before it ends."""
 
     rows: int = 0
     tokens: int = 0
@@ -64,7 +64,7 @@ class TraceWriter:
         self._origin = time.time() - time.perf_counter()
 
     def now(self) -> float:
-        """Seconds of the wall clock, never running backwards in this process."""
+        """Return wall-clock seconds that never run backwards in this process."""
         return self._origin + time.perf_counter()
 
     @contextmanager
@@ -72,7 +72,7 @@ class TraceWriter:
         self, role: str, stage: str, iteration: int, *, rows: int = 0, tokens: int = 0, version: int | None = None,
         state: State = "busy",
     ) -> Iterator[Done]:  # fmt: skip
-        """Records the time that the block takes, also when it raises; counts known only at its end go into what it yields."""
+        """Record the time that the block takes, also when it raises; the block may set counts on the yielded object."""
         done = Done(rows, tokens, version)
         start = self.now()
         try:
@@ -82,7 +82,7 @@ class TraceWriter:
             self.record(Span(self._worker, role, stage, iteration, start, self.now(), **counts, state=state))
 
     def record(self, span: Span) -> None:
-        """Appends a span that was measured elsewhere."""
+        """Append a span that was measured elsewhere."""
         with self._lock:
             self._lines.append(asdict(span))
 
@@ -92,7 +92,7 @@ class TraceWriter:
 
 
 def read_trace(run: Path) -> list[Span]:
-    """Spans of all workers by start, counted from the earliest. Raises UserError where the run has none."""
+    """Read the spans of all workers by start, counted from the earliest. Raises UserError where the run has none."""
     spans = [Span(**line) for path in sorted((run / "trace").glob("*.jsonl")) for line in read_lines(path)]
     if not spans:
         raise UserError(f"{run} has no trace: is it the folder of a run that has done a step?")

@@ -143,7 +143,7 @@ def footprint(seat: RoleUse, config: Config, flow: Flow, devices: int, decoding_
     plain = shape_of(model_path(role, config), dtype, scalar)
     lora = lora_of(role, config) if seat.trained else None
     shape = model_shape(model_path(role, config), dtype, scalar, lora) if lora else plain
-    layout = layout_of(role, config).over(devices)
+    layout = layout_of(role, config).resolve(devices)
     sizes = shape.sizes
     layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
     other = inference_layouts(config, flow).get(role) if seat.trained else None
@@ -151,12 +151,12 @@ def footprint(seat: RoleUse, config: Config, flow: Flow, devices: int, decoding_
     # Servers have devices of their own.
     if seat.generates and rollout.engine != "http":
         decoder = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
-        own_weights = decoder.dtype != dtype or bool(lora) or not layout.copies or decoding_ranks > 1
+        own_weights = decoder.dtype != dtype or bool(lora) or not layout.is_replicated or decoding_ranks > 1
         engine = EngineUse(decoder, rollout.slots, config.max_sequence_tokens, decoding_ranks, own_weights)
     computes = any(stage.role == role and stage.kind in (Kind.INFER, Kind.TRAIN) for stage in flow.stages)
     use = Deployment(
         shape, plain, layout, seat.trained, scalar, computes, max_tokens_of(role, config),
-        checkpoints_activations(role, config), other and other.over(devices), engine,
+        checkpoints_activations(role, config), other and other.resolve(devices), engine,
     )  # fmt: skip
     return Footprint(seat, shape, *role_memory(use))
 

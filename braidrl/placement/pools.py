@@ -25,6 +25,10 @@ class Pool:
     workers: int
     device: bool = True
     """False for work that any CPU does."""
+    engines: int = 0
+    """Engine processes that each of them starts."""
+    engine_devices: int = 1
+    """Devices of each of those."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""A thread and a worker process each, that take calls from a queue and see to it that every call gets its answer.
+"""Lanes: a thread and a worker process each, that take calls from a queue and make sure that every call gets its answer.
 
 OneByOne      one call at a time; a process that does not answer in time is killed, and the next call gets another
 Concurrent    many calls of one async verifier at a time; if its process hangs or dies, nobody can tell through which call,
@@ -28,12 +28,12 @@ TICK_S = 0.02
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """What one verifier said about one completion. `score` or `correct` is None where it left that open."""
+    """One verifier's result for one completion. `score` or `correct` is None where it left that open."""
 
     score: float | None = None
     correct: bool | None = None
     failure: str | None = None
-    """timeout, exception, died, or result when it returned something else; then there is no score."""
+    """timeout, exception, died, or result when it returned something else; there is no score then."""
     detail: str = ""
 
 
@@ -44,11 +44,11 @@ class Call:
     number: int
     verifier: Verifier
     message: bytes
-    """What the worker is sent."""
+    """The request to the worker."""
     future: Future[CallOutcome] = field(default_factory=Future)
 
     def answer(self, message: Message) -> None:
-        """Resolves the future with the worker's answer."""
+        """Resolve the future with the worker's answer."""
         self.future.set_result(CallOutcome(**{name: value for name, value in message.items() if name != "call"}))
 
     def abandon(self) -> None:
@@ -73,7 +73,7 @@ class Lane(ABC):
 
     @abstractmethod
     def _serve(self) -> None:
-        """Takes and answers calls until `closing` is set."""
+        """Take and answer calls until `closing` is set."""
 
     def _run(self) -> None:
         try:
@@ -82,7 +82,7 @@ class Lane(ABC):
             self._drop_process()
 
     def stop(self) -> None:
-        """Tells the thread to end, without waiting; what its process is at is cut short."""
+        """Tell the thread to end, without waiting; the current call of its process is cut short."""
         with self._lock:
             self.closing.set()
             if self._process is not None:
@@ -90,7 +90,7 @@ class Lane(ABC):
         self.calls.put(None)
 
     def abandon_queued(self) -> None:
-        """After the thread has ended: calls that it never took raise CancelledError."""
+        """Cancel the calls that the thread never took, after it has ended."""
         while not self.calls.empty():
             call = self.calls.get()
             if call is not None:
@@ -105,7 +105,7 @@ class Lane(ABC):
             return self._process
 
     def _drop_process(self) -> str:
-        """Ends the process, if there is one, and says how it ended."""
+        """End the process, if there is one, and say how it ended."""
         with self._lock:
             if self._process is None:
                 return "no process could be started"
@@ -115,7 +115,7 @@ class Lane(ABC):
 
 
 class OneByOne(Lane):
-    """Shares its queue with others like it."""
+    """Shares its queue with others of its kind."""
 
     def _serve(self) -> None:
         while (call := self.calls.get()) is not None and not self.closing.is_set():
@@ -169,7 +169,7 @@ class Concurrent(Lane):
             call.abandon()
 
     def _admit(self) -> None:
-        """Sends what is queued, as far as there is room; waits if nothing is in flight."""
+        """Send what is queued, as far as there is room; wait if nothing is in flight."""
         while len(self.in_flight) < MOST_IN_FLIGHT:
             try:
                 call = self.calls.get(block=not self.in_flight)
@@ -188,7 +188,7 @@ class Concurrent(Lane):
             self.in_flight[call.number] = (call, time.monotonic() + self.timeout_s + STUCK_AFTER_S)
 
     def _collect(self) -> None:
-        """Hands out one answer. Raises TimeoutError when an answer is overdue."""
+        """Resolve one answer. Raises TimeoutError when an answer is overdue."""
         if not self.in_flight:
             return
         connection = self._ready_process().connection

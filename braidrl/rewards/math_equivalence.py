@@ -13,7 +13,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
-    r"""Whether the response's final expression equals the answer: fractions, sets, intervals, matrices, equations.
+    r"""Return whether the response's final expression equals the answer: fractions, sets, intervals, matrices, equations.
 
     The answer may be LaTeX, `\boxed{}`, within dollar signs, or plain. With `boxed` a response without `\boxed{}` is
     wrong. Raises ValueError when the answer cannot be read.

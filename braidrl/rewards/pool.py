@@ -10,17 +10,17 @@ import itertools
 import queue
 import threading
 from concurrent.futures import Future
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from braidrl.rewards.lanes import Call, CallOutcome, Calls, Concurrent, Lane, OneByOne
 from braidrl.rewards.verifier import Completion, Verifier
 from braidrl.rewards.worker import encode
 
 
-class RewardPool:
+class RewardPool(AbstractContextManager["RewardPool"]):
     """Calls verifiers in `processes` processes, and one more for each async verifier; `timeout_s` limits each call.
 
-    Processes start when first needed. Closing, or leaving the `with` block by whatever way, leaves none behind.
+    Processes start when first needed. Closing, or leaving the `with` block in any way, leaves none behind.
     """
 
     def __init__(self, processes: int, timeout_s: float) -> None:
@@ -33,7 +33,7 @@ class RewardPool:
         self._lock = threading.Lock()
 
     def submit(self, completion: Completion, verifier: Verifier) -> Future[CallOutcome]:
-        """Returns at once; the future never raises for what the verifier does, only when the pool is closed first.
+        """Queue a check and return its future, which never raises for what the verifier does, only when the pool is closed first.
 
         Raises TypeError when the completion is not JSON, RuntimeError after `close`.
         """
@@ -57,7 +57,7 @@ class RewardPool:
         return self._concurrent[verifier.key].calls
 
     def close(self) -> None:
-        """Ends all processes and waits until they are gone; checks that have not ended raise CancelledError."""
+        """End all processes and wait until they are gone; checks that have not ended raise CancelledError."""
         with self._lock:
             self._closed = True
         for lane in self._lanes:
@@ -67,10 +67,5 @@ class RewardPool:
         for lane in self._lanes:
             lane.abandon_queued()
 
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

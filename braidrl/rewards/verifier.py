@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from braidrl.errors import UserError, suggest
-from braidrl.importing import import_function
-from braidrl.rewards.verifiers import BUILT_IN
+from braidrl.rewards.verifiers import VERIFIERS
 
 KNOWN_PARAMETERS = ("prompt", "response", "answer", "metadata", "source")
 
@@ -50,24 +49,21 @@ class Verifier:
         return self.name.rpartition(":")[2]
 
     def __call__(self, completion: Mapping[str, Any]) -> Any:
-        """What the function returns for the fields of a completion; an awaitable if it is `async`."""
+        """Return what the function returns for the fields of a completion; an awaitable if it is `async`."""
         return self.function(**{name: completion[name] for name in self.reads}, **self.settings)
 
 
 def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Verifier:
-    """The built-in verifier of that name, or the user's `module:function` or `file.py:function`.
+    """Return the built-in verifier of that name, or the user's `module:function` or `file.py:function`.
 
     Raises UserError when there is none, or when parameters and settings do not fit together.
     """
     settings = dict(settings or {})
-    if name not in BUILT_IN and ":" not in name:
-        hint = f"{suggest(name, BUILT_IN)} Your own is written module:function or file.py:function"
-        raise UserError(f"no verifier is called {name!r}. {hint}")
-    function = import_function(BUILT_IN.get(name, name))
+    function = VERIFIERS.find(name)
     parameters = _parameters(name, function)
     reads = tuple(p for p in KNOWN_PARAMETERS if p in parameters)
     _check_settings(name, settings, {n: p for n, p in parameters.items() if n not in reads})
-    if name in BUILT_IN and settings.get("pattern") is not None:
+    if name in VERIFIERS and settings.get("pattern") is not None:
         _check_pattern(name, settings["pattern"])
     asynchronous = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
     return Verifier(name, settings, function, reads, asynchronous)
@@ -85,7 +81,7 @@ def _parameters(name: str, function: Callable[..., Any]) -> dict[str, inspect.Pa
 
 
 def _check_settings(name: str, settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> None:
-    """Raises UserError for a setting without a parameter, or a parameter without a value."""
+    """Raise UserError for a setting without a parameter, or a parameter without a value."""
     any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     named = {n: p for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
     for setting in settings:

@@ -13,24 +13,29 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-BUILT_IN = {
-    "exact": "braidrl.rewards.verifiers:exact",
-    "gsm8k": "braidrl.rewards.verifiers:gsm8k",
-    "format": "braidrl.rewards.verifiers:follows_format",
-    "math": "braidrl.rewards.math_equivalence:equivalent",
-}
+from braidrl.importing import PluginRegistry
+
+VERIFIERS = PluginRegistry(
+    "verifier",
+    {
+        "exact": "braidrl.rewards.verifiers:exact",
+        "gsm8k": "braidrl.rewards.verifiers:gsm8k",
+        "format": "braidrl.rewards.verifiers:follows_format",
+        "math": "braidrl.rewards.math_equivalence:equivalent",
+    },
+)
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a verifier says when a score alone does not tell right from wrong; `correct` None leaves that open."""
+    """A verifier's result when a score alone does not tell right from wrong; `correct` None leaves that open."""
 
     score: float
     correct: bool | None = None
 
 
 def exact(response: str, answer: Any, *, last_line: bool = False, pattern: str | None = None) -> bool:
-    """Whether the response is the answer, white space at the ends aside.
+    """Return whether the response is the answer, white space at the ends aside.
 
     `last_line` looks at the last line that is not empty, `pattern` at the last match of a regular expression in what
     is left: at its first group, or all of it where it has no group.
@@ -47,7 +52,7 @@ def exact(response: str, answer: Any, *, last_line: bool = False, pattern: str |
 
 
 def follows_format(response: str, *, pattern: str) -> bool:
-    """Whether the whole response, white space at the ends aside, matches a regular expression; `.` matches newlines too."""
+    """Return whether the whole response, white space at the ends aside, matches a regular expression; `.` matches newlines too."""
     return re.fullmatch(pattern, response.strip(), re.DOTALL) is not None
 
 
@@ -59,7 +64,7 @@ _NUMBER = re.compile(
 
 
 def gsm8k(response: str, answer: Any, *, flexible: bool = False) -> bool:
-    """Whether the number after the last `####` equals the reference's, a bare number or a GSM8K solution.
+    """Return whether the number after the last `####` equals the reference's, a bare number or a GSM8K solution.
 
     Dollar signs, thousands commas, trailing punctuation and trailing zeros do not matter. A response without `####` is
     wrong; with `flexible` its last number is taken. Raises ValueError when the reference holds no number.
@@ -75,7 +80,7 @@ def gsm8k(response: str, answer: Any, *, flexible: bool = False) -> bool:
 
 
 def final_number(text: str) -> Decimal | None:
-    """The first number on the line after the last `####`, or None."""
+    """Return the first number on the line after the last `####`, or None."""
     _, mark, rest = text.rpartition("####")
     lines = rest.strip().splitlines()
     found = _NUMBER.search(lines[0]) if mark and lines else None
@@ -83,7 +88,7 @@ def final_number(text: str) -> Decimal | None:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in the text, or None."""
+    """Return the last number in the text, or None."""
     found = list(_NUMBER.finditer(text))
     return _value(found[-1]) if found else None
 

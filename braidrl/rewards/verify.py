@@ -1,4 +1,4 @@
-"""From rows to the columns `score`, `correct` and `reward`: decodes what was sampled and has the pool check it.
+"""From rows to the columns `score`, `correct` and `reward`: decodes the sampled tokens and has the pool check them.
 
 rows ──submit──> one check per row and verifier ──> pool (beside generation) ──> Pending ──result──> index columns
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -40,7 +40,7 @@ class Weighted:
 
 @dataclass(frozen=True)
 class CheckFailure:
-    """A check that came to nothing and counts as wrong."""
+    """A check that failed and counts as wrong."""
 
     row: int
     label: str
@@ -50,7 +50,7 @@ class CheckFailure:
 
 
 class Pending:
-    """Checks under way for some rows, in the rows' order."""
+    """Checks in flight for some rows, in the rows' order."""
 
     def __init__(
         self, rewards: RuleRewards, checks: list[list[tuple[Weighted, Future[CallOutcome]]]], prefix: str
@@ -63,14 +63,14 @@ class Pending:
         return len(self._checks)
 
     def done(self) -> bool:
-        """Whether `result` will return without waiting."""
+        """Return whether `result` will return without waiting."""
         return all(future.done() for row in self._checks for _, future in row)
 
     def result(self) -> dict[str, Tensor]:
-        """Waits; columns `score`, `correct`, `reward`, each (B,) float32, and `score_<name>` where verifiers are several.
+        """Wait, and return the columns `score`, `correct`, `reward`, (B,) float32 each, and `score_<name>` where verifiers are several.
 
         `score` and, until something shapes it, `reward` are Σ weight · score over the row's verifiers. `correct`, 0 or 1,
-        is what the first of them says. `score_<name>` is NaN in rows whose source does not have that verifier.
+        is the first one's verdict. `score_<name>` is NaN in rows whose source does not have that verifier.
         """
         rows = [[(weighted, self._rewards.judge(future.result())) for weighted, future in row] for row in self._checks]
         total = torch.tensor([sum(w.weight * score for w, (score, _) in row) for row in rows], dtype=torch.float32)
@@ -84,7 +84,7 @@ class Pending:
         return {self._prefix + name: column for name, column in columns.items()}
 
     def failures(self) -> list[CheckFailure]:
-        """Waits; the checks that raised, hung, died or returned no score."""
+        """Wait, and return the checks that raised, hung, died or returned no score."""
         return [
             CheckFailure(number, weighted.label, outcome.failure, outcome.detail)
             for number, row in enumerate(self._checks)
@@ -93,26 +93,26 @@ class Pending:
         ]
 
     def failure_counts(self) -> Counter[str]:
-        """Waits; how many checks failed, by `name/reason`."""
+        """Wait, and count the failed checks by `name/reason`."""
         return Counter(f"{failure.label}/{failure.reason}" for failure in self.failures())
 
 
-class RuleRewards:
+class RuleRewards(AbstractContextManager["RuleRewards"]):
     """The verifiers of a run and the processes that they run in. Use it as a context, or call `close`."""
 
     def __init__(
-        self,
-        config: RewardConfig,
-        per_source: Mapping[int, Sequence[VerifierConfig]],
-        correct_score: float,
-        wrong_score: float,
-        tokenizer: Decoder,
-        source_names: Mapping[int, str] | None = None,
-    ) -> None:
-        """`correct_score` and `wrong_score` are the recipe's, and give way to the configuration's.
+        self, config: RewardConfig, per_source: Mapping[int, Sequence[VerifierConfig]], correct_score: float,
+        wrong_score: float, tokenizer: Decoder, source_names: Mapping[int, str] | None = None,
+    ) -> None:  # fmt: skip
+        """Resolve the verifiers. Raises UserError for one that cannot be called.
 
-        `per_source` holds, by number, the sources that have verifiers of their own instead of `config.verify`; `source_names`
-        what verifiers get as `source`, by default the number. Raises UserError for a verifier that cannot be called.
+        Args:
+            config: The run's verifiers, and scores in place of the recipe's.
+            per_source: Verifiers of sources, by number, that have their own.
+            correct_score: The recipe's score of a right answer.
+            wrong_score: The recipe's score of a wrong answer.
+            tokenizer: Decodes responses.
+            source_names: The `source` argument of verifiers, by default the number.
         """
         self.correct_score = correct_score if config.correct_score is None else config.correct_score
         self.wrong_score = wrong_score if config.wrong_score is None else config.wrong_score
@@ -125,7 +125,7 @@ class RuleRewards:
         self._pool = RewardPool(config.processes, config.timeout_s)
 
     def submit(self, rows: Rows, of: str | None = None) -> Pending:
-        """Begins to check rows, one or many, and returns at once; `of` names the namespace whose tokens are meant."""
+        """Begin to check rows, and return at once; `of` names the namespace whose tokens are meant."""
         prefix = f"{of}." if of else ""
         texts = responses(rows, self._tokenizer, prefix)
         checks = []
@@ -138,7 +138,7 @@ class RuleRewards:
         return Pending(self, checks, prefix)
 
     def judge(self, outcome: CallOutcome) -> tuple[float, bool]:
-        """Score and correctness of one check. Of a bare score, `correct_score` and more is right; a failure is wrong."""
+        """Return the score and correctness of one check. A bare score of `correct_score` or more is correct; a failure is wrong."""
         if outcome.failure is not None:
             return self.wrong_score, False
         if outcome.score is None:
@@ -149,17 +149,12 @@ class RuleRewards:
     def close(self) -> None:
         self._pool.close()
 
-    def __enter__(self) -> RuleRewards:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def weighted_verifiers(configs: Sequence[VerifierConfig]) -> list[Weighted]:
-    """Verifiers with labels that differ: the second `format` is `format_2`. Raises UserError as `resolve`, or for an empty list."""
+    """Resolve verifiers under different labels: the second `format` is `format_2`. Raises UserError as `resolve`, or for an empty list."""
     if not configs:
         raise UserError("`verify` names no verifier; write one, as in `verify: exact`")
     seen: Counter[str] = Counter()
@@ -173,7 +168,6 @@ def weighted_verifiers(configs: Sequence[VerifierConfig]) -> list[Weighted]:
 
 
 def responses(rows: Rows, tokenizer: Decoder, prefix: str = "") -> list[str]:
-    """The text of each row's action tokens, without special tokens."""
     tokens, mask = rows[f"{prefix}tokens"], rows[f"{prefix}action_mask"]
     sampled = [tokens[row][mask[row].bool()].tolist() for row in range(len(rows))]
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled]

@@ -25,15 +25,15 @@ Message = dict[str, Any]
 ORPHAN_GRACE_S = 3.0
 """How much later than its limit a call ends that nobody is there to kill."""
 LOAD_LIMIT_S = 120.0
-"""For starting Python and importing a verifier on a busy machine; the time limit of a check begins after it."""
+"""Limit for starting Python and importing a verifier on a busy machine; the time limit of a check begins after it."""
 HEARTBEAT_S = 0.5
 """How often the event loop shows that it turns."""
 RAISED = (Exception, SystemExit, asyncio.CancelledError)
-"""What a user's function may raise without ending the process."""
+"""Exceptions of a user's function that do not end the process."""
 
 
 def main(descriptor: int) -> None:
-    """Serves the pipe at a file descriptor; when its other end is gone, ends this process and all that it started."""
+    """Serve the pipe at a file descriptor; when its other end is gone, end this process and all that it started."""
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     verifiers: dict[str, Verifier] = {}
@@ -52,16 +52,15 @@ def main(descriptor: int) -> None:
 
 
 def die_after(seconds: float) -> None:
-    """Has the kernel end this process if it is still busy then; 0 takes that back.
+    """Have the kernel end this process if it is still busy after so many seconds; 0 cancels that.
 
-    The parent kills what takes too long. Should the parent be dead, this works even in code that never lets go of Python's lock.
+    The parent kills what takes too long. If the parent is dead, this works even in code that never releases Python's lock.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def encode(message: Message) -> bytes:
-    """Raises TypeError for what is not JSON."""
     return json.dumps(message).encode()
 
 
@@ -75,7 +74,7 @@ def receive(connection: Connection) -> Message:
 
 
 def load(key: str, verifiers: dict[str, Verifier]) -> Message:
-    """Adds the verifier of that key; a failure in importing it is the answer."""
+    """Add the verifier of that key; returns the failure in importing it, if any."""
     die_after(LOAD_LIMIT_S + ORPHAN_GRACE_S)
     try:
         name, settings = json.loads(key)
@@ -103,7 +102,7 @@ async def _wait(value: Any) -> Any:
 
 
 async def _serve_concurrently(connection: Connection, verifiers: dict[str, Verifier], limit_s: float) -> None:
-    """Starts a task for each message; raises EOFError when the pipe ends."""
+    """Start a task for each message; raises EOFError when the pipe ends."""
     loop = asyncio.get_running_loop()
     running: set[asyncio.Task[None]] = set()
     ended: asyncio.Future[None] = loop.create_future()
@@ -138,7 +137,7 @@ async def _serve_concurrently(connection: Connection, verifiers: dict[str, Verif
 
 
 async def _stay_alive(seconds: float) -> None:
-    """While the event loop turns, puts off the end that comes when it has not for `seconds`."""
+    """Postpone `die_after` as long as the event loop turns."""
     while True:
         die_after(seconds)
         await asyncio.sleep(HEARTBEAT_S)
@@ -156,7 +155,7 @@ async def _call_limited(verifier: Verifier, message: Message) -> Message:
 
 
 def judgement(value: Any) -> Message:
-    """What a verifier returned as `score` and `correct`, None where it left one open; anything else is a failure."""
+    """Normalise a verifier's result to `score` and `correct`, None where it left one open; anything else is a failure."""
     if isinstance(value, Score):
         score, correct = plain_number(value.score), value.correct
     else:
@@ -172,12 +171,12 @@ def judgement(value: Any) -> Message:
 
 
 def plain_number(value: Any) -> Any:
-    """The Python number in a NumPy or torch scalar; other values as they are."""
+    """Convert a NumPy or torch scalar to a Python number; return other values as they are."""
     return value.item() if callable(getattr(value, "item", None)) else value
 
 
 def failure_of(error: BaseException) -> Message:
-    """An exception as one line that says what, and where in whose code."""
+    """Describe an exception in one line: what, and where in whose code."""
     place = traceback.extract_tb(error.__traceback__)[-1:]
     where = "".join(f" ({os.path.basename(frame.filename)}:{frame.lineno})" for frame in place)
     return {"failure": "exception", "detail": f"{type(error).__name__}: {error}"[:500] + where}

@@ -1,9 +1,9 @@
-"""What every engine must do, as checks that run against it: ours, and those that users write.
+"""The contract of engines, as checks that run against ours and against those that users write.
 
     for check in CHECKS:
         asyncio.run(check(subject))
 
-A check fails by AssertionError. `subject.make()` gives an engine with weights of version 0 and nothing under way; its model
+A check fails by AssertionError. `subject.make()` gives an engine with weights of version 0 and no row in flight; its model
 must be random enough that greedy tokens differ between prompts.
 """
 
@@ -31,17 +31,17 @@ class EngineUnderTest:
     """Token ids below this are plain tokens, none of which ends a response."""
     max_sequence_tokens: int
     training_log_probs: Callable[[Sequence[Request], Sequence[Response]], list[Tensor]]
-    """What training computes for the responses (T,), under the weights of version 0."""
+    """Training's log-probs of the responses, (T,) each, under the weights of version 0."""
     other_weights: Callable[[], WeightSource]
     """Weights of the same shapes that draw other tokens."""
     tolerance: float = 1e-5
-    """Of log-probs against training's."""
+    """Absolute tolerance of log-probs against training's."""
     long: int = 40
-    """Tokens of a response that is still being drawn when its engine is asked for something else."""
+    """Length in tokens of a response that is still being drawn when its engine is asked for something else."""
 
 
 def requests(subject: EngineUnderTest, count: int, tokens: int = 12) -> list[Request]:
-    """Rows in groups of two with prompts of different lengths, which draw exactly so many tokens."""
+    """Make requests in groups of two, with prompts of different lengths; each draws exactly `tokens` tokens."""
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(0, subject.vocabulary, (3 + 2 * g,), generator=generator) for g in range(count)]
     sampling = SamplingParams(max_tokens=tokens, ends=False)
@@ -53,7 +53,7 @@ async def all_of(engine: Engine, wanted: Sequence[Request]) -> list[Response]:
 
 
 async def some_tokens_later(engine: Engine, rows: int) -> None:
-    """Waits until so many rows are being decoded."""
+    """Wait until so many rows are being decoded."""
     for _ in range(10_000):
         if engine.load().running >= rows:
             return
@@ -220,7 +220,7 @@ async def an_engine_sleeps_when_idle_and_requests_wait_for_it(subject: EngineUnd
 
 @dataclass
 class Lacking:
-    """A source without its last tensor."""
+    """A weight source without its last tensor."""
 
     whole: WeightSource
 

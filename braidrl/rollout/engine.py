@@ -8,13 +8,25 @@ abort  ──▶ the same, at once, with what there is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
+from braidrl.importing import PluginRegistry
 from braidrl.rollout.requests import Request, Response, Uid
+
+T = TypeVar("T")
+ENGINES = PluginRegistry(
+    "rollout engine",
+    {
+        "embedded": "braidrl.rollout.process.server:embedded_engine",
+        "vllm": "braidrl.rollout.process.server:vllm_engine",
+        "http": "braidrl.rollout.http.engine:HttpEngine",
+    },
+)
+"""What makes an engine: called with an `EngineSpec` it returns a `SteppingEngine` or a `ServedEngine`; only `http` is told of servers."""
 
 
 class EngineError(RuntimeError):
@@ -23,7 +35,7 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Load:
-    """What an engine is busy with."""
+    """An engine's current load."""
 
     slots: int
     """Rows that it decodes at once."""
@@ -34,15 +46,15 @@ class Load:
 
     @property
     def rows(self) -> int:
-        """Rows under way."""
+        """Rows in flight."""
         return self.running + self.waiting
 
 
 class WeightSource(Protocol):
-    """One version of a model's weights, as any engine can take them."""
+    """One version of a model's weights, in a form that any engine can take."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Every tensor of the model by its name; a tied one comes under each of its names."""
+        """Yield every tensor of the model by its name, a tied one under each of its names."""
 
 
 class ModelWeights:
@@ -59,31 +71,101 @@ class Engine(Protocol):
     """Generates responses. All methods belong to one event loop."""
 
     async def submit(self, request: Request) -> Response:
-        """The response. Raises UserError for a request that cannot be answered, and EngineError when the engine fails."""
+        """Generate a response. Raises UserError for a request that cannot be answered, and EngineError when the engine fails."""
 
     async def abort(self, uid: Uid) -> None:
-        """Ends a row at once: its `submit` returns what there is. Raises KeyError when it is not under way."""
+        """End a row at once: its `submit` returns what there is. Raises KeyError when it is not in flight."""
 
     async def pause(self) -> None:
-        """No token is drawn until `resume`. Rows keep what they have, and requests may be submitted."""
+        """Draw no token until `resume`. Rows keep what they have, and requests may be submitted."""
 
     async def resume(self) -> None:
-        """Goes on where `pause` stopped."""
+        """Continue after `pause`."""
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """From the next token on the weights are those of `version`; rows under way go on with them.
+        """Use the weights of `version` from the next token on; rows in flight continue with them.
 
-        Without a source they are what the engine shares with its trainer. Raises ValueError where the source lacks a tensor.
+        Without a source they are those that the engine shares with its trainer. Raises ValueError where the source lacks a tensor.
         """
 
     async def sleep(self) -> None:
-        """Gives memory back; requests wait until `wake`. Raises RuntimeError while rows are under way."""
+        """Free memory; requests wait until `wake`. Raises RuntimeError while rows are in flight."""
 
     async def wake(self) -> None:
-        """Takes requests again."""
+        """Accept requests again."""
 
     async def recover(self) -> int:
-        """Makes a failed engine ready, and returns the version of its weights. Raises EngineError when it cannot."""
+        """Make a failed engine ready, and return the version of its weights. Raises EngineError when it cannot."""
 
     def load(self) -> Load:
-        """What the engine is busy with now."""
+        """Return what the engine is busy with now."""
+
+
+class ServedEngine(Engine, Protocol):
+    """An engine with a beginning and an end, such as a process or a server."""
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Return the tokens of prompt and response together."""
+
+    async def start(self) -> None:
+        """Return when it takes requests. Raises UserError where it cannot be used as it is, EngineError where it fails."""
+
+    async def close(self) -> None:
+        """End what `start` began; may be called without it."""
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """What an engine takes of the device of the process that trains."""
+
+    model: nn.Module
+    """What it decodes with; the trainer's own module where it shares that."""
+    cache_bytes: int
+    """Keys and values of all its slots."""
+
+
+class RoleEngine(Protocol):
+    """What generates for a role, as the process that executes its stages uses it: whole batches, without an event loop of its own."""
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Return the tokens of prompt and response together."""
+
+    @property
+    def in_flight(self) -> int:
+        """Return how many rows are being decoded."""
+
+    @property
+    def is_collective(self) -> bool:
+        """True where ranks decode together: those without rows call `generate` too, and it takes no turns in an environment."""
+
+    @property
+    def memory(self) -> EngineMemory | None:
+        """Return what can leave the device while other roles need the room; None where nothing of it is known here."""
+
+    def generate(
+        self,
+        requests: Iterable[Request],
+        on_finished: Callable[[Response], None] | None = None,
+        rows_to_end: Callable[[], Iterable[Uid]] | None = None,
+    ) -> list[Response]:
+        """Return all responses, in the order of `requests`.
+
+        Args:
+            requests: one per row.
+            on_finished: told each response that ends by itself.
+            rows_to_end: asked now and then for rows that are to end with what they have; it may name some that have ended.
+        """
+
+    def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+        """Return what `work` returns, which has the engine for as long as it runs."""
+
+    def publish(self, version: int, source: WeightSource) -> None:
+        """Generate with the source's weights from now on. Raises ValueError where it lacks a tensor."""
+
+    def clear(self) -> None:
+        """Drop every row, and give the memory of keys and values back."""
+
+    def close(self) -> None:
+        """End whatever it has started."""

@@ -1,17 +1,20 @@
 """An engine of this process, which draws step by step, behind the engine protocol.
 
 submit ──▶ add ──▶ step, step, step ... ──▶ the future of each row that ended
-                     └── between two steps everybody else in the loop has a turn
+                     └── between two steps all other tasks of the loop run
 """
 
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from braidrl.errors import UserError
-from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.engine import EngineError, Load, WeightSource
 from braidrl.rollout.requests import Request, Response, Uid
+
+if TYPE_CHECKING:
+    from braidrl.rollout.embedded.stepping import SteppingEngine
 
 
 class EngineReplica:
@@ -25,6 +28,18 @@ class EngineReplica:
         self._awake.set()
         self._driver: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Return the tokens of prompt and response together."""
+        return self.engine.max_sequence_tokens
+
+    async def start(self) -> None:
+        """Return at once: the engine is there."""
+
+    async def close(self) -> None:
+        """End whatever the engine has started."""
+        self.engine.close()
 
     async def submit(self, request: Request) -> Response:
         await self._awake.wait()
@@ -100,7 +115,6 @@ class EngineReplica:
             answer.set_result(finished)
 
     def _fail(self, error: Exception) -> None:
-        """Every row under way ends with the error; the engine is left empty."""
         answers, self._answers = self._answers, {}
         self.engine.clear()
         for answer in answers.values():

@@ -1,8 +1,11 @@
-"""What an engine is asked for, and what it gives back: plain values, the same for every engine."""
+"""Requests to an engine and its responses: plain values, the same for every engine; and how a row continues elsewhere or later."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,19 +26,25 @@ class SamplingParams:
     """0 keeps all tokens."""
     max_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()
-    """Beside the model's own end of sequence."""
+    """Tokens that end the response, besides the model's own end of sequence."""
     stop: tuple[str, ...] = ()
     """The response ends with the token that completes one of these texts."""
     greedy: bool = False
     ends: bool = True
-    """False draws on past the model's end of sequence."""
+    """False ignores the model's end of sequence."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for settings that leave no token to draw."""
+        """Raise ValueError for settings that leave no token to draw."""
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_tokens < 1:
             raise ValueError(f"temperature >= 0, 0 < top_p <= 1, top_k >= 0 and max_tokens >= 1 are needed, got {self}")
         if "" in self.stop:
             raise ValueError("a stop text is empty")
+
+    @staticmethod
+    def of(plain: Mapping[str, Any]) -> SamplingParams:
+        """Restore settings from JSON or msgpack, which turn tuples into lists."""
+        settings: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()}
+        return SamplingParams(**settings)
 
     @property
     def takes_likeliest(self) -> bool:
@@ -43,7 +52,7 @@ class SamplingParams:
 
     @property
     def log_prob_temperature(self) -> float:
-        """What logits are divided by before log-softmax; 1 where a temperature of 0 asks for the likeliest token."""
+        """The divisor of logits before log-softmax; 1 where a temperature of 0 asks for the likeliest token."""
         return self.temperature or 1.0
 
 
@@ -57,15 +66,15 @@ class Request:
     purpose: str = "train"
     stage: str = "generate"
     first_draw: int = 0
-    """Tokens that this row drew before, in earlier turns: their random numbers are not used again."""
+    """Tokens that this row drew in earlier turns: their random numbers are not used again."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a prompt that is not a non-empty row of ids."""
+        """Raise ValueError for a prompt that is not a non-empty row of ids."""
         if self.prompt.dim() != 1 or not len(self.prompt) or self.prompt.dtype != torch.int64:
             raise ValueError(f"row {self.uid}: a prompt is one or more int64 ids, got {self.prompt.shape}")
 
     def key(self, seed: int) -> int:
-        """The row's random key, from which number `first_draw` + tokens drawn since is taken."""
+        """Return the row's random key; token number n of this request uses random number `first_draw` + n."""
         return int(hashed(seed, self.purpose, self.stage, self.uid[1], self.uid[2]))
 
 
@@ -80,4 +89,54 @@ class Response:
     """(T,) log-softmax(logits / temperature) at each token, before any top-k or top-p cut."""
     finish_reason: FinishReason
     versions: Tensor
-    """(T,) int64, the weights' version that drew each token."""
+    """(T,) int64, the version of the weights that drew each token."""
+
+
+def remaining_request(request: Request, ended: Response) -> Request | None:
+    """Return the request for the rest of an aborted row, continuing its random numbers; None when nothing is left to draw.
+
+    Raises ValueError for a response of another row.
+    """
+    if ended.uid != request.uid:
+        raise ValueError(f"row {request.uid} cannot go on from what row {ended.uid} has")
+    left = request.sampling.max_tokens - len(ended.tokens)
+    if ended.finish_reason is not FinishReason.ABORT or left < 1:
+        return None
+    return replace(
+        request,
+        prompt=torch.cat([request.prompt, ended.tokens]),
+        sampling=replace(request.sampling, max_tokens=left),
+        first_draw=request.first_draw + len(ended.tokens),
+    )
+
+
+ARGUMENT = "braid"
+"""The name of a row's draws among vLLM's extra arguments."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What another engine needs to draw a row's tokens: its random key, the number of its first draw, and its sampling settings."""
+
+    key: int
+    first: int
+    sampling: SamplingParams
+
+    def arguments(self) -> dict[str, str]:
+        """Encode as text under one name, which any engine and server passes through."""
+        return {ARGUMENT: json.dumps(asdict(self))}
+
+
+def row_draws(request: Request, seed: int) -> Draws:
+    """Return the draws of a request's row in a run with this seed."""
+    return Draws(request.key(seed), request.first_draw, request.sampling)
+
+
+def parse_draws(arguments: Mapping[str, Any] | None) -> Draws:
+    """Invert `Draws.arguments`. Raises ValueError for a request that is not Braid's."""
+    if not arguments or ARGUMENT not in arguments:
+        raise ValueError(
+            "this engine draws tokens for Braid alone: ask it through `braid train` with rollout.engine=http"
+        )
+    plain = json.loads(arguments[ARGUMENT])
+    return Draws(plain["key"], plain["first"], SamplingParams.of(plain["sampling"]))

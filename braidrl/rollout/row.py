@@ -1,4 +1,4 @@
-"""A request on its way through an engine, as the host knows it."""
+"""A request on its way through an engine, as the host tracks it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from braidrl.rollout.stopping import StopTexts
 
 @dataclass
 class Row:
-    """One row, from the moment that it is asked for."""
+    """One row that was requested."""
 
     request: Request
     limit: int
@@ -26,41 +26,40 @@ class Row:
     begun: int = 0
     """The engine's step in which it got its slot."""
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """(first token, version of the weights) of each stretch of tokens."""
-    said_stop: bool = False
+    """(first token, weights version) of each stretch of tokens."""
+    stop_text_found: bool = False
     """True once the text holds one of the stop texts."""
 
-    def hears_stop(self, token: int) -> bool:
-        """True when the text is complete to a stop text with this token, the next one drawn."""
-        self.said_stop = self.stop_texts is not None and self.stop_texts.says_stop(token)
-        return self.said_stop
+    def completes_stop_text(self, token: int) -> bool:
+        """Return True when this token, the next one drawn, completes a stop text."""
+        self.stop_text_found = self.stop_texts is not None and self.stop_texts.contains_stop_text(token)
+        return self.stop_text_found
 
     def length(self, step: int) -> int:
-        """Tokens that the row's slot holds in this step, the one being fed included."""
+        """Return the tokens in the row's slot in this step, including the one being fed."""
         return len(self.request.prompt) + step - self.begun
 
     def finished(self, tokens: Tensor, log_probs: Tensor, aborted: bool = False) -> Response:
-        """The response of these tokens (T,) and log-probs (T,)."""
-        stopped = self.said_stop or (len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids)
+        """Return the response with these tokens (T,) and log-probs (T,)."""
+        stopped = self.stop_text_found or (len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids)
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH
         return Response(
             self.request.uid, tokens, log_probs, FinishReason.ABORT if aborted else reason, self._versions(len(tokens))
         )
 
     def _versions(self, tokens: int) -> Tensor:
-        """The version that drew each of the tokens, (T,) int64."""
         starts = [start for start, _ in self.versions] + [tokens]
         lengths = torch.tensor(starts).diff()
         return torch.tensor([version for _, version in self.versions], dtype=torch.int64).repeat_interleave(lengths)
 
 
 @dataclass
-class Flight:
-    """A row that somebody else computes, and what has come back for it so far."""
+class RemoteRow:
+    """A row that another engine computes, and its tokens so far."""
 
     row: Row
     name: str = ""
-    """Under which whoever computes it knows it."""
+    """Its name in that engine."""
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 
@@ -71,7 +70,7 @@ class Flight:
 def row_of(
     request: Request, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_sequence_tokens: int
 ) -> Row:
-    """What a request asks of an engine with these ends and this room. Raises UserError for a prompt that leaves no room."""
+    """Make the row of a request. Raises UserError for a prompt that leaves no room for a response."""
     sampling, length = request.sampling, len(request.prompt)
     room = max_sequence_tokens - length
     if room < 1:

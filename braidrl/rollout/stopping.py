@@ -1,4 +1,4 @@
-"""What ends a response: the model's own end of sequence, and stop texts, found wherever tokens end within them."""
+"""What ends a response: the model's end of sequence, and stop texts, found wherever tokens end within them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CONTEXT = 4
 
 
 class StopTexts:
-    """Watches one row; `says_stop` is told each token as it is drawn."""
+    """Watches one row for stop texts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
@@ -20,21 +20,21 @@ class StopTexts:
         self._window = max(len(text.encode()) for text in texts) + CONTEXT
         self._tokens: list[int] = []
 
-    def says_stop(self, token: int) -> bool:
-        """True when the text up to and with this token ends, or has just passed, one of the stop texts."""
+    def contains_stop_text(self, token: int) -> bool:
+        """Append a token; returns True when the text now ends with, or has just passed, one of the stop texts."""
         self._tokens = [*self._tokens[1 - self._window :], token]
         tail = self._tokenizer.decode(self._tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(text in tail for text in self._texts)
 
 
 def end_of_sequence_ids(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """What ends a response: the tokenizer's end of sequence, and those of the model's generation settings."""
+    """Return the tokenizer's end of sequence and those of the model's generation settings."""
     configured = getattr(settings, "eos_token_id", None)
     several = configured if isinstance(configured, list) else [configured]
     return tuple(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))
 
 
 def end_ids_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The same for the model in a Hugging Face directory."""
+    """Return `end_of_sequence_ids` for the model in a Hugging Face directory."""
     settings = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
     return end_of_sequence_ids(settings, tokenizer)

@@ -24,17 +24,17 @@ LENGTH = struct.Struct("<Q")
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (UserError, EngineError, KeyError, ValueError, RuntimeError)
 }
-"""What an engine may raise by its protocol; anything else is its failure."""
+"""Exceptions of the engine protocol; any other one is the engine's failure."""
 
 
 def packed(message: Message) -> bytes:
-    """A message with its length before it."""
+    """Encode a message with its length before it."""
     body = msgpack.packb(message)
     return LENGTH.pack(len(body)) + body
 
 
 async def receive(reader: asyncio.StreamReader) -> Message | None:
-    """The next message, or None when the other side is gone."""
+    """Return the next message, or None when the other side is gone."""
     try:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         message: Message = msgpack.unpackb(await reader.readexactly(length))
@@ -44,7 +44,7 @@ async def receive(reader: asyncio.StreamReader) -> Message | None:
 
 
 def receive_at_once(connection: socket.socket) -> Message | None:
-    """The same for whoever has no event loop yet; no more is read than the message."""
+    """Return the next message without an event loop, reading no more than it."""
     with connection.makefile("rb", buffering=0) as file:
         head = _exactly(file, LENGTH.size)
         body = None if head is None else _exactly(file, LENGTH.unpack(head)[0])
@@ -69,12 +69,9 @@ def plain_request(request: Request) -> Message:
 
 
 def request_of(plain: Message) -> Request:
-    """The reverse of `plain_request`."""
-    sampling: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in plain["sampling"].items()
-    }
+    """Invert `plain_request`."""
     return Request(
-        _uid(plain["uid"]), _tensor(plain["prompt"], torch.int64), SamplingParams(**sampling),
+        _uid(plain["uid"]), _tensor(plain["prompt"], torch.int64), SamplingParams.of(plain["sampling"]),
         plain["purpose"], plain["stage"], plain["first_draw"],
     )  # fmt: skip
 
@@ -88,7 +85,7 @@ def plain_response(finished: Response) -> Message:
 
 
 def response_of(plain: Message) -> Response:
-    """The reverse of `plain_response`."""
+    """Invert `plain_response`."""
     dtype = torch.float64 if plain["double"] else torch.float32
     return Response(
         _uid(plain["uid"]), _tensor(plain["tokens"], torch.int64), _tensor(plain["log_probs"], dtype),
@@ -97,13 +94,13 @@ def response_of(plain: Message) -> Response:
 
 
 def plain_error(error: Exception) -> Message:
-    """An exception that the other side raises again; one outside the protocol is the engine's failure."""
+    """Encode an exception for the other side to raise; one outside the protocol becomes an EngineError."""
     name, text = type(error).__name__, str(error.args[0]) if error.args else ""
     return {"error": name, "text": text} if name in ERRORS else {"error": "EngineError", "text": f"{name}: {text}"}
 
 
 def error_of(plain: Message) -> Exception:
-    """The reverse of `plain_error`."""
+    """Invert `plain_error`."""
     return ERRORS[plain["error"]](plain["text"])
 
 

@@ -114,7 +114,7 @@ class Controller(Protocol[T]):
 
     @property
     def backend(self) -> Backend[T]:
-        """The backend that does the work."""
+        """Return the backend that does the work."""
 
     def iterate(
         self,

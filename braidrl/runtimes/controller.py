@@ -44,7 +44,7 @@ class SerialController(Generic[T]):
         train: bool = True,
         before_training: Callable[[], object] = lambda: None,
     ) -> IterationResult[T]:
-        """Runs every stage that is due in this iteration on one batch; the weights of trained roles become `version` + 1.
+        """Run every stage that is due in this iteration on one batch; the weights of trained roles become `version` + 1.
 
         `recorded` rows take the place of those that would be generated; without `train` the weights stay as they are.
         `before_training` is called before each train stage: from the first one on, the iteration cannot be taken back.
@@ -78,7 +78,7 @@ class SerialController(Generic[T]):
         return Position(self.loader.state(), self.sampling.state(), list(self.surplus), dict(self.states))
 
     def run_with_state(self, stage: Stage, table: T, iteration: int, sums: Sums) -> tuple[T, State]:
-        """The table with the stage's columns, and the stage's state for the next iteration; empty for most stages."""
+        """Return the table with the stage's columns, and the stage's state for the next iteration; empty for most stages."""
         if not stage.state:
             return self.backend.run(stage, table, iteration, sums), {}
         state = self.states[stage.name]
@@ -99,7 +99,7 @@ class SerialController(Generic[T]):
         return IterationResult(index, index, recorded, recorded, sums)
 
     def sample(self, iteration: int, version: int, sums: Sums) -> IterationResult[T]:
-        """A batch of selected groups, in waves; what is over is dropped or kept for the next."""
+        """Return a batch of selected groups, in waves; what is over is dropped or kept for the next."""
         self.sampling.begin(version)
         tables, generated = list(self.surplus), []
         while (count := self.sampling.next_wave()) > 0:
@@ -116,7 +116,7 @@ class SerialController(Generic[T]):
         return IterationResult(counted, index, batch, batch, sums, dropped=outcome.dropped)
 
     def wave(self, count: int, iteration: int, version: int, sums: Sums) -> tuple[T, dict[int, Verdict]]:
-        """Admits `count` groups, runs the sampling segment on them and says which are kept."""
+        """Admit `count` groups, runs the sampling segment on them and says which are kept."""
         table = self.backend.admit(count)
         groups = sorted(set(self.backend.index(table)["group"].tolist()))
         self.sampling.admit(groups)
@@ -137,7 +137,7 @@ class SerialController(Generic[T]):
         return table, verdicts
 
     def generate_needed(self, segment: Segment, table: T, iteration: int, sums: Sums) -> tuple[T, set[int]]:
-        """What is generated of a wave without the groups that were given up, and these."""
+        """Return what is generated of a wave without the groups that were given up, and these."""
         done = self.backend.generate_needed(segment, table, iteration, sums, self.sampling.needless)
         index = self.backend.index(done)
         ended = (index["finish_reason"] == FinishReason.ABORT).tolist()
@@ -151,13 +151,13 @@ class SerialController(Generic[T]):
         return self.backend.take(table, [i for i, group in enumerate(numbers) if group in chosen])
 
     def ordered(self, table: T) -> T:
-        """Rows by (group, sample): the order in which every runtime trains."""
+        """Return the rows by (group, sample): the order in which every runtime trains."""
         index = self.backend.index(table)
         keys = list(zip(index["group"].tolist(), index["sample"].tolist(), strict=True))
         return self.backend.take(table, sorted(range(len(keys)), key=keys.__getitem__))
 
     def updates(self, table: T, iteration: int) -> list[list[int]]:
-        """Row positions of each optimizer step of this iteration."""
+        """Return row positions of each optimizer step of this iteration."""
         index = self.backend.index(table)
         return update_plan(
             index["group"].tolist(), index["sample"].tolist(),
@@ -173,7 +173,7 @@ class SerialController(Generic[T]):
 
 
 def needed(generated: Rows, outcome: Selection, surplus: str) -> Rows:
-    """The rows that metrics speak of: of groups up to the batch's last. How far later ones came is a matter of time."""
+    """Return the rows that metrics speak of: of groups up to the batch's last. How far later ones came is a matter of time."""
     if surplus == "keep":
         return generated
     return generated.take((generated["group"] <= outcome.groups[-1]).nonzero().flatten().tolist())

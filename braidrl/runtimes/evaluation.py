@@ -4,44 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from braidrl.algorithms.metrics import avg_at_k, pass_at_k
-from braidrl.config import Config, EvaluationConfig
+from braidrl.cluster.world import World
+from braidrl.config import Config, EvaluationConfig, parse_config
 from braidrl.data.rows import Rows
-from braidrl.flow import Flow, Kind
-from braidrl.flow.stages import make_stage
+from braidrl.errors import UserError
+from braidrl.flow import Flow
 from braidrl.observe.metrics import Sums
+from braidrl.observe.progress import Progress, silent_progress
 from braidrl.runtimes.backend import Backend, T
+from braidrl.runtimes.distributed.launch import in_ranks
+from braidrl.runtimes.prepare.checks import without_effect
+from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
 from braidrl.runtimes.saving.row_store import HeldOut
+from braidrl.runtimes.start import RunContext, start_backend
 
 SHARE_RIGHT = re.compile(r"eval/.+/(avg@\d+|pair_accuracy)")
 
 
-def evaluation_flow(config: Config, flow: Flow) -> Flow:
-    """Generation by the flow's first generating role at the evaluation's settings, checked or played as in the flow.
-
-    Where the flow trains a model that only scores, it scores held-out pairs instead.
-    """
-    if flow.trains_on_pairs and flow.roles[0] in flow.scalar_roles:
-        joined = make_stage("data.join_response", None, id="evaluation.join_response")
-        return Flow("evaluation", [joined, make_stage("score", flow.roles[0], id="evaluation.score")])
-    role = next((s.role for s in flow.stages if s.kind is Kind.GENERATE), flow.roles[0])
-    checks = next((s.params for s in flow.stages if s.type == "verify"), {})
-    scores = {"correct_score": checks.get("correct_score", 1.0), "wrong_score": checks.get("wrong_score", 0.0)}
-    settings = config.evaluation
-    sampling = {
-        "temperature": settings.temperature or 1.0, "greedy": settings.temperature == 0,
-        "top_p": settings.top_p, "top_k": settings.top_k, "purpose": "evaluation",
-    }  # fmt: skip
-    environment = next((s.params.get("environment") for s in flow.stages if s.kind is Kind.GENERATE), None)
-    generate = make_stage("generate", role, {**sampling, "environment": environment}, id="evaluation.generate")
-    if environment is not None:
-        return Flow("evaluation", [generate])
-    return Flow("evaluation", [generate, make_stage("verify", "reward", scores, id="evaluation.verify")])
-
-
 def evaluation_metrics(name: str, index: Rows, samples: int) -> dict[str, float]:
-    """avg@k for k = `samples`, pass@k for the powers of two up to it, mean length and score; for pairs, how many are told apart."""
+    """Return avg@k for k = `samples`, pass@k for the powers of two up to it, mean length and score; for pairs, how many are told apart."""
     if "correct" not in index:
         return pair_metrics(name, index)
     correct, group = index["correct"], index["group"]
@@ -56,13 +40,13 @@ def evaluation_metrics(name: str, index: Rows, samples: int) -> dict[str, float]
 
 
 def good_enough(metrics: Mapping[str, float | int | None], stop_at: float | None) -> bool:
-    """True where an evaluation is among the metrics, and the share of right answers of every set is at least `stop_at`."""
+    """Return True where an evaluation is among the metrics, and the share of right answers of every set is at least `stop_at`."""
     shares = [value for key, value in metrics.items() if SHARE_RIGHT.fullmatch(key) and value is not None]
     return stop_at is not None and bool(shares) and min(shares) >= stop_at
 
 
 def pair_metrics(name: str, index: Rows) -> dict[str, float]:
-    """The share of pairs whose chosen response (sample 0) has the higher score, and by how much on average."""
+    """Return the share of pairs whose chosen response (sample 0) has the higher score, and by how much on average."""
     scores = index["score" if "score" in index else "cost"].double()
     margin = scores[index["sample"] == 0] - scores[index["sample"] == 1]
     return {
@@ -74,9 +58,41 @@ def pair_metrics(name: str, index: Rows) -> dict[str, float]:
 def evaluated_sets(
     backend: Backend[T], flow: Flow, names: Iterable[str], settings: EvaluationConfig, step: int
 ) -> Iterator[tuple[str, T, dict[str, float]]]:
-    """Each set's name, its rows and its metrics under the current weights."""
+    """Yield each set's name, its rows and its metrics under the current weights."""
     for name in names:
         table = backend.read(HeldOut(name))
         for stage in flow.stages:
             table = backend.run(stage, table, step, Sums())
         yield name, table, evaluation_metrics(name, backend.index(table), settings.samples)
+
+
+def evaluate_model(config: Config) -> dict[str, float]:
+    """Return the metrics of every set under `data.eval` with the model as it is; what `braid eval` prints."""
+    if config.runtime == "distributed":
+        metrics: dict[str, float] = in_ranks(config, "braidrl.runtimes.evaluation:evaluate_rank", {})
+        return metrics
+    return evaluated(config, Progress())
+
+
+def evaluate_rank(world: World, task: dict[str, Any]) -> dict[str, float]:
+    """Evaluate as one rank of several."""
+    progress = Progress() if world.first else silent_progress()
+    return evaluated(parse_config(task["config"]), progress, world)
+
+
+def evaluated(config: Config, progress: Progress, world: World | None = None) -> dict[str, float]:
+    """Evaluate in one process, or as one rank; return the metrics of every set."""
+    prepared = prepare_together(config, world or World(), train=False)
+    if not prepared.eval_sources:
+        raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")
+    for line in without_effect(config):
+        progress.print(line)
+    set_up_torch(config)
+    backend = start_backend(RunContext(prepared, progress, world=world or World()))
+    metrics: dict[str, float] = {}
+    try:
+        for _, _, found in evaluated_sets(backend, prepared.evaluation, prepared.eval_sources, config.evaluation, 0):
+            metrics |= found
+    finally:
+        backend.close()
+    return metrics

@@ -17,29 +17,26 @@ from transformers import PreTrainedTokenizerBase
 from braidrl.config import Config
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Flow, Kind, Scope, Stage
-from braidrl.flow.compute import computed, dropped, summed
+from braidrl.flow.compute import computed, dropped, of_namespace, summed
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.signatures import is_reward
+from braidrl.models.backend import TrainingBackend
 from braidrl.models.checkpoint import Write, saving_tasks
 from braidrl.models.objective import Objective, denominators, with_group_tokens
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.role_settings import inference_layouts, with_layout
-from braidrl.models.roles.base import RoleWorker
-from braidrl.models.roles.make import make_worker
-from braidrl.models.weights.following import Following, move_towards
-from braidrl.models.weights.mirror import InferenceCopy
+from braidrl.models.roles.make import make_worker, torch_worker
+from braidrl.models.weights.mirror import Following, InferenceCopy, interpolate_weights
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
-from braidrl.rollout.divided.pooled import PooledEngine
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.generation import Generation
 from braidrl.runtimes.generating.residency import Residency
 from braidrl.runtimes.generating.verification import added_scores
 
 Totals = Mapping[str, Tensor]
-PREDICTED = {"score": "scores", "values": "values"}
-"""What an infer stage asks its model for; the others ask for `log_probs`."""
+PREDICTED = {"score": "scores", "values": "values"}  # what infer stages ask models for; the others ask for `log_probs`
 
 
 class StageExecutor:
@@ -57,31 +54,32 @@ class StageExecutor:
         ranks: DataParallel | None = None,
         training: bool = True,
     ) -> None:
-        """Load the models of `roles`.
+        """Load the models of `roles`, with engines for those `generating`; `ranks` are the other processes that hold the same roles.
 
-        `generating` are the roles that need an engine; `ranks` the other processes that hold the same roles.
         Without `training` even trained roles are copies without an optimizer, whose weights come from elsewhere.
         """
         self.config, self.flow, self.progress = config, flow, progress
         self.generation = Generation(config, flow, tokenizer, rewards, progress)
         self.engines = self.generation.engines
-        self.workers: dict[str, RoleWorker] = {}
+        self.workers: dict[str, TrainingBackend] = {}
         self.followings: dict[tuple[str, str], Following] = {}
-        self.copies: dict[str, InferenceCopy] = {}
-        """Of roles that infer in another layout than they train in."""
+        self.copies: dict[str, InferenceCopy] = {}  # of roles that infer in another layout than they train in
         self.residency = Residency(config, flow)
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
-        inferring = inference_layouts(config, flow) if training else {}
         for role in roles:
-            worker = self.workers[role] = make_worker(role, config, flow, ranks, training)
-            if role in generating:
-                self.generation.start_engine(worker)
-            frozen = None
-            if role in inferring:
-                frozen = make_worker(role, with_layout(role, config, inferring[role]), flow, ranks, training=False)
-                self.copies[role] = InferenceCopy(worker, frozen)
-            self.residency.add(worker, self.engines.get(role), frozen)
+            self._load_role(role, role in generating, ranks, training)
         self.residency.begin()
+
+    def _load_role(self, role: str, generates: bool, ranks: DataParallel | None, training: bool) -> None:
+        worker = self.workers[role] = make_worker(role, self.config, self.flow, ranks, training)
+        if generates:
+            self.generation.start_engine(worker)
+        frozen, inferring = None, inference_layouts(self.config, self.flow)
+        if training and role in inferring:
+            settings = with_layout(role, self.config, inferring[role])
+            frozen = torch_worker(make_worker(role, settings, self.flow, ranks, training=False))
+            self.copies[role] = InferenceCopy(torch_worker(worker), frozen)
+        self.residency.add(worker, self.engines.get(role), frozen)
 
     def run(
         self,
@@ -124,7 +122,7 @@ class StageExecutor:
         return {stage.writes[0]: found.values, **added}
 
     def sums(self, stage: Stage, rows: Rows) -> dict[str, Tensor]:
-        """Return the first half of a stage of scope batch, or what a stage's state follows: numbers to be added up over all rows."""
+        """Return what a stage of scope batch, or a stage's state, needs to have added up over all rows."""
         return summed(stage, rows)
 
     def apply(self, stage: Stage, rows: Rows, totals: Totals) -> Mapping[str, Column]:
@@ -138,11 +136,13 @@ class StageExecutor:
     def is_collective(self, stage: Stage) -> bool:
         """Return True where a rank without rows takes part in a stage, because ranks sum, infer or generate together."""
         if stage.kind is Kind.GENERATE:
-            return isinstance(self.engines.get(str(stage.role)), PooledEngine)
+            return stage.role in self.engines and self.engines[stage.role].is_collective
         if stage.kind is not Kind.INFER or stage.role not in self.workers:
             return stage.scope is Scope.BATCH
         copy = self.copies.get(stage.role)
-        return self.workers[stage.role].ranks.together or (copy is not None and copy.frozen.ranks.together)
+        return self.workers[stage.role].ranks.forward_is_collective or (
+            copy is not None and copy.frozen.ranks.forward_is_collective
+        )
 
     def train(
         self,
@@ -203,13 +203,13 @@ class StageExecutor:
     def copy_weights(self, stage: Stage, weights: Totals | None = None) -> None:
         """Move the role's weights towards those of another role, which is here too or gave `weights`."""
         self.residency.before(stage)
-        worker, source, decay = self.workers[str(stage.role)], stage.params["source"], stage.params.get("decay", 0.0)
+        worker, source = torch_worker(self.workers[str(stage.role)]), stage.params["source"]
+        decay = stage.params.get("decay", 0.0)
         if weights is not None:
-            move_towards(worker, weights, source, decay)
+            interpolate_weights(worker, weights, source, decay)
             return
-        if (worker.role, source) not in self.followings:
-            # Made once for two roles: ranks have to agree on every move.
-            self.followings[worker.role, source] = Following(worker, self.workers[source])
+        if (worker.role, source) not in self.followings:  # once: ranks have to agree on every move
+            self.followings[worker.role, source] = Following(worker, torch_worker(self.workers[source]))
         self.followings[worker.role, source].move(decay)
 
     def publish(self, version: int) -> None:
@@ -228,11 +228,11 @@ class StageExecutor:
 
     def copy_for_saving(self, folder: Path, write: bool = True) -> list[Write]:
         """Copy what `save` would write to host memory; return calls that a thread can make while the roles train on."""
-        parts: list[Write] = []
+        calls: list[Write] = []
         for worker in self._changed(write):
             with self.residency.all_of(worker.role):
-                parts += saving_tasks(worker, folder / worker.role, write, beside=True)
-        return parts
+                calls += saving_tasks(torch_worker(worker), folder / worker.role, write, beside=True)
+        return calls
 
     def load(self, folder: Path) -> None:
         """Load every role that changes as `save` has written it."""
@@ -240,19 +240,11 @@ class StageExecutor:
             with self.residency.all_of(worker.role):
                 worker.load(folder / worker.role)
 
-    def _changed(self, write: bool = True) -> list[RoleWorker]:
-        """The roles here that change; of a rank that does not `write` those whose weights ranks have divided."""
-        workers = [self.workers[role] for role in self.flow.changed_roles if role in self.workers]
-        return [worker for worker in workers if write or worker.ranks.divided]
+    def _changed(self, write: bool = True) -> list[TrainingBackend]:
+        """Return the roles here that change; on a rank that does not `write`, those whose weights ranks have divided."""
+        changed = [self.workers[role] for role in self.flow.changed_roles if role in self.workers]
+        return changed if write else [worker for worker in changed if worker.ranks.is_sharded]
 
     def close(self) -> None:
         """End the processes of engines and checks."""
         self.generation.close()
-
-
-def of_namespace(rows: Rows, namespace: str | None) -> Rows:
-    """The rows with a namespace's columns under their plain names: the second response in place of the first."""
-    if namespace is None:
-        return rows
-    prefix = f"{namespace}."
-    return rows.with_columns({n.removeprefix(prefix): column for n, column in rows.items() if n.startswith(prefix)})

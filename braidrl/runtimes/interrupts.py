@@ -21,7 +21,7 @@ class Interrupts:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Installs the handlers; in another thread than the main one Python allows none, and nothing changes."""
+        """Install the handlers; in another thread than the main one Python allows none, and nothing changes."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -34,7 +34,7 @@ class Interrupts:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Keeps an interrupt waiting until the outermost hold ends; a second Ctrl-C is not kept waiting."""
+        """Keep an interrupt waiting until the outermost hold ends; a second Ctrl-C is not kept waiting."""
         self._holds += 1
         try:
             yield
@@ -46,7 +46,7 @@ class Interrupts:
 
     @property
     def asked(self) -> bool:
-        """Whether this process was asked to stop and has not yet."""
+        """Return whether this process was asked to stop and has not yet."""
         return self._waiting
 
     @contextmanager
@@ -81,7 +81,7 @@ class AgreedInterrupts(Interrupts):
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Inside, a meeting does not stop the ranks; they stop at the first one after it."""
+        """Let no meeting inside stop the ranks; they stop at the first one after it."""
         self._holds += 1
         try:
             yield

@@ -19,17 +19,17 @@ from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
+from braidrl.observe.trackers import TrackedRun, Trackers
 from braidrl.runtimes.backend import IterationResult, Position
 from braidrl.runtimes.distributed.launch import in_ranks
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
 from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 from braidrl.runtimes.prepare.checks import rows_may_be_stale, without_effect
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
-from braidrl.runtimes.saving.checkpoints import Checkpoints
+from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint
 from braidrl.runtimes.saving.folders import latest_checkpoint, new_run_folder
 from braidrl.runtimes.saving.row_store import Recording, Surplus
-from braidrl.runtimes.saving.state import RunState, load_checkpoint
-from braidrl.runtimes.start import RunContext, check_runtime, start_backend, start_controller
+from braidrl.runtimes.start import RunContext, check_runtime, start_controller
 from braidrl.runtimes.step_metrics import GapWatch, step_metrics, summary
 
 Metrics = dict[str, float | int | None]
@@ -81,7 +81,7 @@ class TrainingRun:
             checkpoint = latest_checkpoint(resume) if resume else None
             if checkpoint is not None:
                 self._restore(load_checkpoint(checkpoint))
-            self.metrics = MetricsWriter(self.folder, self.step if resume else None) if self.world.first else None
+            self.metrics = self._open_metrics(self.step if resume else None) if self.world.first else None
         except BaseException:
             self.backend.close()
             raise
@@ -96,8 +96,13 @@ class TrainingRun:
         if self.metrics:
             self.metrics.close()
 
+    def _open_metrics(self, resume_step: int | None) -> MetricsWriter:
+        run = TrackedRun(self.folder, self.config.model_dump(mode="json"), resume_step)
+        trackers = Trackers(self.config.trackers, run, self.progress.print)
+        return MetricsWriter(self.folder, resume_step, trackers=trackers)
+
     def train(self) -> None:
-        """Runs to `trainer.steps`. On Ctrl-C the last complete step is saved, then KeyboardInterrupt goes on."""
+        """Run to `trainer.steps`. On Ctrl-C the last complete step is saved, then KeyboardInterrupt goes on."""
         trainer = self.config.trainer
         with self.interrupts.active():
             snapshot = self._snapshot()
@@ -145,7 +150,7 @@ class TrainingRun:
             self.gaps.check(metrics)
 
     def _recorded(self, step: int) -> Any:
-        """The rows of an earlier run's step as they were when they were sampled, without what its later stages added."""
+        """Return the rows of an earlier run's step as they were when they were sampled, without what its later stages added."""
         if self.replay is None:
             return None
         count = self.flow.recorded_stages
@@ -175,7 +180,7 @@ class TrainingRun:
                 self.progress.print(summary({"step": 0, **metrics}))
 
     def _evaluate(self) -> Metrics:
-        """Every evaluation set under the current weights; the rows are recorded too."""
+        """Evaluate every set under the current weights and record its rows; return the metrics."""
         prepared, metrics = self.prepared, Metrics()
         for name, table, found in evaluated_sets(
             self.backend, prepared.evaluation, prepared.eval_sources, self.config.evaluation, self.step
@@ -186,7 +191,7 @@ class TrainingRun:
         return metrics
 
     def _snapshot(self) -> RunState:
-        """What a resumed run needs beside the weights, as of the last complete step."""
+        """Return what a resumed run needs beside the weights, as of the last complete step."""
         return RunState(self.step, self.version, *self.controller.position())
 
     def _save(self, state: RunState) -> None:
@@ -204,7 +209,7 @@ class TrainingRun:
 
 
 def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
-    """Raises UserError where a run to be replayed has not recorded every step."""
+    """Raise UserError where a run to be replayed has not recorded every step."""
     if rollout_only:
         raise UserError("--replay trains on recorded rows and --rollout-only records rows without training; choose one")
     missing = sorted(set(range(1, steps + 1)) - set(recorded_steps(replay)))
@@ -216,7 +221,7 @@ def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
 
 
 def train(config: Config, **options: Any) -> Path:
-    """Runs a configuration to its end and returns the run folder; what `braid train` does."""
+    """Run a configuration to its end and return the run folder; what `braid train` does."""
     if config.runtime == "distributed":
         return Path(in_ranks(config, "braidrl.runtimes.run:train_rank", options))
     with TrainingRun(config, **options) as run:
@@ -225,40 +230,8 @@ def train(config: Config, **options: Any) -> Path:
 
 
 def train_rank(world: World, task: dict[str, Any]) -> str:
-    """One rank's part of a distributed run; the run folder."""
+    """Train as one rank of several; return the run folder."""
     options: dict[str, Any] = {n: Path(v) if n in ("resume", "replay") and v else v for n, v in task["options"].items()}
     with TrainingRun(parse_config(task["config"]), **options, world=world) as run:
         run.train()
     return str(run.folder)
-
-
-def evaluate_model(config: Config) -> dict[str, float]:
-    """Metrics of every set under `data.eval` with the model as it is; what `braid eval` prints."""
-    if config.runtime == "distributed":
-        metrics: dict[str, float] = in_ranks(config, "braidrl.runtimes.run:evaluate_rank", {})
-        return metrics
-    return evaluated(config, Progress())
-
-
-def evaluate_rank(world: World, task: dict[str, Any]) -> dict[str, float]:
-    """One rank's part of an evaluation."""
-    progress = Progress() if world.first else silent_progress()
-    return evaluated(parse_config(task["config"]), progress, world)
-
-
-def evaluated(config: Config, progress: Progress, world: World | None = None) -> dict[str, float]:
-    """The evaluation itself, in one process or as one rank."""
-    prepared = prepare_together(config, world or World(), train=False)
-    if not prepared.eval_sources:
-        raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")
-    for line in without_effect(config):
-        progress.print(line)
-    set_up_torch(config)
-    backend = start_backend(RunContext(prepared, progress, world=world or World()))
-    metrics: dict[str, float] = {}
-    try:
-        for _, _, found in evaluated_sets(backend, prepared.evaluation, prepared.eval_sources, config.evaluation, 0):
-            metrics |= found
-    finally:
-        backend.close()
-    return metrics

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -64,7 +63,7 @@ class Session:
         return SessionRole(self, role)
 
     def prompts(self, groups: int | None = None) -> Table:
-        """The next prompts as rows, one per sample; `trainer.prompts_per_step` of them by default. Begins an iteration."""
+        """Return the next prompts as rows, one per sample; `trainer.prompts_per_step` of them by default. Begins an iteration."""
         self.publish()
         self.iteration += 1
         self.sums = Sums()
@@ -72,7 +71,7 @@ class Session:
         return self.backend.admit(groups or self.config.trainer.prompts_per_step)
 
     def run(self, stage: Stage, rows: Table) -> Table:
-        """The rows with what a stage writes; those that a `select` stage keeps; the same rows for an update."""
+        """Return the rows with what a stage writes; those that a `select` stage keeps; the same rows for an update."""
         stage = resolve(stage, self.config)
         if stage.kind is Kind.TRAIN:
             self._train(stage, rows)
@@ -102,23 +101,23 @@ class Session:
         return cast(Any, self.backend).call(role, method, arguments, self.iteration, self.sums)
 
     def publish(self) -> None:
-        """Waits for all updates; what is generated next comes from the new weights."""
+        """Wait for all updates; what is generated next comes from the new weights."""
         if self.trained:
             self.version += 1
             self.trained = False
             self.backend.publish(self.version)
 
     def metrics(self) -> dict[str, float]:
-        """Means of what this iteration's stages counted. Waits for its updates."""
+        """Return the means of what this iteration's stages counted. Waits for its updates."""
         self.publish()
         return {name: value for name, value in self.sums.means().items() if not name.startswith("time/")}
 
     def index(self, rows: Table) -> Rows:
-        """The index columns (rewards, lengths, ...), waited for."""
+        """Return the index columns (rewards, lengths, ...), waited for."""
         return self.backend.index(rows)
 
     def save(self, folder: Path) -> None:
-        """Every trained role as a Hugging Face directory."""
+        """Write every trained role as a Hugging Face directory."""
         self.publish()
         self.backend.save(folder)
 
@@ -136,35 +135,12 @@ class Session:
 
 @dataclass(frozen=True)
 class SessionRole:
-    """A role whose methods act on rows; their settings are those of `braidrl.flow.roles.Role`."""
+    """A role whose methods act on rows: those of `braidrl.flow.roles.Role`, given the rows first and then the stage's settings."""
 
     session: Session
     name: str
 
-    def generate(self, rows: Table, **settings: Any) -> Table:
-        """Samples one trajectory per row."""
-        return self.session.run(Role(self.name).generate(**settings), rows)
-
-    def verify(self, rows: Table, **settings: Any) -> Table:
-        """Scores rows by rules."""
-        return self.session.run(Role(self.name).verify(**settings), rows)
-
-    def score(self, rows: Table, **settings: Any) -> Table:
-        """Scores rows by a model with a scalar head."""
-        return self.session.run(Role(self.name).score(**settings), rows)
-
-    def log_probs(self, rows: Table, **settings: Any) -> Table:
-        """Log-probabilities of the action tokens."""
-        return self.session.run(Role(self.name).log_probs(**settings), rows)
-
-    def values(self, rows: Table, **settings: Any) -> Table:
-        """One value per action token."""
-        return self.session.run(Role(self.name).values(**settings), rows)
-
-    def update(self, rows: Table, **settings: Any) -> None:
-        """Trains on the rows, in `trainer.rows_per_update` steps."""
-        self.session.run(Role(self.name).update(**settings), rows)
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        """Return a method of the class that `roles.ROLE.methods` names, which is called by its transfer protocol."""
-        return partial(self.session.call, self.name, method)
+    def __getattr__(self, method: str) -> Callable[..., Table]:
+        """Return what makes the role's stage and runs it, as in `session.actor.update(rows, loss=loss.clip())`."""
+        make = getattr(Role(self.name), method)
+        return lambda rows, **settings: self.session.run(make(**settings), rows)

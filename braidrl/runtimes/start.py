@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from braidrl.cluster.rank import at_end
+from braidrl.cluster.child import at_end
+from braidrl.cluster.devices import device_count, own_devices
 from braidrl.cluster.ray_cluster import import_ray
 from braidrl.cluster.world import World
 from braidrl.config import Config
@@ -23,6 +24,7 @@ from braidrl.runtimes.distributed.backend import DistributedBackend
 from braidrl.runtimes.distributed.launch import generating_ranks
 from braidrl.runtimes.eager import EagerBackend
 from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.generating.engines import own_engines
 from braidrl.runtimes.interrupts import Interrupts
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.streaming.groups import check_streaming
@@ -45,7 +47,7 @@ class RunContext:
 
     @property
     def flow(self) -> Flow:
-        """The flow whose models are needed."""
+        """Return the flow whose models are needed."""
         return self.prepared.flow if self.loader else self.prepared.evaluation
 
     def executor(self, generating: list[str]) -> StageExecutor:
@@ -58,14 +60,14 @@ class RunContext:
 
 
 def start_eager(context: RunContext) -> EagerBackend:
-    """Every role in this process."""
+    """Return a backend that holds every role in this process."""
     prepared, trace = context.prepared, TraceWriter(context.folder, "eager") if context.folder else None
     executor = context.executor(list(prepared.generating))
     return EagerBackend(prepared.config, context.loader, executor, prepared.store(), trace)
 
 
 def start_distributed(context: RunContext) -> DistributedBackend:
-    """Every role on this rank, and an engine on the ranks that generate."""
+    """Return one rank's backend: every role, and an engine on the ranks that generate."""
     prepared, world = context.prepared, context.world
     ranks = {role: generating_ranks(prepared.config, role, world.size) for role in prepared.generating}
     executor = context.executor([role for role, count in ranks.items() if world.rank < count])
@@ -77,7 +79,7 @@ def start_distributed(context: RunContext) -> DistributedBackend:
 
 
 def start_hybrid(context: RunContext) -> SerialBackend[Any]:
-    """Workers on Ray."""
+    """Return a backend of workers on Ray."""
     # Imported here: Ray is an extra, and importing it takes a second.
     import_ray()
     from braidrl.runtimes.hybrid.start import start_hybrid_backend
@@ -100,13 +102,13 @@ def start_backend(context: RunContext) -> SerialBackend[Any]:
 
 
 def start_serial(context: RunContext) -> Controller[Any]:
-    """The controller of every runtime that has an order of stages."""
+    """Return the serial controller, with the runtime's backend started."""
     assert context.loader is not None, "an iteration begins with prompts"
     return SerialController(context.prepared.config, context.flow, start_backend(context), context.loader)
 
 
 def start_streaming(context: RunContext) -> Controller[Any]:
-    """The queue's program, which has no order of its own."""
+    """Return the program of the queue, with its workers started."""
     assert context.loader is not None and context.folder is not None, "workers write into a run's folder"
     return StreamingProgram(context.prepared, context.loader, context.folder)
 
@@ -133,6 +135,9 @@ def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool) -> 
             f"trainer.over_sampling={trainer.over_sampling:g} begins groups in place of those that selection drops, and flow "
             f"{flow.name} selects none; remove it"
         )
+    devices = device_count(config.device)
+    if config.runtime == "eager" and devices is not None:
+        own_devices(devices, own_engines(config), config.rollout.tensor)
     if config.runtime == "streaming":
         check_streaming(config, flow)
         if not (generates and trains):

@@ -17,7 +17,7 @@ from braidrl.algorithms.metrics import effective_sample_share, explained_varianc
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import UserError
 from braidrl.flow import Flow
-from braidrl.models.objective import trained
+from braidrl.models.objective import trained_rows
 from braidrl.observe.metrics import REQUIRED_KEYS
 from braidrl.runtimes.backend import IterationResult
 
@@ -43,7 +43,7 @@ GAP_FLOOR = 0.01
 def step_metrics(
     flow: Flow, result: IterationResult[Any], step: int, version: int, seconds: float
 ) -> dict[str, float | int | None]:
-    """Everything that DESIGN.md section 7 lists; None for what this flow does not have, such as the reward of `sft`."""
+    """Return the metrics of a step, those of `REQUIRED_KEYS` always; None for what this flow does not have, such as the reward of `sft`."""
     metrics: dict[str, float | int | None] = dict.fromkeys(REQUIRED_KEYS)
     metrics |= training_metrics(result)
     metrics |= generated_metrics(result.generated)
@@ -59,14 +59,14 @@ def step_metrics(
     metrics["score/mean"] = mean_of(result.generated if "score" in result.generated else batch, "score")
     if "cost" in batch:
         metrics["cost/mean"] = mean_of(batch, "cost")
-    metrics["tokens/trained"] = total_of(trained(batch), "length") if "length" in batch else 0
+    metrics["tokens/trained"] = total_of(trained_rows(batch), "length") if "length" in batch else 0
     metrics["throughput/tokens_per_second"] = total_of(batch, "length") / seconds
     metrics["staleness/max"] = int(version - batch["version"].min()) if "version" in batch and len(batch) else 0
     return {name: clean(value) for name, value in metrics.items()}
 
 
 def training_metrics(result: IterationResult[Any]) -> dict[str, float]:
-    """Means of what the updates counted, each under its role."""
+    """Return the means of what the updates counted, each under its role."""
     metrics = {}
     for name, value in result.sums.means().items():
         if name.endswith("/rollout_log_prob_gap"):
@@ -79,7 +79,7 @@ def training_metrics(result: IterationResult[Any]) -> dict[str, float]:
 
 
 def with_derived(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics with the numbers that moments stand for in place of the moments."""
+    """Return the metrics with the numbers that moments stand for in place of the moments."""
     for role in dict.fromkeys(name.partition("/")[0] for name in metrics):
         parts = {name.removeprefix(f"{role}/"): value for name, value in metrics.items() if name.startswith(f"{role}/")}
         for name, (function, arguments, spent) in DERIVED.items():
@@ -91,7 +91,7 @@ def with_derived(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def generated_metrics(index: Rows) -> dict[str, float | int | None]:
-    """What the responses look like."""
+    """Return what the responses look like."""
     if "finish_reason" not in index:
         return {"tokens/generated": 0}
     lengths = index["action_tokens"].double()
@@ -108,7 +108,7 @@ def generated_metrics(index: Rows) -> dict[str, float | int | None]:
 
 
 def group_metrics(generated: Rows, batch: Rows) -> dict[str, float]:
-    """How many groups can teach anything: of those generated, or where rewards come after the selection of those in the batch."""
+    """Return how many groups can teach anything: of those generated, or where rewards come after the selection of those in the batch."""
     index = generated if "reward" in generated else batch
     if "reward" not in index or not len(index):
         return {}
@@ -132,12 +132,12 @@ def share(mask: Tensor) -> float:
 
 
 def clean(value: float | int | None) -> float | int | None:
-    """None in place of NaN: nothing was counted."""
+    """Return None in place of NaN: nothing was counted."""
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def summary(metrics: Mapping[str, float | int | None]) -> str:
-    """The line that the terminal shows for a step."""
+    """Return the line that the terminal shows for a step."""
     parts = [f"step {metrics['step']}"]
     for label, name, form in (
         ("loss", "loss/actor", "{:.4f}"), ("reward", "reward/mean", "{:.3f}"), ("score", "score/mean", "{:.3f}"),

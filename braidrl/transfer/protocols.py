@@ -66,7 +66,7 @@ class TransferProtocol:
 
 @dataclass(frozen=True)
 class Registration:
-    """How a worker's method is called: its protocol, the payload columns that it reads, and the columns that it writes."""
+    """How a worker's method is called: its protocol, and the columns that it reads and writes."""
 
     protocol: TransferProtocol
     reads: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ def register(
 
     Args:
         protocol: The name of a protocol in `PROTOCOLS`, or one of your own.
-        reads: The payload columns that the method needs of its rows; index columns are always there.
+        reads: The columns that the method needs of its rows, as a stage has them; no other payload is fetched.
         writes: The columns that it returns as a mapping, which stay with the worker; without any, its result goes to the driver.
 
     Raises:

@@ -63,9 +63,11 @@ class Study:
         trainer = {**tree["trainer"], "steps": 2, "prompts_per_step": 8, "warmup_steps": 0}
         return {**tree, "algorithm": algorithm, "trainer": trainer, "evaluation": evaluation}
 
-    def page(self, name: str, text: str) -> None:
+    def page(self, name: str, title: str, text: str) -> None:
+        """Write a page that begins with the command that writes it."""
         self.pages.mkdir(parents=True, exist_ok=True)
-        (self.pages / f"{name}.md").write_text(text)
+        command = f"    python examples/arithmetic/studies.py {name}"
+        (self.pages / f"{name}.md").write_text(f"# {title}\n\n{command}\n\n{text}")
 
     def curves(self, name: str, title: str, curves: Mapping[str, Curve], limit: float | None = None) -> str:
         """Draws curves beside the page; returns how the page shows them."""

@@ -57,7 +57,7 @@ def algorithms(study: Study) -> Numbers:
     ]  # fmt: skip
     start = next(iter(curves.values()))[0][1]
     text = (
-        f"# Seven recipes on sums\n\nAll begin with the same model, which answers {start:.0%} of the held-out sums right, and train on "
+        f"All begin with the same model, which answers {start:.0%} of the held-out sums right, and train on "
         "32 prompts with 8 responses per step.\n\n"
         + table(header, rows)
         + "\n"
@@ -65,9 +65,8 @@ def algorithms(study: Study) -> Numbers:
         + "\nA step is one update but in the last row, so that GSPO's ratios are 1 and its gradient is GRPO's; clipping tells them apart "
         "only where a batch makes several updates. DAPO samples until every group teaches something, which costs it the tokens. Seconds "
         "are those of one thread, and grow with what else the machine does.\n"
-        "\nRun it: `python examples/arithmetic/studies.py algorithms`\n"
     )
-    study.page("algorithms", text)
+    study.page("algorithms", "Seven recipes on sums", text)
     return {"start": start, **{name: points[-1][1] for name, points in curves.items()}}
 
 
@@ -116,7 +115,7 @@ def ablation(study: Study) -> Numbers:
         ])  # fmt: skip
     header = ["", "held-out avg@4", "entropy", "length", "cut off", "steps to GRPO's accuracy", "responses", "seconds"]
     text = (
-        "# DAPO's techniques, added one after the other\n\nThe model imitates a teacher who writes its working down several times in "
+        "The model imitates a teacher who writes its working down several times in "
         f"{RAMBLING:.0%} of its answers, so that some do not end within the limit of {RESPONSE_TOKENS} tokens. Each row adds a technique "
         "to the one above it; four updates per step. The last "
         f"three columns say what each needed to reach plain GRPO's final accuracy of {goal:.3f} for the first time; responses are "
@@ -124,9 +123,9 @@ def ablation(study: Study) -> Numbers:
         + table(header, rows)
         + "\n"
         + study.curves("ablation", "Held-out avg@4", {name: curve(lines, SCORE) for name, lines in found.items()})
-        + f"\n{what_reproduces(found)}\n\nRun it: `python examples/arithmetic/studies.py ablation`\n"
+        + f"\n{what_reproduces(found)}\n"
     )
-    study.page("ablation", text)
+    study.page("ablation", "DAPO's techniques, added one after the other", text)
     return {name: curve(lines, SCORE)[-1][1] for name, lines in found.items()}
 
 

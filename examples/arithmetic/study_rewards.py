@@ -123,7 +123,7 @@ def reward_model_page(study: Study, pairs: Lines, steps: Lines) -> None:
     learned = [line["reward/mean"] for line in steps if line.get("reward/mean") is not None]
     held_out = len((study.folder / "digits" / "pairs_held_out.jsonl").read_text().splitlines())
     text = (
-        "# A reward model, and PPO with it\n\nPairs of one right and one wrong answer to a sum of two digits train a reward model "
+        "Pairs of one right and one wrong answer to a sum of two digits train a reward model "
         f"(Bradley-Terry, {pairs[-1]['step']} steps of 64 pairs, none of them the same as one of the {held_out} held-out ones). PPO then "
         "trains the policy, with a critic that begins as the policy with a fresh head; the reward model alone rewards it, and the share "
         "of right answers, over all 81 sums, is only watched.\n\n"
@@ -140,9 +140,8 @@ def reward_model_page(study: Study, pairs: Lines, steps: Lines) -> None:
             "reward-model-accuracy", "Held-out pair accuracy by step of the reward model", {"accuracy": accuracy}
         )
         + study.curves("reward-model-ppo", "Sums answered right by step of PPO", {"avg@4": score})
-        + "\nRun it: `python examples/arithmetic/studies.py reward-model`\n"
     )
-    study.page("reward-model", text)
+    study.page("reward-model", "A reward model, and PPO with it", text)
 
 
 def safe_rlhf(study: Study) -> Numbers:
@@ -186,7 +185,7 @@ def safe_rlhf_page(study: Study, lines: Mapping[str, Lines]) -> None:
         {name: curve(found, key) for name, found in lines.items()} for key in ("cost/mean", "reward/mean")
     )
     text = (
-        "# Safe-RLHF\n\nThe reward is 4·√(sevens in the response), the cost is the response's length in tokens, and the limit is a "
+        "The reward is 4·√(sevens in the response), the cost is the response's length in tokens, and the limit is a "
         f"mean cost of {LIMIT:g}; responses may have 16 tokens. The best response for the reward alone has 16. The multiplier "
         f"settles where the mean cost equals its limit, so it is given one {MARGIN:g} lower.\n\n"
         + table(
@@ -201,6 +200,5 @@ def safe_rlhf_page(study: Study, lines: Mapping[str, Lines]) -> None:
         + study.curves("safe-rlhf-cost", "Mean cost (limit dashed)", costs, LIMIT)
         + study.curves("safe-rlhf-reward", "Mean reward", rewards)
         + study.curves("safe-rlhf-multiplier", "Multiplier", {"λ": curve(lines["Safe-RLHF"], MULTIPLIER)})
-        + "\nRun it: `python examples/arithmetic/studies.py safe-rlhf`\n"
     )  # fmt: skip
-    study.page("safe-rlhf", text)
+    study.page("safe-rlhf", "Safe-RLHF", text)

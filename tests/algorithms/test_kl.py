@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.algorithms.controllers import adaptive_kl_coefficient, fixed_kl_coefficient, safe_rlhf_multiplier
 from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.registry import divergences
+from braidrl.algorithms.shaping import adaptive_kl_coefficient
+from braidrl.algorithms.token_advantages import safe_rlhf_multiplier
 
 FORMULAS = {
     "k1": lambda x: x,
@@ -65,7 +66,6 @@ def test_the_adaptive_coefficient_rises_with_too_much_kl_and_by_2_percent_at_mos
     assert adaptive_kl_coefficient(0.1, 60.0, target=6.0) == pytest.approx(0.102)
     assert adaptive_kl_coefficient(0.1, 0.0, target=6.0) == pytest.approx(0.098)
     assert adaptive_kl_coefficient(0.1, 6.6, target=6.0) == pytest.approx(0.101)
-    assert fixed_kl_coefficient(0.1, 60.0) == 0.1
 
 
 def test_safe_rlhfs_multiplier_rises_above_the_limit_and_never_falls_below_0() -> None:

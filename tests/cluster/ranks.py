@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from braidrl.cluster.groups import background_group, join_group, mesh_of, subgroup
 from braidrl.cluster.world import World
-from braidrl.errors import UserError
+from braidrl.errors import LostPeers, UserError
 
 
 def words(world: World, task: dict[str, Any]) -> dict[str, Any]:
@@ -21,6 +26,55 @@ def words(world: World, task: dict[str, Any]) -> dict[str, Any]:
     ]
     shared = world.share("a value", {"from": world.rank})
     return {"gathered": gathered, "exchanged": exchanged, "shared": shared, "task": task}
+
+
+def devices(world: World, task: dict[str, Any]) -> list[str]:
+    """What each rank was told of its devices before it imported torch."""
+    return [bytes(seen).decode() for seen in world.gather("devices", os.environ["CUDA_VISIBLE_DEVICES"].encode())]
+
+
+def limits(world: World, task: dict[str, Any]) -> list[float]:
+    """The time limit of every kind of group, in seconds."""
+    grid = mesh_of("cpu", (world.size, 1), ("data", "tensor"))
+    groups = [world.group, subgroup(torch.arange(world.size)[None]), background_group(), *grid.get_all_groups()]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups if group]
+
+
+def lonely(arguments: dict[str, Any]) -> str:
+    """Joins a group to which one of the two others does not come."""
+    store = dist.HashStore()
+    store.set("came/2", "")
+    try:
+        join_group(store, 0, 3, 0.5, cuda=False)
+    except LostPeers as error:
+        return str(error).splitlines()[0]
+    return "it was joined"
+
+
+def echo(arguments: dict[str, Any]) -> Any:
+    """Ends as it is told."""
+    match arguments["how"]:
+        case "refuse":
+            raise UserError("write something else")
+        case "raise":
+            raise ZeroDivisionError("no such luck")
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "sleep":
+            own = subprocess.Popen(["sleep", "60"])
+            Path(arguments["path"]).write_text(str(own.pid))
+            time.sleep(60)
+    return {"told": arguments["how"]}
+
+
+def left_alone(arguments: dict[str, Any]) -> None:
+    """Notes that the starter is gone."""
+    Path(arguments["path"]).write_text("alone")
+
+
+def device_of_a_worker(arguments: dict[str, Any]) -> str:
+    """What a worker sees."""
+    return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 def failing(world: World, task: dict[str, Any]) -> None:

@@ -14,15 +14,15 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from braidrl.cluster.processes import run_ranks
-from braidrl.cluster.world import LostPeers, World
-from braidrl.errors import UserError, WorkerError
+from braidrl.cluster.ranks import run_ranks
+from braidrl.cluster.world import World
+from braidrl.errors import LostPeers, UserError, WorkerError
 from tests.leftovers import family, listening
 
 ROOT = Path(__file__).parent.parent.parent
 LAUNCH = """
 import sys
-from braidrl.cluster.processes import run_ranks
+from braidrl.cluster.ranks import run_ranks
 run_ranks("tests.cluster.ranks:waiting", {"folder": sys.argv[1]}, 2, 200.0)
 """
 
@@ -51,7 +51,7 @@ def test_ranks_gather_exchange_and_share() -> None:
             ["rank 1 failed in step 3, reward.verify on rows (0, 7, 1): ValueError: no such luck", "ranks.py"],
         ),
         ("user", UserError, ["row (0, 7, 1) is too long; write a shorter one"]),
-        ("die", WorkerError, ["rank 1 was killed by signal 9"]),
+        ("die", WorkerError, ["rank 1 is gone without a word (killed by signal 9)"]),
         (
             "sleep",
             WorkerError,

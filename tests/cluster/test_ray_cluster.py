@@ -52,7 +52,7 @@ def test_each_pool_has_devices_of_its_own_which_it_gives_back(ray_cluster: None)
     cluster = RayCluster(ClusterConfig(start_limit_s=60), "cpu")
     assert not cluster.started, "the cluster that is there was not used"
     pools = [Pool(("actor",), 2), Pool(("critic",), 1)]
-    seats = cluster.seats(pools)
+    seats = cluster.reserve(pools)
     actors = [[cluster.start(Seated, seat) for seat in pool] for pool in seats]
     groups = [[ray.get(actor.node.remote(), timeout=60) for actor in pool] for pool in actors]
     assert [len(set(pool)) for pool in groups] == [1, 1] and groups[0][0] != groups[1][0]
@@ -65,7 +65,7 @@ def test_each_pool_has_devices_of_its_own_which_it_gives_back(ray_cluster: None)
 def test_more_workers_than_devices_are_refused_before_any_starts(ray_cluster: None) -> None:
     cluster = RayCluster(ClusterConfig(), "cpu")
     with pytest.raises(UserError, match=r"the pools ask for 40 CPUs \(actor: 40\) and the cluster has 16"):
-        cluster.seats([Pool(("actor",), 40)])
+        cluster.reserve([Pool(("actor",), 40)])
     assert cluster.groups == [] and cluster.actors == []
 
 

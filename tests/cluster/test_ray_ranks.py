@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from braidrl.cluster.processes import run_ranks
-from braidrl.cluster.ray_ranks import RayRanks
+from braidrl.cluster.ranks import run_ranks
+from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.config import ClusterConfig, parse_config
 from braidrl.errors import UserError, WorkerError
 from braidrl.runtimes.run import train
@@ -19,8 +19,8 @@ from tests.invariants.traces import assert_same, trace
 from tests.tiny import Workshop
 
 
-def ray_ranks() -> RayRanks:
-    return RayRanks(ClusterConfig(start_limit_s=120), "cpu")
+def ray_ranks() -> RayLauncher:
+    return RayLauncher(ClusterConfig(start_limit_s=120), "cpu")
 
 
 def test_ranks_on_ray_do_what_eager_does(workshop: Workshop, ray_cluster: None) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.data.packing import estimated_operations, plan_micro_batches
+from braidrl.data.packing import plan_micro_batches
 from braidrl.data.partition import imbalance
 from braidrl.errors import UserError
 
@@ -50,7 +50,7 @@ def test_a_row_over_the_limit_is_refused_by_name_or_trained_alone() -> None:
 
 def test_costs_balance_the_ranks_where_lengths_would_not() -> None:
     lengths = [1000] * 4 + [100] * 40
-    costs = estimated_operations(lengths, parameters=1000, layers=4, hidden=256)
+    costs = [3 * (2 * 1000 * length + 2 * 4 * 256 * length**2) for length in lengths]
     plan = plan_micro_batches(lengths, 2, 1000, costs=costs)
     ranks = [[row for rows in rank for row in rows] for rank in plan]
     assert imbalance(costs, ranks) < 1.01
@@ -61,12 +61,6 @@ def test_ranks_begin_with_their_heaviest_micro_batch() -> None:
     for rank in plan_micro_batches(lengths, 2, 110, oversized="alone"):
         totals = [sum(lengths[row] for row in rows) for rows in rank]
         assert totals == sorted(totals, reverse=True)
-
-
-def test_attention_grows_with_the_square() -> None:
-    short, long = estimated_operations([10, 100], parameters=50, layers=2, hidden=8)
-    assert short == 3 * (2 * 50 * 10 + 2 * 2 * 8 * 10**2)
-    assert long - 10 * short == 3 * 2 * 2 * 8 * (100**2 - 10 * 10**2)
 
 
 def test_8192_long_tailed_rows_on_256_ranks_are_even_and_quick() -> None:

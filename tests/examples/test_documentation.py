@@ -14,12 +14,12 @@ from braidrl.cli import app
 from braidrl.flow.recipes import load_flow
 from braidrl.observe.metrics import REQUIRED_KEYS, read_metrics
 from braidrl.rewards.verifier import resolve
-from braidrl.rewards.verifiers import BUILT_IN
+from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.rollout.episodes.environments import environments
 from tests.tiny import ROOT, Workshop, load_module
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 
 
 def test_the_configuration_page_is_what_its_script_writes() -> None:
@@ -45,7 +45,7 @@ def test_the_metrics_page_explains_every_key_that_a_run_writes(workshop: Worksho
 
 def test_every_verifier_and_command_is_named_where_one_looks_for_it() -> None:
     rewards = (DOCS / "add-a-reward.md").read_text()
-    assert all(f"`{name}`" in rewards for name in BUILT_IN)
+    assert all(f"`{name}`" in rewards for name in VERIFIERS)
     readme = (ROOT / "README.md").read_text()
     names = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
     assert all(f"braid {name}" in readme for name in names)
@@ -63,7 +63,7 @@ def test_the_flow_that_the_readme_shows_is_the_recipe() -> None:
 
 
 def test_the_reward_of_the_documentation_works_as_it_stands_there(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "add-a-reward.md").read_text(), re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", (DOCS / "add-a-reward.md").read_text(), re.DOTALL)
     (tmp_path / "rewards.py").write_text(code)
     counts = resolve(f"{tmp_path}/rewards.py:counts_steps", {"at_most": 2})
     judged = resolve(f"{tmp_path}/rewards.py:judged", {"url": "http://localhost"})
@@ -73,7 +73,7 @@ def test_the_reward_of_the_documentation_works_as_it_stands_there(tmp_path: Path
 
 
 def test_the_environment_of_the_documentation_works_as_it_stands_there(tmp_path: Path) -> None:
-    code, _ = re.findall(r"```python\n(.*?)```", (DOCS / "add-an-environment.md").read_text(), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", (DOCS / "add-an-environment.md").read_text(), re.DOTALL)
     (tmp_path / "countdown.py").write_text(code)
 
     async def play() -> list[tuple[object, float, bool]]:

@@ -121,14 +121,6 @@ def test_after_moves_a_stage_behind_what_it_names_and_nothing_else():
     assert Edge("centred_reward", "critic.values") in flow.edges
 
 
-def test_live_columns_end_with_their_last_reader():
-    flow = grpo()
-    live = {column.name for column in flow.live_after(flow["reward.verify"])}
-    assert "reward" in live
-    assert "prompt" not in live
-    assert flow.live_after(flow["actor.update"]) == frozenset()
-
-
 def test_flow_knows_what_the_data_must_have():
     @advantages.register("reads_response", writes=["advantage"])
     def reads_response(response): ...

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from braidrl.flow import Flow, Kind, actor, critic, reference, reward, shape
 from braidrl.flow.columns import ADMISSION
-from braidrl.flow.planner import constraints, parallel_groups, plan, serial_chain
+from braidrl.flow.planner import constraints, parallel_groups, serial_chain
 from tests.flow.flows import filtered, grpo, ppo
 
 
@@ -87,18 +87,3 @@ def test_groups_hold_what_may_run_at_the_same_time():
         {"advantages_from_values"},
         {"critic.update", "actor.update"},
     ]
-
-
-@pytest.mark.parametrize("name", FLOWS)
-def test_chain_runs_with_nothing_kept_but_the_live_columns(name):
-    flow = FLOWS[name]()
-    planned = plan(flow)
-    kept = {column for inputs in flow.inputs.values() for column in inputs if column.writer == ADMISSION}
-    read = set()
-    for stage, live in reversed(list(zip(planned.chain, planned.live, strict=True))):
-        assert live <= read, f"{stage.name} keeps what nobody reads"
-        read |= set(flow.inputs[stage.name])
-    for stage, live in zip(planned.chain, planned.live, strict=True):
-        assert set(flow.inputs[stage.name]) <= kept, f"{stage.name} misses a column"
-        kept = {column for column in live if column in kept or column.writer == stage.name}
-    assert not kept

@@ -143,7 +143,7 @@ def test_a_cost_by_rules_is_a_function_of_the_users(tmp_path):
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("old", [None, "recompute", "rollout", "self"])
 def test_recipe_comes_back_from_its_yaml(name, old):
-    model = parameter_model(name, RECIPES[name])
+    model = parameter_model(name, RECIPES.find(name))
     flow = load_flow(name, {"old": old} if model and old and "old" in model.model_fields else {}, RUN)
     assert flow.name == name
     assert from_yaml(to_yaml(flow)) == flow
@@ -216,7 +216,7 @@ def test_recipe_that_cannot_be_is_refused_with(given, message):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_parameter_is_explained(name):
-    model = parameter_model(name, RECIPES[name])
+    model = parameter_model(name, RECIPES.find(name))
     assert model is not None
     assert all(field.description for field in model.model_fields.values())
 

@@ -19,7 +19,7 @@ def test_a_row_sampled_alone_and_among_64_has_the_same_tokens_bit_for_bit(
 ) -> None:
     tree = settings(tmp_path, tiny_models[name], sums_file, flow="dapo", dtype=dtype, rollout={"slots": 64})
     backend = eager_backend(parse_config(tree))
-    stage, rows = backend.flow["actor.generate"], backend.admit(16)
+    stage, rows = backend.executor.flow["actor.generate"], backend.admit(16)
     together = backend.executor.run(stage, rows, Sums())
     assert len(rows) == 64 and len({tuple(together["tokens"][i].tolist()) for i in range(64)}) > 32
     for number in (0, 17, 40, 63):

@@ -9,16 +9,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from braidrl.models.compute.attention import PackedSequences
-from braidrl.models.parallel.shards import local_part
+from braidrl.models.parallel.shards import local_shard
 
 
 def kept_bytes(model: Any, tokens: int) -> int:
     """Bytes kept of one sequence for the backward pass, and of what comes out; parameters are left out."""
-    own = {local_part(p).untyped_storage().data_ptr() for p in model.parameters()}
+    own = {local_shard(p).untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        part = local_part(tensor)
+        part = local_shard(tensor)
         # The result of a collective that nobody has waited for yet has no address.
         part = part.wait() if isinstance(part, AsyncCollectiveTensor) else part
         if part.untyped_storage().data_ptr() not in own:

@@ -10,10 +10,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from braidrl.cluster.processes import run_ranks
+from braidrl.cluster.ranks import run_ranks
 from braidrl.config import Config, LoraConfig
 from braidrl.errors import UserError
-from braidrl.models.checkpoint import load_worker, save_worker, whole_weights
+from braidrl.models.checkpoint import full_state_dict, load_worker, save_worker
 from braidrl.models.contract import CHECKS, BackendUnderTest
 from braidrl.models.lora import ADAPTER
 from braidrl.models.memory.footprint import model_shape, resident_bytes
@@ -21,7 +21,7 @@ from braidrl.models.objective import Objective, denominators
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.roles.decoder import DecoderWorker
 from braidrl.models.roles.scalar import ScalarWorker
-from braidrl.models.weights.following import Following
+from braidrl.models.weights.mirror import Following
 from braidrl.observe.metrics import Sums
 from tests.models.parallel.laid_out import OBJECTIVE, config_of, make_rows, one_step
 
@@ -167,7 +167,7 @@ def test_a_copied_reference_takes_the_merged_weights(tiny_models: dict[str, Path
     worker = started(adapted(tiny_models["qwen2"]))
     reference = DecoderWorker("reference", config_of(str(tiny_models["qwen2"])), train=False)
     Following(reference, worker).move(0.0)
-    for name, tensor in whole_weights(worker).items():
+    for name, tensor in full_state_dict(worker).items():
         assert torch.equal(reference.model.state_dict()[name], tensor), name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import nn
 
 from braidrl.config import TrainerConfig
+from braidrl.errors import UserError
 from braidrl.models.optimizer import MasterOptimizer, learning_rate
+from braidrl.models.optimizer_contract import CHECKS, OptimizerUnderTest
 
 
 def trainer(**given: Any) -> TrainerConfig:
@@ -134,3 +137,25 @@ def test_frozen_parameters_are_left_alone() -> None:
     optimizer.backward({"tokens": (frozen * p).sum()})
     optimizer.step({"tokens": 1.0}, 1)
     assert frozen.item() == 1.0 and p.item() != 1.0
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    ("name", "settings"), [("adamw", {}), ("sgd", {}), ("sgd", {"momentum": 0.9}), ("torch.optim:RMSprop", {})]
+)
+def test_optimizers_keep_the_contract(
+    name: str, settings: dict[str, Any], check: Callable[[OptimizerUnderTest], None]
+) -> None:
+    check(OptimizerUnderTest(name, settings))
+
+
+def test_state_that_ranks_could_not_divide_is_refused() -> None:
+    p = parameter(1.0, 2.0)
+    optimizer = make(p, optimizer="torch.optim:NAdam")
+    optimizer.backward({"tokens": p.sum()})
+    optimizer.step({"tokens": 1.0}, 1)
+    optimizer.optimizer.state[optimizer.masters[0]]["history"] = [1.0]
+    with pytest.raises(
+        UserError, match=r"trainer.optimizer=torch.optim:NAdam keeps 'history', which is no tensor of its"
+    ):
+        optimizer.state()

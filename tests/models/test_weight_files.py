@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from braidrl.errors import UserError
-from braidrl.models.loading import is_unread, load_decoder, load_scorer
-from braidrl.models.parallel.pipeline import cut
+from braidrl.models.loading import is_on_meta, load_decoder, load_scorer
+from braidrl.models.parallel.pipeline import split_layers
 from braidrl.models.parallel.shards import shapes_of
-from braidrl.models.weight_files import Filling, WeightFiles, shapes_in
+from braidrl.models.weight_files import ParameterReader, WeightFiles, shapes_in
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
@@ -23,9 +23,9 @@ from braidrl.models.weight_files import Filling, WeightFiles, shapes_in
 def test_a_filled_model_is_the_one_that_is_loaded_whole(
     load: Any, name: str, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    whole, filled = load(tiny_models[name], torch.bfloat16), load(tiny_models[name], torch.bfloat16, unread=True)
-    assert is_unread(filled) and not is_unread(whole)
-    Filling(tiny_models[name], filled)(filled)
+    whole, filled = load(tiny_models[name], torch.bfloat16), load(tiny_models[name], torch.bfloat16, on_meta=True)
+    assert is_on_meta(filled) and not is_on_meta(whole)
+    ParameterReader(tiny_models[name], filled)(filled)
     expected, found = (dict(m.named_parameters()) | dict(m.named_buffers()) for m in (whole, filled))
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
@@ -50,9 +50,9 @@ def test_a_stage_reads_its_own_weights_once_and_no_others(
     monkeypatch.setattr(WeightFiles, "__getitem__", noted)
     stages = []
     for number in (0, 1):
-        model: Any = load_decoder(tiny_models["qwen2"], unread=True)
-        fill = Filling(tiny_models["qwen2"], model)
-        cut(model, number, 2)
+        model: Any = load_decoder(tiny_models["qwen2"], on_meta=True)
+        fill = ParameterReader(tiny_models["qwen2"], model)
+        split_layers(model, number, 2)
         for layer in model.base_model.layers:
             fill(layer)
         kept = weakref.ref(model.base_model.layers[number].mlp.up_proj.weight)
@@ -68,9 +68,9 @@ def test_a_stage_reads_its_own_weights_once_and_no_others(
 def test_weights_under_other_names_are_loaded_whole(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     source: Any = AutoModelForCausalLM.from_pretrained(tiny_models["qwen2"])
     source.base_model.save_pretrained(tmp_path)
-    model = load_decoder(tmp_path, unread=True)
-    assert not is_unread(model)
-    Filling(tmp_path, model)(model)
+    model = load_decoder(tmp_path, on_meta=True)
+    assert not is_on_meta(model)
+    ParameterReader(tmp_path, model)(model)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), source.parameters(), strict=True))
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from braidrl.errors import UserError
 from braidrl.observe.metrics import REQUIRED_KEYS, MetricsWriter, Sums, read_metrics
@@ -115,21 +114,6 @@ def test_resuming_cuts_off_what_the_checkpoint_does_not_know(tmp_path: Path) -> 
     lines = read_metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert lines[4]["reward/mean"] == 9.0
-
-
-def test_tensorboard_shows_the_resumed_steps_once(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path)
-    for step in range(1, 5):
-        writer.write(metrics_of(step))
-    writer.close()
-    writer = MetricsWriter(tmp_path, resume_step=2)
-    writer.write(metrics_of(3) | {"reward/mean": 9.0})
-    writer.close()
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
-    board.Reload()
-    points = [(event.step, event.value) for event in board.Scalars("reward/mean")]
-    assert [step for step, _ in points] == [1, 2, 3]
-    assert points[2][1] == 9.0
 
 
 def test_a_new_run_does_not_write_into_an_old_one(tmp_path: Path) -> None:

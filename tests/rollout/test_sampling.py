@@ -12,7 +12,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from braidrl.algorithms.random import uniform
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.requests import Request, SamplingParams
-from braidrl.rollout.sampling import BLOCK, Choice, inverse_cdf, sample
+from braidrl.rollout.sampling import BLOCK, BatchSampling, inverse_cdf, sample
 from tests.rollout.tiny import make_model, make_tokenizer, training_log_probs
 
 ROWS = 10_000
@@ -65,7 +65,7 @@ def test_sampled_tokens_are_as_frequent_as_the_model_says(
     torch.manual_seed(vocabulary)
     logits = torch.linspace(-6, 6, 12) if vocabulary == 12 else 2 * torch.randn(vocabulary)
     logits = logits.to(dtype)
-    choice = Choice(
+    choice = BatchSampling(
         temperature=per_row(0.7),
         top_k=per_row(top_k, torch.int64) if top_k else None,
         top_p=per_row(top_p) if top_p < 1 else None,
@@ -80,7 +80,7 @@ def test_sampled_tokens_are_as_frequent_as_the_model_says(
 def test_each_row_has_its_own_temperature_cuts_and_greed() -> None:
     torch.manual_seed(0)
     logits = torch.randn(6, 50)
-    choice = Choice(
+    choice = BatchSampling(
         temperature=torch.tensor([1.0, 0.5, 1.0, 1.0, 1.0, 2.0]),
         greedy=torch.tensor([False, False, True, False, False, False]),
         top_k=torch.tensor([0, 0, 0, 1, 0, 3]),
@@ -92,7 +92,7 @@ def test_each_row_has_its_own_temperature_cuts_and_greed() -> None:
         assert (draws[:, row] == likeliest[row]).all()
     assert len(draws[:, 0].unique()) > len(draws[:, 1].unique()) > 3
     assert 1 <= len(draws[:, 5].unique()) <= 3
-    alone = sample(logits[5:].clone(), Choice(choice.temperature[5:], None, choice.top_k[5:], choice.top_p[5:]),
+    alone = sample(logits[5:].clone(), BatchSampling(choice.temperature[5:], None, choice.top_k[5:], choice.top_p[5:]),
                    uniform(3, torch.arange(6))[5:])  # fmt: skip
     together = sample(logits.clone(), choice, uniform(3, torch.arange(6)))
     assert torch.equal(alone[0][0], together[0][5]) and torch.equal(alone[1][0], together[1][5])

@@ -15,7 +15,7 @@ def first_stop(text: str, stops: tuple[str, ...]) -> int | None:
     """How many tokens of `text` there are when a stop text is found."""
     watch = StopTexts(TOKENIZER, stops)
     for count, token in enumerate(TOKENIZER.encode(text), 1):
-        if watch.says_stop(token):
+        if watch.contains_stop_text(token):
             return count
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from braidrl.rollout.episodes.observations import Observation
+from braidrl.rollout.episodes.turns import Observation
 
 PLAYED = f"{__file__}:Sums"
 

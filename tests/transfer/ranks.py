@@ -9,8 +9,8 @@ import torch
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.world import World
-from braidrl.data.codec import encode, encoded_size
-from braidrl.data.frames import join
+from braidrl.data.codec import encode
+from braidrl.data.frames import join, joined_size
 from braidrl.data.rows import Objects, Rows
 from braidrl.transfer.data_buffer import DataBuffer, Key
 
@@ -83,7 +83,7 @@ def bytes_of_an_exchange(world: World) -> dict[str, Any]:
     buffer, before = DataBuffer(world), world.received.exchanged
     buffer.put(Key(1, "update"), held(rows, source, world.rank), source, target)
     came = rows.take((target == world.rank) & (source != world.rank))
-    return {"received": world.received.exchanged - before, "needed": encoded_size(came) if len(came) else 0}
+    return {"received": world.received.exchanged - before, "needed": joined_size(encode(came)) if len(came) else 0}
 
 
 def nothing_moves(world: World) -> dict[str, Any]:

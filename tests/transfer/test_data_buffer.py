@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.cluster.processes import run_ranks
+from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.data.partition import balanced_partition, imbalance
 from braidrl.data.rows import Rows

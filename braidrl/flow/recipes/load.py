@@ -14,48 +14,14 @@ from braidrl.algorithms.registry import Entry
 from braidrl.errors import UserError, suggest
 from braidrl.flow.flow import Flow
 from braidrl.flow.lookup import compute_entry, entry_of
-from braidrl.flow.recipes.cispo import cispo
-from braidrl.flow.recipes.dapo import dapo
-from braidrl.flow.recipes.distillation import distillation
-from braidrl.flow.recipes.dpo import dpo
-from braidrl.flow.recipes.dr_grpo import dr_grpo
-from braidrl.flow.recipes.grpo import grpo
-from braidrl.flow.recipes.gspo import gspo
-from braidrl.flow.recipes.maxrl import maxrl
-from braidrl.flow.recipes.ppo import ppo
-from braidrl.flow.recipes.ppo_ptx import ppo_ptx
-from braidrl.flow.recipes.reinforce_plus_plus import reinforce_plus_plus
-from braidrl.flow.recipes.remax import remax
-from braidrl.flow.recipes.reward_model import reward_model
-from braidrl.flow.recipes.rloo import rloo
-from braidrl.flow.recipes.safe_rlhf import safe_rlhf
-from braidrl.flow.recipes.sft import sft
-from braidrl.flow.recipes.vapo import vapo
 from braidrl.flow.yaml_form import SUFFIXES, from_yaml
-from braidrl.importing import import_function
+from braidrl.importing import PluginRegistry
 
-RECIPES: dict[str, Callable[[Any], Flow]] = {
-    recipe.__name__: recipe
-    for recipe in (
-        cispo,
-        dapo,
-        distillation,
-        dpo,
-        dr_grpo,
-        grpo,
-        gspo,
-        maxrl,
-        ppo,
-        ppo_ptx,
-        reinforce_plus_plus,
-        remax,
-        reward_model,
-        rloo,
-        safe_rlhf,
-        sft,
-        vapo,
-    )
-}
+NAMES = (
+    "cispo", "dapo", "distillation", "dpo", "dr_grpo", "grpo", "gspo", "maxrl", "ppo", "ppo_ptx", "reinforce_plus_plus", "remax",
+    "reward_model", "rloo", "safe_rlhf", "sft", "vapo",
+)  # fmt: skip
+RECIPES = PluginRegistry("recipe", {name: f"braidrl.flow.recipes.{name}:{name}" for name in NAMES})
 
 
 def load_flow(name: str, params: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None) -> Flow:
@@ -96,9 +62,7 @@ def check_group_size(flow: Flow, samples: int) -> None:
 
 def call_recipe(name: str, params: dict[str, Any], defaults: dict[str, Any]) -> Flow:
     """What the recipe returns for parameters checked by the model that its only argument is annotated with."""
-    if ":" not in name and name not in RECIPES:
-        raise UserError(f"no recipe is called {name!r}. {suggest(name, RECIPES)}")
-    recipe: Callable[..., Any] = import_function(name) if ":" in name else RECIPES[name]
+    recipe = RECIPES.find(name)
     model = parameter_model(name, recipe)
     if model is None and params:
         raise UserError(f"recipe {name} takes no parameters, got {next(iter(params))!r}")

@@ -1,11 +1,11 @@
-"""The attention of every model that Braid loads: who attends to whom is a value that is passed to the model's forward.
+"""The attention of every model that Braid loads: which key each query sees is a value that is passed to the model's forward.
 
     model.model(input_ids=..., position_ids=..., use_cache=False, sequences=context)
                                                                        |
     each attention layer:  queries, keys, values ---> context.attend(...)
 
-`PackedSequences` is the context of training, inference and prompts: sequences laid one after the other in one row, nothing
-padded, each attending to itself alone. The rollout engine has a context of its own for decoding from slots.
+`PackedSequences` is the context of training, inference and prefill: sequences packed into one row without padding, each attending to
+itself alone. The rollout engine has a context of its own for decoding from slots.
 
 Shapes: N tokens packed, S sequences of one length, L that length, H query heads, K key/value heads, D head width.
 """
@@ -30,7 +30,7 @@ ATTENTION = "braid"
 COMPILED = "compiled_attention"
 """Attribute of attention modules that may use the compiled kernel."""
 SHORT = 256
-"""Tokens of a sequence up to which training on a CPU without the compiled kernel keeps all its scores."""
+"""Longest sequence (tokens) whose attention scores are kept for the backward pass on a CPU without the compiled kernel."""
 
 
 class AttentionContext(Protocol):
@@ -39,24 +39,17 @@ class AttentionContext(Protocol):
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """Queries (1, H, N, D), keys and values (1, K, N, D) to outputs (1, N, H, D); `window` limits how far back."""
+        """Attend with queries (1, H, N, D) to keys and values (1, K, N, D); returns (1, N, H, D). `window` limits how far back a query
+        sees.
+        """
 
 
 def braid_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    sequences: AttentionContext | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls in each layer. Raises ValueError without `sequences`, and for attention that is not softmax alone."""
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+    sequences: AttentionContext | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Compute attention for transformers, in each layer. Raises ValueError without `sequences`, and for anything but softmax attention."""
     if sequences is None:
         raise ValueError(
             f"a model with {ATTENTION!r} attention is called with sequences=, as in PackedSequences.of([n])"
@@ -72,9 +65,9 @@ AttentionInterface.register(ATTENTION, braid_attention)
 
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """Causal attention within each of the sequences of `lengths`, which lie one after the other in one packed row.
+    """Causal attention within each of the sequences of `lengths`, packed one after the other.
 
-    `offsets` (S + 1,) int32 says where each begins and the last one ends, on the model's device. `keep_scores` is for training, see
+    `offsets` (S + 1,) int32, on the model's device, says where each begins and the last one ends. `keep_scores` is for training: see
     `attend_equal`.
     """
 
@@ -84,7 +77,7 @@ class PackedSequences:
 
     @staticmethod
     def of(lengths: Iterable[int], device: torch.device | str = "cpu", keep_scores: bool = False) -> PackedSequences:
-        """Sequences of these lengths; empty ones take no part."""
+        """Make the context of sequences of these lengths; empty ones are left out."""
         kept = tuple(int(length) for length in lengths if length)
         offsets = torch.tensor([0, *accumulate(kept)], dtype=torch.int32, device=device)
         return PackedSequences(kept, offsets, keep_scores)
@@ -92,7 +85,7 @@ class PackedSequences:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """Raises ValueError when the packed row is not as long as the sequences together."""
+        """Attend within each sequence. Raises ValueError when the packed row is not as long as the sequences together."""
         if query.shape[0] != 1 or query.shape[2] != sum(self.lengths):
             raise ValueError(f"sequences of {sum(self.lengths)} tokens, but the input is {tuple(query.shape)}")
         states = _packed(query), _packed(key), _packed(value)
@@ -123,7 +116,7 @@ class PackedSequences:
     def _by_equal_lengths(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """One call per length: sequences of one length form a batch. (N, heads, D) in, (N, H, D) out."""
+        """Attend once per length, over the batch of sequences of that length. (N, heads, D) to (N, H, D)."""
         buckets = [(length, len(numbers)) for length, numbers in self._by_length.items()]
         sizes = [length * count for length, count in buckets]
         # split, not slices: the backward of a split is one concatenation, that of a slice is N zeros each
@@ -170,24 +163,24 @@ class PackedSequences:
         return _Permuted.apply(flat, *reversed(self._permutation))
 
     def position_ids(self) -> Tensor:
-        """Position of each packed token in its own sequence, (1, N) int64, on the device of `offsets`."""
+        """Return the position of each packed token in its own sequence, (1, N) int64, on the device of `offsets`."""
         return position_ids_of(self.lengths, self.offsets.device)
 
 
 def position_ids_of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """0, 1, ... anew for each sequence of `lengths`, (1, N) int64."""
+    """Return positions 0, 1, ... counted anew in each sequence of `lengths`, (1, N) int64."""
     if not len(lengths):
         return torch.empty((1, 0), dtype=torch.int64, device=device)
     return torch.cat([torch.arange(length) for length in lengths]).to(device)[None]
 
 
 def has_variable_length_kernel(states: Tensor) -> bool:
-    """True where torch has a variable-length kernel: half precision on CUDA."""
+    """Return True where torch has a variable-length kernel: half precision on CUDA."""
     return states.is_cuda and states.dtype in (torch.float16, torch.bfloat16)
 
 
 class _Permuted(torch.autograd.Function):
-    """Rows in another order; the backward is the inverse gather, where index_select would add into zeros one by one."""
+    """Rows in another order. Its backward is the inverse gather; that of index_select would add into zeros row by row."""
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, forward: Tensor, inverse: Tensor) -> Tensor:
@@ -208,10 +201,9 @@ def _packed(states: Tensor) -> Tensor:
 def attend_equal(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, keep_scores: bool = False
 ) -> Tensor:
-    """S sequences of L tokens, (S, L, heads, D) each, to (S * L, H, D).
+    """Attend within S sequences of L tokens, (S, L, heads, D) each; returns (S * L, H, D).
 
-    `keep_scores` lets a CPU hold the scores of short sequences for the backward, which is faster, but not the same to the bit for
-    every S.
+    `keep_scores` lets a CPU keep the scores of short sequences for the backward pass: faster, but not bitwise equal for every S.
     """
     length = query.shape[1]
     mask = None
@@ -234,7 +226,7 @@ def attend_equal(
 
 
 def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
-    """As `attend_equal`, by two matrix products in at least float32: the blocked kernel's backward is slow on short sequences."""
+    """Compute `attend_equal` by two matrix products in at least float32: the blocked kernel's backward is slow on short sequences."""
     sequences, length, heads, _ = query.shape
     dtype = torch.promote_types(query.dtype, torch.float32)
     # query heads that share a key head are more queries to it

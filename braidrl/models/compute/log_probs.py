@@ -1,11 +1,11 @@
 """Log-probabilities and entropy of given tokens from hidden states, a chunk of tokens at a time.
 
-hidden_ND ──chunk──▶ logits_CV ──▶ log_prob_C, entropy_C        C tokens at once; (N, V) never exists whole
+hidden_ND ──chunk──▶ logits_CV ──▶ log_prob_C, entropy_C        C tokens at once; the (N, V) logits never exist in full
                         ▲
-backward: computed again, turned into its own gradient in place, and folded into hidden and weight
+backward: recomputed, turned into their own gradient in place, and folded into hidden and weight
 
-N action tokens, D model width, V vocabulary. Where ranks divide the vocabulary, V are the entries of this one, and what is said
-of the whole (the sum of exponentials, the target's logit, the entropy) is summed over the ranks.
+N action tokens, D model width, V vocabulary. Where the vocabulary is sharded, V is this rank's shard, and global quantities (the sum of
+exponentials, the target's logit, the entropy) are reduced over the ranks.
 """
 
 from __future__ import annotations
@@ -22,21 +22,25 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from braidrl.models.cpu.linear import add_weight_gradient, product
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits held at once: 64 MiB in float32, whatever the vocabulary."""
+"""Logits held at once: 64 MiB in float32 for any vocabulary."""
 
 
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    with_entropy_grad: bool = False,
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy_grad: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
-) -> tuple[Tensor, Tensor]:
-    """log_softmax(hidden @ weight.T / temperature) at `targets`, and the entropy of that distribution.
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return log_softmax(hidden @ weight.T / temperature) at `targets`, and the entropy of that distribution.
 
-    hidden (N, D), weight (V, D), targets (N,) int64; both results (N,) in float32, or float64 for float64 weights.
-    The entropy carries a gradient only when asked: it costs one more pass over the logits in the backward.
+    Args:
+        hidden: (N, D).
+        weight: The output layer's weight, (V, D); may be a DTensor sharded by rows.
+        targets: (N,) int64 token ids.
+        temperature: Divides the logits.
+        with_entropy_grad: Let the entropy carry a gradient, at the cost of one more pass over the logits in the backward.
+        chunk_elements: Logits held at once.
+
+    Returns:
+        Log-probs and entropy in nats, (N,) float32 each, or float64 for float64 weights.
     """
     vocabulary = Vocabulary()
     if isinstance(weight, DTensor):
@@ -51,15 +55,9 @@ def linear_log_probs(
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        with_entropy_grad: bool,
-        parts: list[slice],
-        vocabulary: Vocabulary,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy_grad: bool,
+        parts: list[slice], vocabulary: Vocabulary,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype = torch.promote_types(weight.dtype, torch.float32)
         log_probs = hidden.new_empty(len(hidden), dtype=dtype)
         entropy = hidden.new_empty(len(hidden), dtype=dtype)
@@ -96,25 +94,25 @@ class _LinearLogProbs(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The entries that this rank has: those from `start` on; without a group, all."""
+    """This rank's shard of the vocabulary: the entries from `start` on; all of them without a group."""
 
     start: int = 0
     group: dist.ProcessGroup | None = None
 
     @staticmethod
     def of(weight: DTensor) -> Vocabulary:
-        """Of an output layer that ranks divide by its rows."""
+        """Return the shard of an output layer that is sharded by rows."""
         _, (start, _) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
         return Vocabulary(start, weight.device_mesh.get_group())
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, in place."""
+        """All-reduce a tensor in place and return it."""
         if self.group is not None:
             dist.all_reduce(part, group=self.group)
         return part
 
     def log_sum(self, own: Tensor) -> Tensor:
-        """log Σ exp over the whole vocabulary, from that over each rank's part (C,)."""
+        """Return log Σ exp over the global vocabulary from each rank's local value (C,)."""
         if self.group is None:
             return own
         parts = [torch.empty_like(own) for _ in range(self.group.size())]
@@ -122,7 +120,7 @@ class Vocabulary:
         return torch.stack(parts).logsumexp(0)
 
     def places(self, targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Columns of the targets (C,) in this rank's logits (C, V), and which of them it has; None for all."""
+        """Return the targets' columns (C,) in the local logits (C, V), and a mask of those that are local; None where all are."""
         if self.group is None:
             return targets, None
         places = targets - self.start
@@ -130,21 +128,17 @@ class Vocabulary:
         return places.where(here, 0), here
 
     def at(self, targets: Tensor, logits: Tensor) -> Tensor:
-        """The logits of the targets, (C,)."""
+        """Return the logits of the targets, (C,)."""
         places, here = self.places(targets, logits)
         found = logits.gather(-1, places[:, None]).squeeze(-1)
         return found if here is None else self.sum(found * here)
 
 
 def logits_grad(
-    log_softmax: Tensor,
-    targets: Tensor,
-    here: Tensor | None,
-    grad_log_prob: Tensor,
-    grad_entropy: Tensor | None,
+    log_softmax: Tensor, targets: Tensor, here: Tensor | None, grad_log_prob: Tensor, grad_entropy: Tensor | None,
     entropy: Tensor,
-) -> Tensor:
-    """Gradient with respect to scaled logits (C, V), written over `log_softmax`; `here` says whose target is in it.
+) -> Tensor:  # fmt: skip
+    """Return the gradient with respect to scaled logits (C, V), written over `log_softmax`; `here` masks the targets that are local.
 
     d log p_y / dz = 1[y] − p;   d H / dz = −p (log p + H)
     """
@@ -159,12 +153,12 @@ def logits_grad(
 
 
 def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    """A new (C, V) tensor of logits over temperature in `dtype`."""
+    """Return a new (C, V) tensor of logits over temperature in `dtype`."""
     logits = product(hidden, weight).to(dtype)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def chunks(tokens: int, vocabulary: int, elements: int) -> list[slice]:
-    """Slices of the tokens whose logits fit in so many elements, of at least 16 tokens."""
+    """Return slices of at least 16 tokens, each with at most so many logits."""
     size = max(16, elements // vocabulary)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]

@@ -17,16 +17,16 @@ from braidrl.data.rows import Rows
 from braidrl.models.compute.attention import AttentionContext, PackedSequences
 
 FILLER = 64
-"""Tokens of a sequence that fills up: attention over many short ones costs less than over a long one."""
+"""Length of the sequences used as padding: attention over many short ones costs less than over a long one."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """N tokens of B rows with A action tokens.
+    """N tokens of B rows with A action tokens, packed without padding.
 
     input_ids, position_ids (N,); sequence_lengths of all sequences; predictors (A,): positions whose hidden state predicts an action;
     targets (A,): the actions; offsets (B + 1,): each row's part of the A actions; row_ends (B,): position of each row's last token;
-    hidden (1, N, D): what earlier layers made of the tokens, where another rank has these.
+    hidden (1, N, D): the previous pipeline rank's output, None on the first.
     """
 
     input_ids: Tensor
@@ -39,11 +39,11 @@ class Packed:
     hidden: Tensor | None = field(default=None, kw_only=True)
 
     def attention(self) -> AttentionContext:
-        """Which keys each token sees."""
+        """Return the attention context of these tokens."""
         return PackedSequences.of(self.sequence_lengths, self.input_ids.device, keep_scores=True)
 
     def padded(self, tokens: int) -> Self:
-        """With sequences that no row has at its end, so that they are so many tokens."""
+        """Return the same rows padded to so many tokens, with sequences that belong to no row."""
         missing = tokens - len(self.input_ids)
         if not missing:
             return self
@@ -57,12 +57,12 @@ class Packed:
         )
 
     def _followed_by(self, lengths: tuple[int, ...]) -> dict[str, Any]:
-        """What says who attends to whom, with sequences of these lengths added."""
+        """Return the fields of the attention context with sequences of these lengths appended."""
         return {"sequence_lengths": (*self.sequence_lengths, *lengths)}
 
 
 def pack(rows: Rows, device: torch.device) -> Packed:
-    """Joins the rows' `tokens`. Raises ValueError where an action begins a sequence, since nothing predicts it."""
+    """Pack rows into one forward pass. Raises ValueError where an action begins a sequence, since nothing predicts it."""
     tokens, lengths = rows["tokens"], rows["sequence_lengths"].values
     actions = rows["action_mask"].values.nonzero().flatten()
     starts = offsets_of(lengths)
@@ -81,7 +81,7 @@ def pack(rows: Rows, device: torch.device) -> Packed:
     )
 
 
-def nothing(device: torch.device) -> Packed:
-    """One token of no row, without an action: for a rank that takes part in what others compute."""
+def empty_packed(device: torch.device) -> Packed:
+    """Return one token of no row, without an action, for a rank that only joins the collectives of a forward pass."""
     none, one = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     return Packed(one, one, (1,), none, none, one, none)

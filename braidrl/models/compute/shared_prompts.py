@@ -1,6 +1,6 @@
-"""Rows with one prompt, laid out so that the prompt goes through the model once; gradients are those of the rows apart.
+"""Rows with one prompt, packed so that the prompt goes through the model once; gradients are the same as for separate rows.
 
-apart     p p p a a a | p p p b b | p p p c c c c
+separate  p p p a a a | p p p b b | p p p c c c c
 shared    p p p a a a b b c c c c                      a, b and c each see p and themselves, never one another
 
 Every token of the prompt computes the same numbers in each row, so its keys and values serve all responses, and its gradient is
@@ -27,12 +27,12 @@ from braidrl.models.compute.attention import attend_equal
 from braidrl.models.compute.packed import Packed, pack
 
 LEAST_SAVED = 0.25
-"""Part of all tokens that must go away: below it, what is saved does not pay for the masks."""
+"""Least share of tokens that sharing must save: below it, the masks cost more than is saved."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Rows that share a prompt: its tokens, and those of each response; `rows` in the order of the responses."""
+    """Rows that share a prompt: tokens of the prompt and of each response, and the row number of each response."""
 
     prompt: int
     responses: tuple[int, ...]
@@ -45,7 +45,7 @@ class Family:
 
 @dataclass(frozen=True, eq=False)
 class SharedPrompts:
-    """The attention context of families laid one after the other."""
+    """The attention context of families packed one after the other."""
 
     families: tuple[Family, ...]
     device: torch.device
@@ -53,7 +53,7 @@ class SharedPrompts:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """Queries (1, H, N, D), keys and values (1, K, N, D) to (1, N, H, D). Raises ValueError for another N."""
+        """Attend with queries (1, H, N, D) to keys and values (1, K, N, D); returns (1, N, H, D). Raises ValueError for another N."""
         sizes = [size for family in self.families for size in (family.prompt, *_blocks(family))]
         if query.shape[0] != 1 or query.shape[2] != sum(sizes):
             raise ValueError(f"families of {sum(sizes)} tokens, but the input is {tuple(query.shape)}")
@@ -79,7 +79,7 @@ class SharedPrompts:
         return {}
 
     def _mask(self, family: int, block: int, window: int | None) -> Tensor:
-        """True where a response token of the block (its rows) may see a key of prompt and block (its columns)."""
+        """Return a bool mask: may a response token of the block (rows) see a key of prompt and block (columns)."""
         known = self._masks.get((family, block, window))
         if known is None:
             prompt, lengths = self.families[family].prompt, _responses_by_block(self.families[family])[block]
@@ -89,7 +89,7 @@ class SharedPrompts:
 
 
 def visible(prompt: int, responses: Sequence[int], window: int | None) -> Tensor:
-    """(R, P + R) bool: the prompt and what came before in the same response, `window` back at most."""
+    """Return the (R, P + R) bool mask: a token sees the prompt and earlier tokens of its response, at most `window` back."""
     own = torch.cat([torch.full((n,), i) for i, n in enumerate(responses)])
     place = torch.cat([torch.arange(n) for n in responses]) + prompt
     of_key = torch.cat([torch.full((prompt,), -1), own])
@@ -99,7 +99,7 @@ def visible(prompt: int, responses: Sequence[int], window: int | None) -> Tensor
 
 
 def _responses_by_block(family: Family) -> list[list[int]]:
-    """Responses that attend in one call: together about as long as the prompt, so that what is masked costs no more than it."""
+    """Group responses that attend in one call: together about as long as the prompt, so that masked scores cost no more than the prompt."""
     blocks: list[list[int]] = []
     for length in family.responses:
         if blocks and sum(blocks[-1]) + length <= family.prompt:
@@ -114,7 +114,7 @@ def _blocks(family: Family) -> list[int]:
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """(R, H, D) queries over (P + R, K, D) keys and values, (R, H, D)."""
+    """Attend with (R, H, D) queries to (P + R, K, D) keys and values under a mask; returns (R, H, D)."""
     output = scaled_dot_product_attention(
         query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None],
         attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
@@ -123,7 +123,7 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: fl
 
 
 def families_of(rows: Rows) -> list[Family] | None:
-    """Rows by group and by the tokens before their first action; None where rows hold several sequences or nothing is sampled."""
+    """Group rows by group and by the tokens before their first action; None where a row holds several sequences or no action."""
     lengths = rows["tokens"].lengths
     if not torch.equal(rows["sequence_lengths"].values, lengths):
         return None
@@ -142,8 +142,8 @@ def families_of(rows: Rows) -> list[Family] | None:
     ]
 
 
-def pays(rows: Rows) -> bool:
-    """True where sharing makes enough of the tokens go away."""
+def saves_enough(rows: Rows) -> bool:
+    """Return True where sharing prompts saves enough tokens."""
     if not len(rows):
         return False
     families = families_of(rows)
@@ -152,7 +152,7 @@ def pays(rows: Rows) -> bool:
 
 
 def plan_shared(rows: Rows, max_tokens: int) -> list[list[int]]:
-    """Row positions of each micro-batch, counted with prompts shared; a family that is over the limit is divided.
+    """Return the row numbers of each micro-batch, counting shared prompts once; families over the limit are split.
 
     Raises UserError for a row over the limit.
     """
@@ -174,7 +174,7 @@ def plan_shared(rows: Rows, max_tokens: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class PackedFamilies(Packed):
-    """Rows packed with each prompt once; `sequence_lengths` are those of the rows apart."""
+    """Rows packed with each prompt once; `sequence_lengths` are those of the separate rows."""
 
     families: tuple[Family, ...]
 
@@ -186,7 +186,7 @@ class PackedFamilies(Packed):
 
 
 def pack_shared(rows: Rows, device: torch.device) -> PackedFamilies:
-    """As `pack`, with each family's prompt once. Raises ValueError for rows that have no families."""
+    """Pack rows with each family's prompt once. Raises ValueError for rows that have no families."""
     families = families_of(rows)
     if families is None:
         raise ValueError("rows of several sequences, or without actions, share no prompts")
@@ -206,7 +206,7 @@ def pack_shared(rows: Rows, device: torch.device) -> PackedFamilies:
 
 
 def _places(families: Sequence[Family], offsets: Sequence[int], tokens: int) -> tuple[Tensor, int]:
-    """Where each of the rows' tokens (N,) lies when prompts are shared, and how many tokens that makes."""
+    """Return the position of each of the rows' tokens (N,) in the shared packing, and the number of tokens that it has."""
     place = torch.empty(tokens, dtype=torch.int64)
     begin = 0
     for family in families:

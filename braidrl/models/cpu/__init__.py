@@ -1,2 +1,3 @@
-"""Fast paths on a CPU: compiled kernels (`native`) behind `layers` and `attention`, `linear` and `fused` matrix products, and how the C
-library keeps memory (`malloc`)."""
+"""Fast paths on a CPU: compiled kernels (`native`) behind `layers` and `attention`, matrix products (`linear`), and how the C library
+keeps memory (`malloc`).
+"""

@@ -1,6 +1,6 @@
 """Attention within short sequences on the CPU by a compiled kernel, three times as fast as torch's.
 
-It reads queries, keys and values where they lie, keeps no scores, and gives a sequence the same bits whatever is beside it.
+It reads queries, keys and values in place, keeps no scores, and gives a sequence the same bits in any batch.
 
 Shapes: N tokens packed, H query heads, K key/value heads, D head width.
 """
@@ -20,11 +20,11 @@ from braidrl.models.cpu.native.building import FLOAT, INT, LONG, POINTER, addres
 SOURCE = Path(__file__).parent / "native" / "attention.c"
 DTYPES = (torch.float32, torch.bfloat16)
 LONGEST = 1024
-"""Tokens of a sequence up to which this is faster than torch's blocked kernel: 2.4 times at 512, 1.6 times at 1,024, equal at 2,048."""
+"""Longest sequence (tokens) that the kernel takes: it is 2.4 times as fast as torch's at 512, 1.6 times at 1,024, equal at 2,048."""
 
 
 def kernel_fits(longest: int, *states: Tensor) -> bool:
-    """True where the kernel computes sequences of up to `longest` tokens of these (N, heads, D)."""
+    """Return True where the kernel can compute sequences of up to `longest` tokens of these (N, heads, D) tensors."""
     return (
         longest <= LONGEST
         and in_memory(*states)
@@ -38,14 +38,16 @@ def kernel_fits(longest: int, *states: Tensor) -> bool:
 def attend_short(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float, window: int | None
 ) -> Tensor:
-    """Causal attention of (N, H, D) to (N, K, D) within the sequences that `offsets` (S + 1,) int32 divides: (N, H, D). Differentiable."""
+    """Compute causal attention of (N, H, D) to (N, K, D) within the sequences at `offsets` (S + 1,) int32; returns (N, H, D).
+    Differentiable.
+    """
     result: Tensor = _Attention.apply(query, key, value, offsets, longest, scaling, window or 0)
     return result
 
 
 @cache
 def kernel(dtype: torch.dtype) -> Any:
-    """The compiled function, None where nothing compiles it."""
+    """Return the compiled function, or None where nothing compiles it."""
     functions = build(SOURCE, **({"BFLOAT16": 1} if dtype == torch.bfloat16 else {}))
     if functions is None:
         return None
@@ -76,7 +78,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _call(states: Sequence[Tensor | None], offsets: Tensor, longest: int, scaling: float, window: int) -> None:
-    """Fills the output, or the three gradients, from what is there of the kernel's arguments. Raises MemoryError."""
+    """Fill the output, or the three gradients. Raises MemoryError."""
     query, key = states[0], states[1]
     assert query is not None and key is not None
     places = [None if each is None else each.data_ptr() for each in states]

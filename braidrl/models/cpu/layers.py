@@ -28,11 +28,11 @@ NORMS = {"Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm"}
 GATES = {"Qwen2MLP", "Qwen3MLP", "LlamaMLP"}
 ATTENTIONS = {"Qwen2Attention", "Qwen3Attention", "LlamaAttention"}
 PARTS = 16
-"""Sums of rows that a norm weight's gradient is made of, so that it does not depend on the number of threads."""
+"""Partial sums of a norm weight's gradient, a fixed number so that the result does not depend on the number of threads."""
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Lets the norms, gated activations and attention of a model for the CPU compute with kernels, where these can be had."""
+    """Switch the norms, gated activations and attention of a CPU model to compiled kernels, where these can be built."""
     if model.dtype not in DTYPES or _functions(model.dtype) is None:
         return
     for module in model.modules():
@@ -48,14 +48,13 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 @cache
 def _derived(kind: Any, forward: Any) -> Any:
-    """The class with `forward` in place of its own, under the same name."""
     return type(
         kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "plain_forward": kind.forward}
     )
 
 
 def norm_of(module: Any, hidden_states: Tensor) -> Tensor:
-    """An RMS norm's forward, (..., W)."""
+    """Compute an RMS norm's forward, (..., W)."""
     weight = module.weight
     if not _fits(hidden_states, weight):
         plain: Tensor = module.plain_forward(hidden_states)
@@ -65,7 +64,7 @@ def norm_of(module: Any, hidden_states: Tensor) -> Tensor:
 
 
 def gate_of(module: Any, x: Tensor) -> Tensor:
-    """A gated MLP's forward, (..., W)."""
+    """Compute a gated MLP's forward, (..., W)."""
     if not _fits(x, module.gate_proj.weight):
         plain: Tensor = module.plain_forward(x)
         return plain

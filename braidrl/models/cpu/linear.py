@@ -21,7 +21,7 @@ GRADIENT_ROWS = 512
 
 @cache
 def prefers_onednn() -> bool:
-    """True on a CPU with 512-bit units that is not Intel's."""
+    """Return True on a CPU with 512-bit units that is not Intel's."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
         return False
     processor = Path("/proc/cpuinfo")
@@ -29,7 +29,7 @@ def prefers_onednn() -> bool:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (..., K) by weight (N, K), transposed, plus bias (N,): (..., N). Differentiable."""
+    """Return x (..., K) @ weight (N, K).T + bias (N,), (..., N). Differentiable."""
     if not prefers_onednn() or not in_memory(x, weight) or not x.dtype == weight.dtype == torch.float32:
         return nn.functional.linear(x, weight, bias)
     if torch.is_grad_enabled() and (
@@ -41,7 +41,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `product` in float32, without gradients."""
+    """Compute `product` in float32 without gradients."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result
 
@@ -62,7 +62,7 @@ class _Product(torch.autograd.Function):
 
 
 def weight_gradient(grads: Tensor, x: Tensor) -> Tensor:
-    """grads (M, N) transposed by x (M, K): (N, K)."""
+    """Return grads (M, N).T @ x (M, K), (N, K)."""
     if grads.dtype != torch.float32 or grads.device.type != "cpu" or not prefers_onednn():
         return grads.t() @ x
     # oneDNN copies the first of the two: let that be the narrower one.
@@ -70,7 +70,7 @@ def weight_gradient(grads: Tensor, x: Tensor) -> Tensor:
 
 
 def _outer(first: Tensor, second: Tensor) -> Tensor:
-    """first (M, N) transposed by second (M, K): (N, K)."""
+    """Return first (M, N).T @ second (M, K), (N, K)."""
     total = None
     for part, other in zip(first.split(GRADIENT_ROWS), second.split(GRADIENT_ROWS), strict=True):
         made = onednn(part.t(), other.t())
@@ -80,7 +80,7 @@ def _outer(first: Tensor, second: Tensor) -> Tensor:
 
 
 def add_weight_gradient(total: Tensor, grads: Tensor, x: Tensor) -> None:
-    """Adds grads (M, N) transposed by x (M, K) to `total` (N, K), which may be of a higher precision."""
+    """Add grads (M, N).T @ x (M, K) to `total` (N, K), which may be of a higher precision."""
     if total.dtype != grads.dtype or (total.device.type == "cpu" and total.dtype == torch.float32 and prefers_onednn()):
         total += weight_gradient(grads, x)
     else:
@@ -95,7 +95,7 @@ class ProductLinear(nn.Linear):
 
 
 def use_fast_products(model: nn.Module) -> None:
-    """Lets every plain linear layer of the model multiply with `product`, where that is the faster library."""
+    """Let every plain linear layer of the model multiply with `product`, where that is faster."""
     if prefers_onednn():
         for module in model.modules():
             if type(module) is nn.Linear:

@@ -20,9 +20,9 @@ LARGE_BYTES = 32 << 20
 
 @cache
 def keep_freed_memory() -> bool:
-    """Has this process keep up to KEPT_BYTES that are free.
+    """Make this process keep up to KEPT_BYTES of freed memory.
 
-    False where the C library has no such settings, or the environment (MALLOC_..., GLIBC_TUNABLES) has made them.
+    Returns False where the C library has no such settings, or the environment (MALLOC_..., GLIBC_TUNABLES) has made them.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):

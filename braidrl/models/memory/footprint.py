@@ -1,11 +1,11 @@
-"""What a model takes of a device's memory, counted on the meta device: no weights are read and nothing is computed.
+"""The device memory that a model needs, counted on the meta device: no weights are read and nothing is computed.
 
 weights ─ gradient sums ─ master weights ─ AdamW's moments      from the parameters' number and types
 weights gathered while it computes                              from the layout
 activations of a micro-batch                                    from what autograd keeps of a forward pass on shapes alone
 
-A layout's axes are taken to divide everything evenly; norms, which no axis divides, are a ten-thousandth of a model. Of a pipeline's
-stages the fullest is counted, which is the first or the last: they have the vocabulary.
+A layout's axes are taken to divide everything evenly; norms, which no axis divides, are a ten-thousandth of a model. Of the pipeline
+ranks the fullest is counted, which is the first or the last: they have the vocabulary.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """A role's model by its sizes alone."""
+    """Sizes of a role's model."""
 
     name: str
     config: Any
     parameters: int
     layer_parameters: int
-    """Of one of its layers."""
+    """Parameters of one decoder layer."""
     dtype: torch.dtype
     trained: int
-    """Of the parameters, those that training changes: all, or the adapters."""
+    """Parameters that training changes: all, or the adapters."""
     copied: int
-    """Of these adapters what no matrix axis divides."""
+    """Adapter parameters that tensor parallelism does not divide."""
 
     @property
     def element_bytes(self) -> int:
@@ -78,10 +78,7 @@ class Shape:
 
 
 def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lora: LoraConfig | None = None) -> Shape:
-    """The model that a folder's config.json describes, with its adapters.
-
-    Raises UserError where there is none, or one that cannot be trained here.
-    """
+    """Measure the model that a folder's config.json describes, with its adapters. Raises UserError as `load_decoder`."""
     config = read_model_config(folder)
     model: Any = on_meta(config, dtype, scalar_head)
     if lora:
@@ -94,12 +91,11 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
 
 
 def elements(module: nn.Module) -> int:
-    """Numbers in a module's parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTrainedModel:
-    """A model without storage."""
+    """Make a model without storage."""
     auto: Any = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
     own = deepcopy(config)
     if scalar_head:
@@ -109,15 +105,15 @@ def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTr
 
 
 def resident_bytes(shape: Shape, trained: bool, layout: ParallelLayout = ALONE) -> dict[str, int]:
-    """What stays on the device from step to step, by part."""
+    """Return the bytes that stay on the device from step to step, by kind."""
     layers = shape.sizes.num_hidden_layers // layout.pipeline
     whole = layers * shape.layer_parameters + beside_layers(shape, layout)
-    own = whole // (layout.tensor * layout.sharding)
+    own = whole // (layout.tensor * layout.shard_ranks)
     parts = {"weights": own * shape.element_bytes}
     if trained:
         if shape.trained < shape.parameters:
             divided = (shape.trained - shape.copied) // layout.tensor
-            own = (divided + shape.copied) // (layout.pipeline * layout.sharding)
+            own = (divided + shape.copied) // (layout.pipeline * layout.shard_ranks)
         master = max(MASTER_BYTES, shape.element_bytes)
         parts["gradients"] = own * master
         if master > shape.element_bytes:
@@ -127,9 +123,9 @@ def resident_bytes(shape: Shape, trained: bool, layout: ParallelLayout = ALONE) 
 
 
 def gathered_bytes(shape: Shape, layout: ParallelLayout) -> int:
-    """Weights that are brought together from other devices while a micro-batch is computed.
+    """Return the bytes of weights that are gathered from other devices while a micro-batch is computed.
 
-    `full` holds two layers, of which one comes while the other works, and what is in no layer; `optimizer` all of them.
+    `full` holds two layers, of which one arrives while the other computes, and what is in no layer; `optimizer` holds all of them.
     """
     if layout.shard == "none":
         return 0
@@ -141,7 +137,7 @@ def gathered_bytes(shape: Shape, layout: ParallelLayout) -> int:
 
 
 def beside_layers(shape: Shape, layout: ParallelLayout) -> int:
-    """Parameters of embedding, norm and head; in a pipeline those of its first or its last stage, whichever has more."""
+    """Count the parameters of embedding, norm and head; in a pipeline those of the first or the last rank, whichever has more."""
     both = shape.parameters - shape.sizes.num_hidden_layers * shape.layer_parameters
     if layout.pipeline == 1:
         return both
@@ -151,7 +147,7 @@ def beside_layers(shape: Shape, layout: ParallelLayout) -> int:
 
 
 def message_bytes(shape: Shape, tokens: int, trained: bool, layout: ParallelLayout) -> int:
-    """What a stage of a pipeline has room for that others send: activations and, where it is trained, gradients of a whole run."""
+    """Return the bytes of a pipeline rank's receive buffers: activations and, in training, gradients of a run of the schedule."""
     if layout.pipeline == 1:
         return 0
     one = -(-tokens // (layout.sequence * layout.tensor)) * shape.sizes.hidden_size * shape.element_bytes
@@ -159,24 +155,25 @@ def message_bytes(shape: Shape, tokens: int, trained: bool, layout: ParallelLayo
 
 
 def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int:
-    """Keys and values of `slots` rows of `tokens` tokens."""
+    """Return the bytes of the keys and values of `slots` rows of `tokens` tokens."""
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_width(config) * element_bytes
     return per_token * slots * tokens
 
 
 def head_width(config: Any) -> int:
-    """Of a query, key or value."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def logits_bytes(shape: Shape, tokens: int, layout: ParallelLayout = ALONE) -> int:
-    """The logits that exist at once, in at least float32: a chunk of the tokens, with its copy in the weights' type."""
+    """Return the bytes of the logits that exist at once, in at least float32: a chunk of the tokens, with its copy in the weights' type."""
     held = min(CHUNK_ELEMENTS, tokens * shape.sizes.vocab_size // layout.tensor)
     return held * (max(MASTER_BYTES, shape.element_bytes) + shape.element_bytes)
 
 
 def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: ParallelLayout = ALONE) -> int:
-    """What the backward pass of a micro-batch needs: of every layer, or with checkpointing each layer's input and one layer whole."""
+    """Return the bytes kept for the backward pass of a micro-batch: every layer's, or with checkpointing each layer's input and one full
+    layer.
+    """
     share = -(-tokens // (layout.sequence * layout.tensor))
     one, two = (saved_bytes(shape, layers, share * layout.tensor, layout.tensor) for layers in (1, 2))
     # A pipeline's stage has fewer layers, and as many times more micro-batches under way.
@@ -188,10 +185,7 @@ def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: Par
 
 
 def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
-    """Bytes that autograd keeps of a forward pass through so many layers, parameters left out, where `tensor` devices divide them.
-
-    These divide the tokens too.
-    """
+    """Count the bytes that autograd keeps of a forward pass of so many tokens and layers on one of `tensor` ranks, without parameters."""
     config = deepcopy(shape.config)
     config.head_dim = head_width(config)
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
@@ -222,7 +216,7 @@ def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
 
 
 def divide_tokens(model: Any, ranks: int) -> None:
-    """Lets a model on the meta device keep as many tokens between its matrices as one of several ranks that divide them."""
+    """Make a model on the meta device keep as many tokens between matrices as one of several tensor-parallel ranks does."""
 
     def scattered(_: nn.Module, __: Any, states: Tensor) -> Tensor:
         return states[:, : states.shape[1] // ranks].clone()

@@ -1,9 +1,9 @@
-"""Tensors that leave their device for a while: what is in their storages goes elsewhere, and comes back to the bit.
+"""Offloading: the contents of tensors leave their device for a while and come back bit for bit.
 
-CUDA    device memory ──▶ pinned host memory ──▶ device memory      copies in the order of the stream, which nobody waits for
-CPU     memory        ──▶ an unnamed file    ──▶ memory             the pages between go back to the system
+CUDA    device memory ──▶ pinned host memory ──▶ device memory      asynchronous copies, in the order of the stream
+CPU     memory        ──▶ an unnamed file    ──▶ memory             the system gets the pages back in the meantime
 
-Only what is behind the tensors leaves: every parameter, view and optimizer that knows a storage finds it again as it was.
+Only storages are emptied: every parameter, view and optimizer that refers to one finds it again as it was.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from braidrl.errors import UserError
-from braidrl.models.parallel.shards import local_part
+from braidrl.models.parallel.shards import local_shard
 
 Restore = Callable[[], None]
-"""Brings back what was put away of one storage."""
+"""Bring back one storage."""
 
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """What is behind the tensors on this rank, each once."""
-    found = {(s := local_part(tensor).untyped_storage())._cdata: s for tensor in tensors}
+    """Return the tensors' storages on this rank, each once."""
+    found = {(s := local_shard(tensor).untyped_storage())._cdata: s for tensor in tensors}
     return list(found.values())
 
 
-class Movable:
-    """The storages of some tensors, which are asked for whenever they leave: an optimizer's appear with its first step.
+class OffloadableTensors:
+    """A set of tensors that can be offloaded. It is read anew at each move: an optimizer's state appears with its first step.
 
-    A move that was broken off is completed by the next one, in either direction.
+    A move that was interrupted is completed by the next one, in either direction.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -49,7 +49,7 @@ class Movable:
         return sum(size for _, size, _ in self._away.values())
 
     def offload(self) -> None:
-        """Puts away what is there. Raises UserError where there is no room for it."""
+        """Offload everything that is on the device. Raises UserError where there is no room for it."""
         for storage in storages(self._tensors()):
             if (size := storage.nbytes()) and storage._cdata not in self._away:
                 restore = to_pinned(storage) if storage.is_cuda else self._to_file(storage)
@@ -57,7 +57,7 @@ class Movable:
                 empty(storage)
 
     def onload(self) -> None:
-        """Brings back what is away."""
+        """Bring back everything that is offloaded."""
         while self._away:
             key, (_, _, restore) = next(iter(self._away.items()))
             restore()
@@ -70,7 +70,7 @@ class Movable:
 
 
 def to_pinned(storage: UntypedStorage) -> Restore:
-    """Copies a storage to pinned host memory. The device's may be used anew at once: the stream keeps the order."""
+    """Copy a storage to pinned host memory. Its device memory may be reused at once: the stream keeps the order."""
     size = storage.nbytes()
 
     def content() -> Tensor:
@@ -87,7 +87,7 @@ def to_pinned(storage: UntypedStorage) -> Restore:
 
 
 def empty(storage: UntypedStorage) -> None:
-    """Gives memory back whose content is elsewhere; on a CPU all whole pages of it."""
+    """Free a storage's memory; on a CPU all of its full pages."""
     if storage.is_cuda:
         storage.resize_(0)
         return
@@ -104,18 +104,18 @@ def empty(storage: UntypedStorage) -> None:
 
 
 def memory(storage: UntypedStorage) -> memoryview:
-    """A CPU storage's bytes, where they are."""
+    """Return a view of a CPU storage's bytes."""
     return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
 class UnnamedFile:
-    """A file in the folder for temporary files (TMPDIR) that is gone with this process, however that ends."""
+    """A file in TMPDIR that disappears with this process, however that ends."""
 
     def __init__(self) -> None:
         self._file: Any = tempfile.TemporaryFile(prefix="braid-", buffering=0)  # noqa: SIM115
 
     def put(self, storage: UntypedStorage) -> Restore:
-        """Writes a storage's bytes. Raises UserError where the disk is full."""
+        """Append a storage's bytes. Raises UserError where the disk is full."""
         number, size = self._file.fileno(), storage.nbytes()
         place = os.fstat(number).st_size
         try:
@@ -128,12 +128,11 @@ class UnnamedFile:
         return lambda: self.take(storage, place)
 
     def take(self, storage: UntypedStorage, place: int) -> None:
-        """Reads them back."""
         transfer(lambda view, at: os.preadv(self._file.fileno(), [view], at), storage, place)
 
 
 def transfer(move: Callable[[memoryview, int], int], storage: UntypedStorage, place: int) -> None:
-    """Moves a storage's bytes to or from a place in a file, as many at once as the system takes. Raises OSError where none go."""
+    """Move a storage's bytes to or from a place in a file. Raises OSError where the file ends early."""
     view, done = memory(storage), 0
     while done < len(view):
         count = move(view[done:], place + done)

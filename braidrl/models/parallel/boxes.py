@@ -1,4 +1,4 @@
-"""Blocks of a tensor: what a rank has of it, and what goes from one rank to another."""
+"""Blocks of a tensor: what a rank holds of it, and what one rank sends to another."""
 
 from __future__ import annotations
 
@@ -11,42 +11,41 @@ from torch import Tensor
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """Where a block begins along each dimension of its tensor, and how far it goes."""
+    """A block: its offset and its size along each dimension of the global tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a tensor."""
+        """Return the box of the full tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def elements(self) -> int:
-        """Numbers in it; a tensor without dimensions has one."""
+        """Elements in the block; a scalar has one."""
         return math.prod(self.sizes)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What it is of the whole tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
 
     def of(self, whole: Tensor) -> Tensor:
-        """The block, in the memory of the whole tensor."""
+        """Return the block as a view of the global tensor."""
         return whole[self.slices]
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """What it is of a tensor that holds the block `outer` alone, of which it is a part."""
+        """Return the block as an index of a tensor that holds only the block `outer`, which contains it."""
         inside = tuple(at - start for at, start in zip(self.offsets, outer.offsets, strict=True))
         return Box(inside, self.sizes).slices
 
     def along(self, axis: int, start: int, end: int) -> Box:
-        """The same block, from `start` to `end` along one dimension."""
+        """Return the same block, narrowed to `start` to `end` along one dimension."""
         offsets = (*self.offsets[:axis], start, *self.offsets[axis + 1 :])
         return replace(self, offsets=offsets, sizes=(*self.sizes[:axis], end - start, *self.sizes[axis + 1 :]))
 
     def overlap(self, other: Box) -> Box | None:
-        """What both have, if there is any."""
+        """Return the intersection, or None where it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = [
             min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -55,7 +54,7 @@ class Box:
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def without(self, other: Box) -> list[Box]:
-        """Blocks, none over another, that together are this one less what `other` has of it."""
+        """Return disjoint blocks that together are this one less its overlap with `other`."""
         inner = self.overlap(other)
         if inner is None:
             return [self]
@@ -67,7 +66,7 @@ class Box:
         return found
 
     def cut(self, elements: int) -> list[Box]:
-        """Blocks of at most so many elements that together are this one, in the order of memory."""
+        """Return blocks of at most so many elements that together are this one, in memory order."""
         if self.elements <= max(1, elements):
             return [self]
         axis = next(axis for axis, size in enumerate(self.sizes) if size > 1)

@@ -1,4 +1,4 @@
-"""How one role lies on many devices: four numbers that multiply to the devices, and what of the model is divided among them.
+"""The parallel layout of a role: four axes that multiply to the number of devices, and what is sharded among them.
 
 rank = ((pipeline · data + data rank) · sequence + sequence rank) · tensor + tensor rank          tensor varies fastest
 """
@@ -12,16 +12,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from braidrl.errors import UserError
 
 AXES = ("pipeline", "data", "sequence", "tensor")
-"""Names of the mesh's dimensions, slowest first: ranks that communicate most are neighbours."""
+"""Names of the mesh dimensions, slowest first: ranks that communicate most are neighbours."""
 
 
 class ParallelLayout(BaseModel):
-    """Devices along each axis. The default is one copy of the model on each device."""
+    """Devices along each axis. By default each device holds a replica of the model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     pipeline: int = Field(1, ge=1)
-    """Stages, each with as many of the layers, through which micro-batches pass one behind the other."""
+    """Pipeline ranks, each with as many of the layers, through which micro-batches pass one behind the other."""
     tensor: int = Field(1, ge=1)
     """Devices that divide each matrix and the vocabulary, and between matrices, in norms and residuals, the tokens."""
     data: int | None = Field(None, ge=1)
@@ -35,24 +35,24 @@ class ParallelLayout(BaseModel):
     """Groups of ranks along `data` that each have all shards: weights are gathered within a node, gradients alone cross between nodes."""
 
     @property
-    def replica(self) -> int:
-        """Devices that hold one copy of the model together and compute the same rows."""
+    def ranks_per_replica(self) -> int:
+        """Devices that hold one replica of the model together and compute the same rows."""
         return self.pipeline * self.tensor * self.sequence
 
     @property
-    def copies(self) -> bool:
-        """True where every device has the whole model for itself."""
-        return self.replica == 1 and self.shard == "none"
+    def is_replicated(self) -> bool:
+        """True where every device has a full replica of the model."""
+        return self.ranks_per_replica == 1 and self.shard == "none"
 
-    def over(self, devices: int, key: str = "trainer.layout") -> ParallelLayout:
-        """The layout with `data` filled in. Raises UserError, naming `key`, where it does not multiply to the devices."""
-        data = self.data or max(1, devices // self.replica)
+    def resolve(self, devices: int, key: str = "trainer.layout") -> ParallelLayout:
+        """Return the layout with `data` filled in. Raises UserError, naming `key`, where the axes do not multiply to the devices."""
+        data = self.data or max(1, devices // self.ranks_per_replica)
         filled = self.model_copy(update={"data": data})
-        if data * self.replica != devices:
+        if data * self.ranks_per_replica != devices:
             product = " · ".join(f"{axis} {getattr(filled, axis)}" for axis in AXES)
             raise UserError(
-                f"{key}: {product} make {data * self.replica} devices and there are {devices}; "
-                f"write numbers that multiply to {devices}, or workers={data * self.replica}"
+                f"{key}: {product} make {data * self.ranks_per_replica} devices and there are {devices}; "
+                f"write numbers that multiply to {devices}, or workers={data * self.ranks_per_replica}"
             )
         if self.nodes > 1 and (self.shard == "none" or data % self.nodes):
             why = f"does not divide data {data}" if data % self.nodes else "has no shards"
@@ -62,12 +62,12 @@ class ParallelLayout(BaseModel):
         return filled
 
     @property
-    def sharding(self) -> int:
-        """Devices that divide what is sharded; of a layout with `data` filled in."""
+    def shard_ranks(self) -> int:
+        """Devices among which weights, gradients or optimizer state are sharded, once `data` is filled in."""
         return 1 if self.shard == "none" else (self.data or 1) * self.sequence // self.nodes
 
     def check_model(self, heads: int, key_value_heads: int, layers: int, key: str = "trainer.layout") -> None:
-        """Raises UserError, naming `key`, where the axes do not divide a model's heads or layers."""
+        """Raise UserError, naming `key`, where the axes do not divide a model's heads or layers."""
         for name, count in (("attention heads", heads), ("key/value heads", key_value_heads)):
             if count % (self.tensor * self.sequence):
                 raise UserError(

@@ -3,9 +3,9 @@
 rank 0    embedding, layers 0..n          F0 F1    B0 F2    B1 F3    B2    B3
 rank 1    layers n..2n, norm, head           F0 B0    F1 B1    F2 B2    F3 B3
 
-The schedule is torch's. Its messages within a run have one shape, so that micro-batches are filled up to the longest of them, and it
-keeps buffers for all of them, so that a run has at most `RUN` for each pipeline rank. A rank holds transformers' own model in which the
-layers of other ranks let everything pass.
+The schedule is torch's. All messages of one run have the same shape, so micro-batches are padded to the longest, and it keeps buffers for
+all of them, so a run has at most `RUN` micro-batches for each pipeline rank. A rank holds transformers' own model with `PassThrough` in
+place of other ranks' layers.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from braidrl.models.compute.packed import Packed
-from braidrl.models.parallel.messages import gathered
-from braidrl.models.parallel.replicated import Predict, Then, by_tensor
+from braidrl.models.parallel.replicated import OnPrediction, Predict, all_gather_bytes, by_tensor
 
 RUN = 8
-"""Micro-batches of one run of the schedule, for each pipeline rank: memory for its messages against time in which ranks wait."""
+"""Micro-batches in one run of the schedule, for each pipeline rank: receive buffers against time in the bubble."""
 HIDDEN = "hidden"
-"""Under which a pipeline rank that is not the last one returns what its layers made of the tokens."""
+"""The name under which a pipeline rank other than the last returns its hidden states."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The pipeline ranks of one copy of the model, of which this process is one."""
+    """The pipeline group of one replica of the model."""
 
     group: dist.ProcessGroup
-    ends: dist.ProcessGroup | None
-    """The first and the last of them, which both have weights that embedding and output layer share; None on the others."""
+    embedding_group: dist.ProcessGroup | None
+    """The first and the last rank, which both hold weights that embedding and output layer share; None on the others."""
     divisor: int
     """Ranks that divide the tokens of a micro-batch."""
     device: torch.device
@@ -50,18 +49,23 @@ class Pipeline:
         return self.group.size()
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         return self.rank == self.size - 1
 
-    def over(self, model: Any, compute: Predict, micro_batches: Sequence[Packed], then: Then) -> None:
-        """As `DataParallel.over`, at least one micro-batch for each pipeline rank; `then` is called on the last pipeline rank alone.
+    def run_micro_batches(
+        self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction
+    ) -> None:
+        """Run micro-batches as `DataParallel.run_micro_batches`; `on_prediction` is called on the last pipeline rank alone.
 
-        All ranks of the pipeline call this at the same time with the same micro-batches.
+        All ranks of the pipeline call this at the same time with the same micro-batches, at least one for each pipeline rank.
         """
         for numbers in runs(len(micro_batches), self.size):
-            self._run(model, compute, micro_batches, then, numbers)
+            self._run(model, compute, micro_batches, on_prediction, numbers)
 
-    def _run(self, model: Any, compute: Predict, micro_batches: Sequence[Packed], then: Then, numbers: Tensor) -> None:
+    def _run(
+        self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction,
+        numbers: Tensor,
+    ) -> None:  # fmt: skip
         train = torch.is_grad_enabled()
         longest = max(len(micro_batches[number].input_ids) for number in numbers.tolist())
         own = -(-longest // self.divisor)
@@ -69,9 +73,9 @@ class Pipeline:
         def forward(number: int, hidden: Tensor | None) -> Tensor:
             packed = replace(micro_batches[number].padded(own * self.divisor), hidden=hidden)
             predicted = compute(packed)
-            if not self.last:
+            if not self.is_last:
                 return predicted[HIDDEN]
-            loss = then(number, predicted)
+            loss = on_prediction(number, predicted)
             return torch.zeros(()) if loss is None else loss
 
         message = torch.empty(1, own, model.config.hidden_size, dtype=model.dtype, device="meta", requires_grad=train)
@@ -88,36 +92,38 @@ class Pipeline:
             # The schedule puts what a rank raises into words of its own, in which nobody finds a lost peer or a user's mistake.
             raise error.__cause__ or error from None
 
-    def whole_tensors(
-        self, named: Mapping[str, Any], whole: Callable[[Any], Tensor]
+    def full_tensors(
+        self, named: Mapping[str, Any], materialize: Callable[[Any], Tensor]
     ) -> Iterator[tuple[list[str], Tensor]]:
-        """As `DataParallel.whole_tensors`: each pipeline rank sends its own. A name may come twice, with equal numbers."""
+        """Yield tensors as `DataParallel.full_tensors`; each pipeline rank broadcasts its own. A name may come twice, with equal values."""
         own = by_tensor(named)
         about = [(names, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for names, tensor in own]
-        of_all = [json.loads(bytes(part)) for part in gathered(bytearray(json.dumps(about).encode()), self.group)]
+        of_all = [
+            json.loads(bytes(part)) for part in all_gather_bytes(bytearray(json.dumps(about).encode()), self.group)
+        ]
         for rank, described in enumerate(of_all):
             for number, (names, shape, dtype) in enumerate(described):
                 tensor = (
-                    whole(own[number][1])
+                    materialize(own[number][1])
                     if rank == self.rank
                     else torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
                 )
                 dist.broadcast(tensor, group_src=rank, group=self.group)
                 yield names, tensor
 
-    def shared(self, values: Tensor) -> Tensor:
-        """The last pipeline rank's values on every pipeline rank; the others bring a tensor of its shape and type."""
+    def broadcast_predictions(self, values: Tensor) -> Tensor:
+        """Broadcast the last pipeline rank's values; the other ranks pass a buffer of the same shape and type."""
         dist.broadcast(values, group_src=self.size - 1, group=self.group)
         return values
 
 
 def runs(micro_batches: int, ranks: int) -> tuple[Tensor, ...]:
-    """Their numbers by run of the schedule: about as many in each, and at least one for each pipeline rank if there are so many."""
+    """Return the micro-batch numbers of each run: about as many in each, and at least one for each pipeline rank if there are so many."""
     return torch.arange(micro_batches).tensor_split(-(-micro_batches // (RUN * ranks))) if micro_batches else ()
 
 
 class RankModule(nn.Module):
-    """What torch's schedule calls for each micro-batch, by its number and what the pipeline rank before sent."""
+    """The module that torch's schedule calls, with a micro-batch's number and the previous pipeline rank's output."""
 
     def __init__(self, run: Callable[[int, Tensor | None], Tensor]) -> None:
         super().__init__()
@@ -127,35 +133,35 @@ class RankModule(nn.Module):
         return self.run(int(number), hidden)
 
 
-class Elsewhere(nn.Module):
-    """A layer, norm, embedding or head that another pipeline rank has."""
+class PassThrough(nn.Module):
+    """Takes the place of a layer, norm, embedding or head that another pipeline rank holds."""
 
     def forward(self, hidden: Tensor, **_: Any) -> Tensor:
         return hidden
 
 
-def cut(model: Any, rank: int, ranks: int) -> None:
-    """Leaves a decoder or a scorer with the layers of one of `ranks` equal parts, in place; names stay those of the whole model."""
+def split_layers(model: Any, rank: int, ranks: int) -> None:
+    """Keep one of `ranks` equal parts of a model's layers, in place; parameters keep their names."""
     body = model.base_model
     each = len(body.layers) // ranks
     for number in range(len(body.layers)):
         if number // each != rank:
-            body.layers[number] = Elsewhere()
+            body.layers[number] = PassThrough()
     head = next(name for name, child in model.named_children() if child is not body)
     tied = is_tied(model)
     if rank < ranks - 1:
-        body.norm = Elsewhere()
-        setattr(model, head, Elsewhere())
+        body.norm = PassThrough()
+        setattr(model, head, PassThrough())
     if rank > 0 and not (tied and rank == ranks - 1):
-        body.embed_tokens = Elsewhere()
+        body.embed_tokens = PassThrough()
 
 
 def is_tied(model: Any) -> bool:
-    """True where embedding and output layer have one weight."""
+    """Return True where embedding and output layer share their weight."""
     output, tokens = model.get_output_embeddings(), model.get_input_embeddings()
     return isinstance(output, nn.Linear) and isinstance(tokens, nn.Embedding) and output.weight is tokens.weight
 
 
-def own_layers(model: Any) -> list[nn.Module]:
-    """The decoder layers that this rank has."""
-    return [layer for layer in model.base_model.layers if not isinstance(layer, Elsewhere)]
+def local_layers(model: Any) -> list[nn.Module]:
+    """Return the decoder layers that this rank holds."""
+    return [layer for layer in model.base_model.layers if not isinstance(layer, PassThrough)]

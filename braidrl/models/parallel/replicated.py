@@ -1,4 +1,4 @@
-"""How the ranks of one role compute together. Here: each has a copy of the model, and all they say to each other are sums."""
+"""How the ranks of one role compute together. Here each has a replica of the model, and gradients are all they exchange."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from braidrl.models.compute.packed import Packed
 
 BUCKET_BYTES = 64 << 20
-"""Gradients that are summed in one message."""
+"""Bytes of gradients in one all-reduce."""
 
 Part = TypeVar("Part")
-"""What a rank has of a tensor."""
+"""A rank's local form of a tensor."""
 Predict = Callable[..., dict[str, Tensor]]
-Fill = Callable[[nn.Module], None]
-"""Reads the weights of a module of the model."""
-Then = Callable[[int, dict[str, Tensor]], Tensor | None]
-"""Gets a micro-batch's number and what is predicted of it; the loss to go backward from, or None."""
+ReadParameters = Callable[[nn.Module], None]
+"""Reads the parameters of a module that are still on the meta device."""
+OnPrediction = Callable[[int, dict[str, Tensor]], Tensor | None]
+"""Called with a micro-batch's number and its predictions; returns the loss to go backward from, or None."""
 
 
 @dataclass(frozen=True)
 class DataParallel:
-    """The ranks of one role. Without a process group there is one rank, and every sum is what it was."""
+    """The ranks of one role. Without a process group there is one rank, and every reduction is the identity."""
 
     group: dist.ProcessGroup | None = None
 
@@ -45,81 +45,89 @@ class DataParallel:
 
     @property
     def is_reporting_rank(self) -> bool:
-        """True for the one rank that counts the rows of `pooled` in losses and metrics."""
+        """True for the one rank of a replica that adds its rows to losses and metrics."""
         return True
 
     @property
-    def together(self) -> bool:
-        """True where a rank without rows takes part in what the others compute."""
+    def forward_is_collective(self) -> bool:
+        """True where a rank without rows must still join the forward pass of the others."""
         return False
 
     @property
-    def predicts(self) -> bool:
-        """True where this rank has the model's last layer, and what is predicted."""
+    def has_predictions(self) -> bool:
+        """True where this rank holds the model's last layer, and so its predictions."""
         return True
 
     @property
-    def divided(self) -> bool:
-        """True where no rank has the whole model."""
+    def is_sharded(self) -> bool:
+        """True where no rank has the full model."""
         return False
 
     def meeting(self, purpose: str) -> AbstractContextManager[object]:
-        """Around a collective; who supervises the ranks says here who was missing."""
+        """Enter the context of a collective: a supervisor reports here which ranks were missing."""
         return nullcontext()
 
-    def place(self, model: Any, predict: Predict, fill: Fill) -> Predict:
-        """Divides a model among the ranks, in place, and returns what to call for `predict` then; `fill` reads what is yet unread."""
-        fill(model)
+    def parallelize(self, model: Any, predict: Predict, read_parameters: ReadParameters) -> Predict:
+        """Shard a model in place.
+
+        Args:
+            model: A model whose parameters may still be on the meta device.
+            predict: Computes the predictions of a packed micro-batch.
+            read_parameters: Reads a module's parameters just before it is sharded.
+
+        Returns:
+            What to call in place of `predict` from then on.
+        """
+        read_parameters(model)
         return predict
 
-    def settle(self, model: Any) -> None:
-        """Leaves each rank with its own part of the model alone, after others' parts were brought to it."""
+    def reshard(self, model: Any) -> None:
+        """Free the parameters that were gathered for a forward pass, so that each rank has its local shards only."""
 
-    def pooled(self, rows: Rows) -> tuple[Rows, slice]:
-        """The rows that this rank computes, and where its own are among them."""
+    def gather_rows(self, rows: Rows) -> tuple[Rows, slice]:
+        """Return the rows of all ranks that compute the same ones, and the slice of them that is this rank's own."""
         return rows, slice(0, len(rows))
 
-    def rounds(self, micro_batches: int) -> int:
-        """How many micro-batches this rank takes part in; what is over its own are empty ones."""
+    def num_micro_batches(self, micro_batches: int) -> int:
+        """Return how many micro-batches this rank must run so that all run as many; those beyond its own are empty."""
         return micro_batches
 
-    def over(self, model: Any, compute: Predict, micro_batches: Sequence[Packed], then: Then) -> None:
-        """Computes each micro-batch and calls `then` with what is predicted; goes backward from the loss that it returns.
-
-        Where the ranks divide the layers, `then` is called on those that predict.
-        """
+    def run_micro_batches(
+        self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction
+    ) -> None:
+        """Compute each micro-batch, call `on_prediction` where the predictions are, and go backward from the loss that it returns."""
         for number, packed in enumerate(micro_batches):
-            loss = then(number, compute(packed))
+            loss = on_prediction(number, compute(packed))
             if loss is not None:
                 loss.backward()
 
-    def shared(self, values: Tensor) -> Tensor:
-        """What a rank that predicts has found, on those that do not too: these bring a tensor of its shape and type."""
+    def broadcast_predictions(self, values: Tensor) -> Tensor:
+        """Broadcast values from the rank that has the predictions; the other ranks pass a buffer of the same shape and type."""
         return values
 
-    def whole_tensors(
-        self, named: Mapping[str, Part], whole: Callable[[Part], Tensor]
+    def full_tensors(
+        self, named: Mapping[str, Part], materialize: Callable[[Part], Tensor]
     ) -> Iterator[tuple[list[str], Tensor]]:
-        """Each tensor of the model, made by `whole` from what the ranks have of it, with its names.
+        """Yield each tensor of the model with its names, made by `materialize` from the local form.
 
-        All ranks that have divided the model call this at the same time.
+        All ranks of a sharded model call this at the same time.
         """
         for names, tensor in by_tensor(named):
-            yield names, whole(tensor)
+            yield names, materialize(tensor)
 
-    def sum_(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        """Replaces each parameter's gradient by its sum over all rows. Every rank must pass tensors of the same shapes."""
+    def all_reduce_gradients(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        """Replace each parameter's gradient by its sum over all rows. Every rank passes tensors of the same shapes."""
         if self.size > 1:
             with self.meeting("the sum of gradients"):
                 sum_in_buckets(tensors, self.group)
 
-    def norm(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-        """Of the gradients of all parameters together, each None where there is none."""
+    def gradient_norm(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
+        """Return the 2-norm of all parameters' gradients together; a gradient may be None."""
         return torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
 
 
 def by_tensor(named: Mapping[str, Part]) -> list[tuple[list[str], Part]]:
-    """Tensors with all of their names, of which tied ones have several."""
+    """Group the names of tied tensors: each tensor once, with all of its names."""
     found: dict[int, tuple[list[str], Part]] = {}
     for name, tensor in named.items():
         found.setdefault(id(tensor), ([], tensor))[0].append(name)
@@ -127,7 +135,7 @@ def by_tensor(named: Mapping[str, Part]) -> list[tuple[list[str], Part]]:
 
 
 def sum_in_buckets(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replaces each tensor by its sum over the group."""
+    """All-reduce tensors in place."""
     for bucket in buckets(tensors):
         joined = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.all_reduce(joined, group=group)
@@ -136,7 +144,7 @@ def sum_in_buckets(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -
 
 
 def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Neighbours of one dtype, cut where they pass BUCKET_BYTES."""
+    """Group neighbours of one dtype into buckets of about BUCKET_BYTES."""
     found: list[list[Tensor]] = []
     for _, run in groupby(tensors, key=lambda tensor: tensor.dtype):
         size = BUCKET_BYTES
@@ -147,3 +155,15 @@ def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
             found[-1].append(tensor)
             size += tensor.nbytes
     return found
+
+
+def all_gather_bytes(message: bytearray, group: dist.ProcessGroup) -> list[memoryview]:
+    """Gather messages of different lengths from all ranks of a group, in the order of ranks."""
+    size = torch.tensor([len(message)])
+    sizes = [torch.empty_like(size) for _ in range(group.size())]
+    dist.all_gather(sizes, size, group=group)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    padded[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(found, padded, group=group)
+    return [part[: int(count)].numpy().data for part, count in zip(found, sizes, strict=True)]

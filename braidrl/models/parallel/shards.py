@@ -1,4 +1,4 @@
-"""What one rank has of a parameter that several divide; of one that nobody divides, all of it."""
+"""Local shards of parameters that may be DTensors; a plain tensor is its own and only shard."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from braidrl.models.parallel.boxes import Box
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
-    """Of each parameter, whole; tied ones once."""
+    """Return the global shape of each parameter by name; tied ones once."""
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part, in the same memory."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return the local shard of the global tensor, in the same memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a gradient, after what the ranks of a divided parameter have each computed of it is summed."""
+    """Reduce a gradient over the ranks that hold partial sums, and return the local shard."""
     if not isinstance(gradient, DTensor):
         return gradient
     assert isinstance(parameter, DTensor)
-    return local_part(gradient.redistribute(placements=parameter.placements))
+    return local_shard(gradient.redistribute(placements=parameter.placements))
 
 
-def parts_of(parameter: Tensor) -> int:
-    """Into how many different parts the ranks divide a parameter."""
+def num_shards(parameter: Tensor) -> int:
+    """Return the number of different shards of a parameter."""
     if not isinstance(parameter, DTensor):
         return 1
     sizes = parameter.device_mesh.shape
@@ -39,20 +39,20 @@ def parts_of(parameter: Tensor) -> int:
 
 
 def box_of(parameter: Tensor) -> Box:
-    """Where in the whole parameter this rank's part is."""
+    """Return the block of the global parameter that the local shard is."""
     if not isinstance(parameter, DTensor):
         return Box.whole(parameter.shape)
     shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return Box(start, shape)
 
 
-def part_of(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """What this rank has of a whole tensor that is divided as the parameter is."""
+def shard_of(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's shard of a full tensor, sharded like `parameter`."""
     return box_of(parameter).of(tensor) if isinstance(parameter, DTensor) else tensor
 
 
-def as_part(local: Tensor, parameter: Tensor) -> Tensor:
-    """A rank's part as a tensor that knows the whole, divided as the parameter is."""
+def as_dtensor(local: Tensor, parameter: Tensor) -> Tensor:
+    """Return a local shard as a DTensor, sharded like `parameter`."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
@@ -61,6 +61,6 @@ def as_part(local: Tensor, parameter: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor from all its parts, on every rank; all ranks call this at the same time."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather the full tensor on every rank; all ranks call this at the same time."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

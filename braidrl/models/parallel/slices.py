@@ -1,9 +1,8 @@
-"""Which part of each of a model's tensors a rank has, where ranks divide the matrices and the vocabulary: one rule for whoever loads
-a model, updates it or moves it.
+"""The slice of each tensor that a tensor-parallel rank holds: one rule for loading, updating and moving a model.
 
-    q k v gate up, embedding, output layer    divided by rows of the weight: heads, inner width, vocabulary
-    o down                                    divided by columns: each rank's product is a part of a sum
-    norms, biases of o and down               whole on every rank
+q k v gate up, embedding, output layer    divided by rows of the weight: heads, inner width, vocabulary
+o down                                    divided by columns: each rank's product is a partial sum
+norms, biases of o and down               replicated on every rank
 """
 
 from __future__ import annotations
@@ -19,13 +18,17 @@ DIMENSIONS: dict[tuple[str, str], int] = {
     ("rowwise", "weight"): 1,
     ("embedding_rowwise", "weight"): 0,
 }
-"""The dimension that is divided, by the style of a module in the model's plan and the tensor's own name; nothing else is divided."""
+"""The divided dimension, by a module's style in the model's plan and the tensor's own name; nothing else is divided."""
 
 
 def boxes_of(shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], rank: int, ranks: int) -> dict[str, Box]:
-    """What rank `rank` of `ranks` has of tensors of these whole shapes.
+    """Return the local block of each tensor of these global shapes.
 
-    `plan` gives the style of modules by their whole names, in which `*` stands for a layer's number.
+    Args:
+        shapes: Global shapes by tensor name.
+        plan: Styles by module name, with `*` in place of a layer's number.
+        rank: The tensor-parallel rank.
+        ranks: The number of ranks.
     """
     found = {}
     for name, shape in shapes.items():
@@ -40,12 +43,12 @@ def boxes_of(shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], rank:
 
 
 def chunk(length: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Where a rank's part of a dimension begins and how long it is, as torch divides: the last ones may be shorter, or empty."""
+    """Return the offset and the length of a rank's chunk of a dimension, divided as torch does: the last ones may be shorter, or empty."""
     each = -(-length // ranks)
     offset = min(rank * each, length)
     return offset, min(each, length - offset)
 
 
 def pattern_of(module: str) -> str:
-    """A module's name with `*` in place of numbers, as plans name it."""
+    """Return a module's name with `*` in place of numbers, as plans have it."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)

@@ -35,15 +35,15 @@ from torch.distributed.tensor.parallel import (
 from braidrl.errors import UserError
 from braidrl.models.compute.packed import Packed
 from braidrl.models.lora import NAME
-from braidrl.models.parallel.pipeline import Elsewhere, is_tied, own_layers
+from braidrl.models.parallel.pipeline import PassThrough, is_tied, local_layers
 from braidrl.models.parallel.replicated import Predict
 
 AXIS = "tensor"
 LAYERS = "layers.*."
 COPIED = "replicated_with_grad_allreduce"
-"""Of a weight that every rank has whole, such as the norm of heads."""
+"""The style of a weight that is replicated, such as the norm of heads."""
 TOKENS = Shard(1)
-"""Hidden states (1, N, D) of which each rank has equally many tokens."""
+"""Hidden states (1, N, D) whose tokens are divided equally."""
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": lambda: RowwiseParallel(output_layouts=TOKENS),
@@ -52,9 +52,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def plan_of(model: Any, key: str = "trainer.layout.tensor", remedy: str = "tensor=1 and shard=full") -> dict[str, str]:
-    """How each module of a decoder or a scorer is divided.
-
-    Raises UserError, naming `key`, where there is no plan, or a style that is not known here.
+    """Return the style of each module of a decoder or a scorer. Raises UserError, naming `key`, where there is no plan, or an unknown
+    style.
     """
     # Some versions of transformers have the embedding in the plan of a tied model, none in that of others.
     plan = {**(model.config.base_model_tp_plan or {}), "embed_tokens": "embedding_rowwise"}
@@ -65,8 +64,8 @@ def plan_of(model: Any, key: str = "trainer.layout.tensor", remedy: str = "tenso
     return {name: style for name, style in plan.items() if style != COPIED}
 
 
-def whole_plan_of(model: Any, key: str, remedy: str) -> dict[str, str]:
-    """As `plan_of`, by the modules' names in the whole model, a linear output layer among them."""
+def full_plan_of(model: Any, key: str, remedy: str) -> dict[str, str]:
+    """Return `plan_of` by the modules' full names, with a linear output layer added."""
     plan = {f"{model.base_model_prefix}.{name}": style for name, style in plan_of(model, key, remedy).items()}
     output = model.get_output_embeddings()
     if isinstance(output, nn.Linear):
@@ -74,21 +73,21 @@ def whole_plan_of(model: Any, key: str, remedy: str) -> dict[str, str]:
     return plan
 
 
-def divide_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Divides a decoder layer along a mesh of one dimension, in place."""
+def parallelize_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Shard a decoder layer in place, along a mesh of one dimension."""
     own = in_layer(plan)
     for name, style in own.items():
-        parallelize_module(layer, mesh, parts_of_module(layer, name, style))
-    parallelize_module(layer, mesh, {name: AllTokens() for name in blocks_of(own)})
+        parallelize_module(layer, mesh, styles_of_module(layer, name, style))
+    parallelize_module(layer, mesh, {name: GatherTokens() for name in blocks_of(own)})
 
 
-def parts_of_module(layer: nn.Module, name: str, style: str) -> dict[str, ParallelStyle]:
-    """How a module of a layer is divided, or what it consists of where it has an adapter."""
+def styles_of_module(layer: nn.Module, name: str, style: str) -> dict[str, ParallelStyle]:
+    """Return the parallel style of a layer's module, or of its base and adapter where it has one."""
     if not has_adapter(layer.get_submodule(name)):
         return {name: STYLES[style]()}
     down, up = f"{name}.lora_A.{NAME}", f"{name}.lora_B.{NAME}"
     whole = {f"{name}.base_layer": STYLES[style]()}
-    return whole | ({down: STYLES[style]()} if style == "rowwise" else {down: Copied(), up: STYLES[style]()})
+    return whole | ({down: STYLES[style]()} if style == "rowwise" else {down: ReplicatedModule(), up: STYLES[style]()})
 
 
 def has_adapter(module: nn.Module) -> bool:
@@ -96,8 +95,8 @@ def has_adapter(module: nn.Module) -> bool:
 
 
 def copied_factors(model: Any, plan: Mapping[str, str]) -> Iterator[nn.Module]:
-    """Those factors of adapters that are not divided."""
-    for layer in own_layers(model):
+    """Yield the adapter factors that are replicated."""
+    for layer in local_layers(model):
         for name, style in in_layer(plan).items():
             module: Any = layer.get_submodule(name)
             if has_adapter(module):
@@ -105,22 +104,22 @@ def copied_factors(model: Any, plan: Mapping[str, str]) -> Iterator[nn.Module]:
 
 
 def in_layer(plan: Mapping[str, str]) -> dict[str, str]:
-    """The styles of a layer's modules by their names in it."""
+    """Return the styles of one layer's modules, by their names within the layer."""
     return {name.removeprefix(LAYERS): style for name, style in plan.items() if name.startswith(LAYERS)}
 
 
 def blocks_of(styles: Mapping[str, str]) -> set[str]:
-    """The modules of a layer that begin with column-wise products: tokens are gathered once for all of these."""
+    """Return the modules of a layer that begin with column-wise products: tokens are gathered once for each."""
     return {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"}
 
 
-def divide_rest(model: Any, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Divides what a model has beside its layers: the vocabulary, and the tokens of the last norm."""
+def parallelize_rest(model: Any, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Shard what is outside of the layers: the vocabulary, and the tokens of the last norm."""
     output, tied, body = model.get_output_embeddings(), is_tied(model), model.base_model
     rest = {name: STYLES[style]() for name, style in plan.items() if not name.startswith(LAYERS)}
-    if isinstance(model.get_input_embeddings(), Elsewhere):
+    if isinstance(model.get_input_embeddings(), PassThrough):
         del rest["embed_tokens"]
-    if not isinstance(body.norm, Elsewhere):
+    if not isinstance(body.norm, PassThrough):
         rest["norm"] = PrepareModuleOutput(output_layouts=TOKENS, desired_output_layouts=Replicate())
     parallelize_module(body, mesh, rest)
     if tied:
@@ -129,10 +128,10 @@ def divide_rest(model: Any, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
         parallelize_module(output, mesh, ColwiseParallel())
 
 
-class AllTokens(ParallelStyle):
-    """Brings together the tokens of a module's first argument, of which each rank has its own.
+class GatherTokens(ParallelStyle):
+    """Gathers the tokens of a module's first argument.
 
-    What the module makes of them is each rank's part of a sum, and so is their gradient: it is summed and scattered.
+    The module's output is a partial sum on each rank, and so is the gradient of its input: it is reduced and scattered.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -150,8 +149,8 @@ class AllTokens(ParallelStyle):
         return module
 
 
-class Copied(ParallelStyle):
-    """A module that every rank has whole, between others that are divided: each finds a part of the gradients of its weights and input."""
+class ReplicatedModule(ParallelStyle):
+    """A replicated module between sharded ones: the gradients of its weights and input are partial sums on each rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def prepared(_: nn.Module, given: tuple[Any, ...]) -> Tensor:
@@ -166,18 +165,18 @@ class Copied(ParallelStyle):
         return module
 
 
-def found_in_parts(model: Any) -> list[Tensor]:
-    """The weights that every rank has whole, and of whose gradient each finds what its own tokens or heads give."""
-    modules = [*own_layers(model), model.base_model.norm]
-    return [parameter for module in modules for parameter in module.parameters() if not is_divided(parameter)]
+def partial_gradient_parameters(model: Any) -> list[Tensor]:
+    """Return the replicated parameters whose gradient is a partial sum, over this rank's tokens or heads."""
+    modules = [*local_layers(model), model.base_model.norm]
+    return [parameter for module in modules for parameter in module.parameters() if not is_tensor_parallel(parameter)]
 
 
-def is_divided(parameter: Tensor) -> bool:
+def is_tensor_parallel(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and AXIS in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def evened(predict: Predict, divisor: int) -> Predict:
-    """A prediction whose tokens are filled up to a number that so many ranks can divide."""
+def pad_to_multiple(predict: Predict, divisor: int) -> Predict:
+    """Wrap `predict` so that its tokens are padded to a multiple of `divisor`."""
 
     def filled_up(packed: Packed, *objective: Any) -> dict[str, Tensor]:
         return predict(packed.padded(-(-len(packed.input_ids) // divisor) * divisor), *objective)

@@ -1,4 +1,4 @@
-"""The worker of an actor or a reference: a causal decoder that says how likely each action was."""
+"""The worker of an actor or a reference: a causal decoder that gives the log-probability of each action."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from braidrl.models.roles.likelihood import Likelihood
 class DecoderWorker(RoleWorker):
     """Predicts `log_probs` and `entropy`, (A,) each, of the action tokens under the current weights."""
 
-    def load_model(self, folder: Path, unread: bool = False) -> Any:
-        return load_decoder(folder, self.dtype, unread=unread)
+    def load_model(self, folder: Path, on_meta: bool = False) -> Any:
+        return load_decoder(folder, self.dtype, on_meta=on_meta)
 
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
         hidden = self.hidden_states(packed)[packed.predictors]
@@ -33,5 +33,5 @@ class DecoderWorker(RoleWorker):
         return {"log_probs": log_probs, "entropy": entropy}
 
     def log_probs(self, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """Log-probabilities of each row's action tokens, in the order of `rows`."""
+        """Return the log-probabilities of each row's action tokens, in the order of `rows`."""
         return self.forward("log_probs", rows, advance)

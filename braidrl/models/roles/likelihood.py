@@ -36,23 +36,23 @@ class Likelihood:
     def sums(
         self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The loss sum by its denominator (with gradient), and the mean's parts without."""
+        """Return the loss sum by its denominator, with gradient, and the loss per token, detached."""
         per_token, _ = self.loss.function(predicted["log_probs"])
         return {self.denominator: self.coefficient * per_token.sum()}, {f"{self.name}_loss": per_token.detach()}
 
 
 def likelihoods(params: Mapping[str, Any]) -> tuple[Likelihood, ...]:
-    """The terms that an update's parameters ask for."""
+    """Return the auxiliary terms that an update's parameters ask for."""
     found = []
     if coefficient := params.get("ptx_coef", 0.0):
         found.append(Likelihood("ptx", coefficient, registry.losses["ptx"], text_rows))
     if coefficient := params.get("positive_coef", 0.0):
-        found.append(Likelihood("positive", coefficient, registry.losses["sft"], right_rows))
+        found.append(Likelihood("positive", coefficient, registry.losses["sft"], correct_rows))
     return tuple(found)
 
 
 def text_rows(rows: Rows) -> Rows:
-    """The pre-training texts joined to rows, as rows of their own: every token but the first is predicted."""
+    """Return the pre-training texts joined to rows as rows of their own: every token but the first is predicted."""
     tokens: Ragged = rows["ptx_tokens"]
     first = torch.zeros(len(tokens.values), dtype=torch.bool)
     first[tokens.offsets[:-1][tokens.lengths > 0]] = True
@@ -70,17 +70,17 @@ def text_rows(rows: Rows) -> Rows:
 
 
 def text_targets(lengths: Tensor) -> Tensor:
-    """Tokens that are predicted in texts of `lengths` (B,): all but the first."""
+    """Count the predicted tokens of texts of `lengths` (B,): all but the first."""
     return (lengths - 1).clamp(min=0)
 
 
-def right_rows(rows: Rows) -> Rows:
-    """The rows whose answer is right."""
+def correct_rows(rows: Rows) -> Rows:
+    """Return the rows whose answer is correct."""
     return rows.take((rows["correct"] > 0) & (rows["action_tokens"] > 0))
 
 
 def likelihood_counts(index: Rows) -> dict[str, float]:
-    """What the terms' sums are divided by, counted over the rows of an optimizer step."""
+    """Return the denominators of the auxiliary terms, counted over the rows of an optimizer step."""
     counts = {}
     if "ptx_length" in index:
         counts["ptx_tokens"] = float(text_targets(index["ptx_length"]).sum())

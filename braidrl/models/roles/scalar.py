@@ -1,8 +1,8 @@
-"""The worker of a critic or a reward model: a decoder with one number as its output.
+"""The worker of a critic or a reward model: a decoder with a scalar head.
 
 tokens     p  p  p  a1 a2 a3
 values           v1 v2 v3            of the state before each action: read where the action is predicted
-score                     s          of the whole row: read at its last token
+score                     s          of the row: read at its last token
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from braidrl.models.roles.likelihood import Likelihood
 class ScalarWorker(RoleWorker):
     """Predicts `values` (A,), one per action token, and `scores` (B,), one per row."""
 
-    def load_model(self, folder: Path, unread: bool = False) -> Any:
-        return load_scorer(folder, self.dtype, fresh_head=self.train or self.copies, unread=unread)
+    def load_model(self, folder: Path, on_meta: bool = False) -> Any:
+        return load_scorer(folder, self.dtype, fresh_head=self.train or self.is_copy, on_meta=on_meta)
 
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
         hidden = self.hidden_states(packed)
@@ -36,15 +36,15 @@ class ScalarWorker(RoleWorker):
         return {name: self._head(hidden[places]) for name, places in wanted.items()}
 
     def _head(self, hidden: Tensor) -> Tensor:
-        """(K, D) to (K,), in at least float32: returns and margins are finer than bfloat16."""
+        """Map (K, D) to (K,) in at least float32: returns and margins need more precision than bfloat16 has."""
         weight = self.model.score.weight
         dtype = hidden.dtype if hidden.element_size() >= 4 else hidden.float().dtype
         return (hidden.to(dtype) @ weight.to(dtype).T).squeeze(-1)
 
     def values(self, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """The value of the state before each action token."""
+        """Return the value of the state before each action token."""
         return self.forward("values", rows, advance)
 
     def scores(self, rows: Rows, advance: Advance | None = None) -> Tensor:
-        """The score at each row's end, (B,)."""
+        """Return the score at each row's end, (B,)."""
         return self.forward("scores", rows, advance).values

@@ -1,2 +1,3 @@
-"""Weights on their way between layouts: `plan` is pure and says which block goes where, `transfer` sends them in rounds of bounded
-bytes, `mirror` keeps a copy in another layout, `following` lets one role follow another."""
+"""Weights on their way between layouts: `plan` decides which block goes where, in pure functions, `transfer` sends the blocks in rounds of
+bounded size, `mirror` keeps a second model up to date: an inference copy, an engine's, or a role that follows another.
+"""

@@ -1,8 +1,10 @@
-"""A second model with a role's weights, in its own layout: what the role infers with, what its engine decodes with, a role that follows it.
+"""A second model with a role's weights, in its own layout: for inference, for the engine, or for a role that follows.
 
 training layout   step ─ step ──────────── step ─
-                              ╲ moves             ╲          box to box, when the weights have changed and somebody needs them
+                              ╲ moves             ╲          block by block, when the weights have changed and somebody needs them
 another layout                 infer ─ infer       infer
+
+A role that follows has own = decay · own + (1 - decay) · source: a reference that is copied now and then, or a moving average.
 """
 
 from __future__ import annotations
@@ -11,14 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
+import torch
+from torch import Tensor
+
+from braidrl.errors import UserError
 from braidrl.models.parallel.replicated import DataParallel
+from braidrl.models.parallel.shards import local_shard, shard_of
 from braidrl.models.roles.base import RoleWorker
 from braidrl.models.weights.transfer import (
     LIMIT_BYTES,
     TransferVolume,
     WeightPart,
     WeightTransfer,
-    holdings,
+    gather_weight_index,
     weight_parts,
 )
 
@@ -26,41 +33,94 @@ Parts = Callable[[], Mapping[str, WeightPart]]
 
 
 class LayoutCopy:
-    """Brings parts of a second model up to date with a worker; all ranks of the role do so at the same time."""
+    """Brings local parts of a second model up to date with a worker; all ranks of the role do so at the same time."""
 
     def __init__(self, worker: RoleWorker, parts: Parts, divided: bool, limit_bytes: int = LIMIT_BYTES) -> None:
-        """`parts` are those that this rank has of it, and ranks have `divided` it. Raises ValueError where it is another model."""
+        """Plan the transfer. Raises ValueError where the target is another model.
+
+        Args:
+            worker: The source of the weights.
+            parts: Returns this rank's parts of the second model.
+            divided: Whether the second model is sharded.
+            limit_bytes: Bytes that a rank sends, or receives, in one round.
+        """
         self.worker, self.parts = worker, parts
         # Where each rank has all of both, nobody is waited for.
-        meet = worker.ranks if worker.ranks.divided or divided else DataParallel()
-        known = holdings(settled_parts(worker), meet)
-        self.transfer = WeightTransfer(known, holdings(parts(), meet).boxes, meet, limit_bytes)
+        meet = worker.ranks if worker.ranks.is_sharded or divided else DataParallel()
+        known = gather_weight_index(local_weight_parts(worker), meet)
+        self.transfer = WeightTransfer(known, gather_weight_index(parts(), meet).boxes, meet, limit_bytes)
         self.traffic = TransferVolume()
 
     def refresh(self, keep: float = 0.0) -> None:
-        """Takes the worker's weights as they are now; `keep` is the share of its own that stays."""
+        """Copy the worker's current weights; `keep` is the share of the old ones that stays."""
         into = {name: replace(part, kept=keep) for name, part in self.parts().items()}
-        self.traffic = self.transfer.run(settled_parts(self.worker), into)
+        self.traffic = self.transfer.run(local_weight_parts(self.worker), into)
 
 
 class InferenceCopy:
-    """A frozen worker that infers with the weights of one that is trained."""
+    """A frozen worker that infers with the weights of a trained one."""
 
     def __init__(self, worker: RoleWorker, frozen: RoleWorker) -> None:
-        """Both have just been loaded from the same files."""
+        """Pair two workers that were just loaded from the same files."""
         self.worker, self.frozen = worker, frozen
-        self.copy = LayoutCopy(worker, partial(settled_parts, frozen), frozen.ranks.divided)
-        self._changes = worker.changes
+        self.copy = LayoutCopy(worker, partial(local_weight_parts, frozen), frozen.ranks.is_sharded)
+        self._weight_updates = worker.weight_updates
 
     def current(self) -> RoleWorker:
-        """The frozen worker with the weights of now; all ranks of the role call this at the same time."""
-        if self._changes != self.worker.changes:
+        """Return the frozen worker with the current weights; all ranks of the role call this at the same time."""
+        if self._weight_updates != self.worker.weight_updates:
             self.copy.refresh()
-            self._changes = self.worker.changes
+            self._weight_updates = self.worker.weight_updates
         return self.frozen
 
 
-def settled_parts(worker: RoleWorker) -> Mapping[str, WeightPart]:
-    """What a rank has of a worker's weights when nothing of the others' is with it."""
-    worker.ranks.settle(worker.model)
+def local_weight_parts(worker: RoleWorker) -> Mapping[str, WeightPart]:
+    """Return the worker's local shards after resharding."""
+    worker.ranks.reshard(worker.model)
     return weight_parts(worker.model)
+
+
+class Following:
+    """A worker that takes its weights from another role on the same ranks, which may have another layout."""
+
+    def __init__(self, worker: RoleWorker, source: RoleWorker) -> None:
+        """Plan the transfer. Raises UserError as `interpolate_weights` does."""
+        check_follows(worker, source.role, source.base_shapes)
+        self.worker = worker
+        self.copy = LayoutCopy(source, partial(local_weight_parts, worker), worker.ranks.is_sharded)
+
+    def move(self, decay: float) -> None:
+        """Set the weights to `decay` times their own plus the rest of the source's; all ranks call this at the same time."""
+        self.worker.weight_updates += 1
+        self.copy.refresh(keep=decay)
+
+
+@torch.no_grad()
+def interpolate_weights(worker: RoleWorker, source_weights: Mapping[str, Tensor], source: str, decay: float) -> None:
+    """Set the worker's weights to decay · own + (1 - decay) · source.
+
+    Args:
+        worker: A worker without an optimizer.
+        source_weights: Full tensors by name, adapters merged.
+        source: The source role's name, for messages.
+        decay: The share that stays; 0 copies the source.
+
+    Raises:
+        UserError: For a model of other shapes, and for a worker with an optimizer.
+    """
+    check_follows(
+        worker, source, {name: source_weights[name].shape for name in worker.base_shapes if name in source_weights}
+    )
+    worker.ranks.reshard(worker.model)
+    worker.weight_updates += 1
+    for name, parameter in worker.model.named_parameters():
+        own = local_shard(parameter)
+        own.lerp_(shard_of(source_weights[name], parameter).to(own), 1.0 - decay)
+
+
+def check_follows(worker: RoleWorker, source: str, shapes: Mapping[str, torch.Size]) -> None:
+    """Raise UserError where the worker is trained by a loss, or its weights have other shapes."""
+    if worker.optimizer is not None:
+        raise UserError(f"{worker.role} is trained by a loss: it cannot take weights from {source} too")
+    if worker.base_shapes != shapes:
+        raise UserError(f"{worker.role} cannot take weights from {source}: {worker.path} is another model")

@@ -1,11 +1,11 @@
-"""From one layout of a model's weights to another: who sends which block of which tensor to whom. Pure functions of who has what.
+"""The plan from one layout of a model's weights to another: which rank sends which block to which. Pure functions of who has what.
 
 has        rank 0: upper half   rank 1: lower half         wants    rank 0: left half    rank 1: left half
                                                                     ─────────────────────────────────────
 plan       upper left:  0 ─▶ 0 (stays)   0 ─▶ 1      lower left:  1 ─▶ 0    1 ─▶ 1 (stays)
-rounds     the same in order, cut where a rank would hold more than `limit` bytes of what is on its way
+rounds     the same in order, cut where a rank would have more than `limit` bytes in flight
 
-What a rank has itself it takes from itself; replicas of a block take turns in sending it.
+A rank copies locally what it has; replicas of a block take turns in sending it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 from braidrl.models.parallel.boxes import Box
 
 Boxes = Mapping[str, Sequence[Box]]
-"""What one rank has, or wants, of each tensor by its name."""
+"""One rank's blocks of each tensor, by name."""
 Holders = dict[Box, list[int]]
 """The ranks that have a block."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """A block of a tensor that goes from one rank to another, or stays where `source` is `target`."""
+    """A block of a tensor that goes from rank `source` to rank `target`, or stays where these are equal."""
 
     name: str
     box: Box
@@ -39,10 +39,15 @@ class Move:
 def plan_moves(
     sources: Sequence[Boxes], targets: Sequence[Boxes], machines: Sequence[Hashable] | None = None
 ) -> Iterator[Move]:
-    """Moves by which each rank gets every element that it wants exactly once, in the order of tensors, from what the ranks have.
+    """Yield moves by which each rank gets every element that it wants exactly once, in the order of tensors.
 
-    A block of another rank comes from the one on the same machine, where there is one, that has sent least so far. Raises ValueError
-    for an element that no rank has.
+    Args:
+        sources: The blocks that each rank has.
+        targets: The blocks that each rank wants.
+        machines: Each rank's machine: a block comes from a rank of the same machine if possible, then from the one that sent least so far.
+
+    Raises:
+        ValueError: For an element that no rank has.
     """
     where = machines or [None] * len(sources)
     holders = holders_of(sources)
@@ -54,7 +59,7 @@ def plan_moves(
 
 
 def holders_of(sources: Sequence[Boxes]) -> dict[str, Holders]:
-    """Of each tensor its blocks, and the ranks that have each."""
+    """Return the blocks of each tensor, and the ranks that have each."""
     found: dict[str, Holders] = {}
     for rank, held in enumerate(sources):
         for name, boxes in held.items():
@@ -65,7 +70,7 @@ def holders_of(sources: Sequence[Boxes]) -> dict[str, Holders]:
 
 
 def _covering(wanted: Move, holders: Holders, sent: list[int], where: Sequence[Hashable]) -> Iterator[Move]:
-    """The moves that bring one block; adds to `sent`, by rank, the elements that others send for it."""
+    """Yield the moves that bring one block; adds to `sent` the elements that each rank sends for it."""
     target = wanted.target
     missing = [wanted.box] if wanted.box.elements else []
     for box, ranks in sorted(holders.items(), key=lambda held: target not in held[1]):
@@ -84,9 +89,9 @@ def _covering(wanted: Move, holders: Holders, sent: list[int], where: Sequence[H
 
 
 def in_rounds(moves: Iterable[Move], item_bytes: Mapping[str, int], limit: int) -> Iterator[list[Move]]:
-    """Moves in their order, cut so that no rank has more than `limit` bytes to send, or to receive, in any one round.
+    """Cut moves, in order, into rounds in which no rank sends, or receives, more than `limit` bytes.
 
-    `item_bytes` are those of an element by tensor; a round has tensors of one such size alone. A single element always passes.
+    `item_bytes` is the element size by tensor; a round has tensors of one element size. A single element always passes.
     """
     begun: list[Move] = []
     full: Counter[tuple[bool, int]] = Counter()
@@ -107,10 +112,10 @@ def in_rounds(moves: Iterable[Move], item_bytes: Mapping[str, int], limit: int) 
         yield begun
 
 
-def shared_out(sources: Sequence[Boxes], shapes: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> list[Boxes]:
-    """Every element of every tensor given to one of `ranks`, as blocks by rank of all: who writes it where they write together.
+def assign_writers(sources: Sequence[Boxes], shapes: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> list[Boxes]:
+    """Assign every element of every tensor to one of `ranks`, for ranks that write one file together; returns blocks by rank.
 
-    It is one that has it, of several the one with least so far; what none of `ranks` has goes in turn to whoever has least.
+    A block goes to the rank that has it, of several to the one with the least so far; a block that none has, to the least loaded.
     """
     holders = holders_of([held if rank in ranks else {} for rank, held in enumerate(sources)])
     given: list[dict[str, list[Box]]] = [{} for _ in sources]

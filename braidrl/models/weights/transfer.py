@@ -1,10 +1,10 @@
-"""Brings a model's weights from the layout of its ranks to another one: into a second model, or a file that ranks write together.
+"""Transfers a model's weights from one layout to another: into a second model, or into a file that ranks write together.
 
 model ──parts──▶ what each rank has ╮
                                     ├─plan─▶ rounds of one all-to-all each ──▶ into parts of the other
-          what each rank wants ─────╯         no rank has more than LIMIT_BYTES to send or to receive in any of them
+          what each rank wants ─────╯         no rank sends or receives more than LIMIT_BYTES in any of them
 
-Ranks tell each other once which blocks they have; from then on all know every move of every version.
+Ranks exchange once which blocks they have; from then on every rank knows every move of every version.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from torch import Tensor, nn
 from braidrl.models.lora import Adapted, plain_names
 from braidrl.models.parallel.boxes import Box
 from braidrl.models.parallel.decoding import Slices
-from braidrl.models.parallel.messages import gathered
-from braidrl.models.parallel.replicated import DataParallel, by_tensor
-from braidrl.models.parallel.shards import box_of, local_part
+from braidrl.models.parallel.replicated import DataParallel, all_gather_bytes, by_tensor
+from braidrl.models.parallel.shards import box_of, local_shard
 from braidrl.models.weights.plan import Boxes, Move, in_rounds, plan_moves
 
 LIMIT_BYTES = 64 << 20
-"""What a rank sends in one round, and what it receives."""
+"""Bytes that a rank sends, and that it receives, in one round."""
 
 
 @dataclass(frozen=True)
 class WeightPart:
-    """What this rank has of a tensor that has these names, of which tied ones have several; with its adapter, if it has one."""
+    """This rank's local part of a tensor, with all names of the tensor (tied ones have several) and its adapter, if it has one."""
 
     names: list[str]
     tensor: Tensor | Adapted
     slices: Slices | None = None
-    """Which part of the whole a tensor is that does not know it itself."""
+    """The slice of the global tensor that a plain (non-DTensor) tensor holds."""
     kept: float = 0.0
-    """The share of what is here that stays when something comes."""
+    """The share of the old values that stays when a block is put."""
 
     @property
     def box(self) -> Box:
-        """Where in the whole tensor it is."""
+        """The local block of the global tensor."""
         if self.slices is not None:
             return self.slices.boxes[self.names[0]]
         return box_of(self.tensor.base if isinstance(self.tensor, Adapted) else self.tensor)
@@ -54,17 +53,17 @@ class WeightPart:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole tensor."""
+        """The global shape."""
         return self.tensor.shape if self.slices is None else self.slices.shapes[self.names[0]]
 
     def values(self) -> Tensor:
-        """The part, adapters merged: all ranks that have divided it call this at the same time."""
-        return self.tensor.merged_part() if isinstance(self.tensor, Adapted) else local_part(self.tensor)
+        """Return the local values, adapters merged: all ranks of a sharded tensor call this at the same time."""
+        return self.tensor.merged_part() if isinstance(self.tensor, Adapted) else local_shard(self.tensor)
 
     def put(self, block: Tensor, box: Box) -> None:
-        """Brings a block of the whole tensor to its place in the part, which has no adapter."""
+        """Write a block of the global tensor into its place in this part, which has no adapter."""
         assert isinstance(self.tensor, Tensor)
-        own = local_part(self.tensor)[box.within(self.box)]
+        own = local_shard(self.tensor)[box.within(self.box)]
         if self.kept:
             own.lerp_(block.to(own), 1.0 - self.kept)
         else:
@@ -72,14 +71,14 @@ class WeightPart:
 
 
 def weight_parts(model: nn.Module, slices: Slices | None = None) -> dict[str, WeightPart]:
-    """What this rank has of a model, by the first of each tensor's names; of a module whose plain tensors are `slices` of one."""
+    """Return this rank's parts of a model by the first of each tensor's names; `slices` describes a divided model of plain tensors."""
     named = by_tensor(plain_names(model, model.state_dict(keep_vars=True)))
     return {names[0]: WeightPart(names, tensor, slices) for names, tensor in named}
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """What every rank knows of a model's tensors: of each all names, shape and type; and which blocks each rank has."""
+class WeightIndex:
+    """What every rank knows of a model's tensors: names, shapes and types, and which blocks each rank has."""
 
     boxes: list[Boxes]
     names: dict[str, list[str]]
@@ -89,14 +88,14 @@ class Holdings:
     """Ranks with the same value here share memory."""
 
 
-def holdings(parts: Mapping[str, WeightPart], ranks: DataParallel, machine: str = "") -> Holdings:
-    """What all ranks have; each calls this at the same time with its own."""
-    own = {"machine": machine, "parts": {name: described(part) for name, part in parts.items()}}
+def gather_weight_index(parts: Mapping[str, WeightPart], ranks: DataParallel, machine: str = "") -> WeightIndex:
+    """Gather the index of all ranks' parts; each calls this at the same time with its own."""
+    own = {"machine": machine, "parts": {name: to_plain(part) for name, part in parts.items()}}
     of_all: list[dict[str, Any]] = [own]
     if ranks.group is not None:
         with ranks.meeting("who has which weights"):
-            of_all = [json.loads(bytes(m)) for m in gathered(bytearray(json.dumps(own).encode()), ranks.group)]
-    found = Holdings([], {}, {}, {}, [said["machine"] for said in of_all])
+            of_all = [json.loads(bytes(m)) for m in all_gather_bytes(bytearray(json.dumps(own).encode()), ranks.group)]
+    found = WeightIndex([], {}, {}, {}, [said["machine"] for said in of_all])
     for said in of_all:
         boxes: dict[str, Sequence[Box]] = {}
         found.boxes.append(boxes)
@@ -107,15 +106,15 @@ def holdings(parts: Mapping[str, WeightPart], ranks: DataParallel, machine: str 
     return found
 
 
-def described(part: WeightPart) -> list[Any]:
-    """A part in JSON values."""
+def to_plain(part: WeightPart) -> list[Any]:
+    """Describe a part in JSON values."""
     dtype, box = str(part.tensor.dtype).removeprefix("torch."), part.box
     return [part.names, list(part.shape), dtype, box.offsets, box.sizes]
 
 
 @dataclass
 class TransferVolume:
-    """Bytes of one rank: what it sent to others, received from them and had itself, and the most that was on its way at a time."""
+    """Bytes that one rank sent, received and copied locally, and the most that was in flight at a time."""
 
     sent: int = 0
     received: int = 0
@@ -125,7 +124,7 @@ class TransferVolume:
 
 @dataclass(frozen=True)
 class Round:
-    """What a rank keeps of one round: its tensors in order, whether any ranks meet in it, and the rank's own moves."""
+    """One round as this rank needs it: tensor names in order, whether any ranks exchange blocks, and this rank's moves."""
 
     names: list[str]
     exchanges: bool
@@ -142,9 +141,9 @@ class WeightTransfer:
     """The moves between two layouts over the same ranks, made anew for each version."""
 
     def __init__(
-        self, known: Holdings, targets: Sequence[Boxes], ranks: DataParallel, limit_bytes: int = LIMIT_BYTES
+        self, known: WeightIndex, targets: Sequence[Boxes], ranks: DataParallel, limit_bytes: int = LIMIT_BYTES
     ) -> None:
-        """`targets` are the blocks that each rank wants. Raises ValueError where no rank has one."""
+        """Plan the moves to `targets`, the blocks that each rank wants. Raises ValueError where no rank has one."""
         self.known, self.ranks = known, ranks
         item_bytes = {name: dtype.itemsize for name, dtype in known.dtypes.items()}
         moves = plan_moves(known.boxes, targets, known.machines)
@@ -158,8 +157,16 @@ class WeightTransfer:
 
     @torch.no_grad()
     def run(self, parts: Mapping[str, WeightPart], into: Mapping[str, WeightPart]) -> TransferVolume:
-        """Brings `parts`, of this rank, to where they are wanted, and what it wants to `into`; every rank calls this at the same time."""
-        traffic, at_hand = TransferVolume(), dict[str, Tensor]()
+        """Move the weights; every rank calls this at the same time.
+
+        Args:
+            parts: This rank's source parts.
+            into: Its target parts.
+
+        Returns:
+            The bytes that this rank moved.
+        """
+        traffic, local_tensors = TransferVolume(), dict[str, Tensor]()
         # Of all ranks: also one that has nothing to send in a round meets the others on its device.
         device = next(part.device for part in (*parts.values(), *into.values()))
         with self.ranks.meeting("weights in another layout"):
@@ -167,36 +174,31 @@ class WeightTransfer:
                 # Ranks that have divided a tensor meet to merge its adapter: each that has some of it, whether or not it sends any.
                 for name in one.names:
                     if name in parts and self.first[name] == number:
-                        at_hand[name] = parts[name].values()
-                self._stay(one.own, at_hand, into, traffic)
+                        local_tensors[name] = parts[name].values()
+                self._stay(one.own, local_tensors, into, traffic)
                 if one.exchanges:
-                    self._exchange(one.own, at_hand, into, traffic, device)
-                for name in [name for name in at_hand if self.last[name] == number]:
-                    del at_hand[name]
+                    self._exchange(one.own, local_tensors, into, traffic, device)
+                for name in [name for name in local_tensors if self.last[name] == number]:
+                    del local_tensors[name]
         return traffic
 
     def _stay(
         self,
         moves: Sequence[Move],
-        at_hand: Mapping[str, Tensor],
+        local_tensors: Mapping[str, Tensor],
         into: Mapping[str, WeightPart],
         traffic: TransferVolume,
     ) -> None:
-        """What this rank has itself."""
         for move in moves:
             if move.stays:
                 traffic.stayed += self._bytes(move)
-                into[move.name].put(self._block(move, at_hand), move.box)
+                into[move.name].put(self._block(move, local_tensors), move.box)
 
     def _exchange(
-        self,
-        moves: Sequence[Move],
-        at_hand: Mapping[str, Tensor],
-        into: Mapping[str, WeightPart],
-        traffic: TransferVolume,
-        device: torch.device,
-    ) -> None:
-        """One all-to-all. Between two ranks blocks go in the order of the plan, which both know."""
+        self, moves: Sequence[Move], local_tensors: Mapping[str, Tensor], into: Mapping[str, WeightPart],
+        traffic: TransferVolume, device: torch.device,
+    ) -> None:  # fmt: skip
+        """Run one all-to-all. Between two ranks blocks go in the order of the plan, which both know."""
         me, everyone = self.ranks.rank, range(self.ranks.size)
         going = [move for to in everyone for move in moves if move.target == to and move.source == me != to]
         coming = [move for by in everyone for move in moves if move.source == by and move.target == me != by]
@@ -204,7 +206,7 @@ class WeightTransfer:
             torch.empty(sum(map(self._bytes, some)), dtype=torch.uint8, device=device) for some in (going, coming)
         )
         for move, block in self._blocks(going, sent):
-            block.copy_(self._block(move, at_hand))
+            block.copy_(self._block(move, local_tensors))
         sizes_in = [sum(self._bytes(move) for move in coming if move.source == rank) for rank in everyone]
         sizes_out = [sum(self._bytes(move) for move in going if move.target == rank) for rank in everyone]
         dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=self.ranks.group)
@@ -217,12 +219,10 @@ class WeightTransfer:
     def _bytes(self, move: Move) -> int:
         return move.box.elements * self.known.dtypes[move.name].itemsize
 
-    def _block(self, move: Move, at_hand: Mapping[str, Tensor]) -> Tensor:
-        """What this rank sends, of what it has of the tensor."""
+    def _block(self, move: Move, local_tensors: Mapping[str, Tensor]) -> Tensor:
         (held,) = self.known.boxes[self.ranks.rank][move.name]
-        return at_hand[move.name][move.box.within(held)]
+        return local_tensors[move.name][move.box.within(held)]
 
     def _blocks(self, moves: Sequence[Move], buffer: Tensor) -> Iterator[tuple[Move, Tensor]]:
-        """Moves with their places in a buffer of bytes."""
         for move, part in zip(moves, buffer.split([self._bytes(move) for move in moves]), strict=True):
             yield move, part.view(self.known.dtypes[move.name]).view(move.box.sizes)

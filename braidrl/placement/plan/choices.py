@@ -155,7 +155,7 @@ class Choices:
                 continue
             engines = [
                 replace(problem_use, engine=engine)
-                for engine in self.engines(model, group, devices, not layout.copies)
+                for engine in self.engines(model, group, devices, not layout.is_replicated)
                 for problem_use in (self.problem.use(model.role, layout, 1),)
             ]
             decoders = keep(self._fitting(model, group, engines, devices, "generate"))

@@ -220,7 +220,7 @@ class Problem:
             return 0.0
         moved = reshard_bytes(engine.shape, use.layout, engine.divisor, not apart, engine.shape.element_bytes)
         kind, rates = self.kind(group), self.rates_of(group)
-        within = not apart and use.layout.replica * (use.layout.data or 1) <= group.devices
+        within = not apart and use.layout.ranks_per_replica * (use.layout.data or 1) <= group.devices
         return moved / (kind.link * rates.link if within else kind.network * rates.network)
 
     def price(self, model: Model, work: Work, group: Group) -> Cost:

@@ -161,17 +161,17 @@ def gather_work(shape: Shape, layout: ParallelLayout, batches: int, trains: bool
     trained = own * shape.trained / shape.parameters
     roads = {"link": 0.0, "network": 0.0}
     collectives = 0.0
-    if layout.shard != "none" and layout.sharding > 1:
-        g = layout.sharding
+    if layout.shard != "none" and layout.shard_ranks > 1:
+        g = layout.shard_ranks
         gathers = batches * (2 if trains else 1) if layout.shard == "full" else 1
         scatters = (batches if layout.shard == "full" else 1) if trains else 0
         moved = gathers * own * shape.element_bytes + scatters * trained * MASTER_BYTES
         roads[nodes.roads(inner, g)] += moved * (g - 1) / g
         collectives += (gathers + scatters) * (layers + 1)
-    summed = outer if layout.shard == "none" else outer // layout.sharding
+    summed = outer if layout.shard == "none" else outer // layout.shard_ranks
     if trains and summed > 1:
-        part = trained * MASTER_BYTES / layout.sharding
-        roads[nodes.roads(inner * layout.sharding, summed)] += 2 * part * (summed - 1) / summed
+        part = trained * MASTER_BYTES / layout.shard_ranks
+        roads[nodes.roads(inner * layout.shard_ranks, summed)] += 2 * part * (summed - 1) / summed
         collectives += 1
     return Work("train", collectives=collectives, behind_link=roads["link"], behind_network=roads["network"])
 
@@ -184,7 +184,7 @@ def train_work(
     share = share_of(lengths, layout.data or 1, updates)
     passes = (2.0 if shape.trained < shape.parameters else 3.0) + checkpointing
     one = model_work("train", shape, layout, share, max_tokens, passes, scalar, nodes)
-    divisor = layout.tensor * layout.pipeline * layout.sharding
+    divisor = layout.tensor * layout.pipeline * layout.shard_ranks
     optimizer = shape.trained / divisor * OPTIMIZER_BYTES
     one = one._replace(memory=optimizer)
     return Work("train", *(number * updates * epochs for number in one[1:]))
@@ -287,5 +287,5 @@ def reshard_bytes(shape: Shape, layout: ParallelLayout, target: int, shared: boo
         shared: true where trainer and target are the same ranks.
     """
     whole = shape.parameters * element_bytes
-    held = whole / (layout.tensor * layout.pipeline * layout.sharding) if shared else 0.0
+    held = whole / (layout.tensor * layout.pipeline * layout.shard_ranks) if shared else 0.0
     return max(0.0, whole / target - held)

@@ -1,2 +1,3 @@
-"""One embedded engine over several processes, each with slices of the model: `leader` and `followers` of an engine with processes of
-its own (`processes` starts them), `pooled` for ranks that train and decode together."""
+"""Tensor-parallel embedded engines: `leader` and `followers` for an engine with processes of its own, `spmd` for ranks that train and
+decode together.
+"""

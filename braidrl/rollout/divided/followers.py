@@ -1,4 +1,4 @@
-"""The processes that follow an engine's leader, forked by it before it has computed anything.
+"""The follower processes of an engine's leader, forked before it has computed anything, and how all of them start.
 
 leader ──commands, over a pipe──▶ follower        a pipe that ends is the end of the leader, and so of the follower
        ◀──"" when done, or an error─┘
@@ -7,102 +7,94 @@ leader ──commands, over a pipe──▶ follower        a pipe that ends is 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
 
 import msgpack
 import torch
 import torch.distributed as dist
 
-from braidrl.models.parallel.decoding import TensorRanks
-from braidrl.rollout.divided.leader import Command, follow
+from braidrl.cluster.devices import see_only
+from braidrl.cluster.groups import LOOPBACK, connect_store, join_group, open_store
+from braidrl.cluster.local import LOOK_EVERY_S, Forked, fork
+from braidrl.models.cpu.malloc import keep_freed_memory
+from braidrl.models.loading import load_tokenizer
+from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
+from braidrl.rollout.divided.leader import Command, LeadingEngine, execute
 from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.process.spec import EngineSpec
 
-LOOPBACK = "127.0.0.1"
 ENDING_S = 2.0
-"""How long a failure is looked into: the connections of a process end a moment before it does."""
+"""How long to look for the process that caused a failure: its connections close a moment before it ends."""
 DONE = ""
 FAILED = 1
 
 
 class ForkedFollowers:
-    """Followers 1 to `count`. The leader waits `limit_s` seconds for a word of them."""
+    """Followers 1 to `count`. The leader waits at most `limit_s` seconds for an answer."""
 
     def __init__(self, count: int, begin: Callable[[int, int], EmbeddedEngine], inherited: int, limit_s: float) -> None:
-        """`begin` makes a follower's engine, given its rank and the port where ranks meet.
+        """Fork the followers.
 
-        `inherited` is the descriptor on which the run hears of the leader's end: followers do not keep it.
+        Args:
+            count: How many.
+            begin: Makes a follower's engine from its rank and the port of the rendezvous.
+            inherited: A descriptor that followers close: on it the run sees the end of the leader.
+            limit_s: Seconds to wait for an answer.
         """
-        context = multiprocessing.get_context("fork")
         self._limit_s = limit_s
-        self._pipes: list[Connection] = []
-        self._processes: list[BaseProcess] = []
+        self._processes: list[Forked] = []
         for rank in range(1, count + 1):
-            ours, theirs = context.Pipe()
-            self._pipes.append(ours)
-            process = context.Process(target=_run, args=(rank, begin, theirs, [*self._pipes], inherited))
-            process.start()
-            theirs.close()
-            self._processes.append(process)
+            kept = [inherited, *(process.connection.fileno() for process in self._processes)]
+            self._processes.append(fork(f"follower {rank}", partial(_run, rank, begin), kept))
 
-    def meet(self, port: int) -> None:
-        """Lets them begin."""
+    def connect(self, port: int) -> None:
+        """Tell the followers the port of the rendezvous."""
         self._send(port)
 
-    def tell(self, commands: Sequence[Command]) -> None:
+    def send(self, commands: Sequence[Command]) -> None:
         self._send(commands)
 
     def wait(self) -> None:
         deadline = time.monotonic() + self._limit_s
-        for pipe in self._pipes:
+        for pipe in (process.connection for process in self._processes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 raise TimeoutError(f"no word in {self._limit_s:g} s")
             if error := msgpack.unpackb(pipe.recv_bytes()):
                 raise RuntimeError(error)
 
     def describe_end(self, error: Exception) -> str:
-        ending = wait([process.sentinel for process in self._processes], timeout=ENDING_S)
-        for process in self._processes:
-            if process.sentinel in ending:
-                process.join(ENDING_S)
-        all_of_them = [(f"follower {n} (process {p.pid})", p) for n, p in enumerate(self._processes, 1)]
-        ended = [f"{name} ended; its exit status is {p.exitcode}" for name, p in all_of_them if p.exitcode is not None]
+        deadline = time.monotonic() + ENDING_S
+        while all(process.alive for process in self._processes) and time.monotonic() < deadline:
+            time.sleep(LOOK_EVERY_S)
+        names = [f"{process.name} (process {process.pid})" for process in self._processes]
+        statuses = [process.status for process in self._processes]
+        ended = [f"{n} ended; its exit status is {s}" for n, s in zip(names, statuses, strict=True) if s is not None]
         seen = f"{type(error).__name__}: {error}".splitlines()[0]
-        return f"{'; '.join(ended) or ', '.join(name for name, _ in all_of_them) + ' was waited for'} ({seen})"
+        return f"{'; '.join(ended) or ', '.join(names) + ' was waited for'} ({seen})"
 
     def close(self) -> None:
-        """Ends them at once, whatever they do."""
+        """Kill the followers."""
         for process in self._processes:
             process.kill()
-            process.join()
 
     def _send(self, value: object) -> None:
         message = msgpack.packb(value)
-        for pipe in self._pipes:
-            pipe.send_bytes(message)
+        for process in self._processes:
+            process.connection.send_bytes(message)
 
 
-def _run(
-    rank: int,
-    begin: Callable[[int, int], EmbeddedEngine],
-    pipe: Connection,
-    of_leader: Sequence[Connection],
-    inherited: int,
-) -> None:
-    """A follower from its inside. What it kept of the leader's would hide the leader's end from others."""
-    for other in of_leader:
-        other.close()
-    os.close(inherited)
+def _run(rank: int, begin: Callable[[int, int], EmbeddedEngine], pipe: Connection) -> None:
+    """Run a follower in its own process."""
     try:
         engine = begin(rank, msgpack.unpackb(pipe.recv_bytes()))
         pipe.send_bytes(msgpack.packb(DONE))
         while True:
-            if follow(engine, msgpack.unpackb(pipe.recv_bytes())):
+            if execute(engine, msgpack.unpackb(pipe.recv_bytes())):
                 pipe.send_bytes(msgpack.packb(DONE))
     except (EOFError, ConnectionError):
         os._exit(0)
@@ -113,19 +105,42 @@ def _run(
         os._exit(FAILED)
 
 
-def open_port(ranks: int, limit_s: float) -> dist.TCPStore:
-    """Where the ranks of an engine meet, on this machine; its leader has it."""
-    return dist.TCPStore(LOOPBACK, 0, ranks, is_master=True, timeout=timedelta(seconds=limit_s), wait_for_workers=False)
+def fork_followers(spec: EngineSpec, inherited: int) -> ForkedFollowers:
+    """Fork the followers of an engine; see `ForkedFollowers` for `inherited`."""
+    return ForkedFollowers(spec.tensor - 1, partial(_follower, spec), inherited, wait_s(spec))
 
 
-def join(store: dist.Store, rank: int, ranks: int, limit_s: float, device: torch.device) -> TensorRanks:
-    """Meets the other ranks of an engine. Raises RuntimeError, as all that they do together, after `limit_s` seconds in vain."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def lead(spec: EngineSpec, followers: ForkedFollowers) -> LeadingEngine:
+    """Make the leader's engine, once every process has loaded its slices.
+
+    Raises UserError for a model that cannot be used, and EngineError for a follower that fails.
+    """
+    store = open_store(LOOPBACK, wait_s(spec))
+    followers.connect(store.port)
+    engine = LeadingEngine(**_parts(spec, 0, store), followers=followers)
+    engine.await_followers()
+    return engine
+
+
+def _follower(spec: EngineSpec, rank: int, port: int) -> EmbeddedEngine:
+    torch.set_num_threads(spec.threads)
+    keep_freed_memory()
+    return EmbeddedEngine(**_parts(spec, rank, connect_store(LOOPBACK, port, wait_s(spec))))
+
+
+def _parts(spec: EngineSpec, rank: int, store: dist.Store) -> dict[str, Any]:
+    """Return the arguments of a rank's engine, once it has joined the group."""
+    device = torch.device(spec.device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=limit_s),
-    )  # fmt: skip
-    assert dist.group.WORLD is not None
-    return TensorRanks(dist.group.WORLD)
+        see_only(rank)
+    group = join_group(store, rank, spec.tensor, wait_s(spec), device.type == "cuda", LOOPBACK)
+    model, slices = load_tensor_parallel(spec.model, getattr(torch, spec.dtype), device, TensorRanks(group))
+    return {
+        "model": model, "tokenizer": load_tokenizer(spec.model), "slots": spec.slots,
+        "max_sequence_tokens": spec.max_sequence_tokens, "seed": spec.seed, "slices": slices, **spec.options,
+    }  # fmt: skip
+
+
+def wait_s(spec: EngineSpec) -> float:
+    """Seconds that the processes wait for one another: less than the run waits for the leader, which can still say who was missing."""
+    return spec.limit_s / 2

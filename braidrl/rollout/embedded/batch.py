@@ -1,8 +1,8 @@
-"""The rows that are being decoded: puts prompts into slots, takes a step with all of them, takes finished rows out.
+"""The rows that are being decoded: puts prompts into slots, takes a step with all of them, and removes finished rows.
 
     expect ──▶ begin ──▶ slots ──step──▶ slots whose rows ended ──take──▶ Response
 
-All slots take part in every step, idle ones to no effect, so that a row's numbers do not depend on its company. When fewer
+All slots take part in every step, idle ones to no effect, so that a row's numbers do not depend on the batch. When fewer
 rows are left than slots, the step shrinks in multiples of 16 rows: from 16 on, a CPU's matrix products give each row the
 same bits whatever the number of rows.
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from braidrl.rollout.embedded.graphs import StepGraphs
 from braidrl.rollout.embedded.native.decoder import NativeDecoder
-from braidrl.rollout.embedded.prompts import ROW_MULTIPLE, Prompts, name_of
+from braidrl.rollout.embedded.prompts import ROW_MULTIPLE, Prompts, prompt_key
 from braidrl.rollout.embedded.slots import SlotCache, SlotStep, round_up
 from braidrl.rollout.embedded.states import SlotStates
 from braidrl.rollout.requests import Response
@@ -28,18 +28,13 @@ from braidrl.rollout.sampling import sample
 
 
 class SlotBatch:
-    """Rows in `slots` slots (a multiple of 16) of one model; with `shrink` a step holds no more rows than it must."""
+    """Rows in `slots` slots (a multiple of 16) of one model; with `shrink` a step computes no more rows than it must."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        slots: int,
-        seed: int,
-        shrink: bool,
-        native: NativeDecoder | None = None,
+        self, model: PreTrainedModel, slots: int, seed: int, shrink: bool, native: NativeDecoder | None = None,
         graphs: StepGraphs | None = None,
-    ) -> None:
-        """`native` computes the steps in place of the model's own forward; `graphs` record and repeat that forward."""
+    ) -> None:  # fmt: skip
+        """Start empty. `native` computes the steps in place of the model's own forward; `graphs` record and replay that forward."""
         self._model, self._slots, self._seed, self._shrink = model, slots, seed, shrink
         self._native, self._graphs = native, graphs
         self._cache = SlotCache(model.config, slots, model.dtype, model.device)
@@ -59,7 +54,7 @@ class SlotBatch:
         return torch.promote_types(self._model.dtype, torch.float32)
 
     def clear(self, release: bool = True) -> None:
-        """Drops every row. Memory of keys and values is given back, but for what recorded steps touch unless `release` says so."""
+        """Drop every row and free the keys and values; without `release` memory that recorded steps touch stays."""
         self.rows.clear()
         self._positions, self._response_tokens, self._stop_tokens = 0, 1, 1
         if release or self._graphs is None:
@@ -71,24 +66,23 @@ class SlotBatch:
         self._changed()
 
     def expect(self, row: Row) -> None:
-        """A row will come: there must be room for it, and its prompt is worth keeping."""
+        """Announce a row: room for it is reserved, and its prompt is kept."""
         self._positions = max(self._positions, len(row.request.prompt) + row.limit - 1)
         self._response_tokens = max(self._response_tokens, row.limit)
         self._stop_tokens = max(self._stop_tokens, len(row.stop_token_ids))
         self.prompts.expect(row.request.prompt)
 
     def free(self) -> list[int]:
-        """Slots without a row."""
         return [slot for slot in range(self._slots) if slot not in self.rows]
 
     def begin(self, new: Mapping[int, Row], version: int) -> None:
-        """Puts expected rows into free slots, computing the prompts that have not been."""
+        """Put announced rows into free slots, and compute the prompts that are missing."""
         self._cache.reserve(self._positions)
         if self._native is not None:
             self._native.refresh()
         self._states = self._states.with_room(self._response_tokens, self._stop_tokens)
         if self._graphs is not None:
-            self._graphs.settle(self._touched())
+            self._graphs.invalidate_if_moved(self._touched())
         self.prompts.compute(self._model, (row.request.prompt for row in new.values()))
         self._place(new)
         for row in new.values():
@@ -99,23 +93,23 @@ class SlotBatch:
         self._changed()
 
     def version_changed(self, version: int) -> None:
-        """Rows go on with these weights; prompts that are kept are computed anew."""
+        """Continue all rows with new weights; cached prompts are discarded."""
         self.prompts.discard()
         for slot, row in self.rows.items():
             row.versions.append((int(self._states.drawn[slot]), version))
 
     def step(self) -> list[int]:
-        """One token for every row; the slots of those that ended with it."""
+        """Draw one token for every row, and return the slots of those that ended."""
         self._fit()
         tokens, ended = self._decode()
         slots = set(ended.nonzero().flatten().tolist())
         if self._watched:
             ids = tokens.tolist()
-            slots.update(slot for slot, row in self._watched.items() if row.hears_stop(ids[slot]))
+            slots.update(slot for slot, row in self._watched.items() if row.completes_stop_text(ids[slot]))
         return sorted(slots)
 
     def take(self, slots: Sequence[int], aborted: bool = False) -> list[Response]:
-        """What is in these slots, which become idle."""
+        """Return the responses in these slots, which become idle."""
         if not slots:
             return []
         index = self._index(slots)
@@ -130,10 +124,10 @@ class SlotBatch:
         ]
 
     def _place(self, new: Mapping[int, Row]) -> None:
-        """Copies each prompt's keys and values into the slots of all rows that begin with it."""
+        """Copy each prompt's keys and values into the slots of all rows that begin with it."""
         by_prompt: dict[bytes, list[int]] = {}
         for slot, row in new.items():
-            by_prompt.setdefault(name_of(row.request.prompt), []).append(slot)
+            by_prompt.setdefault(prompt_key(row.request.prompt), []).append(slot)
         for slots in by_prompt.values():
             prompt = new[slots[0]].request.prompt
             prefix = self.prompts.prefix(prompt)
@@ -143,7 +137,7 @@ class SlotBatch:
                 self.prompts.forget(prompt)
 
     def _fit(self) -> None:
-        """Moves rows down into free slots where that makes the step smaller."""
+        """Move rows down into free slots where that makes the step smaller."""
         target = round_up(len(self.rows), ROW_MULTIPLE)
         if not self._shrink or target >= len(self._active.current):
             return
@@ -156,7 +150,7 @@ class SlotBatch:
         self._changed()
 
     def _decode(self) -> tuple[Tensor, Tensor]:
-        """One token for each slot of the step, (B,), and whether its row came to a stop token or its limit, (B,)."""
+        """Draw one token for each slot of the step, (B,), and mark rows that came to a stop token or their limit, (B,)."""
         states, longest = self._active, self._longest + self._steps
         native, uniforms = self._native, states.uniforms()
         if native:
@@ -165,36 +159,31 @@ class SlotBatch:
             logits = self._graphs.logits(len(states.current), longest, self._logits)
         else:
             logits = self._logits(longest)
-        if native and self._choice.whole:
+        if native and self._sampling.untruncated:
             tokens, log_probs = native.kernels.draw(logits, states.temperature, states.greedy, uniforms)
         else:
-            tokens, log_probs = sample(logits, self._choice, uniforms)
+            tokens, log_probs = sample(logits, self._sampling, uniforms)
         self._steps += 1
         return tokens, states.advance(tokens, log_probs)
 
     def _logits(self, longest: int) -> Tensor:
-        """The model's own forward, (B, V), where the longest row has so many tokens."""
+        """Run the model's own forward, (B, V); `longest` is the length of the longest row."""
         states = self._active
         context = SlotStep(self._cache, states.position, longest)
         hidden = self._model.base_model(
-            input_ids=states.current[:, None],
-            position_ids=states.position[:, None],
-            use_cache=False,
-            sequences=context,
+            input_ids=states.current[:, None], position_ids=states.position[:, None], use_cache=False, sequences=context
         ).last_hidden_state
         logits: Tensor = self._model.get_output_embeddings()(hidden[:, 0])
         return logits
 
     def _changed(self) -> None:
-        """Derives anew what depends on which rows are in which slots."""
         top = round_up(max(self.rows, default=0) + 1, ROW_MULTIPLE) if self._shrink else self._slots
         self._active = self._states.first(top)
-        self._choice = self._active.choice([row.request.sampling for row in self.rows.values()])
+        self._sampling = self._active.batch_sampling([row.request.sampling for row in self.rows.values()])
         self._longest = max((row.length(self._steps) for row in self.rows.values()), default=0) - self._steps
         self._watched = {slot: row for slot, row in self.rows.items() if row.stop_texts}
 
     def _touched(self) -> Iterator[Tensor]:
-        """What a step of the model reads and writes."""
         yield from (self._states.current, self._states.position, self._cache.store)
         yield from self._model.parameters()
         yield from self._model.buffers()

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from braidrl.models.memory.footprint import cache_bytes
 from braidrl.models.parallel.decoding import Slices
 from braidrl.rollout.embedded.batch import SlotBatch
 from braidrl.rollout.embedded.graphs import step_graphs
@@ -22,7 +23,7 @@ from braidrl.rollout.embedded.native.decoder import native_decoder
 from braidrl.rollout.embedded.prompts import ROW_MULTIPLE
 from braidrl.rollout.embedded.slots import round_up
 from braidrl.rollout.embedded.stepping import SteppingEngine
-from braidrl.rollout.engine import WeightSource
+from braidrl.rollout.engine import EngineMemory, WeightSource
 from braidrl.rollout.requests import Response, Uid
 from braidrl.rollout.row import Row
 from braidrl.rollout.stopping import end_of_sequence_ids
@@ -34,22 +35,15 @@ class EmbeddedEngine(SteppingEngine):
 
     `slots` rows are decoded at once, rounded up to a multiple of 16. `max_sequence_tokens` limits prompt and response together.
     With another `dtype` than the model's the engine has a copy of the weights, refreshed by `publish`. `shrink` lets steps get
-    smaller when few rows are left; by default on the CPU, where it does not change a bit. `compile` is `rollout.compile`.
+    smaller when few rows are left; by default on the CPU, where results stay bitwise equal. `compile` is `rollout.compile`.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        slots: int,
-        max_sequence_tokens: int,
-        seed: int = 0,
-        dtype: torch.dtype | None = None,
-        shrink: bool | None = None,
-        compile: bool = True,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int,
+        seed: int = 0, dtype: torch.dtype | None = None, shrink: bool | None = None, compile: bool = True,
         slices: Slices | None = None,
-    ) -> None:
-        """With `slices` the model is a rank's part of one: all ranks do the same in the same order, see `lockstep`."""
+    ) -> None:  # fmt: skip
+        """With `slices` the model is a rank's part of one, and all ranks execute the same calls in the same order."""
         super().__init__(tokenizer, end_of_sequence_ids(model.generation_config, tokenizer), max_sequence_tokens, seed)
         self._weights = EngineWeights(model, dtype, slices)
         shrink = model.device.type == "cpu" if shrink is None else shrink
@@ -60,8 +54,16 @@ class EmbeddedEngine(SteppingEngine):
 
     @property
     def model(self) -> PreTrainedModel:
-        """What it decodes with: the trainer's module, or a copy."""
+        """The model that decodes: the trainer's module, or a copy."""
         return self._weights.model
+
+    @property
+    def memory(self) -> EngineMemory:
+        """Return its model and the size of its keys and values."""
+        model = self.model
+        return EngineMemory(
+            model, cache_bytes(model.config, model.dtype.itemsize, self.slots, self.max_sequence_tokens)
+        )
 
     @property
     def slots(self) -> int:
@@ -85,7 +87,6 @@ class EmbeddedEngine(SteppingEngine):
         self._changed(version)
 
     def _changed(self, version: int) -> None:
-        """Rows go on with weights that are of this version now."""
         self._batch.version_changed(version)
         self.version = version
 
@@ -94,7 +95,7 @@ class EmbeddedEngine(SteppingEngine):
         self._waiting.append(row)
 
     def step(self) -> list[Response]:
-        """Fills free slots first."""
+        """Fill free slots, then draw a token for each row."""
         with self._decoding():
             if self._waiting:
                 count = min(self.waiting, len(free := self._batch.free()))
@@ -127,7 +128,7 @@ class EmbeddedEngine(SteppingEngine):
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
-        """No gradients and no activation checkpointing; the module's mode is as before afterwards."""
+        """Disable gradients and activation checkpointing, and restore the module's mode afterwards."""
         model = self._weights.model
         training = model.training
         if training:

@@ -21,7 +21,7 @@ from torch import Tensor
 from braidrl.rollout.embedded.slots import READ_MULTIPLE, round_up
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
-"""Takes what a step does and returns what does it again, on the same addresses. It may do it while it records."""
+"""Takes a step and returns a function that repeats it on the same addresses; it may run the step while it records."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ class StepGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def settle(self, touched: Iterable[Tensor]) -> None:
-        """Forgets every graph if one of the tensors that steps read or write is not where it was."""
+    def invalidate_if_moved(self, touched: Iterable[Tensor]) -> None:
+        """Drop every graph if one of the tensors that steps read or write has moved."""
         places = tuple(tensor.data_ptr() for tensor in touched)
         if places != self._places:
             self._graphs.clear()
@@ -47,8 +47,8 @@ class StepGraphs:
             self._places = places
 
     def logits(self, rows: int, positions: int, compute: Callable[[int], Tensor]) -> Tensor:
-        """(B, V) as `compute` gives them when it reads so many positions or a few more; the next call overwrites them."""
-        read = read_by_graphs(positions)
+        """Return `compute`'s logits (B, V) for at least so many positions read; the next call overwrites them."""
+        read = padded_positions(positions)
         if (rows, read) not in self._graphs:
             self._graphs[rows, read] = self._recorded(rows, read, compute)
         self._graphs[rows, read]()
@@ -69,7 +69,7 @@ class StepGraphs:
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share their memory for what lies between their operations, as one runs at a time."""
+    """Records CUDA graphs that share one memory pool, as only one runs at a time."""
 
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
@@ -87,11 +87,11 @@ class CudaRecorder:
 
 
 def step_graphs(device: torch.device) -> StepGraphs | None:
-    """For models on CUDA; elsewhere nothing is launched."""
+    """Make the graphs of a model on CUDA; None elsewhere."""
     return StepGraphs(CudaRecorder()) if device.type == "cuda" else None
 
 
-def read_by_graphs(positions: int) -> int:
-    """At least so many positions, at most an eighth more: 8 lengths between a power of two and the next, so that few graphs are made."""
+def padded_positions(positions: int) -> int:
+    """Round up by at most an eighth: there are 8 lengths between a power of two and the next, so that few graphs are made."""
     eighth = 1 << max(0, positions.bit_length() - 4)
     return round_up(positions, max(READ_MULTIPLE, eighth))

@@ -19,11 +19,11 @@ from braidrl.rollout.embedded.slots import PrefillSequences, SlotCache, round_up
 ROW_MULTIPLE = 16
 """Rows of a matrix product come in multiples of this: below it a CPU's kernels round the same row differently."""
 PREFILL_TOKENS = 8192
-"""Prompt tokens that go through the model at once; a longer prompt goes alone."""
+"""Prompt tokens in one forward pass; a longer prompt goes alone."""
 
 
 class Prompts:
-    """Keys and values of the prompts of rows that wait, each (2, layers, K, P - 1, D)."""
+    """Keys and values of the prompts of waiting rows, each (2, layers, K, P - 1, D)."""
 
     def __init__(self, cache: SlotCache) -> None:
         self._cache = cache
@@ -32,32 +32,32 @@ class Prompts:
         self.computed_tokens = 0
 
     def expect(self, prompt: Tensor) -> None:
-        """One more row that waits will begin with this prompt."""
-        self._waiting[name_of(prompt)] += 1
+        """Count one more waiting row with this prompt."""
+        self._waiting[prompt_key(prompt)] += 1
 
     def forget(self, prompt: Tensor) -> None:
-        """One row less waits for this prompt; after the last its keys and values go."""
-        name = name_of(prompt)
+        """Count one waiting row less with this prompt; after the last its keys and values are freed."""
+        name = prompt_key(prompt)
         self._waiting[name] -= 1
         if not self._waiting[name]:
             del self._waiting[name]
             self._kept.pop(name, None)
 
     def discard(self) -> None:
-        """Lets all keys and values go, because the weights changed; they are computed anew when needed."""
+        """Free all keys and values because the weights changed; they are recomputed when needed."""
         self._kept.clear()
 
     def compute(self, model: PreTrainedModel, prompts: Iterable[Tensor]) -> None:
-        """Makes the keys and values of those prompts that have none yet, several in one packed forward."""
-        missing = {name_of(prompt): prompt[:-1] for prompt in prompts if len(prompt) > 1}
+        """Compute the keys and values of prompts that have none yet, several in one packed forward."""
+        missing = {prompt_key(prompt): prompt[:-1] for prompt in prompts if len(prompt) > 1}
         missing = {name: ids for name, ids in missing.items() if name not in self._kept}
         for part in _packs(missing):
             self._kept |= self._forward(model, part)
             self.computed_tokens += sum(len(ids) for ids in part.values())
 
     def prefix(self, prompt: Tensor) -> Tensor | None:
-        """What `compute` made for this prompt; None for one of a single token."""
-        return self._kept[name_of(prompt)] if len(prompt) > 1 else None
+        """Return the keys and values of this prompt; None for a prompt of a single token."""
+        return self._kept[prompt_key(prompt)] if len(prompt) > 1 else None
 
     def _forward(self, model: PreTrainedModel, part: dict[bytes, Tensor]) -> dict[bytes, Tensor]:
         lengths = [len(ids) for ids in part.values()]
@@ -73,7 +73,6 @@ class Prompts:
 
 
 def _packs(prompts: dict[bytes, Tensor]) -> Iterator[dict[bytes, Tensor]]:
-    """The prompts in order, as many together as PREFILL_TOKENS allows."""
     part: dict[bytes, Tensor] = {}
     held = 0
     for name, ids in prompts.items():
@@ -86,6 +85,6 @@ def _packs(prompts: dict[bytes, Tensor]) -> Iterator[dict[bytes, Tensor]]:
         yield part
 
 
-def name_of(prompt: Tensor) -> bytes:
-    """The prompt's ids as a key: rows with equal prompts share it, whatever group they are of."""
+def prompt_key(prompt: Tensor) -> bytes:
+    """Return the prompt's ids as a key: rows with equal prompts share it, also across groups."""
     return prompt.numpy().tobytes()

@@ -23,7 +23,7 @@ READ_MULTIPLE = 32
 
 
 class SlotCache:
-    """Room for `slots` rows; it grows to the longest row that is asked for."""
+    """Keys and values of `slots` rows; grows to the longest row that is asked for."""
 
     def __init__(self, config: Any, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -32,11 +32,10 @@ class SlotCache:
 
     @property
     def capacity(self) -> int:
-        """Positions that each slot has room for."""
         return self.store.shape[4]
 
     def reserve(self, positions: int) -> None:
-        """Grows to at least so many positions per slot; what is stored stays."""
+        """Grow to at least so many positions per slot, keeping the contents."""
         if positions <= self.capacity:
             return
         layers, slots, heads, width = (self.store.shape[i] for i in (1, 2, 3, 5))
@@ -45,15 +44,15 @@ class SlotCache:
         self.store = grown
 
     def release(self) -> None:
-        """Gives the memory back; nothing that was stored is left."""
+        """Free the memory and the contents."""
         self.store = self.store.new_zeros((*self.store.shape[:4], 0, self.store.shape[5]))
 
     def fill(self, slots: Tensor, prefix: Tensor) -> None:
-        """Puts one prompt's keys and values (2, layers, K, P, D) at the beginning of each of `slots` (S,)."""
+        """Copy one prompt's keys and values (2, layers, K, P, D) to the beginning of each of `slots` (S,)."""
         self.store[:, :, slots, :, : prefix.shape[3]] = prefix[:, :, None]
 
     def move(self, source: int, target: int, positions: int) -> None:
-        """Copies the first `positions` of one slot into another."""
+        """Copy the first `positions` of one slot into another."""
         self.store[:, :, target, :, :positions] = self.store[:, :, source, :, :positions]
 
 
@@ -72,7 +71,7 @@ class SlotStep:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """Queries (B, H, 1, D), keys and values (B, K, 1, D) to outputs (B, 1, H, D)."""
+        """Attend with queries (B, H, 1, D) to keys and values (B, K, 1, D); returns (B, 1, H, D)."""
         layer, (batch, heads, _, width) = int(module.layer_idx), query.shape  # type: ignore[arg-type]
         stored = self._cache.store[:, layer, :batch]
         for store, states in zip(stored, (key, value), strict=True):
@@ -84,7 +83,7 @@ class SlotStep:
         return output.reshape(batch, 1, heads, width)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """0 where a slot has a key to see, -inf elsewhere, (B, 1, 1, L)."""
+        """Return 0 where a slot has a key to see and -inf elsewhere, (B, 1, 1, L)."""
         if window not in self._masks:
             places = torch.arange(self._read, device=self._positions.device)
             hidden = places > self._positions[:, None]
@@ -96,7 +95,7 @@ class SlotStep:
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """(B, K, H/K, D) queries over (B, K, L, D) keys and values."""
+    """Attend with (B, K, H/K, D) queries to (B, K, L, D) keys and values."""
     if query.is_cuda or query.dtype in (torch.bfloat16, torch.float16):
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
     # for few queries per head two plain matrix products beat the blocked kernel on a CPU
@@ -105,7 +104,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: 
 
 
 class PrefillSequences:
-    """Attention of packed prompts whose keys and values are kept, (2, layers, K, N, D)."""
+    """Attention of packed prompts that keeps their keys and values, (2, layers, K, N, D)."""
 
     def __init__(self, sequences: PackedSequences, cache: SlotCache) -> None:
         _, layers, _, heads, _, width = cache.store.shape
@@ -115,12 +114,11 @@ class PrefillSequences:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """As PackedSequences, keeping each layer's keys and values."""
+        """Attend as PackedSequences does, keeping each layer's keys and values."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         self.kept[0, layer], self.kept[1, layer] = key[0], value[0]
         return self._sequences.attend(module, query, key, value, scaling, window)
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The least multiple that is not below the number."""
     return -(-number // multiple) * multiple

@@ -1,4 +1,4 @@
-"""What the engine knows of each slot, as one tensor per fact, so that a decode step has no loop over rows.
+"""The state of each slot, as one tensor per quantity, so that a decode step has no loop over rows.
 
 Shapes: B slots, T response tokens, S stop tokens.
 """
@@ -14,43 +14,43 @@ from torch import Tensor
 from braidrl.algorithms.random import uniform
 from braidrl.rollout.requests import SamplingParams
 from braidrl.rollout.row import Row
-from braidrl.rollout.sampling import Choice, chosen_for
+from braidrl.rollout.sampling import BatchSampling, batch_sampling
 
 NO_TOKEN = -1
 
 
 @dataclass
 class SlotStates:
-    """Facts of B slots; all but `tokens`, `log_probs` and `stop_token_ids` are (B,)."""
+    """State of B slots; all but `tokens`, `log_probs` and `stop_token_ids` are (B,)."""
 
     current: Tensor
     """The token that the next step feeds."""
     position: Tensor
-    """Where in the sequence it stands; 0 in an idle slot."""
+    """Its position in the sequence; 0 in an idle slot."""
     drawn: Tensor
     """Tokens drawn so far."""
     limit: Tensor
     """Tokens that may be drawn."""
     active: Tensor
     key: Tensor
-    """The row's random key, from which number `first_draw + drawn` is taken."""
+    """The row's random key; the next random number is that of draw `first_draw + drawn`."""
     first_draw: Tensor
     temperature: Tensor
     greedy: Tensor
     top_k: Tensor
     top_p: Tensor
     stop_token_ids: Tensor
-    """(B, S), filled up with NO_TOKEN."""
+    """(B, S), padded with NO_TOKEN."""
     tokens: Tensor
-    """(B, T) drawn so far."""
+    """(B, T), those drawn so far."""
     log_probs: Tensor
-    """(B, T) of them."""
+    """(B, T), of the drawn tokens."""
 
     @staticmethod
     def idle(
         slots: int, response_tokens: int, stop_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> SlotStates:
-        """All slots empty, with room for so many response and stop tokens each."""
+        """Make idle slots with room for so many response and stop tokens each."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(slots, *shape, dtype=dtype, device=device)
@@ -65,11 +65,11 @@ class SlotStates:
         )  # fmt: skip
 
     def first(self, slots: int) -> SlotStates:
-        """Views of the first so many slots."""
+        """Return views of the first so many slots."""
         return SlotStates(**{fact.name: getattr(self, fact.name)[:slots] for fact in fields(self)})
 
     def with_room(self, response_tokens: int, stop_tokens: int) -> SlotStates:
-        """The same facts, with room for at least so many response and stop tokens."""
+        """Return the same states with room for at least so many response and stop tokens."""
         old = (self.tokens.shape[1], self.stop_token_ids.shape[1])
         new = (max(old[0], response_tokens), max(old[1], stop_tokens))
         if new == old:
@@ -81,7 +81,7 @@ class SlotStates:
         return grown
 
     def begin(self, slots: Tensor, rows: Sequence[Row], seed: int) -> None:
-        """Puts a row into each of `slots` (R,)."""
+        """Put a row into each of `slots` (R,)."""
         requests = [row.request for row in rows]
         samplings = [request.sampling for request in requests]
         stops = torch.full((len(rows), self.stop_token_ids.shape[1]), NO_TOKEN)
@@ -105,7 +105,7 @@ class SlotStates:
             getattr(self, name)[slots] = value.to(self.current.device)
 
     def end(self, slots: Tensor) -> None:
-        """Makes `slots` (R,) idle: they go on in every step, at position 0 and to no effect."""
+        """Make `slots` (R,) idle: they take part in every step, at position 0 and to no effect."""
         for name in ("current", "position", "drawn", "limit", "active", "greedy", "top_k"):
             getattr(self, name)[slots] = 0
         self.temperature[slots] = 1.0
@@ -113,22 +113,22 @@ class SlotStates:
         self.stop_token_ids[slots] = NO_TOKEN
 
     def move(self, source: int, target: int) -> None:
-        """Puts what one slot holds into another, and makes the first idle."""
+        """Move one slot's state into another, and make the first idle."""
         for fact in fields(self):
             tensor = getattr(self, fact.name)
             tensor[target] = tensor[source]
         self.end(torch.tensor([source], device=self.current.device))
 
-    def choice(self, asked: Sequence[SamplingParams]) -> Choice:
-        """The slots' settings, without those that none of the rows asks for."""
-        return chosen_for(asked, self.temperature, self.greedy, self.top_k, self.top_p)
+    def batch_sampling(self, asked: Sequence[SamplingParams]) -> BatchSampling:
+        """Return the slots' sampling settings, without those that no row asks for."""
+        return batch_sampling(asked, self.temperature, self.greedy, self.top_k, self.top_p)
 
     def uniforms(self) -> Tensor:
-        """The random number of each slot's next token, (B,) float64."""
+        """Return the random number of each slot's next token, (B,) float64."""
         return uniform(self.key, self.first_draw + self.drawn)
 
     def advance(self, tokens: Tensor, log_probs: Tensor) -> Tensor:
-        """Takes the drawn tokens (B,) in, and says which active slots have come to a stop token or to their limit, (B,)."""
+        """Append the drawn tokens (B,), and mark active slots that came to a stop token or their limit, (B,) bool."""
         # an idle slot writes its own place 0, which the next row to come overwrites
         places = self.drawn[:, None]
         self.tokens.scatter_(1, places, tokens[:, None])

@@ -1,28 +1,31 @@
-"""Engines that draw one token for each of their rows in every step: what they have in common, whoever computes the step.
+"""The base of engines that draw one token for each of their rows in every step, whoever computes the step.
 
 add ──▶ waiting ──▶ step, step, step ... ──▶ Response
 """
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from braidrl.rollout.engine import WeightSource
+from braidrl.rollout.engine import Engine, EngineMemory, T, WeightSource
+from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Request, Response, Uid
 from braidrl.rollout.row import Row, row_of
 
 
 class SteppingEngine(ABC):
-    """Rows under way and what is counted of them. `max_sequence_tokens` limits prompt and response together."""
+    """Rows in flight, and counters. `max_sequence_tokens` limits prompt and response together."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_sequence_tokens: int, seed: int
     ) -> None:
-        """`end_ids` are the tokens with which the model ends a response."""
+        """Make an engine without rows; `end_ids` are the tokens with which the model ends a response."""
         self.seed, self.version = seed, 0
         self.rows_done = self.tokens_generated = 0
         self._tokenizer, self._end_ids = tokenizer, end_ids
@@ -33,6 +36,16 @@ class SteppingEngine(ABC):
     def max_sequence_tokens(self) -> int:
         """Tokens of prompt and response together."""
         return self._max_sequence_tokens
+
+    @property
+    def is_collective(self) -> bool:
+        """False: this rank's rows are this rank's business."""
+        return False
+
+    @property
+    def memory(self) -> EngineMemory | None:
+        """Return what can leave the device while other roles need the room; None where nothing of it is known."""
+        return None
 
     @property
     @abstractmethod
@@ -51,38 +64,46 @@ class SteppingEngine(ABC):
 
     @abstractmethod
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """The weights are those of `version` from now on. Rows under way go on with them; their earlier tokens keep their version.
+        """Set the weights to those of `version`, from the trainer or a `source`; rows in flight continue with them.
 
-        They are the trainer's, or those of a `source`. Raises ValueError where it lacks a tensor, and changes nothing then.
+        Tokens drawn before keep their version. Raises ValueError, and changes nothing, where the source lacks a tensor.
         """
 
     @abstractmethod
     def step(self) -> list[Response]:
-        """Draws one token for every row that has a slot, and gives back those that ended."""
+        """Draw one token for every row that has a slot, and return the responses that ended."""
 
     @abstractmethod
     def abort(self, uid: Uid) -> Response:
-        """Ends a row at once with what it has. Raises KeyError when it is not under way."""
+        """End a row at once with what it has. Raises KeyError when it is not in flight."""
 
     @abstractmethod
     def clear(self, release: bool = True) -> None:
-        """Drops every row and gives the memory of keys and values back; without `release` an engine may keep what it will need again."""
+        """Drop every row and free the keys and values; without `release` an engine may keep memory that it will need again."""
 
     def recover(self) -> int:
-        """Makes an engine that failed ready, and returns the version of its weights. Raises EngineError when it cannot."""
+        """Make a failed engine ready, and return the version of its weights. Raises EngineError when it cannot."""
         return self.version
 
     def generate(
         self,
         requests: Iterable[Request],
         on_finished: Callable[[Response], None] | None = None,
-        to_end: Callable[[], Iterable[Uid]] | None = None,
+        rows_to_end: Callable[[], Iterable[Uid]] | None = None,
     ) -> list[Response]:
-        """All responses, in the order of `requests`; `on_finished` is told each that ends by itself.
+        """Generate a response for each request.
 
-        `to_end` is asked after each step for rows that are to end with what they have; it may name some that have ended.
+        Args:
+            requests: What to generate.
+            on_finished: Called with each response that ends by itself.
+            rows_to_end: Asked after each step for rows to end with what they have; it may name some that have ended.
 
-        Raises UserError for a prompt that leaves no room for a response, and RuntimeError while rows are under way.
+        Returns:
+            The responses, in the order of `requests`.
+
+        Raises:
+            UserError: For a prompt that leaves no room for a response.
+            RuntimeError: While rows are in flight.
         """
         if self._under_way:
             raise RuntimeError(f"{len(self._under_way)} rows are under way; step until they end, or clear them")
@@ -98,15 +119,25 @@ class SteppingEngine(ABC):
                         finished[row.uid] = row
                         if on_finished:
                             on_finished(row)
-                    for uid in to_end() if to_end else ():
+                    for uid in rows_to_end() if rows_to_end else ():
                         if uid in self._under_way:
                             finished[uid] = self.abort(uid)
         finally:
             self.clear(release=False)
         return [finished[uid] for uid in order]
 
+    def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+        """Return what `work` returns, which has the engine for as long as it runs; nothing is under way afterwards."""
+        try:
+            return asyncio.run(work(EngineReplica(self)))
+        finally:
+            self.clear()
+
+    def close(self) -> None:  # noqa: B027
+        """End whatever the engine has started; by default nothing."""
+
     def add(self, request: Request) -> None:
-        """Lets a request wait for a slot. Raises UserError for a prompt that leaves no room for a response."""
+        """Queue a request. Raises UserError for a prompt that leaves no room for a response."""
         if request.uid in self._under_way:
             raise ValueError(f"row {request.uid} is under way already")
         self._accept(row_of(request, self._tokenizer, self._end_ids, self._max_sequence_tokens))
@@ -114,7 +145,7 @@ class SteppingEngine(ABC):
 
     @abstractmethod
     def _accept(self, row: Row) -> None:
-        """Lets a row that can be answered wait for a slot."""
+        """Queue a row that has been checked."""
 
     def _done(self, finished: list[Response]) -> list[Response]:
         self._under_way.difference_update(row.uid for row in finished)
@@ -122,5 +153,4 @@ class SteppingEngine(ABC):
         return finished
 
     def _decoding(self) -> AbstractContextManager[None]:
-        """What holds while steps are taken."""
         return nullcontext()

@@ -1,2 +1,3 @@
 """Trajectories of several turns: `player` lets model and environment take turns, `environments`, `gem`, `tools` and `agents` are what it
-plays with, `turns` tokenises what is said, `trajectory` collects the tokens, `endpoint` serves agents written elsewhere."""
+plays with, `turns` tokenises observations, `trajectory` collects the tokens, `endpoint` serves agents written elsewhere.
+"""

@@ -11,14 +11,22 @@ from typing import Any
 
 from braidrl.data.rows import FinishReason
 from braidrl.rollout.episodes.endpoint import Endpoint
-from braidrl.rollout.episodes.observations import Observation
-from braidrl.rollout.episodes.player import EnvironmentFailed, Episode, Limits, Player, answer_of, example_of, fail
+from braidrl.rollout.episodes.player import (
+    EnvironmentFailed,
+    Episode,
+    Limits,
+    Player,
+    call_user,
+    example_of,
+    fail,
+)
+from braidrl.rollout.episodes.turns import Observation
 from braidrl.rollout.requests import Uid
 
 
 @dataclass
 class Agents(Player):
-    """Runs one agent per row against an open endpoint. `timeout_s` is the limit of a whole trajectory here."""
+    """Runs one agent per row against an open endpoint. `limits.timeout_s` limits the whole trajectory here."""
 
     endpoint: Endpoint
     agent: Callable[..., Any]
@@ -27,13 +35,13 @@ class Agents(Player):
     on_finished: Callable[[Episode], None] = field(default=lambda episode: None)
 
     async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
-        """Runs a row's agent; what it returns, a number or an Observation, is the score."""
+        """Run a row's agent; the number or Observation that it returns is the score."""
         url = self.endpoint.open(uid)
         failure: EnvironmentFailed | None = None
         outcome = Observation()
         example = example_of(uid, metadata, self.seed, self.endpoint.purpose)
         try:
-            outcome = outcome_of(await answer_of(self.agent, url, example, timeout_s=self.limits.timeout_s))
+            outcome = outcome_of(await call_user(self.agent, url, example, timeout_s=self.limits.timeout_s))
         except EnvironmentFailed as failed:
             failure = failed
         session = await self.endpoint.close(uid)
@@ -52,7 +60,7 @@ class Agents(Player):
 
 
 def outcome_of(returned: Any) -> Observation:
-    """The score that an agent gave itself. Raises EnvironmentFailed for what is none."""
+    """Return an agent's score as an Observation. Raises EnvironmentFailed for anything else."""
     if isinstance(returned, Observation):
         return returned
     try:

@@ -45,27 +45,20 @@ class EndpointSession:
     turns: int = 0
     finish_reason: FinishReason = FinishReason.STOP
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held during a turn: a row's tokens have an order."""
+    """Held during a turn, since a row's tokens are ordered."""
 
 
 class Endpoint:
-    """Serves while its context is open, on a free port of this machine unless one is given.
+    """An HTTP server on a free port of this machine, unless one is given; it serves while its context is open.
 
     Sampling is the run's, whatever a client asks for, since its log-probs must be training's; `max_tokens` alone is the client's.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        template: TurnTemplate,
-        sampling: SamplingParams,
-        max_sequence_tokens: int,
-        purpose: str = "train",
-        stage: str = "generate",
-        host: str = "127.0.0.1",
-        port: int = 0,
-    ) -> None:
-        """Raises UserError for a tokenizer without a chat template, which could not tell who says what."""
+        self, engine: Engine, template: TurnTemplate, sampling: SamplingParams, max_sequence_tokens: int,
+        purpose: str = "train", stage: str = "generate", host: str = "127.0.0.1", port: int = 0,
+    ) -> None:  # fmt: skip
+        """Raise UserError for a tokenizer without a chat template, which could not tell the speakers apart."""
         if not template.template.is_chat:
             raise UserError("the endpoint speaks chat, and the tokenizer has no chat template; set one in its folder")
         self.engine, self.template, self.sampling = engine, template, sampling
@@ -90,16 +83,16 @@ class Endpoint:
         await self._runner.cleanup()
 
     def open(self, uid: Uid) -> str:
-        """Begins a row's session; the base URL to be given to its client. Raises ValueError when it is open already."""
-        name = name_of(uid)
+        """Begin a row's session, and return the base URL for its client. Raises ValueError when it is open already."""
+        name = session_name(uid)
         if name in self._sessions:
             raise ValueError(f"the session of row {uid} is open already")
         self._sessions[name] = EndpointSession(Trajectory(uid))
         return f"http://{self._host}:{self._port}/sessions/{name}/v1"
 
     async def close(self, uid: Uid) -> EndpointSession:
-        """Ends a row's session, with what there is of a turn under way; later requests get an error. Raises KeyError for one not open."""
-        session = self._sessions.pop(name_of(uid))
+        """End a row's session, aborting a turn in flight; later requests get an error. Raises KeyError for a session that is not open."""
+        session = self._sessions.pop(session_name(uid))
         if session.lock.locked():
             # the turn may just be before or behind its time in the engine; then there is nothing to abort
             with suppress(KeyError):
@@ -108,7 +101,6 @@ class Endpoint:
             return session
 
     async def _handle(self, http: web.Request) -> web.Response:
-        """One completion, or an error in the form that clients expect."""
         session = self._sessions.get(http.match_info["name"])
         if session is None:
             return failed(404, f"no session {http.match_info['name']!r} is open")
@@ -146,7 +138,7 @@ class Endpoint:
         return completion(asked, session, message, reason, len(context), len(finished.tokens))
 
     def _context(self, session: EndpointSession, messages: list[Message], tools: Any) -> tuple[list[int], bool]:
-        """Token ids to be appended before the reply, and whether they open a new sequence."""
+        """Return the token ids to append before the reply, and whether they open a new sequence."""
         known = len(session.said)
         if known and len(messages) > known and messages[:known] == session.said:
             new = [as_template(message) for message in messages[known:]]
@@ -154,13 +146,12 @@ class Endpoint:
         return self.template.first([as_template(message) for message in messages], tools), True
 
 
-def name_of(uid: Uid) -> str:
-    """A row as part of a URL."""
+def session_name(uid: Uid) -> str:
     return ".".join(map(str, uid))
 
 
 def checked(body: Any) -> Mapping[str, Any]:
-    """The request's body. Raises UserError for what is not served here."""
+    """Return a request's body. Raises UserError for what is not served here."""
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
         raise UserError("`messages` must be a list of {role, content}")
     for name in UNSUPPORTED:
@@ -175,7 +166,7 @@ def checked(body: Any) -> Mapping[str, Any]:
 
 
 def as_template(message: Message) -> Message:
-    """A message as chat templates take it: content as text, arguments of calls as objects."""
+    """Convert a message for chat templates: content as text, arguments of calls as objects."""
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content)
@@ -191,7 +182,7 @@ def with_object(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reply(text: str, with_tools: bool) -> Message:
-    """The assistant's message; well-formed calls of tools as clients expect them, where the request named tools."""
+    """Make the assistant's message; well-formed tool calls are parsed where the request named tools."""
     calls = [call for call in parse_tool_calls(text) if call.fault is None] if with_tools else []
     if not calls:
         return {"role": "assistant", "content": text}
@@ -211,9 +202,8 @@ def reply(text: str, with_tools: bool) -> Message:
 def completion(
     asked: Mapping[str, Any], session: EndpointSession, message: Message, reason: str, prompt: int, sampled: int
 ) -> dict[str, Any]:
-    """The response's body."""
     return {
-        "id": f"{name_of(session.trajectory.uid)}-{session.turns}", "object": "chat.completion",
+        "id": f"{session_name(session.trajectory.uid)}-{session.turns}", "object": "chat.completion",
         "created": int(time.time()), "model": asked.get("model", "actor"),
         "choices": [{"index": 0, "message": message, "finish_reason": reason}],
         "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
@@ -221,5 +211,4 @@ def completion(
 
 
 def failed(status: int, message: str) -> web.Response:
-    """An error in the form that clients show to their users."""
     return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)

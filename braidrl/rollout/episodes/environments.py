@@ -20,10 +20,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from braidrl.errors import UserError
-from braidrl.importing import import_function
+from braidrl.importing import PluginRegistry, import_function
 from braidrl.rollout.episodes.gem import GEM, GemEnvironment, check_gem
-from braidrl.rollout.episodes.observations import Observation
-from braidrl.rollout.episodes.turns import Context
+from braidrl.rollout.episodes.turns import Context, Observation
 
 __all__ = ["Context", "Environment", "FunctionEnvironment", "MakeEnvironment", "Observation", "environments"]
 
@@ -35,15 +34,17 @@ class Environment(Protocol):
     """
 
     def reset(self, example: dict[str, Any]) -> Awaitable[Context | None] | Context | None:
-        """The first context; None takes the example's own prompt.
+        """Return the first context; None takes the example's own prompt.
 
         `example` holds the fields of the data file, `prompt`, `answer`, `group`, `sample`, and `seed`, the same for a group.
         """
 
     def step(self, text: str) -> Awaitable[Observation] | Observation:
-        """What follows from the model's turn."""
+        """Return what follows from the model's turn."""
 
 
+ENVIRONMENTS = PluginRegistry("environment", {})
+"""A user's class, or function of all texts so far; `gem:` and `agent:` names are looked up elsewhere."""
 MakeEnvironment = Callable[[], Environment]
 AGENT = "agent:"
 
@@ -66,11 +67,11 @@ class FunctionEnvironment:
 
 
 def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
-    """What makes a new environment of this name for each trajectory. Raises UserError where there is none."""
+    """Return what makes a new environment of this name for each trajectory. Raises UserError where there is none."""
     if name.startswith(GEM):
         check_gem(name.removeprefix(GEM))
         return partial(GemEnvironment, name.removeprefix(GEM), dict(settings))
-    found: Any = import_function(name)
+    found: Any = ENVIRONMENTS.find(name)
     if not isinstance(found, type):
         return partial(FunctionEnvironment, found, settings)
     lacking = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
@@ -86,14 +87,14 @@ def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
 
 
 def agent_of(name: str) -> Callable[..., Any]:
-    """The function behind `agent:module:function`. Raises UserError when there is none, or nothing to serve it with."""
+    """Return the function behind `agent:module:function`. Raises UserError when there is none, or nothing to serve it with."""
     if importlib.util.find_spec("aiohttp") is None:
         raise UserError(f"{name} needs aiohttp for its endpoint; install it with `pip install 'braidrl[endpoint]'`")
     return import_function(name.removeprefix(AGENT))
 
 
 def check_environment(name: str, settings: Mapping[str, Any]) -> None:
-    """Raises UserError for a name that is neither an environment nor an agent."""
+    """Raise UserError for a name that is neither an environment nor an agent."""
     if name.startswith(AGENT):
         agent_of(name)
     else:
@@ -101,14 +102,14 @@ def check_environment(name: str, settings: Mapping[str, Any]) -> None:
 
 
 async def called(function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
-    """What a coroutine function returns, or a plain one in a thread of its own, so that nobody else waits for it."""
+    """Return what a coroutine function returns, or a plain one in a thread of its own, so that nobody else waits for it."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **settings)
     return await in_thread(partial(function, *arguments, **settings))
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-    """The function's result. Where the wait is given up, the thread goes on alone and does not hold up the process's end."""
+    """Return the function's result. Where the wait is given up, the thread goes on alone and does not hold up the process's end."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Any] = loop.create_future()
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from braidrl.errors import UserError, suggest
-from braidrl.rollout.episodes.observations import Observation
+from braidrl.rollout.episodes.turns import Observation
 
 GEM = "gem:"
 # gem draws from the random numbers of the process, which all of its environments share.
@@ -23,7 +23,7 @@ LOCK = threading.Lock()
 
 
 class GemEnvironment:
-    """One environment of gem, with random numbers of its own whatever others do beside it."""
+    """A gem environment with random numbers of its own, whatever runs beside it."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         self._name, self._settings = name, settings
@@ -31,7 +31,7 @@ class GemEnvironment:
         self._environment: Any = None
 
     def reset(self, example: dict[str, Any]) -> str:
-        """The instructions; the seed is the example's."""
+        """Return the instructions; the seed is the example's."""
         with self._own_random_numbers():
             self._environment = load_gem().make(self._name, **self._settings)
             instructions, info = self._environment.reset(seed=example["seed"])
@@ -58,12 +58,12 @@ class GemEnvironment:
 
 
 def with_suffix(said: str, info: Mapping[str, Any]) -> str:
-    """What gem says, with the request for the next action that it hands over beside it."""
+    """Append gem's request for the next action to what it says."""
     return "\n".join(part for part in (said, info.get("suffix")) if part)
 
 
 def check_gem(name: str) -> None:
-    """Raises UserError when gem is not installed or has no environment of this name."""
+    """Raise UserError when gem is not installed or has no environment of this name."""
     if importlib.util.find_spec("gem") is None:
         raise UserError(f"environment gem:{name} needs gem-llm; install it with `pip install 'braidrl[gem]'`")
     load_gem()
@@ -73,7 +73,7 @@ def check_gem(name: str) -> None:
 
 
 def load_gem() -> ModuleType:
-    """The package with its environments registered; what it does to the process's logging is undone."""
+    """Import gem with its environments registered, and undo what that does to the process's logging."""
     root = logging.getLogger()
     before = (root.level, list(root.handlers))
     try:

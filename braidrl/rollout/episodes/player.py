@@ -23,15 +23,14 @@ from braidrl.data.rows import Column, FinishReason, Rows
 from braidrl.errors import UserError
 from braidrl.rollout.engine import Engine
 from braidrl.rollout.episodes.environments import Environment, MakeEnvironment, called
-from braidrl.rollout.episodes.observations import Observation, check_context
 from braidrl.rollout.episodes.trajectory import Trajectory, trajectory_columns
-from braidrl.rollout.episodes.turns import TurnTemplate
+from braidrl.rollout.episodes.turns import Observation, TurnTemplate, check_context
 from braidrl.rollout.requests import Request, SamplingParams, Uid
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What ends a trajectory, and how many are played at once."""
+    """Limits of a trajectory, and how many are played at a time."""
 
     at_once: int
     timeout_s: float
@@ -44,7 +43,7 @@ class Limits:
 
 @dataclass
 class Episode:
-    """A trajectory and what came of it."""
+    """A trajectory and its outcome."""
 
     trajectory: Trajectory
     turns: int = 0
@@ -57,7 +56,7 @@ class Episode:
 
 
 class EnvironmentFailed(Exception):
-    """The environment raised, or did not answer in time: ends its trajectory and no other."""
+    """The environment raised, or did not answer in time: this ends its trajectory and no other."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -71,7 +70,7 @@ class Player(ABC):
     on_finished: Callable[[Episode], None]
 
     async def play(self, rows: Rows) -> list[Episode]:
-        """One episode for each row, in the order of the rows, at most `at_once` at a time."""
+        """Play one episode for each row, at most `at_once` at a time, and return them in the order of the rows."""
         prompts, metadata = rows["prompt"], rows["metadata"]
 
         async def one(number: int, uid: Uid) -> Episode:
@@ -79,11 +78,13 @@ class Player(ABC):
             self.on_finished(episode)
             return episode
 
-        return await at_once(self.limits.at_once, [partial(one, number, uid) for number, uid in enumerate(rows.uids())])
+        return await run_limited(
+            self.limits.at_once, [partial(one, number, uid) for number, uid in enumerate(rows.uids())]
+        )
 
     @abstractmethod
     async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
-        """Plays a row's trajectory to its end, whatever happens in it."""
+        """Play a row's trajectory to its end, whatever happens in it."""
 
 
 @dataclass
@@ -101,7 +102,7 @@ class Episodes(Player):
     on_finished: Callable[[Episode], None] = field(default=lambda episode: None)
 
     async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
-        """Plays a row's trajectory to its end, whatever its environment does."""
+        """Play a row's trajectory to its end, whatever its environment does."""
         episode = Episode(Trajectory(uid))
         environment: Environment | None = None
         try:
@@ -149,7 +150,6 @@ class Episodes(Player):
         return self.template.first(context, tools)
 
     async def _turn(self, episode: Episode) -> bool:
-        """Lets the model act; False when it was aborted."""
         trajectory = episode.trajectory
         context = torch.tensor(trajectory.sequence, dtype=torch.int64)
         room = self.limits.max_sequence_tokens - len(context)
@@ -165,7 +165,7 @@ class Episodes(Player):
         return finished.finish_reason is not FinishReason.ABORT
 
     def _continue(self, trajectory: Trajectory, observation: Observation, tools: Any) -> bool:
-        """Appends what the environment says; False, and nothing is appended, where that leaves no room for another action."""
+        """Append the observation. Returns False, and appends nothing, where it leaves no room for another action."""
         held, opens = trajectory.sequence, False
         if observation.restart:
             ids = self.template.first(observation.said, tools)
@@ -186,12 +186,11 @@ class Episodes(Player):
             )
 
     async def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The environment's answer. Raises EnvironmentFailed for an exception and after the time limit."""
-        return await answer_of(function, *arguments, timeout_s=self.limits.timeout_s)
+        return await call_user(function, *arguments, timeout_s=self.limits.timeout_s)
 
 
-async def answer_of(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
-    """What a user's function returns. Raises EnvironmentFailed for an exception and after the time limit."""
+async def call_user(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
+    """Call a user's function. Raises EnvironmentFailed for an exception and after the time limit."""
     try:
         async with asyncio.timeout(timeout_s) as limit:
             return await called(function, *arguments)
@@ -202,8 +201,8 @@ async def answer_of(function: Callable[..., Any], *arguments: Any, timeout_s: fl
         raise EnvironmentFailed(type(error).__name__, str(error)) from error
 
 
-async def at_once(limit: int, starts: Sequence[Callable[[], Coroutine[Any, Any, Episode]]]) -> list[Episode]:
-    """What all of them give, at most so many under way at a time. The first exception ends the others and goes on."""
+async def run_limited(limit: int, starts: Sequence[Callable[[], Coroutine[Any, Any, Episode]]]) -> list[Episode]:
+    """Run coroutines, at most `limit` at a time. The first exception cancels the others and is raised."""
     free = asyncio.Semaphore(limit)
 
     async def one(start: Callable[[], Coroutine[Any, Any, Episode]]) -> Episode:
@@ -220,20 +219,20 @@ async def at_once(limit: int, starts: Sequence[Callable[[], Coroutine[Any, Any, 
 
 
 def fail(episode: Episode, failed: EnvironmentFailed) -> None:
-    """Notes why the environment ended the trajectory."""
+    """Record why the environment ended the trajectory."""
     episode.finish_reason = FinishReason.ERROR
     episode.failure, episode.detail = failed.reason, failed.detail
 
 
 def example_of(uid: Uid, metadata: dict[str, Any], seed: int, purpose: str) -> dict[str, Any]:
-    """What an environment is told of its row; `seed` is the same for all rows of a group."""
+    """Return the row's example for `Environment.reset`; `seed` is the same for all rows of a group."""
     source, group, sample = uid
     own = int(hashed(seed, "environment", purpose, source, group)) & 0x7FFFFFFF
     return {**metadata, "source": source, "group": group, "sample": sample, "seed": own}
 
 
 def episode_columns(episodes: Sequence[Episode], limits: Limits) -> dict[str, Column]:
-    """The columns of a generate stage with an environment, in the order of `episodes`."""
+    """Return the columns of a generate stage with an environment, in the order of `episodes`."""
     columns = trajectory_columns([e.trajectory for e in episodes], [e.finish_reason for e in episodes])
     score = torch.tensor([e.score for e in episodes], dtype=torch.float32)
     correct = [e.score >= limits.correct_score if e.correct is None else e.correct for e in episodes]
@@ -241,5 +240,5 @@ def episode_columns(episodes: Sequence[Episode], limits: Limits) -> dict[str, Co
 
 
 def failure_counts(episodes: Sequence[Episode]) -> Counter[str]:
-    """How many trajectories their environments ended, by reason."""
+    """Count the trajectories that their environments ended, by reason."""
     return Counter(episode.failure for episode in episodes if episode.failure is not None)

@@ -17,8 +17,7 @@ from transformers.utils import get_json_schema
 
 from braidrl.data.sources import Message
 from braidrl.rollout.episodes.environments import called
-from braidrl.rollout.episodes.observations import Observation
-from braidrl.rollout.episodes.turns import Context
+from braidrl.rollout.episodes.turns import Context, Observation
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
@@ -33,12 +32,12 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """Every call in a turn, in order, those that are not well-formed included."""
+    """Return every call in a turn, in order, malformed ones included."""
     return [parse_tool_call(match[1]) for match in CALL.finditer(text)]
 
 
 def parse_tool_call(text: str) -> ToolCall:
-    """The call between one pair of tags."""
+    """Parse the text between one pair of tags."""
     try:
         call = json.loads(text)
     except json.JSONDecodeError as error:
@@ -52,10 +51,10 @@ def parse_tool_call(text: str) -> ToolCall:
 
 
 class ToolEnvironment(ABC):
-    """A task with tools: turns with calls are answered with their results; a turn without any is the answer."""
+    """A task with tools: a turn with calls is answered with their results; a turn without calls is the final answer."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
-        """`functions` have type hints, and a docstring that says what they and each of their arguments (under `Args:`) are for."""
+        """Take functions with type hints and a docstring that describes them and each argument (under `Args:`)."""
         self._functions = {function.__name__: function for function in functions}
         self.tools: list[dict[str, Any]] = [get_json_schema(function) for function in functions]
         self.example: dict[str, Any] = {}
@@ -74,10 +73,10 @@ class ToolEnvironment(ABC):
 
     @abstractmethod
     def answered(self, text: str) -> Observation:
-        """What the turn without calls is worth; it ends the trajectory."""
+        """Score the final answer; this ends the trajectory."""
 
     async def result(self, call: ToolCall) -> str:
-        """What the model is told: the function's result, or why there is none."""
+        """Return the function's result, or why there is none, as text for the model."""
         if call.fault is None and call.name not in self._functions:
             return f"error: no tool is called {call.name!r}; there are {', '.join(self._functions)}"
         if call.fault is not None or call.arguments is None:

@@ -1,4 +1,5 @@
-"""One trajectory while it grows: token ids that are only ever appended to, and what the engine said of those that it drew.
+"""One trajectory while it grows: token ids that are only ever appended to, and what the engine said of those that it drew; and the columns
+that a generate stage writes, from trajectories or from single responses.
 
 context ──▶ actions ──▶ observation ──▶ actions | context ──▶ actions          | a new sequence of the same row
 """
@@ -12,51 +13,54 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.data.rows import Column, FinishReason
-from braidrl.rollout.requests import Uid
+from braidrl.data.rows import Column, FinishReason, Rows
+from braidrl.rollout.requests import Response, Uid
 
 
 @dataclass
 class Trajectory:
-    """`append` alone changes it."""
+    """A growing trajectory; only `append` changes it."""
 
     uid: Uid
     tokens: list[int] = field(default_factory=list)
-    """Of all sequences, joined."""
+    """Token ids of all sequences, joined."""
     actions: list[bool] = field(default_factory=list)
     """True for each token that was sampled."""
     sequence_lengths: list[int] = field(default_factory=list)
     log_probs: list[Tensor] = field(default_factory=list)
-    """Of the sampled tokens, one tensor for each turn."""
+    """Log-probs of the sampled tokens, one tensor for each turn."""
     versions: list[Tensor] = field(default_factory=list)
 
     @property
     def sequence(self) -> list[int]:
-        """The tokens of the sequence that is being extended: what the engine is given next."""
+        """The tokens of the sequence that is being extended, which the engine gets next."""
         return self.tokens[len(self.tokens) - self.sequence_lengths[-1] :]
 
     @property
     def action_tokens(self) -> int:
-        """Tokens sampled so far; so many random numbers of the row are used up."""
+        """Tokens sampled so far, which is also the number of the row's random numbers that are used up."""
         return sum(len(turn) for turn in self.log_probs)
 
     @property
     def last_turn(self) -> list[int]:
-        """What was sampled last, while nothing has been appended to it."""
+        """The tokens sampled last, while nothing has been appended to them."""
         return self.tokens[len(self.tokens) - len(self.log_probs[-1]) :]
 
     def append(
-        self,
-        tokens: Sequence[int],
-        *,
-        log_probs: Tensor | None = None,
-        versions: Tensor | None = None,
+        self, tokens: Sequence[int], *, log_probs: Tensor | None = None, versions: Tensor | None = None,
         opens: bool = False,
-    ) -> None:
-        """Adds what was sampled, with log-probs (T,) and versions (T,), or without them what was not.
+    ) -> None:  # fmt: skip
+        """Append sampled tokens, or tokens that were not sampled.
 
-        `opens` begins a new sequence, with a context and never with an action. Raises ValueError, and changes nothing, for lengths
-        that differ, for log-probs without versions or the reverse, and for actions where nothing predicts them.
+        Args:
+            tokens: Token ids.
+            log_probs: (T,) for sampled tokens, None for others.
+            versions: (T,) int64 for sampled tokens, None for others.
+            opens: Begin a new sequence, which cannot begin with sampled tokens.
+
+        Raises:
+            ValueError: And nothing changes, for lengths that differ, log-probs without versions or the reverse, or actions that nothing
+                predicts.
         """
         if (log_probs is None) != (versions is None):
             raise ValueError(f"row {self.uid}: sampled tokens have log-probs and versions, others have neither")
@@ -82,36 +86,76 @@ class Trajectory:
 
 
 def trajectory_columns(trajectories: Sequence[Trajectory], reasons: Sequence[FinishReason]) -> dict[str, Column]:
-    """The columns `prompt` to `version` of a generate stage, in the order of `trajectories`.
+    """Return the columns `prompt` to `version` of a generate stage, in the order of `trajectories`.
 
-    `prompt` is what precedes the first action of the first sequence; `version` the oldest among the row's tokens, 0 without any.
+    `prompt` is what precedes the first action of the first sequence.
     """
     prompts = [first_context(trajectory) for trajectory in trajectories]
-    tokens = Ragged.from_rows([t.tokens for t in trajectories], torch.int64)
-    versions = [torch.cat([*t.versions, torch.empty(0, dtype=torch.int64)]) for t in trajectories]
-    log_probs = [torch.cat([*t.log_probs, torch.empty(0, dtype=dtype_of(trajectories))]) for t in trajectories]
+    dtype = dtype_of([turn for t in trajectories for turn in t.log_probs])
     return {
         "prompt": Ragged.from_rows(prompts, torch.int64),
         "prompt_length": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
+        **_columns(
+            Ragged.from_rows([t.tokens for t in trajectories], torch.int64),
+            Ragged.from_rows([t.actions for t in trajectories], torch.bool),
+            Ragged.from_rows([t.sequence_lengths for t in trajectories], torch.int64),
+            Ragged.from_rows([torch.cat([*t.log_probs, torch.empty(0, dtype=dtype)]) for t in trajectories], dtype),
+            [torch.cat([*t.versions, torch.empty(0, dtype=torch.int64)]) for t in trajectories],
+            reasons,
+        ),
+    }
+
+
+def response_columns(rows: Rows, finished: Sequence[Response]) -> dict[str, Column]:
+    """Return the columns `tokens` to `version` of a generate stage with single responses, in the order of `rows`.
+
+    Raises ValueError when `rows` and `finished` do not have the same uids.
+    """
+    by_uid = {response.uid: response for response in finished}
+    uids = rows.uids()
+    if len(by_uid) != len(finished) or set(by_uid) != set(uids) or len(uids) != len(finished):
+        raise ValueError(f"{len(finished)} responses for {len(uids)} rows, which are not the same")
+    ordered = [by_uid[uid] for uid in uids]
+    prompts: Ragged = rows["prompt"]
+    tokens = Ragged.from_rows([torch.cat([prompts[i], r.tokens]) for i, r in enumerate(ordered)], torch.int64)
+    log_probs = [response.log_probs for response in ordered]
+    stretches = torch.stack([prompts.lengths, tokens.lengths - prompts.lengths], dim=1).flatten()
+    actions = torch.tensor([False, True]).repeat(len(ordered)).repeat_interleave(stretches)
+    return _columns(
+        tokens,
+        tokens.with_values(actions),
+        Ragged.from_lengths(tokens.lengths, torch.ones_like(tokens.lengths)),
+        Ragged.from_rows(log_probs, dtype_of(log_probs)),
+        [response.versions for response in ordered],
+        [response.finish_reason for response in ordered],
+    )
+
+
+def _columns(
+    tokens: Ragged, action_mask: Ragged, sequence_lengths: Ragged, log_probs: Ragged, versions: Sequence[Tensor],
+    reasons: Sequence[FinishReason],
+) -> dict[str, Column]:  # fmt: skip
+    """`version` is the oldest among the row's action tokens, 0 without any."""
+    return {
         "tokens": tokens,
-        "action_mask": Ragged.from_rows([t.actions for t in trajectories], torch.bool),
-        "sequence_lengths": Ragged.from_rows([t.sequence_lengths for t in trajectories], torch.int64),
-        "rollout_log_probs": Ragged.from_rows(log_probs, dtype_of(trajectories)),
+        "action_mask": action_mask,
+        "sequence_lengths": sequence_lengths,
+        "rollout_log_probs": log_probs,
         "rollout_versions": Ragged.from_rows(versions, torch.int64),
         "length": tokens.lengths,
-        "action_tokens": torch.tensor([t.action_tokens for t in trajectories], dtype=torch.int64),
+        "action_tokens": torch.tensor([len(each) for each in versions], dtype=torch.int64),
         "finish_reason": torch.tensor([int(reason) for reason in reasons], dtype=torch.int64),
-        "version": torch.tensor([int(v.min()) if len(v) else 0 for v in versions], dtype=torch.int64),
+        "version": torch.tensor([int(each.min()) if len(each) else 0 for each in versions], dtype=torch.int64),
     }
 
 
 def first_context(trajectory: Trajectory) -> list[int]:
-    """What precedes the first action; all of the first sequence where there is none."""
+    """Return the tokens before the first action; all of the first sequence where there is none."""
     end = trajectory.sequence_lengths[0]
     acted = trajectory.actions[:end]
     return trajectory.tokens[: acted.index(True) if True in acted else end]
 
 
-def dtype_of(trajectories: Sequence[Trajectory]) -> torch.dtype:
-    """Of the log-probs: the engine's, which is the same for all."""
-    return next((turn.dtype for t in trajectories for turn in t.log_probs), torch.float32)
+def dtype_of(log_probs: Sequence[Tensor]) -> torch.dtype:
+    """Return the engine's log-prob dtype, the same for all; float32 where there are none."""
+    return log_probs[0].dtype if log_probs else torch.float32

@@ -1,4 +1,4 @@
-"""What an environment says, as token ids that continue a conversation. What was said before is never tokenised again.
+"""Observations, and their token ids that continue a conversation. What was said before is never tokenised again.
 
     ... <start>assistant  I guess 5 <end> | ⏎ <start>user  higher <end> ⏎ <start>assistant ⏎ | I guess 7 <end>
                           sampled           this, tokenised alone                              sampled
@@ -10,6 +10,7 @@ leaving their reasoning out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,18 +30,18 @@ MARK = "the-assistants-turn-stands-here"
 
 @dataclass(frozen=True)
 class TurnTemplate:
-    """How contexts and observations become token ids with the run's tokenizer and template."""
+    """Turns contexts and observations into token ids with the run's tokenizer and template."""
 
     template: PromptTemplate
 
     def first(self, context: Context, tools: Tools = ()) -> list[int]:
-        """Token ids of a whole context. Raises UserError when the chat template refuses it."""
+        """Tokenise a whole context. Raises UserError when the chat template refuses it."""
         if not self.template.is_chat:
             return self.template.encode(context)
         return self.template.encode_text([self._render(self.template.messages(context), tools)])[0]
 
     def following(self, said: Context, last_token: int, tools: Tools = ()) -> list[int]:
-        """Token ids that lead from the end of a sampled turn, whose last token is given, to the beginning of the next one.
+        """Return the token ids between a sampled turn, whose last token is given, and the beginning of the next one.
 
         Raises UserError when the chat template refuses the messages.
         """
@@ -56,12 +57,12 @@ class TurnTemplate:
         return self._alone(after)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What sampled tokens say to an environment, without special tokens."""
+        """Decode sampled tokens for an environment, without special tokens."""
         tokenizer = self.template.tokenizer
         return tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _alone(self, text: str) -> list[int]:
-        """Token ids of a text in the middle of a sequence: no special tokens are put before it."""
+        """Tokenise text in the middle of a sequence: no special tokens are put before it."""
         return list(self.template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _render(self, messages: list[Message], tools: Tools) -> str:
@@ -71,3 +72,32 @@ class TurnTemplate:
             )
         except TemplateError as error:
             raise UserError(f"the tokenizer's chat template refuses the messages: {error}") from None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """An environment's answer to one turn of the model."""
+
+    said: Context = ""
+    """Text, or messages such as tool results, to be appended; with `restart` the whole next context."""
+    reward: float = 0.0
+    """This turn's reward; a row's score is the sum over its turns."""
+    done: bool = False
+    correct: bool | None = None
+    """Whether the task was solved; by default whether the score is that of a right answer."""
+    restart: bool = False
+    """`said` replaces the whole context. Where it extends that token by token it is appended, else it opens a new sequence."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a reward that is not a finite number, and TypeError for a context that is neither text nor messages."""
+        check_context(self.said)
+        if not math.isfinite(self.reward):
+            raise ValueError(f"the reward of a turn must be a finite number, got {self.reward}")
+
+
+def check_context(said: object) -> None:
+    """Raise TypeError for anything but text or messages."""
+    if isinstance(said, str):
+        return
+    if not isinstance(said, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in said):
+        raise TypeError(f"an environment says text or messages {{role, content}}, not {said!r}")

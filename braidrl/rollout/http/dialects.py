@@ -1,4 +1,4 @@
-"""What servers of different makes are asked over HTTP, and what they answer: each make is a value, plain JSON in and out.
+"""The APIs of servers of different makes: each make is a value, plain JSON in and out.
 
 request ──▶ Dialect.generate ──JSON──▶ server ──JSON──▶ Dialect.read ──▶ token ids, log-probs
 """
@@ -9,33 +9,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from braidrl.rollout.draws import draws_of
-from braidrl.rollout.requests import Request
+from braidrl.rollout.requests import Request, row_draws
 
 Json = Mapping[str, Any]
 Call = tuple[str, Json]
-"""A path, and what is posted there."""
+"""A path, and the JSON that is posted there."""
 
 
 @dataclass(frozen=True)
 class ReplyPart:
-    """What is asked of a server: a response, or what is left of one."""
+    """A response, or the rest of one, that is asked of a server."""
 
     name: str
-    """The server's, and no other request's."""
+    """A request id that is unique on the server."""
     request: Request
-    """`max_tokens` of its sampling fit into the model."""
+    """The request; its `max_tokens` fits into the model."""
     stop_token_ids: tuple[int, ...]
-    """All that end the response, the model's own too."""
+    """All tokens that end the response, the model's own included."""
     seed: int
-    """The run's."""
     weights: str
-    """Of the server's weights: what was computed under others is not to be used again."""
+    """Name of the server's weights; a cache computed under others is not used."""
 
 
 @dataclass(frozen=True)
 class ServerAnswer:
-    """What a server has drawn; `problem` says what is missing where it is not usable."""
+    """Tokens drawn by a server; `problem` says what is missing where the answer cannot be used."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -44,47 +42,48 @@ class ServerAnswer:
 
 @dataclass(frozen=True)
 class Network:
-    """How servers of one make are sent weights over the network."""
+    """How servers of one make receive weights over the network."""
 
     workers: tuple[str, str]
-    """Where the number of its workers is found: a path, and a field of its answer."""
+    """The path that tells the number of its workers, and the field of its answer."""
     receive: Callable[[Json, str], Sequence[Call]]
-    """Has its workers receive what a notice speaks of, and calls it by a label. The first is made while the weights are sent."""
+    """Calls that make its workers receive the weights of a notice, and name them by a label. The first is made while the weights are sent.
+    """
     missing: Callable[[Json], str | None]
-    """What a server with these settings would have to be started with."""
+    """The option that a server with these settings must be started with, if any."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How servers of one make are talked to."""
+    """The API of servers of one make."""
 
     generate: Callable[[ReplyPart], Call]
     read: Callable[[Json], ServerAnswer]
     abort: Callable[[str], Call]
-    """Ends the request of a name early: it is answered with what there is."""
+    """Ends the request of a name early; it is answered with what there is."""
     load_weights: Callable[[str, str], Sequence[Call]]
-    """Takes the weights in a folder, and calls them by a label from then on. Made one after the other."""
+    """Calls, in order, that load the weights in a folder and name them by a label."""
     label: tuple[str, str]
-    """Where the label of the server's weights is found: a path, and a field of its answer."""
+    """The path that tells the label of the server's weights, and the field of its answer."""
     settings: str
-    """Where a server says how it was started."""
+    """The path that tells how a server was started."""
     missing: Callable[[Json, int], str | None]
-    """What a server with these settings would have to be started with, for rows of so many tokens."""
+    """The option that a server with these settings must be started with, if any, for rows of so many tokens."""
     start: str
-    """What makes a server say its settings."""
+    """What makes a server tell its settings."""
     network: Network | None = None
-    """How it is sent weights; None where it can only read them from a folder."""
+    """How it receives weights; None where it can only read them from a folder."""
 
 
 def vllm_generate(part: ReplyPart) -> Call:
-    """Tokens are drawn in the server by `DrawByRow`, so that vLLM's own settings are those that change nothing."""
+    """Ask vLLM for tokens, which `DrawByRow` draws in the server, so that vLLM's own sampling settings are neutral."""
     return "/v1/completions", {
         "request_id": part.name, "prompt": part.request.prompt.tolist(), "cache_salt": part.weights,
         "max_tokens": part.request.sampling.max_tokens, "stop_token_ids": list(part.stop_token_ids), "ignore_eos": True,
         "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
         "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
         "stop": list(part.request.sampling.stop), "include_stop_str_in_output": True, "skip_special_tokens": False,
-        "logprobs": 0, "return_token_ids": True, "vllm_xargs": draws_of(part.request, part.seed).arguments(),
+        "logprobs": 0, "return_token_ids": True, "vllm_xargs": row_draws(part.request, part.seed).arguments(),
     }  # fmt: skip
 
 
@@ -141,7 +140,7 @@ VLLM = Dialect(
 
 
 def sglang_generate(part: ReplyPart) -> Call:
-    """The seed belongs to the row; SGLang draws by it and the token's place in the sequence."""
+    """Ask SGLang for tokens; it draws by the row's seed and the token's place in the sequence."""
     sampling = part.request.sampling
     return "/generate", {
         "rid": part.name, "input_ids": part.request.prompt.tolist(), "return_logprob": True,

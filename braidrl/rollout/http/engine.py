@@ -1,10 +1,10 @@
-"""An engine that is a server of somebody else's, reached over HTTP: token ids go there, token ids and log-probs come back.
+"""An engine that is another project's server, reached over HTTP: token ids go there, token ids and log-probs come back.
 
 submit ──▶ gate ──▶ server ──▶ part ──▶ Response        pause, update, abort: the server ends what it draws with what there is,
-             ▲                   |                      and a row that goes on asks for the rest, with the draws that come next
+             ▲                   |                      and a row that continues asks for the rest, with the draws that come next
              └── rest of a row ──┘
 
-Every token so has one version, and none is drawn from keys and values of weights before.
+So every token has one version, and none is drawn from keys and values of earlier weights.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from braidrl.errors import UserError
 from braidrl.rollout.engine import EngineError, Load, WeightSource
 from braidrl.rollout.http.dialects import ReplyPart, ServerAnswer
 from braidrl.rollout.http.servers import GenerationServer
-from braidrl.rollout.partial import continued
-from braidrl.rollout.requests import Request, Response, Uid
-from braidrl.rollout.row import Flight, row_of
+from braidrl.rollout.requests import Request, Response, Uid, remaining_request
+from braidrl.rollout.row import RemoteRow, row_of
 from braidrl.rollout.weights.local import check_shapes
 from braidrl.rollout.weights.shared_file import ReadableFolder, SharedWeights, WeightFile, WeightFolder
 
 ABORT_AGAIN_S = 0.1
 """A request that is aborted may still be on its way to the server: it is aborted again until it is answered."""
 NOTHING_YET = -1
-"""Version of a server that may have been started anew."""
+"""Version of a server that may have been restarted."""
 
 
 StoredFile = WeightFolder | SharedWeights
@@ -41,30 +40,28 @@ StoredFile = WeightFolder | SharedWeights
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """What the run knows of the model that a server serves."""
+    """The run's knowledge of the model that a server serves."""
 
     tokenizer: PreTrainedTokenizerBase
     end_ids: tuple[int, ...]
     shapes: Mapping[str, torch.Size]
-    """Of every tensor, a tied one under each of its names."""
+    """Shape of every tensor, a tied one under each of its names."""
     slots: int
-    """Rows that it is given at once."""
     max_sequence_tokens: int
     seed: int = 0
     store: Callable[[Iterable[tuple[str, Tensor]]], StoredFile] = WeightFolder
-    """Puts weights where the server reads them, or where they are sent to it from."""
+    """Stores weights where the server reads them, or where they are sent from."""
 
 
 @dataclass
-class UnderWay(Flight):
-    """A row that this engine has."""
+class HttpRow(RemoteRow):
+    """A row of this engine."""
 
     call: asyncio.Future[Any] | None = None
-    """The server's answer, while it is asked."""
+    """The pending request to the server."""
     interrupted: bool = False
-    """True where this part was ended early, by whoever."""
+    """True where the current part was ended early."""
     aborted: bool = False
-    """True where the row is."""
 
 
 class HttpEngine:
@@ -73,7 +70,7 @@ class HttpEngine:
     def __init__(self, server: GenerationServer, spec: ServerSpec) -> None:
         self.server, self.spec = server, spec
         self.version = 0
-        self._flights: dict[Uid, UnderWay] = {}
+        self._flights: dict[Uid, HttpRow] = {}
         self._paused = self._asleep = self._updating = False
         self._failure: EngineError | None = None
         self._changed = asyncio.Condition()
@@ -83,8 +80,8 @@ class HttpEngine:
         return self.spec.max_sequence_tokens
 
     async def start(self) -> None:
-        """Raises UserError for a server that does not answer, or was started in a way that Braid cannot train with."""
-        await self.server.reach(self.spec.max_sequence_tokens)
+        """Connect to the server. Raises UserError where it does not answer, or was started in a way that Braid cannot train with."""
+        await self.server.connect(self.spec.max_sequence_tokens)
 
     async def close(self) -> None:
         await self.server.close()
@@ -93,9 +90,9 @@ class HttpEngine:
         if request.uid in self._flights:
             raise ValueError(f"row {request.uid} is under way already")
         row = row_of(request, self.spec.tokenizer, self.spec.end_ids, self.spec.max_sequence_tokens)
-        flight = self._flights[request.uid] = UnderWay(row)
+        flight = self._flights[request.uid] = HttpRow(row)
         try:
-            return await self._drawn(flight)
+            return await self._generate(flight)
         finally:
             del self._flights[request.uid]
 
@@ -104,7 +101,7 @@ class HttpEngine:
             raise KeyError(f"row {uid} is not under way")
         flight = self._flights[uid]
         flight.aborted = True
-        await self._open()
+        await self._wake_waiting()
         await self._interrupt(flight)
 
     async def pause(self) -> None:
@@ -113,10 +110,10 @@ class HttpEngine:
 
     async def resume(self) -> None:
         self._paused = False
-        await self._open()
+        await self._wake_waiting()
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """Raises ValueError also without a source: a server shares no weights."""
+        """Raise ValueError also without a source: a server shares no weights."""
         if source is None:
             raise ValueError(f"{self.server.url} is a server and shares no weights: give it a source")
         if not isinstance(source, ReadableFolder | WeightFile):
@@ -135,10 +132,10 @@ class HttpEngine:
             raise
         finally:
             self._updating = False
-            await self._open()
+            await self._wake_waiting()
 
     async def sleep(self) -> None:
-        """The server keeps its memory: its devices are its own."""
+        """Refuse requests; the server keeps its memory, since its devices are its own."""
         if self._flights:
             raise RuntimeError(
                 f"{self.server.url}: {len(self._flights)} rows are under way; an engine sleeps when it has none"
@@ -147,11 +144,11 @@ class HttpEngine:
 
     async def wake(self) -> None:
         self._asleep = False
-        await self._open()
+        await self._wake_waiting()
 
     async def recover(self) -> int:
-        """Whoever started the server starts it again; its weights are then those that it began with."""
-        await self.server.back()
+        """Wait for a server that its owner restarts; it has the weights that it began with."""
+        await self.server.check_alive()
         self._failure = None
         return NOTHING_YET
 
@@ -160,28 +157,27 @@ class HttpEngine:
         running = min(asked, self.spec.slots)
         return Load(self.spec.slots, running, len(self._flights) - running)
 
-    async def _drawn(self, flight: UnderWay) -> Response:
-        """The whole response, in as many parts as it takes."""
+    async def _generate(self, flight: HttpRow) -> Response:
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._goes or flight.aborted or self._failure)
+                await self._changed.wait_for(lambda: self._is_generating or flight.aborted or self._failure)
             if self._failure is not None:
                 raise self._failure
-            rest = continued(flight.row.request, flight.finished(aborted=True)) if not flight.aborted else None
+            rest = remaining_request(flight.row.request, flight.finished(aborted=True)) if not flight.aborted else None
             if rest is None:
                 return flight.finished(aborted=True)
-            answer = await self._part(flight, rest)
+            answer = await self._generate_part(flight, rest)
             if self._take(flight, answer):
                 return flight.finished()
             if not answer.tokens and not flight.interrupted:
                 raise EngineError(f"{self.server.url} ended row {flight.row.request.uid} without a token")
 
     @property
-    def _goes(self) -> bool:
+    def _is_generating(self) -> bool:
         return not (self._paused or self._asleep or self._updating)
 
-    async def _part(self, flight: UnderWay, rest: Request) -> ServerAnswer:
-        """What the server draws of a row before it ends or is interrupted."""
+    async def _generate_part(self, flight: HttpRow, rest: Request) -> ServerAnswer:
+        """Generate tokens until the row ends or is interrupted."""
         flight.name, flight.interrupted = uuid4().hex, False
         flight.row.versions.append((len(flight.tokens), self.version))
         limit = min(rest.sampling.max_tokens, flight.row.limit - len(flight.tokens))
@@ -199,13 +195,12 @@ class HttpEngine:
         await self.server.check_weights()
         return answer
 
-    def _take(self, flight: UnderWay, answer: ServerAnswer) -> bool:
-        """Adds a part's tokens to the row; True where it ended with them."""
+    def _take(self, flight: HttpRow, answer: ServerAnswer) -> bool:
         for token, log_prob in zip(answer.tokens, answer.log_probs, strict=True):
             flight.tokens.append(token)
             flight.log_probs.append(log_prob)
             if (
-                flight.row.hears_stop(token)
+                flight.row.completes_stop_text(token)
                 or token in flight.row.stop_token_ids
                 or len(flight.tokens) == flight.row.limit
             ):
@@ -215,14 +210,13 @@ class HttpEngine:
     async def _interrupt_all(self) -> None:
         await asyncio.gather(*(self._interrupt(flight) for flight in list(self._flights.values())))
 
-    async def _interrupt(self, flight: UnderWay) -> None:
-        """Has the server end the part that it draws, and returns when that has come back."""
+    async def _interrupt(self, flight: HttpRow) -> None:
+        """Make the server end the part that it draws, and wait until that has come back."""
         call, name, flight.interrupted = flight.call, flight.name, True
         while call is not None and not call.done():
             await self.server.ask("POST", *self.server.dialect.abort(name))
             await asyncio.wait([call], timeout=ABORT_AGAIN_S)
 
-    async def _open(self) -> None:
-        """Has everybody at the gate look again."""
+    async def _wake_waiting(self) -> None:
         async with self._changed:
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""A server that generates, as the run sees it: what is posted there and what comes back, and which weights it has."""
+"""A generation server as the run sees it: requests and answers, and which weights it has."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from braidrl.rollout.weights.shared_file import ReadableFolder, WeightFile
 
 
 @dataclass(frozen=True)
-class Sending:
-    """How weights are sent over the network: the run's device, whether what arrives is checked, and bytes in a bucket."""
+class BroadcastSettings:
+    """How weights are sent over the network: the run's device, whether checksums are compared, and bytes in a bucket."""
 
     device: torch.device
     checked: bool = False
@@ -30,18 +30,20 @@ class Sending:
 
 
 class GenerationServer:
-    """Belongs to the event loop in which it is reached. Whoever waits for an answer waits at most `limit_s` seconds."""
+    """Belongs to the event loop in which it is connected. A request waits at most `limit_s` seconds for its answer."""
 
-    def __init__(self, url: str, dialect: Dialect, limit_s: float = 600.0, sending: Sending | None = None) -> None:
-        """With `sending` it is sent weights over the network, else it reads them from a folder."""
+    def __init__(
+        self, url: str, dialect: Dialect, limit_s: float = 600.0, sending: BroadcastSettings | None = None
+    ) -> None:
+        """Name the server; it gets weights over the network with `sending`, and else reads them from a folder."""
         self.url, self.dialect, self.limit_s, self.sending = url.rstrip("/"), dialect, limit_s, sending
         self.weights = secrets.token_hex(8)
-        """What its weights are called: never twice the same, by whatever run."""
+        """The name of its weights, unique over all runs."""
         self._given = False
         self._session: ClientSession | None = None
 
-    async def reach(self, max_sequence_tokens: int) -> None:
-        """Raises UserError for a server that does not answer, or was started in a way that Braid cannot train with."""
+    async def connect(self, max_sequence_tokens: int) -> None:
+        """Raise UserError for a server that does not answer, or was started in a way that Braid cannot train with."""
         self._session = ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=self.limit_s))
         told = f"rollout.servers: {self.url}"
         try:
@@ -63,7 +65,7 @@ class GenerationServer:
             await self._session.close()
 
     async def load_weights(self, weights: ReadableFolder | WeightFile) -> None:
-        """Raises EngineError where it does not take them: which it has is not known then."""
+        """Change the server's weights. Raises EngineError where that fails: which weights it has is not known then."""
         label = secrets.token_hex(8)
         try:
             if isinstance(weights, ReadableFolder):
@@ -89,7 +91,7 @@ class GenerationServer:
             await self.ask("POST", *call)
 
     async def _while_sent(self, call: Call, broadcast: Broadcast) -> None:
-        """Asks the server to receive and sends; whichever of the two fails, the other is not waited for."""
+        """Ask the server to receive, and send; when one of the two fails, the other is not waited for."""
         asked, sent = asyncio.ensure_future(self.ask("POST", *call)), in_thread(broadcast.run)
         try:
             both: list[asyncio.Future[Any]] = [asked, sent]
@@ -104,7 +106,7 @@ class GenerationServer:
                 await asked
 
     async def check_weights(self) -> None:
-        """Raises EngineError where the server was started anew since it was given weights: others may have drawn its tokens."""
+        """Raise EngineError where the server was restarted since it got its weights: its tokens may be those of others."""
         if not self._given:
             return
         before, (path, field) = self.weights, self.dialect.label
@@ -112,8 +114,8 @@ class GenerationServer:
         if found not in (before, self.weights):
             raise EngineError(f"{self.url} was started anew, or given weights by somebody else: it has {found!r}")
 
-    async def back(self) -> None:
-        """Returns when it answers; it may have been started anew. Raises EngineError when it does not."""
+    async def check_alive(self) -> None:
+        """Wait for the server's answer; it may have been restarted. Raises EngineError when there is none."""
         try:
             await self.ask("GET", self.dialect.settings)
         except UserError as error:
@@ -121,7 +123,7 @@ class GenerationServer:
         self._given = False
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The server's answer. Raises UserError for what it refuses, and EngineError when it fails or does not answer."""
+        """Send a request. Raises UserError for what the server refuses, and EngineError when it fails or does not answer."""
         if self._session is None or self._session.closed:
             raise EngineError(f"{self.url} has not been reached")
         try:

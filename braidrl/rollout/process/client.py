@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from braidrl.cluster.local import Spawned, spawn
+from braidrl.cluster.process import ProcessSpec
 from braidrl.errors import UserError
 from braidrl.rollout.engine import EngineError, Load, WeightSource
 from braidrl.rollout.process.server import READY
@@ -27,19 +26,12 @@ from braidrl.rollout.requests import Request, Response, Uid
 from braidrl.rollout.weights.shared_file import SharedWeights, WeightFile
 from braidrl.rollout.wire import Message, error_of, packed, plain_request, receive, response_of
 
-BOOT = """
-import json, sys
-sys.path += [place for place in json.loads(sys.argv[2]) if place not in sys.path]
-from braidrl.rollout.process.server import main
-main(int(sys.argv[1]))
-"""
-"""The interpreter's own packages come first: it may be that of another environment."""
 DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1",
     # vLLM would bind each of its workers to a memory node of its own, and refuse more of them than there are
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }  # fmt: skip
-"""Of vLLM; what the run's own environment says goes before."""
+"""Environment variables of vLLM, where the run's own environment does not set them."""
 NOTHING_YET = -1
 """Version of an engine whose process was started anew."""
 
@@ -53,7 +45,7 @@ class EngineProcess:
         """`python` is the interpreter that has what the engine needs; by default this process's."""
         self.spec, self.name, self.limit_s = spec, name, limit_s
         self._python = str(python or sys.executable)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Spawned | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
         self._answers: dict[int | None, asyncio.Future[Any]] = {}
@@ -70,21 +62,17 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """The process id, while there is a process."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
-        """Returns when the model is loaded. Raises UserError for one that cannot be used, EngineError as `submit`."""
+        """Start the process, and wait until the model is loaded. Raises UserError where it cannot be used, EngineError as `submit`."""
         if shutil.which(self._python) is None:
             raise UserError(f"rollout.python: {self._python} is no interpreter that can be run")
-        ours, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [self._python, "-c", BOOT, str(theirs.fileno()), json.dumps(sys.path)],
-            stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
-            env=environment(self.spec),
-        )  # fmt: skip
-        theirs.close()
-        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._process = spawn(process_spec(self.spec, self.name, self._python))
+        line = socket.socket(fileno=os.dup(self._process.connection.fileno()))
+        self._process.connection.close()
+        reader, self._writer = await asyncio.open_connection(sock=line)
         ready = self._answers[READY] = asyncio.get_running_loop().create_future()
         self._listener = asyncio.create_task(self._listen(reader, self._writer))
         self._writer.write(packed(self.spec.plain()))
@@ -114,7 +102,7 @@ class EngineProcess:
         await self._call("resume")
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """Raises ValueError also without a source: a process of its own shares no weights."""
+        """Raise ValueError also without a source: a process of its own shares no weights."""
         if source is None:
             raise ValueError(f"{self.name} is a process of its own and shares no weights: give it a source")
         if isinstance(source, WeightFile):
@@ -130,7 +118,7 @@ class EngineProcess:
         await self._call("wake")
 
     async def recover(self) -> int:
-        """A fresh process in place of one that ended or cannot go on; its weights are those of the model's directory."""
+        """Start a new process in place of one that ended or cannot continue; its weights are those of the model's directory."""
         # several may want it back at once
         async with self._recovering:
             if self._writer is not None:
@@ -149,7 +137,7 @@ class EngineProcess:
         return Load(self._load.slots, running, len(self._rows) - running)
 
     async def close(self) -> None:
-        """Ends the process and waits until it is gone."""
+        """End the process and waits until it is gone."""
         self._die("was closed")
         if self._listener is not None:
             await asyncio.gather(self._listener, return_exceptions=True)
@@ -172,7 +160,7 @@ class EngineProcess:
         self._writer.write(packed({"id": number, "method": method, **arguments}))
 
     async def _wait(self, answer: asyncio.Future[Any], what: str) -> Any:
-        """The answer. Raises EngineError when the process ends, or after `limit_s` seconds in which it said nothing at all."""
+        """Return the answer. Raises EngineError when the process ends, or after `limit_s` seconds without any message."""
         now = asyncio.get_running_loop().time
         begun = now()
         while not answer.done():
@@ -202,31 +190,29 @@ class EngineProcess:
             answer.set_result(message.get("result"))
 
     def _named(self, error: Exception) -> Exception:
-        """What the process says of itself, with whose words these are."""
+        """Add this engine's name to an EngineError."""
         return EngineError(f"{self.name}: {error}") if isinstance(error, EngineError) else error
 
     def _die(self, why: str) -> None:
-        """Kills what is left of the process; everybody who waits for it is told why."""
+        """Kill what is left of the process, and fail everything that waits for it."""
         if self._writer is None or self._process is None:
             return
         self._writer.close()
         self._writer = None
-        # The number cannot have become another's: nobody has waited for the process yet.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        status = self._process.wait()
-        self._end = f"(process {self._process.pid}) {why}; its exit status is {status}"
+        self._process.kill()
+        self._end = f"(process {self._process.pid}) {why}; its exit status is {self._process.status}"
         answers, self._answers = self._answers, {}
         for answer in answers.values():
             if not answer.done():
                 answer.set_exception(EngineError(f"{self.name} {self._end}"))
 
 
-def environment(spec: EngineSpec) -> dict[str, str]:
-    """Of an engine's process."""
-    own = {**os.environ, "OMP_NUM_THREADS": str(spec.threads)}
-    if spec.kind != "vllm":
-        return own
-    # On the CPU vLLM computes eagerly, and would still compile small parts of its sampling with a C++ compiler.
-    eager = {"TORCHDYNAMO_DISABLE": "1"} if spec.device == "cpu" else {}
-    return {**DEFAULTS, **own, **eager}
+def process_spec(spec: EngineSpec, name: str, python: str) -> ProcessSpec:
+    """Return how the process of an engine is started."""
+    own = {}
+    if spec.kind == "vllm":
+        own = {name: value for name, value in DEFAULTS.items() if name not in os.environ}
+        # On the CPU vLLM computes eagerly, and would still compile small parts of its sampling with a C++ compiler.
+        own |= {"TORCHDYNAMO_DISABLE": "1"} if spec.device == "cpu" else {}
+    entry = "braidrl.rollout.process.server:main"
+    return ProcessSpec(name, entry, python=python, threads=spec.threads, devices=spec.devices, environment=own)

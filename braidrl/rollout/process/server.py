@@ -18,47 +18,57 @@ import torch
 from braidrl.errors import UserError
 from braidrl.models.cpu.malloc import keep_freed_memory
 from braidrl.models.loading import load_decoder, load_tokenizer
-from braidrl.rollout.divided.followers import ForkedFollowers
-from braidrl.rollout.divided.processes import fork_followers, lead
+from braidrl.rollout.divided.followers import ForkedFollowers, fork_followers, lead
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.embedded.stepping import SteppingEngine
-from braidrl.rollout.engine import Engine, EngineError
+from braidrl.rollout.engine import ENGINES, Engine, EngineError, ServedEngine
 from braidrl.rollout.process.spec import EngineSpec
 from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.weights.shared_file import WeightFile
 from braidrl.rollout.wire import Message, packed, plain_error, plain_response, receive, receive_at_once, request_of
 
 BEAT_S = 0.02
-"""How often a process with rows says how it is doing."""
+"""Seconds between messages about the load of a process with rows."""
 READY = -1
 """The number of the answer to the first message, which says what engine to make."""
 
 
-def make_engine(spec: EngineSpec) -> SteppingEngine:
-    """Loads the model. Raises UserError for one that cannot be used."""
-    tokenizer, folder = load_tokenizer(spec.model), Path(spec.model)
-    if spec.kind == "vllm":
-        # Imported here: vLLM need not be installed.
-        try:
-            from braidrl.rollout.vllm.engine import VllmEngine
-        except ImportError as error:
-            raise UserError(
-                f"rollout.engine=vllm: {sys.executable} cannot import it ({error}); see docs/rollout.md"
-            ) from error
-        return VllmEngine(folder, tokenizer, spec.slots, spec.max_sequence_tokens, spec.seed, spec.dtype, spec.options)
-    model = load_decoder(folder, getattr(torch, spec.dtype), spec.device).requires_grad_(False).eval()
+def embedded_engine(spec: EngineSpec) -> SteppingEngine:
+    """Load the model into an embedded engine. Raises UserError for one that cannot be used."""
+    tokenizer = load_tokenizer(spec.model)
+    model = load_decoder(Path(spec.model), getattr(torch, spec.dtype), spec.device).requires_grad_(False).eval()
     return EmbeddedEngine(model, tokenizer, spec.slots, spec.max_sequence_tokens, spec.seed, **spec.options)
 
 
+def vllm_engine(spec: EngineSpec) -> SteppingEngine:
+    """Load the model into vLLM. Raises UserError where it is not installed, or does not take the model."""
+    # Imported here: vLLM need not be installed.
+    try:
+        from braidrl.rollout.vllm.engine import VllmEngine
+    except ImportError as error:
+        raise UserError(
+            f"rollout.engine=vllm: {sys.executable} cannot import it ({error}); see docs/rollout.md"
+        ) from error
+    return VllmEngine(
+        Path(spec.model), load_tokenizer(spec.model), spec.slots, spec.max_sequence_tokens, spec.seed, spec.dtype,
+        spec.options,
+    )  # fmt: skip
+
+
+def served(engine: SteppingEngine | ServedEngine) -> ServedEngine:
+    """Return the engine behind the engine protocol, which one that steps is put behind."""
+    return EngineReplica(engine) if isinstance(engine, SteppingEngine) else engine
+
+
 class Host:
-    """Answers messages with what the engine does."""
+    """Executes messages on the engine and sends the results."""
 
     def __init__(self, engine: Engine, writer: asyncio.StreamWriter) -> None:
         self.engine, self.writer = engine, writer
         self.tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, message: Message) -> None:
-        """Messages begin in the order in which they come, and are answered when they are done."""
+        """Start a message's task. Messages start in the order in which they come, and are answered when they are done."""
         task = asyncio.create_task(self._act(message))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -67,7 +77,7 @@ class Host:
         self.writer.write(packed({**message, "load": astuple(self.engine.load())}))
 
     async def beat(self) -> None:
-        """Lets the run know that a process which says nothing else is alive."""
+        """Show that a process without other messages is alive."""
         while True:
             await asyncio.sleep(BEAT_S)
             if self.tasks:
@@ -97,26 +107,28 @@ class Host:
 
 
 async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFollowers | None) -> None:
-    """Makes the engine, and does what messages say until the run is gone."""
+    """Make the engine, and execute messages until the run is gone."""
     reader, writer = await asyncio.open_connection(sock=connection)
     torch.set_num_threads(spec.threads)
     keep_freed_memory()
     try:
-        engine = lead(spec, followers) if followers else make_engine(spec)
+        engine = served(lead(spec, followers) if followers else ENGINES.find(spec.kind)(spec))
+        await engine.start()
     except (UserError, EngineError) as error:
         writer.write(packed({"id": READY, **plain_error(error)}))
         await writer.drain()
         return
-    host = Host(EngineReplica(engine), writer)
+    host = Host(engine, writer)
     host.say({"id": READY})
     beats = asyncio.create_task(host.beat())
     while (message := await receive(reader)) is not None:
         host.begin(message)
     beats.cancel()
+    await engine.close()
 
 
 def main(handle: int) -> None:
-    """Serves the engine that the first message asks for. Its other processes are forked while this one has nothing but code."""
+    """Serve the engine that the first message asks for. Its other processes are forked before this one has loaded anything."""
     connection = socket.socket(fileno=handle)
     message = receive_at_once(connection)
     if message is None:

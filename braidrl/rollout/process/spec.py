@@ -11,7 +11,7 @@ class EngineSpec:
     """Which engine a process makes, as plain data."""
 
     kind: str
-    """embedded or vllm."""
+    """`embedded`, `vllm`, or `module:name` or `file.py:name` of a user's own."""
     model: str
     """A Hugging Face directory."""
     slots: int
@@ -19,14 +19,17 @@ class EngineSpec:
     seed: int = 0
     dtype: str = "float32"
     device: str = "cpu"
+    """cpu or cuda: the first of `devices`."""
     threads: int = 1
     """CPU threads of each of its processes."""
     tensor: int = 1
-    """Processes that divide the weights; of a cuda `device` each has the next one."""
+    """Processes that divide the weights."""
     limit_s: float = 600.0
     """How long these wait for one another."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of this kind of engine."""
+    """Settings of this kind of engine: `rollout.engine_settings` of a user's own."""
+    devices: tuple[int, ...] | None = None
+    """The CUDA devices that its processes see, one for each, by their numbers among the run's; None for all of those."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,11 +1,11 @@
-"""Which engine gets which row next: the router's decisions, without clocks or sockets.
+"""The choice of an engine for each row: the router's decisions, without clocks or sockets.
 
 add ──▶ waiting ──an engine has room──▶ on the engine with the least work ──done──▶ gone
            ▲                                    |
            └────────────── the engine failed ───┘
 
-A row is bound to an engine only when the engine has room for it, one by one: lengths are not known beforehand, and what is
-not bound yet can still even out what turned out long. Work is counted in response tokens.
+A row is bound to an engine only when the engine has room for it, one by one: lengths are not known beforehand, and rows that are
+not bound yet can still balance what turned out long. Work is counted in response tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Prefix = tuple[int, ...]
 
 @dataclass
 class Job:
-    """A row that waits or is under way."""
+    """A row that waits or is in flight."""
 
     uid: Uid
     prompt_tokens: int
@@ -37,14 +37,14 @@ class Job:
 
 
 @dataclass
-class Station:
+class EngineState:
     """One engine as the dispatcher sees it."""
 
     slots: int
     alive: bool = True
     jobs: dict[Uid, Job] = field(default_factory=dict)
     work: float = 0.0
-    """Of all its jobs."""
+    """Total work of its jobs, in response tokens."""
 
     def put(self, job: Job) -> None:
         self.jobs[job.uid] = job
@@ -58,11 +58,11 @@ class Station:
 
 
 class Dispatcher:
-    """Rows and the engines that they are on. `slots` are the rows that each engine may have at once."""
+    """Rows and the engines that they are on; `slots` are the rows that each engine may have at once."""
 
     def __init__(self, slots: Sequence[int], expected_tokens: float = 512.0) -> None:
-        """`expected_tokens` stands for a response's length until responses have been seen."""
-        self.stations = [Station(count) for count in slots]
+        """Start without rows; `expected_tokens` is the assumed response length until responses have been seen."""
+        self.engines = [EngineState(count) for count in slots]
         self._waiting: OrderedDict[Uid, Job] = OrderedDict()
         self._prefixes: OrderedDict[Prefix, dict[int, int]] = OrderedDict()
         self._first_guess = expected_tokens
@@ -79,56 +79,54 @@ class Dispatcher:
         return self._seen["tokens"] / self._seen["rows"] if self._seen["rows"] else self._first_guess
 
     def engine_of(self, uid: Uid) -> int | None:
-        """Where a row is; None while it waits. Raises KeyError when it is not under way."""
-        for number, station in enumerate(self.stations):
-            if uid in station.jobs:
+        """Return the row's engine; None while it waits. Raises KeyError when it is not in flight."""
+        for number, state in enumerate(self.engines):
+            if uid in state.jobs:
                 return number
         if uid not in self._waiting:
             raise KeyError(f"row {uid} is not under way")
         return None
 
     def add(self, uid: Uid, prompt_tokens: int) -> None:
-        """One more row. Raises ValueError for one that is under way already."""
-        if uid in self._waiting or any(uid in station.jobs for station in self.stations):
+        """Add a row. Raises ValueError for one that is in flight already."""
+        if uid in self._waiting or any(uid in state.jobs for state in self.engines):
             raise ValueError(f"row {uid} is under way already")
         self._waiting[uid] = Job(uid, prompt_tokens)
 
     def assign(self) -> list[tuple[Uid, int]]:
-        """Rows that go out now, each with its engine."""
+        """Assign waiting rows to engines with room, and return (row, engine) pairs."""
         assigned = []
         while self._waiting:
-            open_now = [n for n, s in enumerate(self.stations) if s.alive and len(s.jobs) < s.slots]
+            open_now = [n for n, s in enumerate(self.engines) if s.alive and len(s.jobs) < s.slots]
             if not open_now:
                 break
             uid, job = self._waiting.popitem(last=False)
             engine = self._choose(job, open_now)
             job.work = self.expected_tokens + PROMPT_WORK * (job.prompt_tokens - self._held(job, engine))
-            self.stations[engine].put(job)
+            self.engines[engine].put(job)
             self._remember(uid[:2], engine, job.prompt_tokens)
             assigned.append((uid, engine))
         return assigned
 
     def done(self, uid: Uid, response_tokens: int) -> None:
-        """A row got its response."""
         engine = self.engine_of(uid)
         assert engine is not None, f"row {uid} waits and cannot be done"
-        job = self.stations[engine].remove(uid)
+        job = self.engines[engine].remove(uid)
         self._remember(uid, engine, job.prompt_tokens + response_tokens)
         self._seen.update(rows=1, tokens=response_tokens)
 
     def drop(self, uid: Uid) -> None:
-        """A row is not wanted any more."""
         engine = self.engine_of(uid)
         if engine is None:
             del self._waiting[uid]
         else:
-            self.stations[engine].remove(uid)
+            self.engines[engine].remove(uid)
 
     def fail(self, engine: int) -> list[Uid]:
-        """The engine is dead: nothing goes there, and its rows wait again, before all others."""
-        station = self.stations[engine]
-        station.alive = False
-        lost = [station.remove(uid) for uid in list(station.jobs)]
+        """Mark an engine as dead, and return its rows, which wait again before all others."""
+        state = self.engines[engine]
+        state.alive = False
+        lost = [state.remove(uid) for uid in list(state.jobs)]
         for job in reversed(lost):
             self._waiting[job.uid] = job
             self._waiting.move_to_end(job.uid, last=False)
@@ -137,25 +135,25 @@ class Dispatcher:
         return [job.uid for job in lost]
 
     def recover(self, engine: int) -> None:
-        """The engine is healthy again."""
-        self.stations[engine].alive = True
+        """Mark an engine as alive again."""
+        self.engines[engine].alive = True
 
     def _choose(self, job: Job, open_now: Sequence[int]) -> int:
-        """The least loaded engine, or one with the row's prefix that is hardly more loaded."""
-        work = {engine: self.stations[engine].work for engine in open_now}
+        """Return the least loaded engine, or one with the row's prefix that is hardly more loaded."""
+        work = {engine: self.engines[engine].work for engine in open_now}
         least = min(work.values())
         # what is not bound yet can even out a difference; when nothing waits, only the load counts
-        unbound = (len(self._waiting) + 1) * self.expected_tokens / len(self.stations)
+        unbound = (len(self._waiting) + 1) * self.expected_tokens / len(self.engines)
         near = [
             engine
             for engine in open_now
-            if work[engine] <= least + min(SLACK * self.stations[engine].slots * self.expected_tokens, unbound)
+            if work[engine] <= least + min(SLACK * self.engines[engine].slots * self.expected_tokens, unbound)
         ]
         best = max(near, key=lambda engine: (self._held(job, engine), -work[engine], -engine))
         return best if self._held(job, best) else min(open_now, key=lambda engine: (work[engine], engine))
 
     def _held(self, job: Job, engine: int) -> int:
-        """Tokens of the row's prompt that the engine has seen."""
+        """Return how many tokens of the row's prompt the engine has seen."""
         held = max(self._prefixes.get(prefix, {}).get(engine, 0) for prefix in (job.uid, job.uid[:2]))
         return min(held, job.prompt_tokens)
 

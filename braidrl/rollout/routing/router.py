@@ -1,4 +1,4 @@
-"""Several engines as one: each request goes to the engine that the dispatcher chooses, and elsewhere if that one dies.
+"""Several engines as one: each request goes to the engine that the dispatcher chooses, and to another if that one dies.
 
 submit ──▶ waiting ──dispatch──▶ engine ──▶ Response
               ▲                    |
@@ -19,14 +19,14 @@ from braidrl.rollout.routing.dispatch import Dispatcher
 
 
 class Router:
-    """Is an engine itself. Since random numbers belong to the row, a row that goes elsewhere gets the same tokens there."""
+    """An engine over engines. Random numbers belong to the row, so a row that is moved to another engine gets the same tokens there."""
 
     def __init__(self, engines: Sequence[Engine], retry_s: float = 5.0, give_up_s: float = 600.0) -> None:
-        """Whoever waits gets an EngineError when no engine has been alive for `give_up_s` seconds."""
+        """Start with all engines alive; requests raise EngineError when none has been alive for `give_up_s` seconds."""
         self.engines, self._retry_s, self._give_up_s = list(engines), retry_s, give_up_s
         self._dispatcher = Dispatcher([engine.load().slots for engine in engines])
         self._places: dict[Uid, asyncio.Future[None]] = {}
-        """Of rows that no engine has been given yet: done when there is a place, or when the row is aborted."""
+        """For each row without an engine: done when there is room, or when the row is aborted."""
         self._calls: dict[Uid, asyncio.Future[Response]] = {}
         self._aborted: set[Uid] = set()
         self._recovering: dict[int, asyncio.Task[None]] = {}
@@ -52,7 +52,7 @@ class Router:
         try:
             while finished is None:
                 if not await self._place(uid):
-                    return nothing_of(uid)
+                    return empty_response(uid)
                 finished = await self._ask(request)
             self._dispatcher.done(uid, len(finished.tokens))
             return finished
@@ -96,9 +96,9 @@ class Router:
         self._send()
 
     async def recover(self) -> int:
-        """Waits for every dead engine. Raises EngineError when one cannot be recovered now."""
-        for number, station in enumerate(self._dispatcher.stations):
-            if not station.alive:
+        """Recover every dead engine. Raises EngineError when one cannot be recovered now."""
+        for number, state in enumerate(self._dispatcher.engines):
+            if not state.alive:
                 await self._recover(number)
         return self._version or 0
 
@@ -108,13 +108,13 @@ class Router:
         return Load(slots, running, waiting + self._dispatcher.waiting)
 
     async def close(self) -> None:
-        """Stops asking dead engines to recover."""
+        """Stop trying to recover dead engines."""
         for task in self._recovering.values():
             task.cancel()
         await asyncio.gather(*self._recovering.values(), return_exceptions=True)
 
     async def _place(self, uid: Uid) -> bool:
-        """Waits for an engine with room; False for a row that is aborted first. Raises EngineError after `give_up_s` without any."""
+        """Wait for an engine with room. Returns False for an aborted row; raises EngineError after `give_up_s` without a living engine."""
         loop = asyncio.get_running_loop()
         place = self._places.setdefault(uid, loop.create_future())
         # rows that are submitted together are dispatched together, in the order in which they came
@@ -130,7 +130,6 @@ class Router:
             self._places.pop(uid, None)
 
     async def _ask(self, request: Request) -> Response | None:
-        """What the row's engine answers; None when that engine dies."""
         number = self._dispatcher.engine_of(request.uid)
         assert number is not None
         call = self._calls[request.uid] = asyncio.ensure_future(self.engines[number].submit(request))
@@ -148,7 +147,6 @@ class Router:
         return call.result()
 
     def _send(self) -> None:
-        """Tells rows that need not wait any longer."""
         if not self._asleep:
             for uid, _ in self._dispatcher.assign():
                 place = self._places.setdefault(uid, asyncio.get_running_loop().create_future())
@@ -156,8 +154,7 @@ class Router:
                     place.set_result(None)
 
     def _engine_failed(self, number: int, error: EngineError) -> None:
-        """Takes an engine out; the rows that it had wait again."""
-        if not self._dispatcher.stations[number].alive:
+        if not self._dispatcher.engines[number].alive:
             return
         self._errors[number] = error
         for uid in self._dispatcher.fail(number):
@@ -166,7 +163,7 @@ class Router:
         self._recovering[number] = asyncio.ensure_future(self._recover_later(number))
 
     async def _recover_later(self, number: int) -> None:
-        while not self._dispatcher.stations[number].alive:
+        while not self._dispatcher.engines[number].alive:
             await asyncio.sleep(self._retry_s)
             try:
                 await self._recover(number)
@@ -174,7 +171,6 @@ class Router:
                 self._errors[number] = error
 
     async def _recover(self, number: int) -> None:
-        """Brings an engine back with the weights and in the state of the others."""
         engine = self.engines[number]
         version = await engine.recover()
         while self._version is not None and version != self._version:
@@ -187,10 +183,9 @@ class Router:
         self._send()
 
     def _living(self) -> list[int]:
-        return [number for number, station in enumerate(self._dispatcher.stations) if station.alive]
+        return [number for number, state in enumerate(self._dispatcher.engines) if state.alive]
 
     async def _everywhere(self, call: Callable[[Engine], Awaitable[None]]) -> None:
-        """On all living engines at once; one that fails is taken out."""
         living = self._living()
         results = await asyncio.gather(*(call(self.engines[number]) for number in living), return_exceptions=True)
         for number, result in zip(living, results, strict=True):
@@ -200,7 +195,7 @@ class Router:
                 raise result
 
 
-def nothing_of(uid: Uid) -> Response:
-    """The response of a row that was aborted before an engine had it."""
+def empty_response(uid: Uid) -> Response:
+    """Return the response of a row that was aborted before an engine had it."""
     nothing = torch.empty(0, dtype=torch.int64)
     return Response(uid, nothing, nothing.to(torch.float32), FinishReason.ABORT, nothing)

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, or servers, as one engine, for whoever generates a batch and has no event loop.
+"""Engines in other processes as one engine, for callers that generate batches without an event loop.
 
 generate ──▶ router ──▶ engine, engine, ... ──▶ Response
 publish ──▶ weights, written once ──▶ every engine reads them
@@ -9,46 +9,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from braidrl.data.rows import FinishReason
-from braidrl.rollout.embedded.stepping import SteppingEngine
-from braidrl.rollout.engine import Engine, EngineError, WeightSource
-from braidrl.rollout.replica import EngineReplica
+from braidrl.rollout.engine import Engine, EngineError, ServedEngine, T, WeightSource
 from braidrl.rollout.requests import Request, Response, Uid
 from braidrl.rollout.routing.router import Router
 from braidrl.rollout.weights.shared_file import ReadableFolder, SharedWeights, UnnamedWeights
 
-T = TypeVar("T")
 ASK_EVERY_S = 0.02
-"""How often rows that are to end are asked for."""
-
-
-class ServedEngine(Engine, Protocol):
-    """An engine outside this process."""
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        """Tokens of prompt and response together."""
-
-    async def start(self) -> None:
-        """Returns when it takes requests. Raises UserError where it cannot be used as it is, EngineError where it fails."""
-
-    async def close(self) -> None:
-        """Ends what `start` began; may be called without it."""
+"""Seconds between calls of `rows_to_end`."""
 
 
 class StoredWeights(WeightSource, Protocol):
-    """One version where all engines can read it."""
+    """One version of the weights where all engines can read it."""
 
     def close(self) -> None:
-        """Gives the room back."""
+        """Free the space."""
 
 
 class EngineService:
-    """Holds the event loop of its engines, which goes on only while one of its methods runs. `close` ends what it started."""
+    """Owns the event loop of its engines, which runs only inside its methods. `close` ends the engines."""
 
     def __init__(
         self,
@@ -56,9 +39,15 @@ class EngineService:
         limit_s: float = 600.0,
         store: Callable[[Iterable[tuple[str, Tensor]]], StoredWeights] = SharedWeights,
     ) -> None:
-        """Starts the engines; `store` puts weights where they read them.
+        """Start the engines.
 
-        Raises UserError for a model that they cannot use, and EngineError after `limit_s` seconds without a living engine.
+        Args:
+            engines: Not started yet.
+            limit_s: Seconds without a living engine after which calls raise EngineError.
+            store: Writes weights where the engines read them.
+
+        Raises:
+            UserError: For a model that the engines cannot use.
         """
         self.engines, self._limit_s, self._store = list(engines), limit_s, store
         self._runner = asyncio.Runner()
@@ -82,6 +71,10 @@ class EngineService:
         """Tokens of prompt and response together."""
         return self.engines[0].max_sequence_tokens
 
+    is_collective = False
+    memory = None
+    """What they take of a device is theirs."""
+
     @property
     def in_flight(self) -> int:
         """Rows that are being decoded."""
@@ -91,14 +84,9 @@ class EngineService:
         self,
         requests: Iterable[Request],
         on_finished: Callable[[Response], None] | None = None,
-        to_end: Callable[[], Iterable[Uid]] | None = None,
+        rows_to_end: Callable[[], Iterable[Uid]] | None = None,
     ) -> list[Response]:
-        """All responses, in the order of `requests`; `on_finished` is told each that ends by itself.
-
-        `to_end` is asked now and then for rows that are to end with what they have; it may name some that have ended.
-
-        Raises UserError for a prompt that leaves no room for a response.
-        """
+        """Generate as `SteppingEngine.generate`; `rows_to_end` is asked every ASK_EVERY_S seconds."""
 
         async def one(request: Request) -> Response:
             finished = await self.router.submit(request)
@@ -107,7 +95,7 @@ class EngineService:
             return finished
 
         async def everything() -> list[Response]:
-            ending = asyncio.ensure_future(self._end(to_end)) if to_end else None
+            ending = asyncio.ensure_future(self._end(rows_to_end)) if rows_to_end else None
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(one(request)) for request in requests]
@@ -123,14 +111,11 @@ class EngineService:
             raise several.exceptions[0] from None
 
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
-        """What `work` returns, which has the engines for as long as it runs."""
+        """Run `work` with the engines to its end, and return its result."""
         return self._runner.run(work(self.router))
 
     def publish(self, version: int, source: WeightSource) -> None:
-        """The engines generate with these weights from now on; a file of them is closed when the next version is there.
-
-        Raises ValueError where the source lacks a tensor.
-        """
+        """Give new weights to the engines; the file of the version before is closed. Raises ValueError where the source lacks a tensor."""
         weights = source if isinstance(source, UnnamedWeights | ReadableFolder) else self._store(source.tensors())
         # an engine that comes back later is given those of now
         before, self._weights = self._weights, weights
@@ -140,6 +125,9 @@ class EngineService:
             if before is not None:
                 before.close()
 
+    def clear(self) -> None:
+        """Do nothing: between two calls nothing is under way."""
+
     def close(self) -> None:
         self._runner.run(self._stop())
         self._runner.close()
@@ -147,11 +135,10 @@ class EngineService:
             self._weights.close()
             self._weights = None
 
-    async def _end(self, to_end: Callable[[], Iterable[Uid]]) -> None:
-        """Ends rows that are named, until it is cancelled."""
+    async def _end(self, rows_to_end: Callable[[], Iterable[Uid]]) -> None:
         while True:
             await asyncio.sleep(ASK_EVERY_S)
-            for uid in to_end():
+            for uid in rows_to_end():
                 # it may have ended by itself, or with the engine that it was on
                 with contextlib.suppress(KeyError, EngineError):
                     await self.router.abort(uid)
@@ -166,13 +153,3 @@ class EngineService:
         if self._router is not None:
             await self._router.close()
         await asyncio.gather(*(engine.close() for engine in self.engines))
-
-
-def run_with(engine: SteppingEngine | EngineService, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
-    """What `work` returns, which has the engine for as long as it runs; nothing is under way afterwards."""
-    if isinstance(engine, EngineService):
-        return engine.run(work)
-    try:
-        return asyncio.run(work(EngineReplica(engine)))
-    finally:
-        engine.clear()

@@ -3,7 +3,7 @@
 add ──▶ waiting ──free slot──▶ vLLM ──step──▶ tokens, log-probs ──▶ Response
                                └── with tensor_parallel_size=2: two workers in processes of their own
 
-The only files that import vLLM are this one and `vllm_draws`; `vllm_worker` is what its workers have of Braid's.
+The only files that import vLLM are this one and `logits_processor`; `worker` is Braid's part of vLLM's workers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from braidrl.errors import UserError
-from braidrl.rollout.draws import draws_of
 from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.engine import EngineError, WeightSource
-from braidrl.rollout.requests import Response, Uid
-from braidrl.rollout.row import Flight, Row
+from braidrl.rollout.requests import Response, Uid, row_draws
+from braidrl.rollout.row import RemoteRow, Row
 from braidrl.rollout.stopping import end_ids_of
 from braidrl.rollout.vllm.logits_processor import DrawByRow
 from braidrl.rollout.weights.local import check_shapes, shapes_of
@@ -48,22 +47,16 @@ class VllmEngine(SteppingEngine):
     """
 
     def __init__(
-        self,
-        folder: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        slots: int,
-        max_sequence_tokens: int,
-        seed: int = 0,
-        dtype: str = "float32",
-        options: dict[str, Any] | None = None,
-    ) -> None:
-        """Raises UserError where vLLM does not take the model."""
+        self, folder: Path, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int, seed: int = 0,
+        dtype: str = "float32", options: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Start vLLM. Raises UserError where it does not take the model."""
         super().__init__(tokenizer, end_ids_of(folder, tokenizer), max_sequence_tokens, seed)
         self._slots = slots
         self._expected = shapes_of(folder)
         self._engine = start(folder, slots, max_sequence_tokens, dtype, options or {})
         self._waiting: deque[Row] = deque()
-        self._flights: dict[str, Flight] = {}
+        self._flights: dict[str, RemoteRow] = {}
         self._names = itertools.count()
         self._failure: EngineError | None = None
         """Why no token may be drawn any more: by what weights is not known."""
@@ -81,7 +74,7 @@ class VllmEngine(SteppingEngine):
         return len(self._waiting)
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Raises ValueError for a source that is no file: each of vLLM's workers reads its own part of that."""
+        """Raise ValueError for a source that is no file: each of vLLM's workers reads its own part of that."""
         if not isinstance(source, WeightFile):
             raise ValueError("vLLM's workers take weights from a file, which each of them reads for itself")
         check_shapes(source.shapes(), self._expected)
@@ -100,7 +93,7 @@ class VllmEngine(SteppingEngine):
                 self._begin(flight.row)
 
     def step(self) -> list[Response]:
-        """Fills free slots first."""
+        """Fill free slots, then run a step of vLLM."""
         while self._waiting and self.in_flight < self._slots:
             self._begin(self._waiting.popleft())
         ended = []
@@ -119,7 +112,7 @@ class VllmEngine(SteppingEngine):
         for row in self._waiting:
             if row.request.uid == uid:
                 self._waiting.remove(row)
-                return self._done([Flight(row).finished(aborted=True)])[0]
+                return self._done([RemoteRow(row).finished(aborted=True)])[0]
         raise KeyError(f"row {uid} is not under way")
 
     def recover(self) -> int:
@@ -146,21 +139,19 @@ class VllmEngine(SteppingEngine):
         # prompts computed under other weights are not found under this salt
         prompt = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": str(self.version)}
         self._engine.add_request(name, prompt, params_of(row, self.seed))
-        self._flights[name] = Flight(row, name)
+        self._flights[name] = RemoteRow(row, name)
 
-    def _leave(self, flight: Flight) -> None:
-        """Ends a row in vLLM."""
+    def _leave(self, flight: RemoteRow) -> None:
         del self._flights[flight.name]
         self._engine.abort_request([flight.name])
 
-    def _take(self, flight: Flight, output: Any) -> bool:
-        """Notes a step's token; True if it is the row's last."""
+    def _take(self, flight: RemoteRow, output: Any) -> bool:
         (part,) = output.outputs
         for token, log_probs in zip(part.token_ids, part.logprobs, strict=True):
             flight.tokens.append(token)
             flight.log_probs.append(log_probs[token].logprob)
             self.tokens_generated += 1
-            if flight.row.hears_stop(token) and not output.finished:
+            if flight.row.completes_stop_text(token) and not output.finished:
                 self._leave(flight)
                 return True
         if output.finished:
@@ -169,7 +160,7 @@ class VllmEngine(SteppingEngine):
 
 
 def start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, options: dict[str, Any]) -> LLMEngine:
-    """vLLM with the model in this process. Raises UserError for what it does not take."""
+    """Start vLLM with the model in this process. Raises UserError for what it does not take."""
     on_cpu = {
         "kv_cache_memory_bytes": cpu_cache_bytes(folder, slots, max_sequence_tokens, dtype),
         "enforce_eager": True,
@@ -188,15 +179,15 @@ def start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, option
 
 
 def params_of(row: Row, seed: int) -> SamplingParams:
-    """What vLLM is asked for; which token it is, `DrawByRow` decides."""
+    """Return vLLM's parameters for a row; `DrawByRow` draws its tokens."""
     return SamplingParams(
         max_tokens=row.limit, stop_token_ids=list(row.stop_token_ids), ignore_eos=True, detokenize=False,
-        logprobs=0, output_kind=RequestOutputKind.DELTA, extra_args=draws_of(row.request, seed).arguments(),
+        logprobs=0, output_kind=RequestOutputKind.DELTA, extra_args=row_draws(row.request, seed).arguments(),
     )  # fmt: skip
 
 
 def cpu_cache_bytes(folder: Path, slots: int, max_sequence_tokens: int, dtype: str) -> int:
-    """Room for the keys and values of `slots` of the longest rows."""
+    """Return the bytes of keys and values of `slots` of the longest rows."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     heads, width = config.num_key_value_heads, getattr(config, "head_dim", None)
     width = width or config.hidden_size // config.num_attention_heads

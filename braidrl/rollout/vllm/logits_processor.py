@@ -17,8 +17,8 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from braidrl.algorithms.random import uniform
-from braidrl.rollout.draws import Draws, draws_from
-from braidrl.rollout.sampling import chosen_for, sample
+from braidrl.rollout.requests import Draws, parse_draws
+from braidrl.rollout.sampling import batch_sampling, sample
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class DrawBatch:
-    """The rows of a step in vLLM's order, what does not change from step to step as tensors (B,)."""
+    """The rows of a step in vLLM's order, with what does not change from step to step as tensors (B,)."""
 
     rows: Sequence[Drawing]
     key: Tensor
@@ -62,20 +62,20 @@ class DrawBatch:
         )
 
     def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens (B,) and their log-probs (B,); overwrites `logits` (B, V)."""
+        """Draw tokens (B,), and return them with their log-probs (B,); overwrites `logits` (B, V)."""
         positions = torch.tensor([row.position for row in self.rows], device=self.key.device)
         asked = [row.draws.sampling for row in self.rows]
-        choice = chosen_for(asked, self.temperature, self.greedy, self.top_k, self.top_p)
+        choice = batch_sampling(asked, self.temperature, self.greedy, self.top_k, self.top_p)
         return sample(logits, choice, uniform(self.key, positions))
 
 
 class DrawByRow(LogitsProcessor):
-    """vLLM makes one for each engine and tells it which rows are where in its batch."""
+    """vLLM makes one for each engine, and tells it which rows are where in its batch."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raises ValueError for a request that is not Braid's: a server answers it with an error, and goes on."""
-        draws_from(sampling_params.extra_args)
+        """Raise ValueError for a request that is not Braid's: a server answers it with an error and continues."""
+        parse_draws(sampling_params.extra_args)
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
@@ -98,4 +98,4 @@ class DrawByRow(LogitsProcessor):
 
 
 def _drawing(params: Any, prompt: list[int] | None, tokens: list[int]) -> Drawing:
-    return Drawing(draws_from(params.extra_args), tokens)
+    return Drawing(parse_draws(params.extra_args), tokens)

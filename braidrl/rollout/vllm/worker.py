@@ -1,4 +1,4 @@
-"""What vLLM's workers do for Braid, in whatever process each of them is: take weights.
+"""Braid's part of vLLM's workers, in whatever process each of them is: receiving weights.
 
 path ──▶ worker: maps the file ──────────────┬─tensor by tensor──▶ vLLM's loaders, which copy the worker's own part of each
 notice ──▶ worker: joins a group, receives ──┘
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from braidrl.rollout.weights.broadcast import received
+from braidrl.rollout.weights.broadcast import receive_tensors
 from braidrl.rollout.weights.shared_file import WeightFile
 
 
@@ -27,19 +27,20 @@ class TakesWeights:
     has_weights_in_part = False
 
     def take_weights(self, path: str) -> None:
-        """Generates with the weights in a file from now on. The caller has seen to it that they are the model's."""
+        """Load weights from a file. The caller has checked that they are the model's."""
         self.load_as_they_come(WeightFile(path).tensors())
 
     def receive_weights(self, notice: Mapping[str, Any]) -> None:
-        """Generates with the weights that the run sends to all workers at once; `notice` is plain."""
+        """Load weights that the run broadcasts to all workers; `notice` is plain JSON."""
         parallel = self.vllm_config.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + self.rank
-        self.load_as_they_come(received(notice, worker, self.device))
+        self.load_as_they_come(receive_tensors(notice, worker, self.device))
 
     def load_as_they_come(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Nothing changes before the first one is there. Raises RuntimeError for good once they ended in the middle.
+        """Load tensors one by one. Raises RuntimeError from then on if they end in the middle.
 
-        vLLM would go on where it stopped, and take what comes next for what was missing.
+        Nothing changes before the first one arrives. After a part, vLLM would continue where it stopped and take what comes next for the
+        rest.
         """
         if self.has_weights_in_part:
             raise RuntimeError("only a part of an earlier version arrived: vLLM has to be started anew")

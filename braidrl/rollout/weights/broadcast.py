@@ -17,25 +17,25 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from braidrl.cluster.groups import connect_store, group_apart, open_store
 from braidrl.rollout.engine import EngineError, WeightSource
 
 BUCKET_BYTES = 256 << 20
 ALIGNMENT = 16
 """Tensors begin at multiples of so many bytes in their bucket."""
 CHECK_BYTES = 8
-LOOK_EVERY_S = 0.02
+POLL_S = 0.02
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A tensor on its way."""
+class TensorSpec:
+    """A tensor's name, type and shape."""
 
     name: str
     dtype: str
@@ -43,14 +43,14 @@ class Sent:
 
     @property
     def bytes(self) -> int:
-        """What it takes in a bucket."""
+        """Bytes that it takes in a bucket."""
         size = torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
         return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What a worker has to know of a version before it comes; JSON in `plain`."""
+    """What a worker must know of a version before it arrives; JSON in `plain`."""
 
     host: str
     port: int
@@ -61,18 +61,18 @@ class Notice:
     checked: bool
     """Whether each bucket ends with a checksum."""
     bucket_bytes: int
-    tensors: list[Sent]
+    tensors: list[TensorSpec]
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> Notice:
-        return Notice(**{**plain, "tensors": [Sent(**sent) for sent in plain["tensors"]]})
+        return Notice(**{**plain, "tensors": [TensorSpec(**sent) for sent in plain["tensors"]]})
 
-    def buckets(self) -> list[list[Sent]]:
-        """Tensors that go together: as many in a row as there is room for, and one that is larger alone."""
-        buckets: list[list[Sent]] = []
+    def buckets(self) -> list[list[TensorSpec]]:
+        """Split the tensors into buckets of consecutive ones; a tensor larger than a bucket goes alone."""
+        buckets: list[list[TensorSpec]] = []
         room = 0
         for sent in self.tensors:
             if not buckets or sent.bytes > room:
@@ -84,22 +84,24 @@ class Notice:
 
 
 class Broadcast:
-    """One version on its way to the workers of one engine. `run` sends it, in a thread of its own."""
+    """One version on its way to the workers of one engine; `run` sends it, in a thread of its own."""
 
     def __init__(
         self, weights: WeightSource, workers: int, peer: str, device: torch.device, limit_s: float,
         checked: bool = False, bucket_bytes: int = BUCKET_BYTES,
     ) -> None:  # fmt: skip
-        """`peer` is a host of the engine's, to be met under this machine's address that it sees; `device` is the run's."""
+        """Open the rendezvous for `peer`, a host of the engine's; `device` is the run's."""
         self._weights, self._device, self._cancelled = weights, device, threading.Event()
-        host, limit = address_towards(peer), timedelta(seconds=limit_s)
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-        tensors = [Sent(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in weights.tensors()]
+        host = address_towards(peer)
+        self._store = open_store(host, limit_s)
+        tensors = [
+            TensorSpec(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in weights.tensors()
+        ]
         self.notice = Notice(host, self._store.port, workers, limit_s, device.type, checked, bucket_bytes, tensors)
 
     def run(self) -> None:
-        """Raises EngineError, naming whom it waited for, where workers do not come or go away."""
-        if not self._all_came():
+        """Send the weights. Raises EngineError, naming whom it waited for, where workers do not come or go away."""
+        if not self._await_workers():
             return
         notice, tensors = self.notice, iter(self._weights.tensors())
         try:
@@ -113,14 +115,14 @@ class Broadcast:
             raise EngineError(f"weights did not reach all of {notice.workers} workers: {first_line(error)}") from error
 
     def cancel(self) -> None:
-        """Workers that have not come need not be waited for."""
+        """Stop waiting for workers that have not come."""
         self._cancelled.set()
 
-    def _all_came(self) -> bool:
-        """Waits for every worker; False where it was cancelled first."""
+    def _await_workers(self) -> bool:
+        """Wait for every worker; returns False where it was cancelled first."""
         end = time.monotonic() + self.notice.limit_s
         while (came := self._store.add("here", 0)) < self.notice.workers:
-            if self._cancelled.wait(LOOK_EVERY_S):
+            if self._cancelled.wait(POLL_S):
                 return False
             if time.monotonic() > end:
                 raise EngineError(
@@ -129,14 +131,14 @@ class Broadcast:
         return True
 
 
-def received(plain: Mapping[str, Any], worker: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in the order in which it was sent, on the worker's device or with gloo on the CPU.
+def receive_tensors(plain: Mapping[str, Any], worker: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor in the order in which it was sent, on the worker's device, or with gloo on the CPU.
 
-    `worker` counts the engine's workers from 0. What a tensor is a view of is not written to again. Raises ValueError for a bucket
-    that is not what was sent.
+    `worker` counts the engine's workers from 0. A tensor is a view of a bucket that is not written to again. Raises ValueError for a bucket
+    whose checksum is wrong.
     """
     notice = Notice.of(plain)
-    store = dist.TCPStore(notice.host, notice.port, is_master=False, timeout=timedelta(seconds=notice.limit_s))
+    store = connect_store(notice.host, notice.port, notice.limit_s)
     store.add("here", 1)
     group = join(store, worker + 1, notice)
     for bucket in notice.buckets():
@@ -147,7 +149,7 @@ def received(plain: Mapping[str, Any], worker: int, device: torch.device) -> Ite
 
 
 def in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
-    """What becomes of `work`, which a thread does that nobody has to wait for: a group whose workers are gone may hold it for long."""
+    """Run `work` in a daemon thread, and return its future: a group whose workers are gone may block it for long."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
@@ -170,20 +172,13 @@ def in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
 
 
 def join(store: dist.Store, rank: int, notice: Notice) -> Any:
-    """A group of the sender, rank 0, and the workers; of no other group's world."""
-    limit, store = timedelta(seconds=notice.limit_s), dist.PrefixStore("group", store)
-    if notice.device == "cuda":
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, notice.workers + 1, nccl)
-    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._timeout = limit
-    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(notice.host))]
-    return dist.ProcessGroupGloo(store, rank, notice.workers + 1, gloo)
+    """Make a process group of the sender, rank 0, and the workers, apart from all other groups."""
+    address = address_towards(notice.host)
+    return group_apart(store, rank, notice.workers + 1, notice.limit_s, notice.device == "cuda", address)
 
 
-def packed(tensors: Sequence[Tensor], bucket: Sequence[Sent], device: torch.device, checked: bool) -> Tensor:
-    """The bytes of a bucket (N,), on the device."""
+def packed(tensors: Sequence[Tensor], bucket: Sequence[TensorSpec], device: torch.device, checked: bool) -> Tensor:
+    """Pack tensors into one bucket (N,) uint8 on the device."""
     buffer = torch.zeros(bytes_of(bucket, checked), dtype=torch.uint8, device=device)
     start = 0
     for tensor, sent in zip(tensors, bucket, strict=True):
@@ -195,8 +190,8 @@ def packed(tensors: Sequence[Tensor], bucket: Sequence[Sent], device: torch.devi
     return buffer
 
 
-def unpacked(buffer: Tensor, bucket: Sequence[Sent], checked: bool) -> Iterator[tuple[str, Tensor]]:
-    """The reverse of `packed`: views of the buffer."""
+def unpacked(buffer: Tensor, bucket: Sequence[TensorSpec], checked: bool) -> Iterator[tuple[str, Tensor]]:
+    """Invert `packed`: yield views of the buffer."""
     end = len(buffer) - CHECK_BYTES * checked
     if checked and (expected := int(buffer[end:].view(torch.int64))) != (found := checksum(buffer[:end])):
         raise ValueError(f"the weights that arrived have checksum {found:08x}, and {expected:08x} was sent")
@@ -207,7 +202,7 @@ def unpacked(buffer: Tensor, bucket: Sequence[Sent], checked: bool) -> Iterator[
         start += sent.bytes
 
 
-def bytes_of(bucket: Sequence[Sent], checked: bool) -> int:
+def bytes_of(bucket: Sequence[TensorSpec], checked: bool) -> int:
     return sum(sent.bytes for sent in bucket) + CHECK_BYTES * checked
 
 
@@ -216,7 +211,7 @@ def checksum(buffer: Tensor) -> int:
 
 
 def address_towards(peer: str) -> str:
-    """This machine's address that a host sees. Nothing is sent there."""
+    """Return this machine's address that a host sees. Nothing is sent there."""
     family, *_, where = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as asking:
         asking.connect(where)

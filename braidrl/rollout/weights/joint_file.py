@@ -1,10 +1,10 @@
-"""One version of a role's weights in one file on each machine, written by all ranks there: each copies what it has into its place.
+"""One version of a role's weights in one file per machine, which all of its ranks write together, each its own blocks.
 
 rank 0   its blocks ╮
 rank 1   its blocks ┼──▶ safetensors in shared memory ──▶ every engine of the machine
-rank 2   its blocks ╯         what no rank of a machine has comes to it from another machine, in rounds of bounded size
+rank 2   its blocks ╯         blocks that no rank of a machine has come from another machine, in rounds of bounded size
 
-Readers are told of a file when all of it is there. It has no name in the file system by then, and is gone with the ranks that wrote it.
+Readers are told of a file when it is complete. It has no name in the file system by then, and is gone with the ranks that wrote it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from braidrl.models.parallel.messages import gathered
-from braidrl.models.parallel.replicated import DataParallel
-from braidrl.models.weights.plan import Boxes, shared_out
-from braidrl.models.weights.transfer import Holdings, TransferVolume, WeightPart, WeightTransfer, holdings
+from braidrl.models.parallel.replicated import DataParallel, all_gather_bytes
+from braidrl.models.weights.plan import Boxes, assign_writers
+from braidrl.models.weights.transfer import TransferVolume, WeightIndex, WeightPart, WeightTransfer, gather_weight_index
 from braidrl.rollout.weights.shared_file import (
     CHECKSUM,
     WEIGHTS,
@@ -33,58 +32,66 @@ from braidrl.rollout.weights.shared_file import (
     checksum,
     folder_for_all,
 )
-from braidrl.transfer.queue.storage import shared_folder
+from braidrl.transfer.queue.storage_backends import shared_folder
 
 TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""Of numbers, as safetensors calls them."""
+"""Names of dtypes in safetensors."""
 NO_CHECKSUM = "00000000"
 WORD = 8
-"""Bytes of the number with which the file begins; what follows is filled up to a multiple of it."""
+"""Bytes of the number with which the file begins; the header is padded to a multiple of it."""
 
 
 class WeightWriter:
-    """What the ranks of a role know of a file that they write anew for each version."""
+    """The ranks' plan of a file that they write anew for each version."""
 
     def __init__(
         self, parts: Mapping[str, WeightPart], ranks: DataParallel, check: bool = False, repeat: bool = False
     ) -> None:
-        """All ranks call this, and what it can do, at the same time.
+        """Plan the file; all ranks call this, and the methods, at the same time.
 
-        With `check` readers compare a checksum. Where they know nothing of tied tensors these are to `repeat` under each name.
+        Args:
+            parts: This rank's parts.
+            ranks: The ranks that write together.
+            check: Write a checksum for readers to compare.
+            repeat: Write tied tensors under each name, for readers that know nothing of ties.
         """
         self.ranks, self.check = ranks, check
-        known = holdings(parts, ranks, machine())
+        known = gather_weight_index(parts, ranks, machine())
         self.here = [rank for rank, where in enumerate(known.machines) if where == known.machines[ranks.rank]]
         self.layout = FileLayout.of(known, check, repeat)
-        self.transfer = WeightTransfer(known, written_by(known), ranks)
+        self.transfer = WeightTransfer(known, blocks_to_write(known), ranks)
         self.traffic = TransferVolume()
 
     @property
-    def leads(self) -> bool:
-        """True for the rank that makes its machine's file."""
+    def is_leader(self) -> bool:
+        """True for the rank that creates its machine's file."""
         return self.ranks.rank == self.here[0]
 
     def in_memory(self, parts: Mapping[str, WeightPart]) -> UnnamedWeights:
-        """This version in shared memory, for whoever closes it. Raises OSError, on every rank, where it is full on a machine."""
-        with self._made(lambda: tempfile.TemporaryDirectory(prefix="braid-weights-", dir=shared_folder())) as folder:
-            return UnnamedWeights(self._filled(self._begun(folder, mode=0o600), parts))
+        """Write this version to shared memory; the caller closes it. Raises OSError, on every rank, where a machine's memory is full."""
+        with self._temporary_folder(
+            lambda: tempfile.TemporaryDirectory(prefix="braid-weights-", dir=shared_folder())
+        ) as folder:
+            return UnnamedWeights(self._write(self._create(folder, mode=0o600), parts))
 
     def in_folder(self, parts: Mapping[str, WeightPart], within: Path | None) -> ReadableFolder:
-        """This version in a folder of its machine's, which is there until the rank that made it has closed its own object.
+        """Write this version to a folder of each machine, which exists until the rank that made it closes its object.
 
-        Raises OSError, on every rank, where `within` is full or not there on a machine.
+        Raises OSError, on every rank, where `within` is full or missing on a machine.
         """
         with ExitStack() as until_closed:
-            folder = until_closed.enter_context(self._made(lambda: folder_for_all(within)))
-            path = self._begun(folder, mode=0o644)
-            os.close(self._filled(path, parts))
+            folder = until_closed.enter_context(self._temporary_folder(lambda: folder_for_all(within)))
+            path = self._create(folder, mode=0o644)
+            os.close(self._write(path, parts))
             made = until_closed.pop_all()
         return JointFolder(path.parent, self.layout.shapes, made)
 
     @contextmanager
-    def _made(self, make: Callable[[], tempfile.TemporaryDirectory[str]]) -> Iterator[Path | OSError | None]:
-        """A folder on the rank that leads, which is removed at the end, or why there is none."""
-        if not self.leads:
+    def _temporary_folder(
+        self, make: Callable[[], tempfile.TemporaryDirectory[str]]
+    ) -> Iterator[Path | OSError | None]:
+        """Yield the leader's new folder, removed at the end, or the error of making it; None on other ranks."""
+        if not self.is_leader:
             yield None
             return
         try:
@@ -95,8 +102,7 @@ class WeightWriter:
         with folder as name:
             yield Path(name)
 
-    def _filled(self, path: Path, parts: Mapping[str, WeightPart]) -> int:
-        """The handle of the file when everything is in it."""
+    def _write(self, path: Path, parts: Mapping[str, WeightPart]) -> int:
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             self._fill(handle, parts)
@@ -108,16 +114,15 @@ class WeightWriter:
     def _fill(self, handle: int, parts: Mapping[str, WeightPart]) -> None:
         tensors = self.layout.tensors(handle)
         self.traffic = self.transfer.run(parts, {name: WeightPart([name], own) for name, own in tensors.items()})
-        self._meet("what others write")
+        self._all_gather("what others write")
         if self.check or self.layout.repeated:
-            if self.leads:
+            if self.is_leader:
                 for name, same in self.layout.repeated.items():
                     tensors[name].copy_(tensors[same])
                 os.pwrite(handle, self.layout.header(checksum(tensors) if self.check else NO_CHECKSUM), 0)
-            self._meet("the end of the file")
+            self._all_gather("the end of the file")
 
-    def _begun(self, folder: Path | OSError | None, mode: int) -> Path:
-        """The path of this machine's file, which the rank that leads makes."""
+    def _create(self, folder: Path | OSError | None, mode: int) -> Path:
         said: dict[str, Any] = {}
         try:
             if isinstance(folder, OSError):
@@ -127,47 +132,45 @@ class WeightWriter:
                 self.layout.make(folder / WEIGHTS, mode)
         except OSError as error:
             said = {"number": error.errno, "error": f"{error.filename or folder}: {error.strerror}"}
-        of_all = self._meet("the file of a version", said)
+        of_all = self._all_gather("the file of a version", said)
         for failed in of_all:
             if "error" in failed:
                 raise OSError(failed["number"], failed["error"])
         return Path(of_all[self.here[0]]["path"])
 
-    def _meet(self, purpose: str, said: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """What every rank says, when all are here."""
+    def _all_gather(self, purpose: str, said: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         if self.ranks.group is None:
             return [dict(said or {})]
         with self.ranks.meeting(purpose):
             message = bytearray(json.dumps(said or {}).encode())
-            return [json.loads(bytes(part)) for part in gathered(message, self.ranks.group)]
+            return [json.loads(bytes(part)) for part in all_gather_bytes(message, self.ranks.group)]
 
 
 class JointFolder(ReadableFolder):
     """A folder that the ranks of a machine have written together."""
 
     def __init__(self, path: Path, shapes: Mapping[str, torch.Size], made: ExitStack) -> None:
-        """`made` has what this rank is to remove."""
+        """Take over `made`, which this rank is to remove."""
         super().__init__(path, shapes)
         self._made = made
 
     def close(self) -> None:
-        """Removes the folder where this rank has made it."""
         self._made.close()
 
 
 def machine() -> str:
-    """The same for processes that see the same shared memory, and for no others."""
+    """Return a value that is equal for processes with the same shared memory, and for no others."""
     about = os.stat(shared_folder())
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{boot.read_text().strip() if boot.is_file() else os.uname().nodename} {about.st_dev} {about.st_ino}"
 
 
-def written_by(known: Holdings) -> list[Boxes]:
-    """The blocks that each rank writes into its machine's file: together, on each machine, everything once."""
+def blocks_to_write(known: WeightIndex) -> list[Boxes]:
+    """Return the blocks that each rank writes into its machine's file: together, on each machine, everything once."""
     found: list[Boxes] = [{} for _ in known.boxes]
     for where in dict.fromkeys(known.machines):
         here = [rank for rank, other in enumerate(known.machines) if other == where]
-        shares = shared_out(known.boxes, known.shapes, here)
+        shares = assign_writers(known.boxes, known.shapes, here)
         for rank in here:
             found[rank] = shares[rank]
     return found
@@ -175,19 +178,19 @@ def written_by(known: Holdings) -> list[Boxes]:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Where in a safetensors file each tensor lies."""
+    """Where each tensor lies in a safetensors file."""
 
     notes: Mapping[str, str]
     """Further names of tied tensors, and the names that they are written under."""
     repeated: Mapping[str, str]
-    """The same of tensors that are written under each."""
+    """The same for tied tensors that are written under each name."""
     tensors_at: Mapping[str, tuple[torch.dtype, torch.Size, int, int]]
-    """Of each tensor type and shape, and from which byte to which behind the header."""
+    """Type, shape, and first and last byte after the header of each tensor."""
     check: bool
 
     @classmethod
-    def of(cls, known: Holdings, check: bool, repeat: bool = False) -> FileLayout:
-        """Larger numbers first, so that each tensor begins at a multiple of its numbers' size."""
+    def of(cls, known: WeightIndex, check: bool, repeat: bool = False) -> FileLayout:
+        """Lay out the tensors, larger element sizes first, so that each tensor is aligned."""
         others = {other: first for first, names in known.names.items() for other in names if other != first}
         repeated = others if repeat else {}
         at, places = 0, {}
@@ -203,11 +206,11 @@ class FileLayout:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Of every tensor that is written."""
+        """Shape of every tensor that is written."""
         return {name: shape for name, (_, shape, *_) in self.tensors_at.items()}
 
     def header(self, check_sum: str) -> bytes:
-        """What the file begins with; of the same length whatever the checksum."""
+        """Return the file's header; its length does not depend on the checksum."""
         notes = {**self.notes, **({CHECKSUM: check_sum} if self.check else {})}
         about: dict[str, Any] = {"__metadata__": notes} if notes else {}
         for name, (dtype, shape, start, end) in self.tensors_at.items():
@@ -217,7 +220,7 @@ class FileLayout:
         return len(text).to_bytes(WORD, "little") + text
 
     def make(self, path: Path, mode: int) -> None:
-        """A file with its header and room for everything. Raises OSError where there is none."""
+        """Create a file with its header and room for all tensors. Raises OSError where there is no room."""
         header = self.header(NO_CHECKSUM)
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode)
         try:
@@ -228,7 +231,7 @@ class FileLayout:
             os.close(handle)
 
     def tensors(self, handle: int) -> dict[str, Tensor]:
-        """The file's tensors in memory that is the file's own, for as long as one of them is there."""
+        """Return the file's tensors, mapped into memory for as long as one of them is alive."""
         header = self.header(NO_CHECKSUM)
         content = torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=self._size(header), dtype=torch.uint8)
         body = content[len(header) :]

@@ -15,9 +15,9 @@ from braidrl.rollout.engine import WeightSource
 
 
 class EngineWeights:
-    """`model` is what generates. With the trainer's dtype it is the trainer's module itself: nothing is copied, ever.
+    """The weights that generate: the trainer's module itself, without any copy, or a copy in another dtype.
 
-    Of a module that is one of several ranks' part of a model `slices` says which.
+    `slices` describes a module that holds one rank's part of a model.
     """
 
     def __init__(self, trained: PreTrainedModel, dtype: torch.dtype | None, slices: Slices | None = None) -> None:
@@ -27,9 +27,9 @@ class EngineWeights:
 
     @torch.no_grad()
     def refresh(self, source: WeightSource | None = None) -> None:
-        """Takes the tensors of `source`, or brings a copy up to date with the trainer; shared weights always are.
+        """Take the tensors of `source`, or update a copy from the trainer; shared weights are always current.
 
-        Raises ValueError before anything changes where the source's tensors are not exactly the model's.
+        Raises ValueError, before anything changes, where the source's tensors are not exactly the model's.
         """
         if source is not None:
             self.take(self.checked(source))
@@ -40,7 +40,7 @@ class EngineWeights:
             target.copy_(source)
 
     def checked(self, source: WeightSource) -> dict[str, Tensor]:
-        """The tensors of a source, whole. Raises ValueError where they are not exactly the model's."""
+        """Return the full tensors of a source. Raises ValueError where they are not exactly the model's."""
         given = dict(source.tensors())
         own = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
         check_tensors(given, own if self._slices is None else self._slices.shapes)
@@ -48,33 +48,33 @@ class EngineWeights:
 
     @torch.no_grad()
     def take(self, given: Mapping[str, Tensor]) -> None:
-        """Copies what is here of every tensor by its name, tied ones under each of theirs."""
+        """Copy the local part of every tensor by its name, tied ones under each of theirs."""
         targets = self.model.state_dict()
         for name, tensor in given.items():
             targets[name].copy_(tensor if self._slices is None else self._slices.boxes[name].of(tensor))
 
 
 def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
-    """Raises ValueError where names or shapes are not exactly those of the model."""
+    """Raise ValueError where names or shapes are not exactly those of the model."""
     check_shapes({name: tensor.shape for name, tensor in given.items()}, expected)
 
 
 def check_shapes(given: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
-    """The same, of tensors' shapes."""
+    """Raise ValueError where these shapes are not exactly those of the model."""
     differing = sorted(expected.keys() ^ given.keys()) or [n for n, shape in given.items() if shape != expected[n]]
     if differing:
         raise ValueError(f"the weights given are not those of this model: {', '.join(differing[:3])} differ")
 
 
 def shapes_of(folder: Path) -> dict[str, torch.Size]:
-    """Every tensor of the model in a Hugging Face directory; a tied one under each of its names. Reads no weights."""
+    """Return the shape of every tensor of the model in a directory, a tied one under each of its names; reads no weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
 def _copy(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The same module with parameters in `dtype`; tied ones stay tied, and buffers keep their precision."""
+    """Copy a module with parameters in `dtype`; tied ones stay tied, and buffers keep their precision."""
     copies = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in model.parameters()}
     copied = deepcopy(model, copies)
     copied.config.dtype = dtype

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from braidrl.transfer.queue.storage import shared_folder
+from braidrl.transfer.queue.storage_backends import shared_folder
 
 CHECKSUM = "checksum"
 WEIGHTS = "model.safetensors"
@@ -27,13 +27,13 @@ WEIGHTS = "model.safetensors"
 
 
 class WeightFile:
-    """Weights in a safetensors file. Names of metadata entries are tied tensors, their values those of the tensors they are."""
+    """Weights in a safetensors file. Its metadata maps the further names of tied tensors to the name they are written under."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, a tied one under each of its names; of the file only what is looked at is read."""
+        """Yield every tensor, a tied one under each of its names; the file is read lazily."""
         with safe_open(self.path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 yield name, file.get_tensor(name)
@@ -41,13 +41,13 @@ class WeightFile:
                 yield name, file.get_tensor(same)
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Of every tensor, a tied one under each of its names."""
+        """Return the shape of every tensor, a tied one under each of its names."""
         with safe_open(self.path, "pt") as file:
             found = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             return found | {name: found[same] for name, same in self._ties(file).items()}
 
     def verify(self) -> None:
-        """Raises ValueError where a checksum was written and is not that of the tensors."""
+        """Raise ValueError where a checksum was written and does not match."""
         with safe_open(self.path, "pt") as file:
             expected = (file.metadata() or {}).get(CHECKSUM)
             if expected is None:
@@ -62,23 +62,23 @@ class WeightFile:
 
 
 class UnnamedWeights(WeightFile):
-    """Weights in a file that is open and may have no name any more: they are there until this object is closed."""
+    """Weights in an open file that may have no name any more: they exist until this object is closed."""
 
     def __init__(self, handle: int) -> None:
-        """Takes over the handle of an open file."""
+        """Take over the handle of an open file."""
         self._handle = handle
         super().__init__(f"/proc/{os.getpid()}/fd/{handle}")
 
     def close(self) -> None:
-        """Gives the memory back once nobody reads it any more."""
+        """Free the memory once nobody reads it any more."""
         os.close(self._handle)
 
 
 class SharedWeights(UnnamedWeights):
-    """Copies of tensors, for as long as this object is not closed. With `check` readers compare a checksum."""
+    """Copies of tensors that exist until this object is closed. With `check` readers compare a checksum."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], check: bool = False) -> None:
-        """Raises OSError where memory is full."""
+        """Write the copies. Raises OSError where memory is full."""
         kept, notes = without_ties(tensors)
         if check:
             notes[CHECKSUM] = checksum(kept)
@@ -90,10 +90,10 @@ class SharedWeights(UnnamedWeights):
 
 
 class ReadableFolder:
-    """One version as any engine reads it from disk: a folder with a safetensors file, until whoever made it closes this object."""
+    """One version on disk: a folder with a safetensors file, until its maker closes this object."""
 
     def __init__(self, path: Path, shapes: Mapping[str, torch.Size]) -> None:
-        """`shapes` are those of every tensor, a tied one under each of its names."""
+        """`shapes` has every tensor, a tied one under each of its names."""
         self.path, self._shapes = path, shapes
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -103,14 +103,14 @@ class ReadableFolder:
         return self._shapes
 
     def close(self) -> None:
-        """Where another process has made the folder, that removes it."""
+        """Do nothing: the process that made the folder removes it."""
 
 
 class WeightFolder(ReadableFolder):
     """Copies of tensors in a folder of this object's."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], within: Path | None = None) -> None:
-        """`within` is a folder that those who read it see too. Raises OSError where it is full or not there."""
+        """Write the copies `within` a folder that the readers see too. Raises OSError where it is full or missing."""
         kept, ties = without_ties(tensors)
         # Who reads only one of a tied tensor's names would keep the old values under the other.
         kept |= {name: kept[same].clone() for name, same in ties.items()}
@@ -119,19 +119,18 @@ class WeightFolder(ReadableFolder):
         save_file(kept, self.path / WEIGHTS)
 
     def close(self) -> None:
-        """Removes the folder."""
         self._folder.cleanup()
 
 
 def folder_for_all(within: Path | None) -> tempfile.TemporaryDirectory[str]:
-    """A folder that servers can read which belong to somebody else."""
+    """Make a temporary folder that other users' servers can read."""
     folder = tempfile.TemporaryDirectory(prefix="braid-weights-", dir=within)
     Path(folder.name).chmod(0o755)
     return folder
 
 
 def without_ties(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Each tensor once, on the CPU, and for every further name of one the name that it is kept under."""
+    """Return each tensor once, on the CPU, and for every further name the name that it is kept under."""
     kept: dict[str, Tensor] = {}
     names: dict[tuple[int, torch.Size], str] = {}
     notes: dict[str, str] = {}
@@ -145,7 +144,7 @@ def without_ties(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tenso
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """A number that changes with any name, dtype, shape or value."""
+    """Return a checksum over names, dtypes, shapes and values."""
     found = 0
     for name in sorted(tensors):
         tensor = tensors[name]

@@ -60,7 +60,7 @@ class DistributedBackend:
         self.exchange, self.notices, self.waves = ShardExchange(world, interrupts, trace), world.notices, 0
 
     def admit(self, groups: int) -> Shard:
-        """Each rank reads and tokenises only the prompts of its own rows."""
+        """Make this rank's own rows. After the start, when the first rank tokenised every prompt, a rank tokenises no others."""
         assert self.loader is not None, "this backend only evaluates"
         self.world.at("admission")
         numbers = self.loader.advance(groups)
@@ -78,7 +78,7 @@ class DistributedBackend:
         return self.exchange.gather(Shard(Rows({}), owner, Rows({}), self.world.rank), columns_of(rows), Sums(), Sums())
 
     def generate_needed(self, segment: Segment, table: Shard, iteration: int, sums: Sums, needless: Needless) -> Shard:
-        """Ranks tell each other of their rows meanwhile, and each ends those of its own that nobody needs."""
+        """Generate while ranks tell each other of their rows; each ends those of its own that nobody needs."""
         self.waves += 1
         if self.notices is not None:
             self.notices.begin(str(self.waves))
@@ -114,7 +114,7 @@ class DistributedBackend:
         return self.executor.select(stage, table.index)
 
     def train(self, stage: Stage, table: Shard, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
-        """Each update's rows are divided among the ranks by length; every rank then makes the same optimizer step."""
+        """Divide each update's rows among the ranks by length; every rank then makes the same optimizer step."""
         self.exchange.at(stage, iteration)
         own = Sums()
         parts = (self._update(stage, table.take(update), number) for number, update in enumerate(updates, 1))
@@ -123,7 +123,7 @@ class DistributedBackend:
 
     @contextmanager
     def _update(self, stage: Stage, part: Shard, number: int) -> Iterator[tuple[Rows, Rows]]:
-        """One update's rows on the ranks that train them: the index columns of all, and the rows that are here."""
+        """Return one update's rows on the ranks that train them: the index columns of all, and the rows that are here."""
         self.world.at(f"step {self.exchange.iteration}, {stage.name}, update {number}")
         needed = [column.name for column in self.flow.inputs[stage.name]]
         owner = self._balanced(part, self.executor.objective(stage).whole_groups)
@@ -142,7 +142,7 @@ class DistributedBackend:
         return Shard(index, torch.cat([t.owner for t in tables]), payload, self.world.rank)
 
     def read(self, origin: Origin) -> Shard:
-        """Every rank reads the rows and keeps its own: equally many to generate, else balanced by their lengths."""
+        """Read the rows on every rank, and hold this rank's own: equally many to generate, else balanced by their lengths."""
         rows = self.store.make(origin)
         if isinstance(origin, HeldOut):
             owner = equal_shares(len(rows), min(self.generating.values(), default=self.world.size))
@@ -152,7 +152,7 @@ class DistributedBackend:
         return Shard(rows.index, owner, rows.payload.take(owner == self.world.rank), self.world.rank)
 
     def record(self, path: Path, table: Shard, final: Shard) -> None:
-        """Each rank writes its own rows; the first joins the files, so that no rank ever holds all rows."""
+        """Write this rank's rows to a file; the first rank joins the files, so that no rank ever holds all rows."""
         self.world.at(f"writing {path.name}")
         # A rank without rows knows no payload columns: the others tell it which were added.
         said = self.exchange.tell({"known": list(table.payload), "later": list(final.payload)})
@@ -173,7 +173,7 @@ class DistributedBackend:
             join_parts(path, parts)
 
     def save_rows(self, path: Path, table: Shard) -> None:
-        """The rows that a checkpoint keeps, less than a batch, go to the rank that writes it."""
+        """Move the rows, less than a batch, to the rank that writes them into the checkpoint."""
         self.world.at(f"writing {path.name}")
         whole = self.exchange.move(path.name, table, torch.zeros_like(table.owner))
         if self.world.first:
@@ -203,17 +203,17 @@ class DistributedBackend:
         return self.generating.get(str(stage.role), self.world.size) if stage.kind is Kind.GENERATE else self.world.size
 
     def _known_everywhere(self, stage: Stage, table: Shard) -> bool:
-        """True where a compute stage reads index columns alone: each rank then computes it for all rows."""
+        """Return True where a compute stage reads index columns alone: each rank then computes it for all rows."""
         inputs = [column.name for column in self.flow.inputs.get(stage.name, ())]
         return stage.kind is Kind.COMPUTE and stage.role is None and all(name in table.index for name in inputs)
 
     def _needed_from(self, stage: Stage) -> list[str]:
-        """Columns that this stage or a later one reads; the others stay behind when rows move."""
+        """Return the columns that this stage or a later one reads; the others stay behind when rows move."""
         later = self.flow.stages[self.flow.stages.index(stage) :]
         return [column.name for s in later for column in self.flow.inputs[s.name]]
 
     def _placed(self, stage: Stage, table: Shard) -> Shard:
-        """The rows on ranks that can do this stage: inference is balanced, generation stays on its own ranks."""
+        """Return the rows on ranks that can do this stage: inference is balanced, generation stays on its own ranks."""
         if stage.kind is Kind.INFER:
             return self.exchange.move(stage.name, table, self._owner_by_update(table), self._needed_from(stage))
         ranks = self._ranks_of(stage)
@@ -222,7 +222,7 @@ class DistributedBackend:
         return table
 
     def _owner_by_update(self, table: Shard) -> Tensor:
-        """Owners that are balanced in each update that the rows will be trained in, so that they need not move again."""
+        """Return the owners that are balanced in each update that the rows will be trained in, so that they need not move again."""
         index, owner = table.index, table.owner.clone()
         rows = self.config.trainer.rows_per_update or len(index)
         if len(index) % rows:

@@ -8,23 +8,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from braidrl.cluster.processes import RankLauncher, run_ranks
-from braidrl.cluster.rank import end_at_once, entry_of, failure_of
-from braidrl.cluster.ray_cluster import import_ray
-from braidrl.cluster.world import LostPeers, join
+from braidrl.cluster.child import end_at_once, function_of
+from braidrl.cluster.devices import choose_device, device_count, devices_each
+from braidrl.cluster.local import LocalLauncher
+from braidrl.cluster.ranks import rank_failure, run_ranks
+from braidrl.cluster.ray_processes import RayLauncher
+from braidrl.cluster.world import join
 from braidrl.config import Config, PlacementConfig
-from braidrl.errors import UserError, WorkerError
+from braidrl.errors import LostPeers, UserError, WorkerError
 from braidrl.flow import Flow, Kind
 from braidrl.flow.waves import GroupSelector
-from braidrl.models.role_settings import choose_device, layout_key, layout_of
+from braidrl.models.role_settings import layout_key, layout_of
+from braidrl.placement.pools import Pool
+from braidrl.runtimes.generating.engines import own_engines
 from braidrl.runtimes.prepare.checks import check_divided_engines, check_generating_ranks, check_layouts
 from braidrl.runtimes.prepare.flow import build_flow
 
 
 def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
-    """Runs `module:function(world, task)` on every rank; what it returned on rank 0, a JSON value.
+    """Run `module:function(world, task)` on every rank; what it returned on rank 0, a JSON value.
 
     Raises UserError, before anything starts, for what the ranks could not place.
     """
@@ -38,11 +40,12 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
     task = {"config": config.model_dump(mode="json"), "options": given, "cuda": cuda}
     if launcher == "torchrun":
         return joined(config, entry, task)
-    return run_ranks(entry, task, size, config.cluster.wait_limit_s, ranks_of(config) if launcher == "ray" else None)
+    starter = RayLauncher(config.cluster, config.device) if launcher == "ray" else LocalLauncher(config.device)
+    return run_ranks(entry, task, rank_pool(config, size), config.cluster.wait_limit_s, starter)
 
 
 def launcher_of(config: Config) -> str:
-    """Who starts the ranks. Raises UserError where the configuration says otherwise than what has happened."""
+    """Return who starts the ranks. Raises UserError where the configuration says otherwise than what has happened."""
     wanted, started = config.cluster.launcher, "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if wanted == "torchrun" and not started:
         raise UserError(
@@ -54,23 +57,19 @@ def launcher_of(config: Config) -> str:
     return wanted or ("torchrun" if started else "local")
 
 
-def ranks_of(config: Config) -> RankLauncher:
-    """Ranks on Ray's cluster. Raises UserError where Ray is not installed."""
-    import_ray("cluster.launcher=ray")
-    # Imported here: Ray is an extra, and importing it takes a second.
-    from braidrl.cluster.ray_ranks import RayRanks
-
-    return RayRanks(config.cluster, config.device)
+def rank_pool(config: Config, size: int) -> Pool:
+    """Return the ranks of a run, with the engine processes that each of them starts."""
+    return Pool(("rank",), size, engines=own_engines(config), engine_devices=config.rollout.tensor)
 
 
 def joined(config: Config, entry: str, task: dict[str, Any]) -> Any:
-    """This process is a rank already: it does its part, and has rank 0's result as all others have.
+    """Do this process's part, which is a rank already; return rank 0's result, as all others do.
 
     Raises WorkerError for a failure of its own; a rank that only noticed another's says so in one line and ends.
     """
-    world = join(config.cluster.wait_limit_s, task["cuda"])
+    world = join(config.cluster.wait_limit_s, task["cuda"], own_engines(config), config.rollout.tensor)
     try:
-        result = world.share("the end of the run", entry_of(entry)(world, task))
+        result = world.share("the end of the run", function_of(entry)(world, task))
     except (UserError, KeyboardInterrupt):
         raise
     except LostPeers as error:
@@ -78,18 +77,18 @@ def joined(config: Config, entry: str, task: dict[str, Any]) -> Any:
         # Other ranks may be stuck: the process group cannot be left in order.
         end_at_once()
     except Exception as error:
-        raise WorkerError(failure_of(world, error).message) from error
+        raise WorkerError(rank_failure(world, error).message) from error
     world.close()
     return result
 
 
 def is_reporting_rank() -> bool:
-    """True for the one process of those that `torchrun` has started whose words are meant for the user."""
+    """Return True for the one process of those that `torchrun` has started whose words are meant for the user."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def check_ranks(config: Config, flow: Flow, size: int) -> None:
-    """Raises UserError where roles or devices do not fit `size` ranks."""
+    """Raise UserError where roles or devices do not fit `size` ranks."""
     if config.placement != PlacementConfig():
         raise UserError(
             "runtime=distributed keeps every role on every rank; write placement=colocate, or runtime=hybrid for pools"
@@ -103,7 +102,7 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
         if role not in generating:
             raise UserError(f"roles.{role}.generate_workers is set, but {role} generates nothing in {flow.name}")
         generating_ranks(config, role, size)
-        if own.generate_workers < size and not layout_of(role, config).copies:
+        if own.generate_workers < size and not layout_of(role, config).is_replicated:
             raise UserError(
                 f"roles.{role}.generate_workers={own.generate_workers}: ranks that divide a model ({layout_key(role, config)}) "
                 "all generate; remove it"
@@ -111,18 +110,14 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
     check_layouts(config, flow, flow.roles, size)
     check_divided_engines(config, flow.stages)
     check_generating_ranks(config, size)
-    devices = torch.cuda.device_count()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    if launcher_of(config) == "ray":
-        return  # Its cluster says what devices there are.
-    if choose_device(config.device).type == "cuda" and here > devices:
-        raise UserError(
-            f"workers={here} need as many CUDA devices and there are {devices}; write workers={devices} or device=cpu"
-        )
+    # Ray's cluster says what devices there are.
+    available = None if launcher_of(config) == "ray" else device_count(config.device)
+    if available is not None:
+        devices_each([rank_pool(config, int(os.environ.get("LOCAL_WORLD_SIZE", size)))], available, "this machine")
 
 
 def generating_ranks(config: Config, role: str, size: int) -> int:
-    """How many ranks generate for a role. Raises UserError where they are more than there are."""
+    """Return how many ranks generate for a role. Raises UserError where they are more than there are."""
     own = config.roles.get(role)
     wanted = own.generate_workers if own else None
     if wanted is not None and wanted > size:

@@ -45,12 +45,12 @@ class Shard:
 
     @property
     def mine(self) -> Tensor:
-        """Positions of this rank's rows."""
+        """Return the positions of this rank's rows."""
         return (self.owner == self.rank).nonzero().flatten()
 
     @property
     def rows(self) -> Rows:
-        """This rank's rows with every column."""
+        """Return this rank's rows with every column."""
         own = self.index.take(self.mine)
         return own.with_columns(dict(self.payload.items())) if len(own) else own
 
@@ -63,7 +63,7 @@ class Shard:
         return Shard(self.index.take(chosen), owner, payload, self.rank)
 
     def with_everywhere(self, columns: Mapping[str, Column]) -> Shard:
-        """The table with columns that every rank has of all rows; of payload each keeps its own."""
+        """Return the table with columns that every rank has of all rows; of payload each keeps its own."""
         here = Rows(columns)
         kept = here.payload.take(self.mine) if len(self.mine) else Rows({})
         return replace(self, index=self.index.with_columns(columns_of(here.index)), payload=joined(self.payload, kept))
@@ -161,7 +161,7 @@ def columns_of(rows: Rows) -> dict[str, Column]:
 
 
 def joined(payload: Rows, new: Rows) -> Rows:
-    """Payload with new columns of the same rows; a rank without rows has no columns."""
+    """Return the payload with new columns of the same rows; a rank without rows has no columns."""
     return Rows({**columns_of(payload), **columns_of(new)}) if len(new) or len(payload) else Rows({})
 
 
@@ -170,7 +170,7 @@ def only_present(rows: Rows, names: Sequence[str]) -> Rows:
 
 
 def named_rows(rows: Rows, most: int = 4) -> str:
-    """The first rows' uids, for an error message."""
+    """Return the first rows' uids, for an error message."""
     if not len(rows) or "group" not in rows:
         return ""
     uids = rows.uids()

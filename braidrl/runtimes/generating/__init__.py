@@ -1,5 +1,5 @@
 """What a generate stage does: requests, engines and their weights, episodes, early verification, early stop, residency.
 
-rows ──requests──▶ engine (engines, publishing) ──finished rows──▶ verification, early_stop ──▶ columns
-     ──episodes──▶ players on the same engine ──────────────────▶
+rows ──generation──▶ engine (engines) ──finished rows──▶ verification, early_stop ──▶ columns
+     ──episodes────▶ players on the same engine ──────▶
 """

@@ -37,7 +37,7 @@ class Segment:
 
 
 def segment_of(flow: Flow, iteration: int) -> Segment | None:
-    """None where selection needs more than rules see, such as a model's scores, or where stages are skipped."""
+    """Return the flow's sampling segment, or None where selection needs more than rules see, or where stages are skipped."""
     if not flow.sampling_segment:
         return None
     generate, *rest = flow.sampling_segment
@@ -69,30 +69,30 @@ class EarlyStop:
     def of(
         segment: Segment, needless: Needless, flow: Flow, uids: Sequence[Uid], notices: Notices | None = None
     ) -> EarlyStop:
-        """`uids` are all rows of the wave, whoever generates them."""
+        """Return what follows a wave; `uids` are all of its rows, whoever generates them."""
         left: dict[int, set[Uid]] = {}
         for uid in uids:
             left.setdefault(uid[1], set()).add(uid)
         return EarlyStop(segment, needless, flow, left, notices)
 
     def add(self, rows: Rows, checks: Mapping[str, Pending]) -> None:
-        """Finished rows, and by verify stage their checks, which have begun."""
+        """Take finished rows, and their checks by verify stage, which have begun."""
         self.waiting.append((rows, [checks[stage.name] for stage in self.segment.verify]))
 
     def rows_to_end(self) -> list[Uid]:
-        """Rows of groups that are not needed any more; some may have ended by themselves, or be another rank's. Never waits."""
+        """Return the rows of groups that are not needed any more; some may have ended by themselves, or be another rank's. Never waits."""
         news = self._exchanged(self._checked(lambda checks: all(check.done() for check in checks)))
         for index in news:
             self._note(index)
         return [uid for group in self.needless(self.decided) for uid in sorted(self.left[group])] if news else []
 
     def close(self) -> None:
-        """Tells the others what is not told yet, once all rows of this rank have ended; waits for their checks."""
+        """Tell the others what they do not know yet, once all rows of this rank have ended; waits for their checks."""
         if self.notices is not None:
             self._exchanged(self._checked(lambda checks: True))
 
     def _checked(self, is_ready: Callable[[Sequence[Pending]], bool]) -> list[Rows]:
-        """The index columns, those of the verify stages too, of the rows whose checks are ready."""
+        """Return the index columns, those of the verify stages too, of the rows whose checks are ready."""
         ready = [is_ready(checks) for _, checks in self.waiting]
         taken = [item for item, now in zip(self.waiting, ready, strict=True) if now]
         self.waiting = [item for item, now in zip(self.waiting, ready, strict=True) if not now]
@@ -104,7 +104,7 @@ class EarlyStop:
         return found
 
     def _exchanged(self, own: list[Rows]) -> list[Rows]:
-        """What has become known: this rank's own, and what others have told."""
+        """Return what has become known: this rank's own, and what others have told."""
         if self.notices is None:
             return own
         if own:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from braidrl.cluster.devices import choose_device, device_count, own_devices
+from braidrl.cluster.groups import subgroup
 from braidrl.config import Config
 from braidrl.errors import UserError
-from braidrl.models.loading import load_decoder
-from braidrl.models.parallel.decoding import TensorRanks, load_divided
-from braidrl.models.parallel.sharded import subgroup
-from braidrl.models.role_settings import DTYPES
-from braidrl.models.roles.base import RoleWorker
-from braidrl.rollout.divided.pooled import PooledEngine
+from braidrl.models.backend import TrainingBackend
+from braidrl.models.loading import load_decoder, read_model_config
+from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
+from braidrl.models.role_settings import DTYPES, dtype_of, model_path
+from braidrl.placement.pools import Pool
+from braidrl.rollout.divided.spmd import SpmdEngine
 from braidrl.rollout.embedded.engine import EmbeddedEngine
-from braidrl.rollout.engine import ModelWeights
+from braidrl.rollout.embedded.stepping import SteppingEngine
+from braidrl.rollout.engine import ENGINES, ModelWeights, RoleEngine, ServedEngine
 from braidrl.rollout.http.dialects import DIALECTS
 from braidrl.rollout.process.client import EngineProcess
 from braidrl.rollout.process.spec import EngineSpec
@@ -26,71 +31,116 @@ from braidrl.rollout.routing.service import EngineService
 from braidrl.rollout.stopping import end_ids_of
 from braidrl.rollout.weights.local import shapes_of
 from braidrl.rollout.weights.shared_file import SharedWeights, WeightFolder
+from braidrl.runtimes.generating.publishing import Publish, from_source, into_copy, through_file
 
 
 def start_engine(
-    worker: RoleWorker, config: Config, tokenizer: PreTrainedTokenizerBase
-) -> EmbeddedEngine | EngineService:
-    """What generates with the weights of `worker`. Raises UserError for a model that the engine cannot use."""
-    rollout, longest = config.rollout, config.max_sequence_tokens
-    longest = min(longest, getattr(worker.model.config, "max_position_embeddings", None) or longest)
-    model, dtype = worker.model, DTYPES[rollout.dtype] if rollout.dtype else None
+    worker: TrainingBackend, config: Config, tokenizer: PreTrainedTokenizerBase
+) -> tuple[RoleEngine, Publish]:
+    """Return what generates with the weights of `worker`, and how these reach it.
+
+    All ranks that generate for the role call both at the same time. Raises UserError for a model that the engine cannot use.
+    """
+    rollout, spec = config.rollout, engine_spec(worker.role, config)
     if rollout.engine == "http":
-        return reach_servers(worker, config, tokenizer, longest)
-    count = engine_processes(config)
+        servers = reach_servers(worker, config, tokenizer, spec.max_sequence_tokens)
+        return servers, through_file(worker, servers, config)
     if pools_ranks(config):
-        return pooled_engine(worker, config, tokenizer, longest)
-    if not count:
-        if not worker.holds_its_weights:
-            # Decoding needs all weights on each rank, adapters merged: a frozen copy, brought up to date at each publication.
-            model = load_decoder(worker.path, dtype or worker.dtype, worker.device).requires_grad_(False).eval()
-        return EmbeddedEngine(
-            model, tokenizer, rollout.slots, longest, seed=config.seed, dtype=dtype, compile=rollout.compile
-        )
-    threads = config.threads or max(1, (os.cpu_count() or 1) // (count * rollout.tensor))
-    limit_s = config.cluster.wait_limit_s
-    spec = EngineSpec(
-        rollout.engine, str(worker.path.expanduser()), rollout.slots, longest, config.seed,
-        str(dtype or worker.dtype).removeprefix("torch."), worker.device.type, threads, rollout.tensor, limit_s,
-        rollout.vllm if rollout.engine == "vllm" else {"compile": rollout.compile},
+        return spmd_engine(worker, config, tokenizer, spec)
+    if count := engine_processes(config):
+        service = start_processes(worker.role, config, on_devices(spec, count))
+        return service, through_file(worker, service, config)
+    if rollout.engine != "embedded":
+        own = own_engine(config, spec)
+        return own, from_source(worker, own)
+    # Decoding needs all weights on each rank, adapters merged: else a frozen copy, brought up to date at each publication.
+    dtype = DTYPES[rollout.dtype] if rollout.dtype else None
+    own_dtype = dtype or dtype_of(worker.role, config)
+    model = worker.shared_model or load_decoder(spec.model, own_dtype, spec.device).requires_grad_(False).eval()
+    engine = EmbeddedEngine(
+        model, tokenizer, rollout.slots, spec.max_sequence_tokens, config.seed, dtype=dtype, compile=rollout.compile
+    )
+    return engine, engine.publish if worker.shared_model else into_copy(worker, engine)
+
+
+def engine_spec(role: str, config: Config) -> EngineSpec:
+    """Return what an engine of a role is made from, as plain data that travels to its process."""
+    rollout, path = config.rollout, model_path(role, config).expanduser()
+    longest, dtype = config.max_sequence_tokens, DTYPES[rollout.dtype] if rollout.dtype else dtype_of(role, config)
+    longest = min(longest, getattr(read_model_config(path), "max_position_embeddings", None) or longest)
+    processes = max(1, engine_processes(config)) * rollout.tensor
+    threads = config.threads or max(1, (os.cpu_count() or 1) // processes)
+    options = {"embedded": {"compile": rollout.compile}, "vllm": rollout.vllm}
+    return EngineSpec(
+        rollout.engine, str(path), rollout.slots, longest, config.seed, str(dtype).removeprefix("torch."),
+        choose_device(config.device).type, threads, rollout.tensor, config.cluster.wait_limit_s,
+        options.get(rollout.engine, rollout.engine_settings),
     )  # fmt: skip
-    engines = [
-        EngineProcess(own, f"{worker.role}'s engine {n}", rollout.python, limit_s)
-        for n, own in enumerate(on_devices(spec, count))
-    ]
+
+
+def start_processes(role: str, config: Config, specs: Sequence[EngineSpec]) -> EngineService:
+    """Return engines in processes of their own. Raises UserError for a model that they cannot use."""
+    limit_s, rollout = config.cluster.wait_limit_s, config.rollout
+    engines = [EngineProcess(own, f"{role}'s engine {n}", rollout.python, limit_s) for n, own in enumerate(specs)]
     return EngineService(engines, limit_s, partial(SharedWeights, check=rollout.check_weights))
 
 
-def pooled_engine(worker: RoleWorker, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int) -> PooledEngine:
-    """What neighbouring ranks decode with together; all ranks call this at the same time. Raises UserError as `start_engine`."""
-    rollout = config.rollout
-    group = subgroup(torch.arange(worker.ranks.size).view(-1, rollout.tensor))
+def own_engine(config: Config, spec: EngineSpec) -> RoleEngine:
+    """Return a user's engine in this process. Raises UserError where the runtime needs one that steps."""
+    made: SteppingEngine | ServedEngine = ENGINES.find(spec.kind)(spec)
+    if isinstance(made, SteppingEngine):
+        return made
+    if config.runtime == "streaming":
+        raise UserError(
+            f"rollout.engine={spec.kind} makes no SteppingEngine, which runtime=streaming steps; write runtime=hybrid"
+        )
+    return EngineService([made], config.cluster.wait_limit_s)
+
+
+def spmd_engine(
+    worker: TrainingBackend, config: Config, tokenizer: PreTrainedTokenizerBase, spec: EngineSpec
+) -> tuple[RoleEngine, Publish]:
+    """Return what neighbouring ranks decode with together; all ranks call this at the same time. Raises UserError as `start_engine`."""
+    group = subgroup(torch.arange(worker.ranks.size).view(-1, spec.tensor))
     assert group is not None
-    dtype = DTYPES[rollout.dtype] if rollout.dtype else worker.dtype
-    model, slices = load_divided(worker.path, dtype, worker.device, TensorRanks(group))
-    return PooledEngine(model, tokenizer, rollout.slots, longest, config.seed, slices, group, compile=rollout.compile)
+    model, slices = load_tensor_parallel(Path(spec.model), getattr(torch, spec.dtype), spec.device, TensorRanks(group))
+    engine = SpmdEngine(
+        model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, slices, group,
+        compile=config.rollout.compile,
+    )  # fmt: skip
+    return engine, into_copy(worker, engine, slices)
 
 
 def on_devices(spec: EngineSpec, count: int) -> list[EngineSpec]:
-    """So many engines, each on CUDA devices of its own where several processes divide it. Raises UserError for too few devices."""
-    if spec.tensor == 1 or spec.device != "cuda":
+    """Return so many engines, each with CUDA devices of its own. Raises UserError for too few devices."""
+    available = device_count(spec.device)
+    if available is None:
         return [spec] * count
-    needed, found = count * spec.tensor, torch.cuda.device_count()
-    if needed > found:
-        raise UserError(
-            f"rollout.engines={count} of rollout.tensor={spec.tensor} devices need {needed}, and there are {found}; "
-            "write numbers whose product is at most that"
-        )
-    return [replace(spec, device=f"cuda:{number * spec.tensor}") for number in range(count)]
+    return [replace(spec, devices=devices) for devices in own_devices(available, count, spec.tensor).engines]
+
+
+def with_engines(pools: Sequence[Pool], generating: Collection[str], config: Config) -> tuple[Pool, ...]:
+    """Return the pools with the engine processes that those of them start which generate."""
+    return tuple(
+        replace(pool, engines=own_engines(config), engine_devices=config.rollout.tensor)
+        if set(generating) & set(pool.roles)
+        else pool
+        for pool in pools
+    )
+
+
+def own_engines(config: Config) -> int:
+    """Return how many engine processes whoever generates starts beside itself; servers were started by somebody else."""
+    return 0 if config.rollout.engine == "http" else engine_processes(config)
 
 
 def reach_servers(
-    worker: RoleWorker, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int
+    worker: TrainingBackend, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int
 ) -> EngineService:
-    """The servers of this rank; of ranks that generate each has its own. Raises UserError for those that cannot be trained with."""
+    """Return the servers of this rank; of ranks that generate each has its own. Raises UserError for those that cannot be trained with."""
     # Imported here: only servers need aiohttp, which need not be installed.
     from braidrl.rollout.http.engine import HttpEngine, ServerSpec
-    from braidrl.rollout.http.servers import GenerationServer, Sending
+    from braidrl.rollout.http.servers import BroadcastSettings, GenerationServer
 
     rollout, ranks = config.rollout, worker.ranks
     urls = rollout.servers.urls[ranks.rank :: ranks.size]
@@ -98,10 +148,10 @@ def reach_servers(
         raise UserError(
             f"rollout.servers: {len(rollout.servers.urls)} for {ranks.size} ranks that generate; name one for each, or more"
         )
-    model = worker.path.expanduser()
+    model, device = model_path(worker.role, config).expanduser(), choose_device(config.device)
     sent = rollout.servers.weights == "network"
     store = SharedWeights if sent else partial(WeightFolder, within=rollout.servers.folder)
-    sending = Sending(worker.device, rollout.check_weights) if sent else None
+    sending = BroadcastSettings(device, rollout.check_weights) if sent else None
     spec = ServerSpec(
         tokenizer, end_ids_of(model, tokenizer), shapes_of(model), rollout.slots, longest, config.seed, store,
     )  # fmt: skip
@@ -109,7 +159,7 @@ def reach_servers(
     engines = [HttpEngine(GenerationServer(url, dialect, limit_s, sending), spec) for url in urls]
     service = EngineService(engines, limit_s, store)
     # A server may still have the weights of the last run that asked it.
-    service.publish(0, ModelWeights(load_decoder(worker.path, worker.dtype, torch.device("cpu"))))
+    service.publish(0, ModelWeights(load_decoder(model, dtype_of(worker.role, config), torch.device("cpu"))))
     if failures := service.router.failures:
         service.close()
         raise UserError(f"rollout.servers: {failures[0]}")
@@ -117,11 +167,11 @@ def reach_servers(
 
 
 def pools_ranks(config: Config) -> bool:
-    """True where ranks decode together, of which each has slices of the model."""
+    """Return True where ranks decode together, of which each has slices of the model."""
     return config.rollout.tensor > 1 and not engine_processes(config)
 
 
 def engine_processes(config: Config) -> int:
-    """Processes of their own, or servers, that generate for whoever would generate itself; 0 where it does."""
+    """Return how many processes or servers generate in place of this process; 0 where it generates itself."""
     asked = len(config.rollout.servers.urls) if config.rollout.engine == "http" else config.rollout.engines
-    return int(config.rollout.engine != "embedded") if asked is None else asked
+    return int(config.rollout.engine == "vllm") if asked is None else asked

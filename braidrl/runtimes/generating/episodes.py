@@ -14,20 +14,18 @@ from braidrl.data.templates import PromptTemplate
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar
-from braidrl.rollout.embedded.stepping import SteppingEngine
-from braidrl.rollout.engine import Engine
+from braidrl.rollout.engine import Engine, RoleEngine
 from braidrl.rollout.episodes.environments import AGENT, agent_of, environments
 from braidrl.rollout.episodes.player import Episode, Episodes, Limits, episode_columns, failure_counts
 from braidrl.rollout.episodes.turns import TurnTemplate
 from braidrl.rollout.requests import SamplingParams
-from braidrl.rollout.routing.service import EngineService, run_with
 
 SHOW_EVERY_S = 1.0
 """How often the progress of episodes is told of, also while none of them ends."""
 
 
 def play(
-    engine: SteppingEngine | EngineService,
+    engine: RoleEngine,
     stage: Stage,
     rows: Rows,
     config: Config,
@@ -36,7 +34,7 @@ def play(
     sums: Sums,
     bar: Bar,
 ) -> tuple[Mapping[str, Column], list[str]]:
-    """The stage's columns, and a line for each kind of failure; counts and turns go to `sums`."""
+    """Return the stage's columns, and a line for each kind of failure; counts and turns go to `sums`."""
 
     def finished(episode: Episode) -> None:
         bar.update(1, episode.trajectory.action_tokens, engine.in_flight)
@@ -67,7 +65,7 @@ def play(
         finally:
             showing.cancel()
 
-    played = run_with(engine, played_and_shown)
+    played = engine.run(played_and_shown)
     sums.add("environment/turns", sum(episode.turns for episode in played), len(played))
     counts = failure_counts(played)
     for reason, count in counts.items():
@@ -75,7 +73,7 @@ def play(
     return episode_columns(played, limits), [failure_line(reason, count, played) for reason, count in counts.items()]
 
 
-async def show(bar: Bar, engine: SteppingEngine | EngineService) -> None:
+async def show(bar: Bar, engine: RoleEngine) -> None:
     """Tells of the rows in flight until it is cancelled."""
     while True:
         await asyncio.sleep(SHOW_EVERY_S)
@@ -83,7 +81,7 @@ async def show(bar: Bar, engine: SteppingEngine | EngineService) -> None:
 
 
 def limits_of(config: Config, max_sequence_tokens: int) -> Limits:
-    """What ends a trajectory; a right answer is worth 1 unless the configuration says otherwise."""
+    """Return what ends a trajectory; a right answer is worth 1 unless the configuration says otherwise."""
     environment, right = config.rollout.environment, config.reward.correct_score
     return Limits(
         environment.at_once, environment.timeout_s, environment.max_turns, max_sequence_tokens,
@@ -92,6 +90,6 @@ def limits_of(config: Config, max_sequence_tokens: int) -> Limits:
 
 
 def failure_line(reason: str, count: int, played: Sequence[Episode]) -> str:
-    """How many trajectories failed in this way, and the first of them."""
+    """Return how many trajectories failed in this way, and the first of them."""
     first = next(episode for episode in played if episode.failure == reason)
     return f"{count} of {len(played)} trajectories ended by {reason}; row {first.trajectory.uid}: {first.detail}"

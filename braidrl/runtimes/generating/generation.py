@@ -19,19 +19,17 @@ from braidrl.config import Config
 from braidrl.data.rows import Column, Rows
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Stage
-from braidrl.models.roles.base import RoleWorker
+from braidrl.models.backend import TrainingBackend
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
 from braidrl.rewards.verify import RuleRewards
-from braidrl.rollout.divided.pooled import PooledEngine
-from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.engine import RoleEngine
+from braidrl.rollout.episodes.trajectory import response_columns
 from braidrl.rollout.requests import Request, Response, SamplingParams, Uid
-from braidrl.rollout.routing.service import EngineService
-from braidrl.rollout.trajectories import to_rows
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.engines import start_engine
 from braidrl.runtimes.generating.episodes import play
-from braidrl.runtimes.generating.publishing import Publish, publication
+from braidrl.runtimes.generating.publishing import Publish
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks, early_verify_stages, verified
 
 
@@ -48,13 +46,13 @@ class Generation:
     ) -> None:
         self.config, self.flow, self.tokenizer, self.progress = config, flow, tokenizer, progress
         self.checks = Checks(rewards, progress)
-        self.engines: dict[str, EmbeddedEngine | EngineService] = {}
+        self.engines: dict[str, RoleEngine] = {}
         self.publications: dict[str, Publish] = {}
 
-    def start_engine(self, worker: RoleWorker) -> None:
+    def start_engine(self, worker: TrainingBackend) -> None:
         """Start what generates with the weights of `worker`."""
-        engine = self.engines[worker.role] = start_engine(worker, self.config, self.tokenizer)
-        self.publications[worker.role] = publication(worker, engine, self.config)
+        started = start_engine(worker, self.config, self.tokenizer)
+        self.engines[worker.role], self.publications[worker.role] = started
 
     def generate(self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None = None) -> Mapping[str, Column]:
         """Return the columns that a generate stage writes, in the order of `rows`; `stop` ends rows early.
@@ -76,8 +74,8 @@ class Generation:
         verify = early_verify_stages(self.flow, stage)
         with self.progress.stage(stage.name, len(rows)) as bar:
             early = EarlyChecks(self.checks, engine, rows, place, verify, bar, stop.add if stop else None)
-            to_end = (lambda: [uid for uid in stop.rows_to_end() if uid in place]) if stop else None
-            done = {finished.uid: finished for finished in engine.generate(requests, early.add, to_end)}
+            rows_to_end = (lambda: [uid for uid in stop.rows_to_end() if uid in place]) if stop else None
+            done = {finished.uid: finished for finished in engine.generate(requests, early.add, rows_to_end)}
             finished = [done[uid] if uid in done else replace(done[leader], uid=uid) for uid, leader in first.items()]
             for copy in finished:
                 if copy.uid not in done:
@@ -90,7 +88,7 @@ class Generation:
     def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Play episodes in the stage's environment; failures of environments are counted and the first is shown."""
         engine = self.engines[str(stage.role)]
-        if isinstance(engine, PooledEngine):
+        if engine.is_collective:
             raise UserError(f"{stage.name}: an environment needs engines of their own; write rollout.engines=1")
         sampling = sampling_of(stage, self.config)
         with self.progress.stage(stage.name, len(rows)) as bar:
@@ -101,10 +99,10 @@ class Generation:
 
     def columns(self, stage: Stage, rows: Rows, finished: Sequence[Response]) -> Mapping[str, Column]:
         """Return the columns that a generate stage writes, in the order of `rows`, from the engine's responses."""
-        return self._named(stage, to_rows(rows, finished))
+        return self._named(stage, response_columns(rows, finished))
 
     def _named(self, stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
-        """What was generated, under the stage's names, and how often each row reconsiders itself."""
+        """Return what was generated, under the stage's names, and how often each row reconsiders itself."""
         into, tokens, mask = stage.params.get("into"), columns["tokens"], columns["action_mask"]
         assert isinstance(tokens, Ragged) and isinstance(mask, Ragged)
         reflections = torch.zeros(len(tokens), dtype=torch.int64)
@@ -125,8 +123,7 @@ class Generation:
     def close(self) -> None:
         """End the engines' processes and those that check answers."""
         for engine in self.engines.values():
-            if isinstance(engine, EngineService):
-                engine.close()
+            engine.close()
         self.checks.close()
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from braidrl.config import Config
+from braidrl.models.backend import TrainingBackend
+from braidrl.models.parallel.decoding import Slices
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.roles.base import RoleWorker
-from braidrl.models.weights.mirror import LayoutCopy, settled_parts
+from braidrl.models.weights.mirror import LayoutCopy, local_weight_parts
 from braidrl.models.weights.transfer import weight_parts
-from braidrl.rollout.divided.pooled import PooledEngine
 from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.engine import RoleEngine
 from braidrl.rollout.routing.service import EngineService
 from braidrl.rollout.weights.joint_file import WeightWriter
 
@@ -24,17 +26,15 @@ Publish = Callable[[int], None]
 """Has an engine generate with the weights of now, under a version's number; all ranks that generate for the role call it together."""
 
 
-def publication(worker: RoleWorker, engine: EmbeddedEngine | EngineService, config: Config) -> Publish:
-    """The way of one engine; all ranks that generate for the role call this together."""
-    if isinstance(engine, EmbeddedEngine):
-        pooled = isinstance(engine, PooledEngine)
-        return into_copy(worker, engine) if pooled or not worker.holds_its_weights else engine.publish
-    return through_file(worker, engine, config)
+def from_source(worker: TrainingBackend, engine: RoleEngine) -> Publish:
+    """Return how an engine takes every full tensor by its name: one of a user's own, or from a backend of a user's own."""
+    return lambda version: engine.publish(version, worker)
 
 
-def into_copy(worker: RoleWorker, engine: EmbeddedEngine) -> Publish:
-    """The engine's own weights take the worker's, a bounded number of bytes at a time."""
-    slices = engine.slices if isinstance(engine, PooledEngine) else None
+def into_copy(worker: TrainingBackend, engine: EmbeddedEngine, slices: Slices | None = None) -> Publish:
+    """Return how the engine's own weights, or this rank's slices of them, take the worker's, a bounded number of bytes at a time."""
+    if not isinstance(worker, RoleWorker):
+        return from_source(worker, engine)
     copy = LayoutCopy(worker, lambda: weight_parts(engine.model, slices), divided=slices is not None)
 
     def publish(version: int) -> None:
@@ -44,19 +44,21 @@ def into_copy(worker: RoleWorker, engine: EmbeddedEngine) -> Publish:
     return publish
 
 
-def through_file(worker: RoleWorker, engine: EngineService, config: Config) -> Publish:
-    """Processes of engines, and servers, read what the ranks of their machine have written."""
+def through_file(worker: TrainingBackend, engine: EngineService, config: Config) -> Publish:
+    """Return how processes of engines, and servers, read what the ranks of their machine have written."""
+    if not isinstance(worker, RoleWorker):
+        return from_source(worker, engine)
     own = config.roles.get(worker.role)
     # Of ranks that each have everything some may generate alone: those do not wait for the others.
-    together = worker.ranks.divided or own is None or own.generate_workers is None
+    together = worker.ranks.is_sharded or own is None or own.generate_workers is None
     ranks, rollout = worker.ranks if together else DataParallel(), config.rollout
     asks = rollout.engine == "http"
     in_folder = asks and rollout.servers.weights == "folder"
     # What servers are sent is checked on its way.
-    writer = WeightWriter(settled_parts(worker), ranks, rollout.check_weights and not asks, repeat=in_folder)
+    writer = WeightWriter(local_weight_parts(worker), ranks, rollout.check_weights and not asks, repeat=in_folder)
 
     def publish(version: int) -> None:
-        parts = settled_parts(worker)
+        parts = local_weight_parts(worker)
         folder = rollout.servers.folder
         engine.publish(version, writer.in_folder(parts, folder) if in_folder else writer.in_memory(parts))
 

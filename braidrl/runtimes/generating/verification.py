@@ -18,10 +18,9 @@ from braidrl.flow.signatures import SUMMED, in_namespace
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import CheckFailure, Pending, RuleRewards
-from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.engine import RoleEngine
+from braidrl.rollout.episodes.trajectory import response_columns
 from braidrl.rollout.requests import Response, Uid
-from braidrl.rollout.routing.service import EngineService
-from braidrl.rollout.trajectories import to_rows
 
 Tell = Callable[[Rows, Mapping[str, Pending]], object]
 VERIFY_CHUNK = 8
@@ -37,14 +36,14 @@ class Checks:
         self.shown: set[tuple[str, str]] = set()
 
     def begin(self, stage: Stage, rows: Rows) -> Pending:
-        """Hands rows to the reward processes before the stage has its turn."""
+        """Hand rows to the reward processes before the stage has its turn."""
         assert self.rewards is not None, "no answer is checked in this process"
         begun = self.rewards.submit(rows, stage.params.get("of"))
         self.pending.setdefault(stage.name, []).append((rows, begun))
         return begun
 
     def results(self, stage: Stage, rows: Rows, sums: Sums) -> Rows:
-        """What the checks of `rows` found, in their order; those that were not begun are begun now."""
+        """Return what the checks of `rows` found, in their order; those that were not begun are begun now."""
         if stage.name not in self.pending:
             self.begin(stage, rows)
         begun = self.pending.pop(stage.name)
@@ -62,7 +61,7 @@ class Checks:
         return checked.take([place[uid] for uid in rows.uids()]).without(IDENTITY)
 
     def _show_once(self, failure: CheckFailure) -> None:
-        """Says why a check came to nothing, the first time that a verifier fails in this way; later ones are only counted."""
+        """Say why a check came to nothing, the first time that a verifier fails in this way; later ones are only counted."""
         kind = (failure.label, failure.reason)
         if kind not in self.shown:
             self.shown.add(kind)
@@ -71,7 +70,7 @@ class Checks:
             )
 
     def close(self) -> None:
-        """Ends the reward processes."""
+        """End the reward processes."""
         if self.rewards is not None:
             self.rewards.close()
 
@@ -82,7 +81,7 @@ class EarlyChecks:
     def __init__(
         self,
         checks: Checks,
-        engine: EmbeddedEngine | EngineService,
+        engine: RoleEngine,
         rows: Rows,
         place: Mapping[Uid, int],
         verify: Sequence[Stage],
@@ -99,7 +98,7 @@ class EarlyChecks:
         self.waiting: list[Response] = []
 
     def add(self, finished: Response) -> None:
-        """Called by the engine for each row, in the order in which they end."""
+        """Take a row from the engine, which calls this in the order in which they end."""
         self.bar.update(1, len(finished.tokens), self.engine.in_flight)
         if self.verify:
             self.waiting.append(finished)
@@ -107,11 +106,11 @@ class EarlyChecks:
                 self.flush()
 
     def flush(self) -> None:
-        """Begins the checks of all rows that are waiting."""
+        """Begin the checks of all rows that are waiting."""
         if not self.waiting:
             return
         part = self.rows.take([self.place[row.uid] for row in self.waiting])
-        part = part.with_columns(to_rows(part, self.waiting))
+        part = part.with_columns(response_columns(part, self.waiting))
         self.waiting = []
         begun = {stage.name: self.checks.begin(stage, part) for stage in self.verify}
         if self.tell is not None:

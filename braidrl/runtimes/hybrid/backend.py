@@ -232,7 +232,7 @@ class HybridBackend:
     def _divides(self, group: WorkerGroup) -> bool:
         """Return True where the group's ranks have parts of a role's weights, or compute with each other."""
         layouts = [layout_of(role, self.executor.config) for role in group.pool.roles]
-        return not all(layout.over(group.mesh.size).copies for layout in layouts)
+        return not all(layout.resolve(group.mesh.size).is_replicated for layout in layouts)
 
     def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup | None, Partition]:
         """Begin, or for a compute stage wait for, what a stage reads; then return what `place` does."""

@@ -120,9 +120,11 @@ class Output:
         number, row = self.future[rows[places]], self.row[rows[places]]
         return [(self.futures[n], row[number == n], places[number == n]) for n in number.unique().tolist()]
 
-    def holds(self, names: frozenset[str]) -> bool:
-        """Return True if one of these columns is known to be payload of this output."""
-        return any(future.answer and not names.isdisjoint(future.answer.columns) for future in self.futures)
+    def holds(self, names: frozenset[str] | None) -> bool:
+        """Return True if one of these columns, or any for None, is payload of this output, or may be while it is under way."""
+        kept = {column for future in self.futures if future.answer for column in future.answer.columns}
+        columns = kept if self.index is not None else set(self.stage.writes)
+        return bool(columns) if names is None else not names.isdisjoint(columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,12 +210,10 @@ class Handle:
         """
         sources: list[tuple[Answer | int, Numbers, Numbers]] = []
         for output, own in zip(self.outputs, self.rows, strict=True):
-            for future, rows, places in output.pieces(own):
+            for future, rows, places in output.pieces(own) if output.holds(reads) else ():
                 here = future.answer if output.index is not None else None
-                columns = here.columns if here else output.stage.writes
-                if columns and (reads is None or not reads.isdisjoint(columns)):
-                    sources.append((here or len(awaited), rows.numpy(), places.numpy()))
-                    awaited += [] if here else [future]
+                sources.append((here or len(awaited), rows.numpy(), places.numpy()))
+                awaited += [] if here else [future]
         return Part(len(self), packed_rows(self.index), *(tuple(column) for column in zip(*sources, strict=True)))
 
 

@@ -13,6 +13,7 @@ from braidrl.models.role_settings import inference_layouts, layout_of
 from braidrl.observe.progress import Progress
 from braidrl.placement.pools import Pool, place
 from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.generating.engines import with_engines
 from braidrl.runtimes.hybrid.backend import HybridBackend
 from braidrl.runtimes.hybrid.group import DriverTraffic, WorkerGroup
 from braidrl.runtimes.hybrid.handles import Future
@@ -43,6 +44,7 @@ def start_hybrid_backend(
     for role in config.roles:
         method_class(config, role)
     pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
+    pools = with_engines(pools, prepared.generating, config)
     if loader is None:
         pools = only(pools, prepared.roles(train=False))
     with ExitStack() as resources:
@@ -61,7 +63,7 @@ def start_hybrid_backend(
 
 def only(pools: Sequence[Pool], roles: Collection[str]) -> tuple[Pool, ...]:
     """Return the pools with these roles alone, without those that are empty then."""
-    kept = [Pool(tuple(role for role in pool.roles if role in roles), pool.workers) for pool in pools]
+    kept = [replace(pool, roles=tuple(role for role in pool.roles if role in roles)) for pool in pools]
     return tuple(pool for pool in kept if pool.roles)
 
 
@@ -70,7 +72,7 @@ def start_groups(cluster: RayCluster, pools: Sequence[Pool], limit_s: float, fol
     groups, traffic, names = [], DriverTraffic(), dict[str, str]()
     specs: list[WorkerSpec] = []
     name_of: list[str] = []
-    for pool, reserved in zip(pools, cluster.seats(pools), strict=True):
+    for pool, reserved in zip(pools, cluster.reserve(pools), strict=True):
         actors = [cluster.start(HybridWorker, place_) for place_ in reserved]
         groups.append(WorkerGroup(pool, actors, len(specs), cluster.config.start_limit_s, traffic, names))
         for rank, actor in enumerate(actors):

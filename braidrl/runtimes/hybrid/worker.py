@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from braidrl.cluster.groups import connect_store, join_group, open_store
 from braidrl.cluster.notices import Notices
 from braidrl.config import Config
 from braidrl.data.codec import decode, encode
@@ -152,19 +152,17 @@ class HybridWorker:
     def rendezvous(self) -> tuple[str, int]:
         """Open the store through which the ranks of the pool find each other, and return its address."""
         address = ray.util.get_node_ip_address()
-        self.meeting = dist.TCPStore(address, 0, self.spec.pool.workers, is_master=True, wait_for_workers=False)
+        self.meeting = open_store(address, self.spec.limit_s)
         return address, self.meeting.port
 
     @register(protocol="ONE_TO_ALL")
     def join_process_group(self, address: tuple[str, int]) -> None:
         """Form a process group with the other ranks of the pool, by the address of their store."""
-        size, limit = self.spec.pool.workers, timedelta(seconds=self.spec.limit_s)
         if self.spec.rank > 0:
-            self.meeting = dist.TCPStore(*address, size, is_master=False)
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=self.meeting, rank=self.spec.rank, world_size=size, timeout=limit)
+            self.meeting = connect_store(*address, self.spec.limit_s)
+        size, cuda = self.spec.pool.workers, torch.cuda.is_available()
+        self.ranks = DataParallel(join_group(self.meeting, self.spec.rank, size, self.spec.limit_s, cuda))
         self.resources.callback(dist.destroy_process_group)
-        self.ranks = DataParallel(dist.group.WORLD)
         self.notices = Notices(dist.PrefixStore("notices", self.meeting))
 
     @register(protocol="ALL_TO_ALL")
@@ -322,8 +320,7 @@ class HybridWorker:
         start = time.perf_counter()
         with span or nullcontext(Done()) as done:
             result = run(rows, sums)
-            written = Rows(result) if stage.writes and result else rows
-            done.tokens = tokens_of(written) or tokens_of(rows)
+            done.tokens = tokens_of(Rows(result) if "length" in stage.writes and result else rows)
         return Answer(result=result, sums=sums.pairs(), seconds=time.perf_counter() - start)
 
     def _gather(self, part: Part, stage: Stage, iteration: int) -> Rows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,15 +10,16 @@ from typing import Any
 
 import torch
 
-from braidrl.config import Config, SourceConfig
-from braidrl.data.prompts import LoadedSource
-from braidrl.data.sources import place
+from braidrl.config import Config
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
+from braidrl.models.backend import BACKENDS
 from braidrl.models.memory.footprint import model_shape
+from braidrl.models.optimizer import check_optimizer
 from braidrl.models.parallel.decoding import check_heads
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.role_settings import (
+    backend_of,
     inference_layout_key,
     inference_layouts,
     layout_key,
@@ -27,30 +27,38 @@ from braidrl.models.role_settings import (
     lora_of,
     model_path,
 )
+from braidrl.observe.trackers import TRACKERS
 from braidrl.placement.pools import NAMES as PLACEMENTS
-from braidrl.rewards.verifier import Verifier, resolve
+from braidrl.rollout.engine import ENGINES
 from braidrl.rollout.http.dialects import DIALECTS
 from braidrl.runtimes.generating.engines import pools_ranks
 
-ENGINES = ("embedded", "vllm", "http")
 LAID_OUT = ("distributed", "hybrid")
 """Runtimes whose processes of a role can divide its model."""
 
 
 def check_names(config: Config) -> None:
-    """Raises UserError for a rollout engine or a placement that there is not, whatever the runtime."""
+    """Raise UserError for something that the configuration names and there is not, whatever the runtime."""
     engine, placement = config.rollout.engine, config.placement.name
-    if engine not in ENGINES:
-        raise UserError(f"rollout.engine: no engine is called {engine!r}. {suggest(engine, ENGINES)}")
+    # Another interpreter may have packages that this one has not.
+    ENGINES.check(engine, load=config.rollout.python is None)
     check_servers(config)
     if engine == "vllm" and config.rollout.engines == 0:
         raise UserError(f"rollout.engine={engine} generates in processes of its own; write rollout.engines=1")
     if placement not in PLACEMENTS:
         raise UserError(f"no placement is called {placement!r}. {suggest(placement, PLACEMENTS)}")
+    if config.rollout.engine_settings and engine in ENGINES:
+        raise UserError(
+            f"rollout.engine_settings are those of an engine of your own, and rollout.engine is {engine}; remove them"
+        )
+    check_optimizer(config.trainer)
+    for tracker in config.trackers:
+        TRACKERS.check(tracker.name)
+        TRACKERS.check_settings(tracker.name, tracker.params)
 
 
 def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
-    """Raises UserError for engines of several processes that cannot be so, with the stages of a run."""
+    """Raise UserError for engines of several processes that cannot be so, with the stages of a run."""
     generating = {str(stage.role): stage for stage in stages if stage.kind is Kind.GENERATE}
     ranks, rollout = config.rollout.tensor, config.rollout
     if ranks == 1:
@@ -65,7 +73,7 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
 
 
 def check_pooled_engines(config: Config, generating: Iterable[str], environments: bool) -> None:
-    """Raises UserError where ranks that train cannot decode together."""
+    """Raise UserError where ranks that train cannot decode together."""
     key = f"rollout.tensor={config.rollout.tensor}"
     if config.runtime not in LAID_OUT:
         raise UserError(
@@ -84,7 +92,7 @@ def check_pooled_engines(config: Config, generating: Iterable[str], environments
 
 
 def check_generating_ranks(config: Config, devices: int) -> None:
-    """Raises UserError where ranks that decode together do not divide those that generate."""
+    """Raise UserError where ranks that decode together do not divide those that generate."""
     if pools_ranks(config) and devices % config.rollout.tensor:
         raise UserError(
             f"rollout.tensor={config.rollout.tensor}: {devices} ranks generate, which it does not divide; "
@@ -93,7 +101,7 @@ def check_generating_ranks(config: Config, devices: int) -> None:
 
 
 def check_servers(config: Config) -> None:
-    """Raises UserError for servers that are named and not asked, or the other way round."""
+    """Raise UserError for servers that are named and not asked, or the other way round."""
     engine, servers = config.rollout.engine, config.rollout.servers
     if servers.dialect not in DIALECTS:
         raise UserError(
@@ -120,7 +128,7 @@ def check_servers(config: Config) -> None:
 
 
 def without_effect(config: Config) -> list[str]:
-    """A line for each setting of processes that this runtime does not look at; a run goes on without it."""
+    """Return a line for each setting of processes that this runtime does not look at; a run goes on without it."""
     lines = []
     if config.workers != 1 and config.runtime == "eager":
         lines.append(f"workers={config.workers} has no effect: runtime=eager is this one process")
@@ -150,7 +158,7 @@ def rows_may_be_stale(config: Config) -> bool:
 
 
 def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
-    """Raises UserError for settings of a role that no stage uses a model of."""
+    """Raise UserError for settings of a role that no stage uses a model of."""
     known = list(roles)
     for role in config.roles:
         if role not in known:
@@ -162,7 +170,7 @@ def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
 
 
 def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int | None = None) -> None:
-    """Raises UserError for a layout that the runtime or the number of devices does not allow, or that does not divide a role's model."""
+    """Raise UserError for a layout that the runtime or the number of devices does not allow, or that does not divide a role's model."""
     check_inference_layouts(config, flow)
     inferring = inference_layouts(config, flow)
     pairs = [(role, layout_of(role, config), layout_key(role, config)) for role in roles]
@@ -175,14 +183,38 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int
         if layout.sequence > 1 and config.trainer.share_prompts:
             raise UserError(f"{key}: sequence divides rows apart; write sequence=1, or trainer.share_prompts=false")
         if devices is not None:
-            layout.over(devices, key)
+            layout.resolve(devices, key)
         settings = model_settings(model_path(role, config))
         heads = settings.get("num_attention_heads", 1)
         layout.check_model(heads, settings.get("num_key_value_heads", heads), settings.get("num_hidden_layers", 1), key)
 
 
+def check_backends(config: Config, flow: Flow) -> None:
+    """Raise UserError for a training backend that there is not, and for what a backend of a user's own does not do."""
+    for role in flow.roles:
+        backend = backend_of(role, config)
+        BACKENDS.check(backend)
+        if backend in BACKENDS:
+            continue
+        follows = [s.name for s in flow.stages if "source" in s.params and role in (s.role, s.params["source"])]
+        torch_only = {
+            layout_key(role, config): layout_of(role, config) != ParallelLayout(),
+            inference_layout_key(role, config): role in inference_layouts(config, flow),
+            "trainer.lora": lora_of(role, config) is not None,
+            "trainer.resident_gib": config.trainer.resident_gib is not None,
+            "trainer.checkpoint_async": config.trainer.checkpoint_async,
+            "trainer.optimizer": config.trainer.optimizer != "adamw",
+            "runtime=streaming": config.runtime == "streaming",
+            f"stage {', '.join(follows)}": bool(follows),
+        }
+        if key := next((key for key, asked in torch_only.items() if asked), None):
+            raise UserError(
+                f"{key} needs the backend torch, and {role} has {backend}; remove it, or write trainer.backend=torch"
+            )
+
+
 def check_inference_layouts(config: Config, flow: Flow) -> None:
-    """Raises UserError for a layout to infer in that no role would use."""
+    """Raise UserError for a layout to infer in that no role would use."""
     infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}
     for role, own in config.roles.items():
         if own.inference_layout and role not in flow.trained_roles:
@@ -198,7 +230,7 @@ def check_inference_layouts(config: Config, flow: Flow) -> None:
 
 
 def check_adapters(config: Config, flow: Flow) -> None:
-    """Raises UserError for adapters of a role that is not trained, or that its model does not allow."""
+    """Raise UserError for adapters of a role that is not trained, or that its model does not allow."""
     for role, own in config.roles.items():
         if own.lora and role not in flow.trained_roles:
             raise UserError(f"roles.{role}.lora: flow {flow.name} does not train {role}; remove it")
@@ -207,73 +239,8 @@ def check_adapters(config: Config, flow: Flow) -> None:
             model_shape(model_path(role, config), torch.float32, role in flow.scalar_roles, lora)
 
 
-def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Sequence[SourceConfig]) -> None:
-    """Raises UserError, with its line, for the first example without the answer that a verifier compares with."""
-    for source, own in zip(sources, settings, strict=True):
-        verifiers = [resolve(v.name, v.params) for v in (config.reward.verify if own.verify is None else own.verify)]
-        needy = next((verifier for verifier in verifiers if needs_answer(verifier)), None)
-        missing = next((example for example in source.examples if example.answer is None), None)
-        if needy is not None and missing is not None:
-            hint = suggest(own.answer_field, missing.metadata) if missing.metadata else "There is no other field."
-            raise UserError(
-                f"{place(source.path, missing.line)}: no field {own.answer_field!r} for the answer, which the verifier "
-                f"{needy.label!r} compares with. {hint} Set answer_field of this source."
-            )
-
-
-def needs_answer(verifier: Verifier) -> bool:
-    """True where the verifier asks for the answer and has no default for it."""
-    if "answer" not in verifier.reads:
-        return False
-    return inspect.signature(verifier.function).parameters["answer"].default is inspect.Parameter.empty
-
-
-def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], held_out: Sequence[LoadedSource]) -> None:
-    """Raises UserError for prompts that leave no room for a response in a micro-batch, or in the model."""
-    generates = any(stage.kind is Kind.GENERATE for stage in flow.stages)
-    responses = config.rollout.max_response_tokens
-    trained = longest(train, responses if generates else 0)
-    if any("environment" in stage.params for stage in flow.stages):
-        # where none is set, generation ends a sequence at the model's own limit
-        trained = max(trained, config.rollout.max_sequence_tokens or 0)
-    limits = {"trainer": config.trainer.max_tokens_per_device}
-    limits |= {f"roles.{r}": own.max_tokens_per_device or trained for r, own in config.roles.items()}
-    for section, limit in limits.items():
-        if trained > limit:
-            key = f"{section}.max_tokens_per_device"
-            raise UserError(
-                f"rows of data.train may have {trained} tokens, prompt and response together, and {key}={limit} is the most that one "
-                f"micro-batch holds; write {key}={trained}, or lower data.max_prompt_tokens or rollout.max_response_tokens"
-            )
-    positions = max_positions(config.model)
-    needed = max(trained, longest(held_out, responses))
-    if positions is not None and needed > positions:
-        raise UserError(
-            f"rows may have {needed} tokens, prompt and response together, and {config.model} has max_position_embeddings "
-            f"{positions}; lower data.max_prompt_tokens or rollout.max_response_tokens"
-        )
-
-
-def longest(sources: Sequence[LoadedSource], added: int) -> int:
-    """Tokens of the longest row of prompt and given response, or where none is given of prompt and `added` sampled tokens."""
-    found = 0
-    for source in sources:
-        # A rank that leaves the filter to another has not tokenised its prompts.
-        if source.prompts is not None:
-            lengths = source.prompts.lengths
-            given = [known.lengths for known in (source.responses, source.rejected) if known is not None]
-            found = max(found, *(int((lengths + response).max()) for response in given or [torch.tensor(added)]))
-    return found
-
-
-def max_positions(model: Path) -> int | None:
-    """How long a sequence the model was made for, where its configuration says so."""
-    found: int | None = model_settings(model).get("max_position_embeddings")
-    return found
-
-
 def model_settings(model: Path) -> Mapping[str, Any]:
-    """What a model's directory says of its sizes."""
+    """Return what a model's directory says of its sizes."""
     path = model.expanduser() / "config.json"
     found: Mapping[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return found

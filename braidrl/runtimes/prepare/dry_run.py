@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from braidrl.cluster.devices import Devices, assign_devices, device_count, device_lines
 from braidrl.config import Config
 from braidrl.placement.memory import ENGINE, GIB, INFERENCE, Footprint, RoleUse, assets, footprint, peak
-from braidrl.placement.pools import place
+from braidrl.placement.pools import Pool, place
 from braidrl.placement.residency import Asset, needed_assets, residency_plan
-from braidrl.runtimes.generating.engines import pools_ranks
+from braidrl.runtimes.generating.engines import pools_ranks, with_engines
 from braidrl.runtimes.prepare.setup import Prepared, prepare
 from braidrl.runtimes.start import check_runtime
-from braidrl.runtimes.streaming.groups import worker_groups
+from braidrl.runtimes.streaming.groups import pools_of, worker_groups
 
 MIB = 1 << 20
 
@@ -31,7 +32,7 @@ class DeviceGroup:
 
 
 def dry_run(config: Config, console: Console | None = None) -> list[tuple[DeviceGroup, list[Footprint]]]:
-    """Checks a configuration as a run does, and prints what each device would hold. Raises UserError as a run does."""
+    """Check a configuration as a run does, and print what each device would hold. Raises UserError as a run does."""
     prepared = prepare(config)
     check_runtime(config, prepared.flow, generates=True, trains=True)
     groups = device_groups(prepared)
@@ -45,7 +46,7 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
 
 
 def device_groups(prepared: Prepared) -> list[DeviceGroup]:
-    """Every process of the run that has a device, with the roles whose models it holds."""
+    """Return every process of the run that has a device, with the roles whose models it holds."""
     config, roles, trained = prepared.config, prepared.roles(), prepared.flow.trained_roles
 
     def seat(role: str) -> RoleUse:
@@ -66,8 +67,33 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
     return [DeviceGroup(workers, tuple(map(seat, roles)))]
 
 
+def pools_of_run(prepared: Prepared) -> list[Pool]:
+    """Return the processes of a run, with the engine processes that they start."""
+    config = prepared.config
+    if config.runtime == "streaming":
+        evaluation = prepared.evaluation if prepared.eval_sources else None
+        return pools_of(worker_groups(config, prepared.flow, evaluation), config)
+    if config.runtime == "hybrid":
+        pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
+        return list(with_engines(pools, prepared.generating, config))
+    name, workers = ("rank", config.workers) if config.runtime == "distributed" else ("eager", 1)
+    return list(with_engines([Pool((name,), workers)], (name,), config))
+
+
+def device_table(prepared: Prepared) -> dict[str, Devices]:
+    """Return which CUDA devices each process would get; nothing where the run uses none. Raises UserError for too few of them.
+
+    On a machine without any, where a run is only planned, there are as many as it needs.
+    """
+    available = device_count(prepared.config.device)
+    if available is None:
+        return {}
+    pools = pools_of_run(prepared)
+    return assign_devices(pools, available or sum(p.workers * (1 + p.engines * p.engine_devices) for p in pools))
+
+
 def moving(prepared: Prepared, footprints: list[Footprint]) -> tuple[int | None, list[Asset]]:
-    """Under `trainer.resident_gib` the most bytes that are on a device at a time, and what has to leave it for others.
+    """Return, under `trainer.resident_gib`, the most bytes that are on a device at a time, and what has to leave it for others.
 
     Raises UserError for a stage that alone needs more.
     """
@@ -83,7 +109,7 @@ def moving(prepared: Prepared, footprints: list[Footprint]) -> tuple[int | None,
 
 
 def show(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], console: Console) -> None:
-    """Prints a table for each group of devices, and the sizes of a batch."""
+    """Print a table for each group of devices, and the sizes of a batch."""
     config = prepared.config
     console.print(f"flow {prepared.flow.name}, runtime {config.runtime}: nothing was trained, no weights were read")
     for group, footprints in found:
@@ -106,17 +132,17 @@ def show(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], c
         if moved:
             names = ", ".join(f"{asset.role} {asset.part}" for asset in moved)
             console.print(f"waits in host memory while other roles need the room: {names}", soft_wrap=True)
-    for line in batch_lines(config):
+    for line in [*device_lines(device_table(prepared)), *batch_lines(config)]:
         console.print(line, soft_wrap=True)
 
 
 def in_units(size: int) -> str:
-    """Bytes as people say them."""
+    """Return the bytes as people say them."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
 
 
 def batch_lines(config: Config) -> list[str]:
-    """The sizes of a step and of a micro-batch."""
+    """Return the sizes of a step and of a micro-batch."""
     trainer, longest = config.trainer, config.max_sequence_tokens
     rows = trainer.prompts_per_step * config.rollout.samples_per_prompt
     return [

@@ -28,7 +28,7 @@ TRUNCATED = {"name": "truncated"}
 
 
 def build_flow(config: Config) -> Flow:
-    """The validated flow of a run. Raises UserError for anything that could not run."""
+    """Return the validated flow of a run. Raises UserError for anything that could not run."""
     defaults = {
         "max_response_tokens": config.rollout.max_response_tokens,
         "samples_per_prompt": config.rollout.samples_per_prompt,
@@ -41,8 +41,31 @@ def build_flow(config: Config) -> Flow:
     return Flow(flow.name, [resolve(stage, config) for stage in flow.stages])
 
 
+def evaluation_flow(config: Config, flow: Flow) -> Flow:
+    """Return generation by the flow's first generating role at the evaluation's settings, checked or played as in the flow.
+
+    Where the flow trains a model that only scores, it scores held-out pairs instead.
+    """
+    if flow.trains_on_pairs and flow.roles[0] in flow.scalar_roles:
+        joined = make_stage("data.join_response", None, id="evaluation.join_response")
+        return Flow("evaluation", [joined, make_stage("score", flow.roles[0], id="evaluation.score")])
+    role = next((s.role for s in flow.stages if s.kind is Kind.GENERATE), flow.roles[0])
+    checks = next((s.params for s in flow.stages if s.type == "verify"), {})
+    scores = {"correct_score": checks.get("correct_score", 1.0), "wrong_score": checks.get("wrong_score", 0.0)}
+    settings = config.evaluation
+    sampling = {
+        "temperature": settings.temperature or 1.0, "greedy": settings.temperature == 0,
+        "top_p": settings.top_p, "top_k": settings.top_k, "purpose": "evaluation",
+    }  # fmt: skip
+    environment = next((s.params.get("environment") for s in flow.stages if s.kind is Kind.GENERATE), None)
+    generate = make_stage("generate", role, {**sampling, "environment": environment}, id="evaluation.generate")
+    if environment is not None:
+        return Flow("evaluation", [generate])
+    return Flow("evaluation", [generate, make_stage("verify", "reward", scores, id="evaluation.verify")])
+
+
 def in_environment(flow: Flow, config: Config) -> Flow:
-    """The flow with generation in the configuration's environment, whose rewards take the place of verification.
+    """Return the flow with generation in the configuration's environment, whose rewards take the place of verification.
 
     Raises UserError for an environment that does not exist.
     """
@@ -61,7 +84,7 @@ def in_environment(flow: Flow, config: Config) -> Flow:
 
 
 def check_given_responses(flow: Flow, config: Config) -> None:
-    """Raises UserError where given responses would be trained on several times, or those of a pair torn apart."""
+    """Raise UserError where given responses would be trained on several times, or those of a pair torn apart."""
     samples, rows = config.rollout.samples_per_prompt, config.trainer.rows_per_update
     if "response" not in flow.needs_from_data() or any(stage.kind is Kind.GENERATE for stage in flow.stages):
         return
@@ -101,7 +124,7 @@ def check_temperature(stage: Stage, config: Config) -> None:
 
 
 def verify_params(stage: Stage, config: Config) -> dict[str, Any]:
-    """The configuration's scores win over the recipe's, which win over 1 for right and 0 for wrong."""
+    """Return the scores of right and wrong answers: the configuration's, else the recipe's, else 1 and 0."""
     right, wrong = config.reward.correct_score, config.reward.wrong_score
     return {
         "correct_score": stage.params.get("correct_score", 1.0) if right is None else right,
@@ -110,7 +133,7 @@ def verify_params(stage: Stage, config: Config) -> dict[str, Any]:
 
 
 def update_params(stage: Stage, config: Config) -> dict[str, Any]:
-    """`old` by the rule of one update, one epoch and no staleness; a correction where others drew the tokens than what is trained."""
+    """Return `old` by the rule of one update, one epoch and no staleness, and a correction where others drew the tokens."""
     filled: dict[str, Any] = {}
     if "old" not in stage.params:
         filled["old"] = "self" if single_update(config) else "recompute"
@@ -126,14 +149,14 @@ def update_params(stage: Stage, config: Config) -> dict[str, Any]:
 
 
 def single_update(config: Config) -> bool:
-    """True when each batch is trained on in one optimizer step by the weights that generated it."""
+    """Return True when each batch is trained on in one optimizer step by the weights that generated it."""
     rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
     one_step = config.trainer.rows_per_update in (None, rows) and config.trainer.epochs == 1
     return one_step and config.trainer.max_staleness == 0
 
 
 def drawn_by_trained(config: Config, role: str) -> bool:
-    """True when tokens are drawn by the weights that a batch is trained on, and by the trainer's arithmetic."""
+    """Return True when tokens are drawn by the weights that a batch is trained on, and by the trainer's arithmetic."""
     same = config.rollout.engine == "embedded" and config.rollout.dtype in (None, config.dtype)
     # Merged into bfloat16 weights, adapters are rounded.
     exact = lora_of(role, config) is None or config.dtype != "bfloat16"
@@ -148,7 +171,7 @@ def with_params(stage: Stage, params: dict[str, Any]) -> Stage:
 
 
 def flow_by_name(name: str, overrides: Sequence[str]) -> Flow:
-    """What `braid flow` shows: the flow of a configuration file, resolved; or a recipe, YAML flow or function as written.
+    """Return what `braid flow` shows: the flow of a configuration file, resolved; or a recipe, YAML flow or function as written.
 
     `overrides` are those of a configuration for a file, else the recipe's parameters.
     """

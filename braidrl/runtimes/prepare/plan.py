@@ -186,10 +186,12 @@ def deployment(problem: Problem, stage: Stage) -> tuple[Deployment, int]:
     config, role = problem.config, str(stage.role)
     generates = stage.type == "generate"
     devices = devices_of(config, problem, role, generates)
-    layout = layout_of(role, config).over(devices)
+    layout = layout_of(role, config).resolve(devices)
     use = problem.use(role, layout, max_tokens_of(role, config), checkpoints_activations(role, config))
     if generates:
-        engine = problem.engine(problem.models[role], config.rollout.slots, config.rollout.tensor, not layout.copies)
+        engine = problem.engine(
+            problem.models[role], config.rollout.slots, config.rollout.tensor, not layout.is_replicated
+        )
         use = replace(use, engine=engine)
     return use, devices
 

@@ -11,28 +11,27 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from braidrl.cluster.world import LostPeers, World
+from braidrl.cluster.world import World
 from braidrl.config import Config, VerifierConfig
 from braidrl.data.prompts import LoadedSource, load_eval, load_texts, load_train
-from braidrl.errors import UserError
+from braidrl.errors import LostPeers, UserError
 from braidrl.flow import Flow, Stage
 from braidrl.flow.planner import serial_chain
 from braidrl.models.loading import check_scorer, load_tokenizer
 from braidrl.models.role_settings import model_path
 from braidrl.placement.pools import check_copies, place
 from braidrl.rewards.verify import RuleRewards
-from braidrl.runtimes.evaluation import evaluation_flow
 from braidrl.runtimes.prepare.checks import (
     check_adapters,
-    check_answers,
+    check_backends,
     check_divided_engines,
     check_generating_ranks,
     check_layouts,
-    check_lengths,
     check_names,
     check_roles,
 )
-from braidrl.runtimes.prepare.flow import build_flow
+from braidrl.runtimes.prepare.data import check_answers, check_lengths
+from braidrl.runtimes.prepare.flow import build_flow, evaluation_flow
 from braidrl.runtimes.saving.row_store import RowStore
 
 
@@ -49,9 +48,10 @@ class Prepared:
     texts: LoadedSource | None = None
 
     def __post_init__(self) -> None:
-        """Raises UserError for parts that do not fit together."""
+        """Raise UserError for parts that do not fit together."""
         config, held_out = self.config, list(self.eval_sources.values())
         check_names(config)
+        check_backends(config, self.flow)
         check_layouts(config, self.flow, self.flow.roles)
         evaluated = self.evaluation.stages if self.eval_sources else ()
         check_divided_engines(config, [*self.flow.stages, *evaluated])
@@ -65,26 +65,26 @@ class Prepared:
 
     @property
     def generating(self) -> tuple[str, ...]:
-        """Roles that need an engine."""
+        """Return the roles that need an engine."""
         stages = [*self.flow.stages, *(self.evaluation.stages if self.eval_sources else ())]
         return tuple(dict.fromkeys(s.role for s in stages if s.type == "generate" and s.role))
 
     def roles(self, train: bool = True) -> tuple[str, ...]:
-        """Roles that need a model: in training those of the flow too."""
+        """Return the roles that need a model: in training those of the flow too."""
         return tuple(dict.fromkeys([*(self.flow.roles if train else ()), *self.generating]))
 
     def store(self) -> RowStore:
-        """Where the run's rows come from and go to."""
+        """Return what makes and writes the run's rows."""
         return RowStore(self.config, self.tokenizer, self.sources, self.eval_sources, self.texts)
 
     def rewards(self) -> RuleRewards | None:
-        """The verifiers of the run, or None where nothing is verified. Evaluation sets are numbered after the sources."""
+        """Return the verifiers of the run, or None where nothing is verified. Evaluation sets are numbered after the sources."""
         evaluated = self.evaluation.stages if self.eval_sources else ()
         return rule_rewards(self.config, [*self.flow.stages, *evaluated], self.tokenizer)
 
 
 def rule_rewards(config: Config, stages: Sequence[Stage], tokenizer: PreTrainedTokenizerBase) -> RuleRewards | None:
-    """The verifiers of a run with the scores that its `verify` stages give, or None where there is none of these.
+    """Return the verifiers of a run with the scores that its `verify` stages give, or None where there is none of these.
 
     Its processes start when something is first checked.
     """
@@ -98,7 +98,7 @@ def rule_rewards(config: Config, stages: Sequence[Stage], tokenizer: PreTrainedT
 
 
 def prepare_together(config: Config, world: World, train: bool = True) -> Prepared:
-    """As `prepare`; one rank tokenises every prompt to see which are short enough, the others then only those that they draw."""
+    """Do as `prepare`; one rank tokenises every prompt to see which are short enough, the others then only those that they draw."""
     if world.first:
         try:
             prepared = prepare(config, train)
@@ -116,7 +116,7 @@ def prepare_together(config: Config, world: World, train: bool = True) -> Prepar
 
 
 def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None = None) -> Prepared:
-    """Raises UserError for the first thing that could not run; without `train` only evaluation data is read.
+    """Raise UserError for the first thing that could not run; without `train` only evaluation data is read.
 
     `kept` says of the sources of `train` and `eval` which examples another process has kept of them, and of `texts`.
     """
@@ -149,7 +149,7 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
 
 
 def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises UserError for a role whose model lacks the head that it needs, or was trained on other tokens."""
+    """Raise UserError for a role whose model lacks the head that it needs, or was trained on other tokens."""
     for role in flow.roles:
         path = model_path(role, config)
         if role in flow.scalar_roles:
@@ -161,7 +161,7 @@ def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase)
 
 
 def set_up_torch(config: Config) -> None:
-    """Threads, seeds and determinism of this process."""
+    """Set this process's threads, seeds and determinism."""
     transformers_logging.disable_progress_bar()
     if config.threads is not None:
         torch.set_num_threads(config.threads)

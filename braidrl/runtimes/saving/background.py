@@ -26,7 +26,7 @@ class BackgroundWriter:
         self._begun: Future[None] | None = None
 
     def begin(self, parts: Sequence[Write]) -> None:
-        """Makes the calls in the thread."""
+        """Make the calls in the thread."""
         self._begun = self._thread.submit(write, parts)
 
     @property
@@ -34,7 +34,7 @@ class BackgroundWriter:
         return self._begun is not None and not self._begun.done()
 
     def trouble(self) -> str:
-        """Waits; why what was begun could not be written, in one line, or nothing. Raises what is no trouble of the disk's."""
+        """Wait, and return in one line why what was begun could not be written, or nothing. Raises what is no trouble of the disk's."""
         begun, self._begun = self._begun, None
         error = begun.exception() if begun is not None else None
         if error is not None and not isinstance(error, TROUBLES):
@@ -43,7 +43,7 @@ class BackgroundWriter:
 
 
 def write(parts: Sequence[Write]) -> None:
-    """Makes every call."""
+    """Make every call."""
     for part in parts:
         part()
 
@@ -53,6 +53,6 @@ def line_about(error: BaseException) -> str:
 
 
 def check_written(trouble: str) -> None:
-    """Raises OSError where a worker had trouble."""
+    """Raise OSError where a worker had trouble."""
     if trouble:
         raise OSError(trouble)

@@ -1,4 +1,6 @@
-"""Writes a run's checkpoints one at a time: at once, or from copies in a thread while the next steps are made.
+"""A run's checkpoints: what they hold beside the models, and how they are written, one at a time.
+
+They are written at once, or from copies in a thread while the next steps are made:
 
 step N ──copies──▶ thread: write ─▶ sync ─▶ rename ─▶ `latest`
 step N + 1 ...         │
@@ -7,9 +9,11 @@ step N + 2 ◀──error?───┘
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +29,50 @@ from braidrl.runtimes.saving.folders import (
     finish_checkpoint,
     finish_whole,
     partial_path,
+    read_state,
+    whole_folder,
 )
-from braidrl.runtimes.saving.state import RunState, save_checkpoint, save_surplus, write_state
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The run after `step` complete iterations; the same under every runtime.
+
+    `surplus` are tables of the backend, or the files that hold them in a checkpoint.
+    """
+
+    step: int
+    version: int
+    loader: dict[str, Any]
+    sampling: dict[str, Any]
+    surplus: list[Any] = field(default_factory=list)
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class Checkpoints:
     """Of one rank; the `first` one writes what is written once."""
 
     def __init__(self, run: Path, config: Config, first: bool) -> None:
-        self.run, self.keep, self.first = run, config.trainer.keep_checkpoints, first
-        self.beside = config.trainer.checkpoint_async
+        self.run, self.keep_last, self.first = run, config.trainer.keep_checkpoints, first
+        self.in_background = config.trainer.checkpoint_async
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._begun: Future[None] | None = None
         self._step = 0
 
     def save(self, state: RunState, backend: Backend[Any]) -> None:
-        """Writes a checkpoint, or begins to. Raises UserError where it, or the one before it, could not be written."""
+        """Write a checkpoint, or begin to. Raises UserError where it, or the one before it, could not be written."""
         self.wait()
         self._step = state.step
-        with self._told():
-            if self.beside:
+        with self._explained():
+            if self.in_background:
                 self._begin(state, backend)
             else:
-                save_checkpoint(self.run, state, backend, self.keep, self.first)
+                save_checkpoint(self.run, state, backend, self.keep_last, self.first)
 
     def check(self) -> None:
-        """Raises UserError where what was begun has failed by now."""
+        """Raise UserError where what was begun has failed by now."""
         if self._begun is not None and self._begun.done():
             self.wait()
 
@@ -58,7 +80,7 @@ class Checkpoints:
         """Returns when what was begun is written. Raises UserError where it could not be."""
         if self._begun is None:
             return
-        with self._told():
+        with self._explained():
             # An interrupt leaves it to the next call.
             error = self._begun.exception()
             self._begun = None
@@ -83,11 +105,11 @@ class Checkpoints:
         with discarded_on_error(partial_path(path)):
             write(parts)
             finish_whole(path)
-        finish_checkpoint(self.run, step, self.keep)
+        finish_checkpoint(self.run, step, self.keep_last)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Tells in one line of a checkpoint that could not be written."""
+    def _explained(self) -> Iterator[None]:
+        """Raise UserError, in one line, for a checkpoint that could not be written."""
         try:
             yield
         except TROUBLES as error:
@@ -95,3 +117,47 @@ class Checkpoints:
                 f"the checkpoint of step {self._step} could not be written ({line_about(error)}); the one before it is whole: "
                 f"make room and go on with `braid train --resume {self.run}`"
             ) from error
+
+
+def save_checkpoint(run: Path, state: RunState, backend: Backend[Any], keep_last: int, write: bool = True) -> None:
+    """Write a checkpoint whole, point `latest` at it and remove the oldest. Raises OSError where the disk is full.
+
+    Ranks that do not `write` give what they hold to the one that does, or write their part of it beside.
+    """
+    if not write:
+        backend.save(partial_path(checkpoint_folder(run, state.step)))
+        save_surplus(checkpoint_folder(run, state.step), state, backend)
+        return
+    with whole_folder(checkpoint_folder(run, state.step)) as folder:
+        backend.save(folder)
+        save_surplus(folder, state, backend)
+        write_state(folder, state)
+    finish_checkpoint(run, state.step, keep_last)
+
+
+def save_surplus(folder: Path, state: RunState, backend: Backend[Any]) -> None:
+    """Put the rows that no batch has had room for into a checkpoint."""
+    for number, table in enumerate(state.surplus):
+        backend.save_rows(surplus_path(folder, number), table)
+
+
+def write_state(folder: Path, state: RunState) -> None:
+    """Write counters and states into a checkpoint."""
+    plain = {"format": FORMAT, "step": state.step, "version": state.version, "surplus": len(state.surplus)}
+    parts = {"loader": state.loader, "sampling": state.sampling, "stages": state.stages}
+    (folder / "state.json").write_text(json.dumps({**plain, **parts}))
+
+
+def load_checkpoint(folder: Path) -> tuple[Path, RunState]:
+    """Return the folder and the state in it. Raises UserError for a folder that is no checkpoint of this format."""
+    state = read_state(folder)
+    if state.get("format") != FORMAT:
+        raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads {FORMAT}")
+    surplus = [surplus_path(folder, number) for number in range(state["surplus"])]
+    return folder, RunState(
+        state["step"], state["version"], state["loader"], state["sampling"], surplus, state.get("stages", {})
+    )
+
+
+def surplus_path(folder: Path, number: int) -> Path:
+    return folder / f"surplus-{number}.rows"

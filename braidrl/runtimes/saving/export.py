@@ -11,7 +11,7 @@ from braidrl.runtimes.saving.folders import latest_checkpoint, whole_folder
 
 
 def export_model(run: Path, folder: Path, role: str = "actor") -> str:
-    """Copies the model into `folder` and says what it is. Raises UserError when there is none, or the folder exists."""
+    """Copy the model into `folder` and return a line that says what it is. Raises UserError when there is none, or the folder exists."""
     checkpoint = run if (run / "state.json").is_file() else latest_checkpoint(run)
     if checkpoint is None:
         raise UserError(f"{run} has no checkpoint yet; train it first, or set trainer.checkpoint_every")

@@ -23,7 +23,7 @@ LATEST = "latest"
 
 
 def new_run_folder(config: Config) -> Path:
-    """Makes the run's folder with the resolved configuration in it. Raises UserError when a run has begun there already."""
+    """Make the run's folder with the resolved configuration in it. Raises UserError when a run has begun there already."""
     folder = config.output / config.name if config.name else unused_folder(config)
     if config.name:
         if folder.exists() and not never_began(folder):
@@ -35,7 +35,7 @@ def new_run_folder(config: Config) -> Path:
 
 
 def absolute(value: Any) -> Any:
-    """A configuration, or a part of it, with files named as they are found from every folder, so that a run resumes from anywhere."""
+    """Return a configuration, or a part of it, with absolute paths, so that a run resumes from any folder."""
     match value:
         case BaseModel():
             return value.model_copy(update={name: absolute(part) for name, part in value})
@@ -51,7 +51,7 @@ def absolute(value: Any) -> Any:
 
 
 def absolute_name(name: str) -> str:
-    """The name of a flow's file, or of a function in a file, from this folder; any other text as it is."""
+    """Return the name of a flow's file, or of a function in a file, from this folder; any other text as it is."""
     if name.startswith(AGENT):
         return AGENT + absolute_name(name.removeprefix(AGENT))
     if name.endswith((".yaml", ".yml")) and Path(name).is_file():
@@ -60,7 +60,7 @@ def absolute_name(name: str) -> str:
 
 
 def unused_folder(config: Config) -> Path:
-    """A new folder named by the flow and the time; of two runs of one second the later gets a number."""
+    """Return a new folder named by the flow and the time; of two runs of one second the later gets a number."""
     name = f"{Path(config.flow).stem.replace(':', '-')}-{datetime.now():%Y%m%d-%H%M%S}"
     folder, number = config.output / name, 1
     while True:
@@ -73,12 +73,12 @@ def unused_folder(config: Config) -> Path:
 
 
 def never_began(folder: Path) -> bool:
-    """True where a run was refused after its folder was made: it holds at most a configuration."""
+    """Return True where a run was refused after its folder was made: it holds at most a configuration."""
     return folder.is_dir() and all(path.name == "config.yaml" for path in folder.iterdir())
 
 
 def run_config(folder: Path) -> Config:
-    """The configuration that a run was started with. Raises UserError when the folder is no run."""
+    """Return the configuration that a run was started with. Raises UserError when the folder is no run."""
     path = folder / "config.yaml"
     if not path.is_file():
         raise UserError(f"{folder} is no run folder: it has no config.yaml")
@@ -86,13 +86,13 @@ def run_config(folder: Path) -> Config:
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file or folder is written before it is whole."""
+    """Return where a file or folder is written before it is whole."""
     return path.with_name(f".{path.name}.partial")
 
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill that appears at `path` only when the block ends without an error, and is then on disk."""
+    """Yield a folder to fill that appears at `path` only when the block ends without an error, and is then on disk."""
     partial = begin_whole(path)
     with discarded_on_error(partial):
         yield partial
@@ -100,7 +100,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def begin_whole(path: Path) -> Path:
-    """The empty folder to fill, which `finish_whole` moves to `path`."""
+    """Return the empty folder to fill, which `finish_whole` moves to `path`."""
     partial = partial_path(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -108,7 +108,7 @@ def begin_whole(path: Path) -> Path:
 
 
 def finish_whole(path: Path) -> None:
-    """Has what was filled appear at `path`, and on disk."""
+    """Move what was filled to `path`, and wait until it is on disk."""
     partial = partial_path(path)
     for file in sorted(partial.rglob("*")):
         if file.is_file():
@@ -120,7 +120,7 @@ def finish_whole(path: Path) -> None:
 
 @contextmanager
 def discarded_on_error(partial: Path) -> Iterator[None]:
-    """Removes a folder that did not become whole."""
+    """Remove a folder that did not become whole."""
     try:
         yield
     except BaseException:
@@ -129,7 +129,7 @@ def discarded_on_error(partial: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's or folder's content is on disk; a full disk shows here at the latest."""
+    """Wait until a file's or folder's content is on disk; a full disk shows here at the latest."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -138,7 +138,7 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces a small file in one move."""
+    """Replace a small file in one move."""
     partial = partial_path(path)
     partial.write_text(text)
     sync(partial)
@@ -149,22 +149,22 @@ def checkpoint_folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step}"
 
 
-def finish_checkpoint(run: Path, step: int, keep: int) -> None:
-    """Points `latest` at a complete checkpoint, then removes the oldest beyond `keep`."""
+def finish_checkpoint(run: Path, step: int, keep_last: int) -> None:
+    """Point `latest` at a complete checkpoint, then remove the oldest beyond `keep_last`."""
     write_whole(run / "checkpoints" / LATEST, f"step-{step}\n")
     steps = sorted(int(folder.name.removeprefix("step-")) for folder in (run / "checkpoints").glob("step-*"))
-    for old in [s for s in steps if s <= step][:-keep]:
+    for old in [s for s in steps if s <= step][:-keep_last]:
         shutil.rmtree(checkpoint_folder(run, old))
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """The newest complete checkpoint of a run, or None before the first."""
+    """Return the newest complete checkpoint of a run, or None before the first."""
     pointer = run / "checkpoints" / LATEST
     return run / "checkpoints" / pointer.read_text().strip() if pointer.is_file() else None
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The run state of a checkpoint. Raises UserError for a folder that is none."""
+    """Return the run state of a checkpoint. Raises UserError for a folder that is none."""
     path = checkpoint / "state.json"
     if not path.is_file():
         raise UserError(f"{checkpoint} is no checkpoint: it has no state.json")

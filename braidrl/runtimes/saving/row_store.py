@@ -12,10 +12,9 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.config import Config
-from braidrl.data.admission import as_rows, eval_rows, join_texts
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import join, split
-from braidrl.data.loader import PromptLoader
+from braidrl.data.loader import PromptLoader, as_rows, eval_rows, join_texts
 from braidrl.data.prompts import LoadedSource
 from braidrl.data.rows import Rows
 from braidrl.observe.rollouts import read_rollouts, write_rollouts
@@ -70,7 +69,7 @@ class RowStore:
         self.texts = PromptLoader([texts], config.seed, config.data.shuffle) if texts else None
 
     def make(self, origin: Origin) -> Rows:
-        """The rows that `origin` names. Raises UserError for a file that is not there."""
+        """Return the rows that `origin` names. Raises UserError for a file that is not there."""
         match origin:
             case Admission(numbers):
                 assert self.loader is not None, "no training data was loaded"
@@ -88,7 +87,7 @@ class RowStore:
                 return decode(split(path.read_bytes()))
 
     def record(self, path: Path, rows: Rows) -> None:
-        """Writes rows with their texts, to be read by people and replayed."""
+        """Write rows with their texts, to be read by people and replayed."""
         prompts = [self.tokenizer.decode(rows["prompt"][i].tolist()) for i in range(len(rows))]
         write_rollouts(path, rows, prompts, responses(rows, self.tokenizer))
 
@@ -98,5 +97,5 @@ class RowStore:
 
 
 def with_added(rows: Rows, later: Rows) -> Rows:
-    """The rows with the columns that later stages added under names that are new; a replay begins from the former."""
+    """Return the rows with the columns that later stages added under names that are new; a replay begins from the former."""
     return rows.with_columns({name: column for name, column in later.items() if name not in rows})

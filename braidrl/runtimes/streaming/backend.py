@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from braidrl.cluster.workers import Launcher, WorkerFailed
+from braidrl.cluster.process import Launcher
 from braidrl.config import Config
 from braidrl.data.rows import Rows
-from braidrl.errors import UserError
+from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Stage
 from braidrl.flow.updates import Sizes, check_update_size
 from braidrl.flow.waves import GroupSelector
@@ -31,7 +31,8 @@ from braidrl.runtimes.streaming.processes import Processes, worker_launcher
 from braidrl.runtimes.streaming.stream import Stream
 from braidrl.transfer.queue.client import assembled
 from braidrl.transfer.queue.owner import Owner
-from braidrl.transfer.queue.storage import DataPlane, Place, Segments
+from braidrl.transfer.queue.storage import DataPlane, Place
+from braidrl.transfer.queue.storage_backends import open_storage
 from braidrl.transfer.queue.transport import QueueServer
 
 LOOK_EVERY_S = 0.05
@@ -72,7 +73,7 @@ class StreamingBackend:
             launcher = worker_launcher(config)
             resources.callback(launcher.close)
             self._open_queue(launcher, resources)
-            place = Place(launcher.node, self.owner.run, self.server.address)
+            place = Place(launcher.node, self.owner.run, self.server.address, config.streaming.storage)
             self.processes = Processes(config, folder, self.control, launcher, place)
             resources.callback(self.processes.kill)
             self.processes.start(self.groups)
@@ -80,9 +81,9 @@ class StreamingBackend:
 
     def _open_queue(self, launcher: Launcher, resources: ExitStack) -> None:
         streaming = self.config.streaming
-        self.owner = Owner()
+        self.owner = Owner(storage=streaming.storage)
         resources.callback(self.owner.close)
-        self.data = DataPlane(Segments(self.owner.run, "main"), "", launcher.node)
+        self.data = DataPlane(open_storage(streaming.storage, self.owner.run, "main"), "", launcher.node)
         resources.callback(self.data.close)
         together = streaming.weights == "delayed"
         self.control = ControlPlane(self.stream, self.data, streaming.lease_s, self.exported, together)
@@ -166,7 +167,7 @@ class StreamingBackend:
             raise self.control.refused
         self.processes.watch()
         if self.server.failure is not None:
-            raise WorkerFailed(f"the queue's server failed:\n{self.server.failure}")
+            raise WorkerError(f"the queue's server failed:\n{self.server.failure}")
         self.seen = self.control.wait(self.seen, LOOK_EVERY_S)
 
     def change(self, change: Callable[[], object]) -> None:
@@ -199,14 +200,14 @@ class StreamingBackend:
         self.change(lambda: None)
 
     def _carry_out(self, order: dict[str, Any]) -> None:
-        """Returns when every leader has done it. Raises WorkerFailed where one does not in time."""
+        """Returns when every leader has done it. Raises WorkerError where one does not in time."""
         limit = time.monotonic() + ORDER_LIMIT_S
         for number, holder in self._give(order).items():
             while number not in self.control.results:
                 self._wait_until(limit, holder)
 
     def _give(self, order: dict[str, Any]) -> dict[int, str]:
-        """Whom the order was given to, by its number. Raises WorkerFailed for a leader that is not there in time."""
+        """Whom the order was given to, by its number. Raises WorkerError for a leader that is not there in time."""
         limit, given = time.monotonic() + ORDER_LIMIT_S, {}
         for holder, role in self.processes.trainers().items():
             while holder not in self.control.holders:
@@ -227,7 +228,7 @@ class StreamingBackend:
 
     def _wait_until(self, limit: float, holder: str) -> None:
         if time.monotonic() > limit:
-            raise WorkerFailed(f"{holder} did not answer within {ORDER_LIMIT_S:g} s")
+            raise WorkerError(f"{holder} did not answer within {ORDER_LIMIT_S:g} s")
         self.wait()
 
 

@@ -15,7 +15,8 @@ from contextlib import suppress
 
 from braidrl.data.rows import Rows
 from braidrl.flow.readiness import Uid
-from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.models.roles.make import torch_worker
+from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.requests import Response
 from braidrl.runtimes.generating.generation import requests_of
 from braidrl.runtimes.streaming.weights import WeightReceiver
@@ -37,7 +38,7 @@ class GenerateLoop:
         self.context, self.client = context, client
         self.role = str(context.group.role)
         engine = context.executor.engines[self.role]
-        assert isinstance(engine, EmbeddedEngine), "check_streaming allows no other"
+        assert isinstance(engine, SteppingEngine), "own_engine makes no other for this runtime"
         self.engine = engine
         self.slots = context.executor.config.rollout.slots
         self.source = WeightReceiver(context.data)
@@ -169,9 +170,9 @@ class GenerateLoop:
         with self.context.busy(LOAD, version, version=version):
             for role, made, blocks in work.message["weights"]:
                 if role == self.role:
-                    model = self.context.executor.workers[self.role].model
+                    model = torch_worker(self.context.executor.workers[self.role]).model
                     self.source.load(model, made, [Block(*block) for block in blocks])
-            self.engine.publish(version)
+            self.context.executor.generation.publish(version)
         self.client.ask("loaded", version=version)
 
     def _prefetch(self) -> None:

@@ -15,7 +15,8 @@ from typing import Literal
 from braidrl.config import Config
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.runtimes.generating.engines import engine_processes
+from braidrl.placement.pools import Pool
+from braidrl.runtimes.generating.engines import engine_processes, with_engines
 from braidrl.transfer.queue.samplers import Sampler, sampler_named
 
 COMPUTE = "compute"
@@ -36,6 +37,12 @@ class Group:
     def ranks(self) -> int:
         """Return how many processes share a lease."""
         return self.processes if self.trained else 1
+
+
+def pools_of(groups: Sequence[Group], config: Config) -> list[Pool]:
+    """Return the groups' processes as pools; those that generate start the engine processes of `rollout`."""
+    pools = [Pool((group.name,), group.processes, device=group.kind != "compute") for group in groups]
+    return list(with_engines(pools, [group.name for group in groups if group.kind == "generate"], config))
 
 
 def worker_groups(config: Config, flow: Flow, evaluation: Flow | None) -> list[Group]:
@@ -89,6 +96,10 @@ def check_streaming(config: Config, flow: Flow) -> None:
     if config.cluster.launcher == "torchrun":
         raise UserError(
             "runtime=streaming starts its workers itself; write cluster.launcher=local or cluster.launcher=ray"
+        )
+    if config.streaming.storage != "shared_memory" and config.cluster.launcher != "local":
+        raise UserError(
+            f"streaming.storage={config.streaming.storage} is one machine's; write cluster.launcher=local or shared_memory"
         )
     if engine_processes(config):
         raise UserError(

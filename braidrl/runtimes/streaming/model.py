@@ -23,7 +23,6 @@ from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.readiness import Uid
 from braidrl.flow.updates import trained_on
-from braidrl.models.checkpoint import whole_weights
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar
 from braidrl.runtimes.saving.background import BackgroundWriter
@@ -155,7 +154,7 @@ class ModelLoop:
         """Hands the role's weights to the update of another role that asked for them."""
         if self.client is not None:
             blocks = export(
-                whole_weights(self.context.executor.workers[str(self.context.group.role)]), self.context.data
+                dict(self.context.executor.workers[str(self.context.group.role)].tensors()), self.context.data
             )
             self.client.ask("given", stage=work.stage, blocks=blocks)
 
@@ -187,7 +186,7 @@ class ModelLoop:
 
     def _export(self, version: int) -> None:
         assert self.client is not None and self.context.group.role
-        blocks = export(whole_weights(self.context.executor.workers[self.context.group.role]), self.context.data)
+        blocks = export(dict(self.context.executor.workers[self.context.group.role].tensors()), self.context.data)
         self.client.ask("weights", role=self.context.group.role, version=version, blocks=blocks)
 
 

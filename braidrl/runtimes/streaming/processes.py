@@ -5,37 +5,36 @@ main program ──start──▶ work: model, executor, connection to the queue
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from braidrl.cluster.devices import choose_device
+from braidrl.cluster.groups import connect_store, join_group, open_store
 from braidrl.cluster.local import LocalLauncher
-from braidrl.cluster.rank_process import LOOPBACK
-from braidrl.cluster.ray_cluster import import_ray
-from braidrl.cluster.workers import END_LIMIT_S, Launcher, Worker, WorkerFailed
-from braidrl.cluster.world import LostPeers, World
+from braidrl.cluster.process import END_LIMIT_S, Failure, Launcher, Process, ProcessSpec
+from braidrl.cluster.ray_processes import RayLauncher
+from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
+from braidrl.errors import WorkerError
 from braidrl.models.loading import load_tokenizer
 from braidrl.observe.trace import TraceWriter
-from braidrl.placement.pools import Pool
-from braidrl.runtimes.evaluation import evaluation_flow
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.prepare.flow import build_flow
+from braidrl.runtimes.prepare.flow import build_flow, evaluation_flow
 from braidrl.runtimes.prepare.setup import rule_rewards, set_up_torch
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.generate import GenerateLoop
-from braidrl.runtimes.streaming.groups import Group
+from braidrl.runtimes.streaming.groups import Group, pools_of
 from braidrl.runtimes.streaming.model import ModelLoop
 from braidrl.runtimes.streaming.worker import LeaseProgress, WorkerContext, compute
 from braidrl.transfer.queue.client import Client
 from braidrl.transfer.queue.owner import StorageNode, remove_run
-from braidrl.transfer.queue.storage import DataPlane, Place, shared_folder
+from braidrl.transfer.queue.storage import DataPlane, Place
+from braidrl.transfer.queue.storage_backends import shared_folder
 
 CONNECT_LIMIT_S = 60.0
 RANKS_LIMIT_S = 600.0
@@ -55,7 +54,7 @@ class Member:
     group: Group
     number: int
     starts: int
-    process: Worker
+    process: Process
     started: float = field(default_factory=time.monotonic)
 
     def is_late(self, control: ControlPlane) -> bool:
@@ -71,13 +70,9 @@ class Member:
 
 def worker_launcher(config: Config) -> Launcher:
     """Return who starts the workers: this process, or Ray. Raises UserError where there is no Ray, or no cluster."""
-    if config.cluster.launcher != "ray":
-        return LocalLauncher()
-    import_ray("cluster.launcher=ray")
-    # Imported here: Ray is an extra, and importing it takes a second.
-    from braidrl.cluster.ray_workers import RayLauncher
-
-    return RayLauncher(config.cluster, config.device)
+    if config.cluster.launcher == "ray":
+        return RayLauncher(config.cluster, config.device)
+    return LocalLauncher(config.device)
 
 
 class Processes:
@@ -94,11 +89,10 @@ class Processes:
 
     def start(self, groups: Sequence[Group]) -> None:
         """Start every process of these groups. Raises UserError where there is no room for them."""
-        pools = [Pool((group.name,), group.processes, device=group.kind != "compute") for group in groups]
-        threads = self.launcher.reserve(pools)
+        threads = self.launcher.reserve(pools_of(groups, self.config))
         self.config = self.config.model_copy(update={"threads": self.config.threads or threads})
         self.places |= {place.host: place for place in self.launcher.serve(StorageNode)}
-        self._store = dist.TCPStore(self.launcher.ip, 0, is_master=True, wait_for_workers=False)
+        self._store = open_store(self.launcher.ip, RANKS_LIMIT_S)
         for group in groups:
             for number in range(group.processes):
                 self.members.append(Member(group, number, 0, self._start(group, number, 0)))
@@ -110,7 +104,7 @@ class Processes:
     def watch(self) -> None:
         """Replace a worker that was killed, and kill one that hangs.
 
-        Raises what a worker has raised, and WorkerFailed for a trainer that is gone or a worker that does not get ready.
+        Raises what a worker has raised, and WorkerError for a trainer that is gone or a worker that does not get ready.
         """
         settings = self.config.streaming
         silent = self.control.silent(settings.lease_s + settings.wait_s)
@@ -118,33 +112,33 @@ class Processes:
             if member.process.alive and member.holder in silent:
                 member.process.kill()
             if member.process.alive and member.is_late(self.control):
-                raise WorkerFailed(f"{member.process.name} was not ready within {READY_LIMIT_S:g} s")
+                raise WorkerError(f"{member.process.name} was not ready within {READY_LIMIT_S:g} s")
             if member.process.alive:
                 continue
             self._raise_failure(member)
             self.control.fail(member.holder)
             name = f"{member.group.name} {member.number}"
             if member.group.trained:
-                raise WorkerFailed(
+                raise WorkerError(
                     f"{name}, which holds weights that have changed, is gone ({member.process.describe_end()}); "
                     "go on from the last checkpoint"
                 )
             if member.starts == RESTARTS:
-                raise WorkerFailed(f"{name} is gone for the {RESTARTS + 1}th time ({member.process.describe_end()})")
+                raise WorkerError(f"{name} is gone for the {RESTARTS + 1}th time ({member.process.describe_end()})")
             member.process.close()
             member.starts, member.started = member.starts + 1, time.monotonic()
             member.process = self._start(member.group, member.number, member.starts)
 
     def _raise_failure(self, member: Member) -> None:
         """Raises what a process has raised; where it only lost its peers, what one of those raised."""
-        failure, limit = member.process.failure, time.monotonic() + PEERS_LIMIT_S
-        while failure is not None and LostPeers.__name__ in failure["text"] and time.monotonic() < limit:
-            for peer in self.members:
-                cause = None if peer.process.alive else peer.process.failure
-                if cause is not None and LostPeers.__name__ not in cause["text"]:
-                    peer.process.raise_failure()
+        failure, limit = failure_of(member), time.monotonic() + PEERS_LIMIT_S
+        while failure is not None and failure.follows and time.monotonic() < limit:
+            causes = [cause for peer in self.members if (cause := failure_of(peer)) and cause.is_cause]
+            if causes:
+                raise causes[0].error()
             time.sleep(0.05)
-        member.process.raise_failure()
+        if failure is not None:
+            raise failure.error()
 
     def close(self) -> None:
         """Wait for all to end, which the queue tells them to, and kill those that do not in time."""
@@ -160,16 +154,22 @@ class Processes:
         # A traceback would keep the store, and with it its port.
         self._store = None
 
-    def _start(self, group: Group, number: int, starts: int) -> Worker:
+    def _start(self, group: Group, number: int, starts: int) -> Process:
         assert self._store is not None
         arguments = {
             "config": self.config.model_dump(mode="json"), "group": asdict(group), "rank": number if group.trained else 0,
             "name": f"{group.name}-{number}", "holder": f"{group.name}.{number}.{starts}", "queue": self.queue,
             "folder": str(self.folder.resolve()), "meeting": [self.launcher.ip, self._store.port],
+            "place": self.places[self.launcher.node_of(group.name, number)],
         }  # fmt: skip
-        return self.launcher.start(
-            group.name, number, work, lambda node: {**arguments, "place": self.places[node]}, orphaned
-        )
+        spec = ProcessSpec(f"{group.name}-{number}", f"{__name__}:work", arguments, f"{__name__}:orphaned")
+        return self.launcher.start(group.name, number, spec, copied=True)
+
+
+def failure_of(member: Member) -> Failure | None:
+    """Return what a process that has ended has raised."""
+    outcome = None if member.process.alive else member.process.outcome
+    return outcome.failure if outcome else None
 
 
 def work(arguments: Mapping[str, Any]) -> None:
@@ -182,7 +182,7 @@ def work(arguments: Mapping[str, Any]) -> None:
     flow = build_flow(config)
     evaluation = evaluation_flow(config, flow)
     tokenizer, progress = load_tokenizer(config.model), LeaseProgress()
-    world = join_ranks(group, arguments["rank"], arguments["meeting"])
+    world = join_ranks(group, arguments["rank"], arguments["meeting"], choose_device(config.device).type == "cuda")
     data = DataPlane.at(Place(*arguments["place"]), arguments["holder"])
     executor = StageExecutor(
         config, flow, (group.role,) if group.role else (), tokenizer,
@@ -201,17 +201,14 @@ def work(arguments: Mapping[str, Any]) -> None:
         executor.close()
 
 
-def join_ranks(group: Group, rank: int, meeting: tuple[str, int]) -> World:
+def join_ranks(group: Group, rank: int, meeting: tuple[str, int], cuda: bool) -> World:
     """Return the processes of a trained role, which meet at a store; a world of its own for one that shares its role with nobody."""
     if group.ranks == 1:
         return World()
     host, port = meeting
-    if host == LOOPBACK:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    limit = timedelta(seconds=RANKS_LIMIT_S)
-    store = dist.PrefixStore(group.name, dist.TCPStore(host, port, is_master=False, timeout=limit))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=group.ranks, timeout=limit)
-    return World(rank, group.ranks, dist.group.WORLD, dist.PrefixStore("places", store))
+    store = dist.PrefixStore(group.name, connect_store(host, port, RANKS_LIMIT_S))
+    everyone = join_group(store, rank, group.ranks, RANKS_LIMIT_S, cuda, host)
+    return World(rank, group.ranks, everyone, dist.PrefixStore("places", store))
 
 
 def run_loop(context: WorkerContext, world: World, arguments: Mapping[str, Any]) -> None:
@@ -234,4 +231,5 @@ def run_loop(context: WorkerContext, world: World, arguments: Mapping[str, Any])
 
 def orphaned(arguments: Mapping[str, Any]) -> None:
     """Remove what the run has in shared memory: its main program was killed, and nobody else does."""
-    remove_run(shared_folder(), Place(*arguments["place"]).run)
+    place = Place(*arguments["place"])
+    remove_run(shared_folder(), place.run, place.storage)

@@ -11,27 +11,39 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
-from braidrl.transfer.queue.storage import PREFIX, DataPlane, Place, Segments, shared_folder
+from braidrl.errors import UserError
+from braidrl.transfer.queue.storage import DataPlane, Place
+from braidrl.transfer.queue.storage_backends import PREFIX, Segments, open_storage, shared_folder
 from braidrl.transfer.queue.transport import QueueServer
 
 
 class Owner:
     """Owns a run's shared memory on this node: makes the run's name, and at the end leaves nothing of it."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        """Remove what killed runs have left, first."""
-        self.folder = folder or shared_folder()
+    def __init__(self, folder: Path | None = None, storage: str = "shared_memory") -> None:
+        """Remove what killed runs have left, first. `storage` is where the run's segments lie, `folder` where the lock does.
+
+        Raises UserError for a storage that cannot be used.
+        """
+        self.folder, self.storage = folder or shared_folder(), storage
         remove_abandoned(self.folder)
         self.run = secrets.token_hex(6)
+        self.segments = (
+            open_storage(storage, self.run, "owner") if folder is None else Segments(self.run, "owner", folder)
+        )
         self._path = owner_path(self.folder, self.run)
         self._handle = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         fcntl.flock(self._handle, fcntl.LOCK_EX)
+        # A later run that finds the file unlocked learns from it where the segments are.
+        os.write(self._handle, self.storage.encode())
 
     def close(self) -> None:
         """Free every segment of the run, whoever wrote it. The run's processes must have ended."""
-        remove_run(self.folder, self.run)
+        self.segments.unlink(self.segments.names())
+        self._path.unlink(missing_ok=True)
         os.close(self._handle)
 
 
@@ -40,9 +52,10 @@ def owner_path(folder: Path, run: str) -> Path:
     return folder / f"{PREFIX}{run}.owner"
 
 
-def remove_run(folder: Path, run: str) -> None:
+def remove_run(folder: Path, run: str, storage: str = "shared_memory") -> None:
     """Free everything that carries the run's name."""
-    Segments(run, "remover", folder).unlink(Segments(run, "remover", folder).names())
+    segments = Segments(run, "remover", folder) if storage == "shared_memory" else open_storage(storage, run, "remover")
+    segments.unlink(segments.names())
     owner_path(folder, run).unlink(missing_ok=True)
 
 
@@ -62,8 +75,9 @@ def remove_abandoned(folder: Path) -> list[str]:
         except BlockingIOError:
             continue  # Its owner lives, and holds the lock as long as it does: nothing of it is abandoned.
         else:
-            remove_run(folder, run)
-            removed.append(run)
+            with suppress(UserError):  # A storage that cannot be reached now is looked after when it can be.
+                remove_run(folder, run, os.read(handle, 4096).decode() or "shared_memory")
+                removed.append(run)
         finally:
             os.close(handle)
     return removed

@@ -1,33 +1,25 @@
-"""Payload in the shared memory of the node where it was written; readers on other nodes ask that node's server for their rows.
+"""Payload in the storage of the node where it was written; readers on other nodes ask that node's server for their rows.
 
 same node     read ──▶ segment, as views
 another node  read ──▶ that node's server ──▶ the named columns of the rows that are asked for, as frames
 
-A segment is a file /dev/shm/braid-<run>-<writer>-<n>: written once by whoever makes it, read as views, unlinked when it is evicted.
+What a node keeps it in is its storage backend's business.
 """
 
 from __future__ import annotations
 
-import itertools
-import mmap
-import os
-import re
-import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from braidrl.data.codec import decode, encode
-from braidrl.data.frames import Frame, laid_out, split
+from braidrl.data.frames import Frame
 from braidrl.data.rows import Rows
+from braidrl.transfer.queue.storage_backends import StorageBackend, open_storage
 from braidrl.transfer.queue.transport import Answer, Peers
 
 REQUESTS = ("frames", "rows", "served", "free", "abandon")
 """What a node's server answers by its data plane."""
-SHARED = Path("/dev/shm")
-PREFIX = "braid-"
-NAME = re.compile(r"braid-[0-9a-f]+-[A-Za-z0-9_.]+-[0-9]+")
 
 
 class Block(NamedTuple):
@@ -40,81 +32,22 @@ class Block(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What a process has to know of its node: its name, that of the run's memory there, and its server's address."""
+    """What a process has to know of its node: its name, that of the run's segments, its server's address, and the storage."""
 
     host: str
     run: str
     address: str
+    storage: str = "shared_memory"
 
 
 class Evicted(LookupError):
     """A block is gone: its rows were dropped, so that whatever was to be made of them is not needed."""
 
 
-def shared_folder() -> Path:
-    """Return where files live in memory; a system without such a place has them on disk."""
-    return SHARED if SHARED.is_dir() else Path(tempfile.gettempdir())
-
-
-class Segments:
-    """Makes and reads the segments of one run on this node. `writer` tells the segments of processes apart."""
-
-    def __init__(self, run: str, writer: str, folder: Path | None = None) -> None:
-        self.run, self.folder = run, folder or shared_folder()
-        self.writer = re.sub(r"[^A-Za-z0-9_.]", ".", writer)
-        self._numbers = itertools.count()
-
-    def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
-        """Write a new segment with these frames; return its name and size in bytes. Raises OSError where memory is full."""
-        size, pieces = laid_out(frames)
-        name = f"{PREFIX}{self.run}-{self.writer}-{next(self._numbers)}"
-        handle = os.open(self.folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        try:
-            # Not through a mapping: that fills every page with zeros first, and full memory ends the process by SIGBUS.
-            os.ftruncate(handle, size)
-            for start, piece in pieces:
-                written = 0
-                while written < piece.nbytes:
-                    written += os.pwrite(handle, piece[written:], start + written)
-        except BaseException:
-            self.unlink([name])
-            raise
-        finally:
-            os.close(handle)
-        return name, size
-
-    def read(self, name: str) -> list[memoryview]:
-        """Return the frames of a segment as read-only views, which keep the memory even when the segment is unlinked.
-
-        Raises FileNotFoundError for one that was evicted, ValueError for what is no segment's name.
-        """
-        handle = os.open(self._path(name), os.O_RDONLY)
-        try:
-            return split(memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ)))
-        finally:
-            os.close(handle)
-
-    def unlink(self, names: Collection[str]) -> None:
-        """Free segments once their last reader lets go; those that are gone already are left at that."""
-        for name in names:
-            self._path(name).unlink(missing_ok=True)
-
-    def names(self, writer: str | None = None) -> list[str]:
-        """Return the names of all segments of the run on this node, or those of one writer."""
-        chosen = "*" if writer is None else re.sub(r"[^A-Za-z0-9_.]", ".", writer)
-        return sorted(path.name for path in self.folder.glob(f"{PREFIX}{self.run}-{chosen}-*"))
-
-    def _path(self, name: str) -> Path:
-        # A name comes over the wire: it must not lead anywhere else.
-        if not NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no segment's name")
-        return self.folder / name
-
-
 class DataPlane:
     """A process's view of the payload of all nodes. `host` names its own one, whose server is at `address`."""
 
-    def __init__(self, segments: Segments, address: str, host: str = "here", limit_s: float = 60.0) -> None:
+    def __init__(self, segments: StorageBackend, address: str, host: str = "here", limit_s: float = 60.0) -> None:
         self.segments, self.address, self.host = segments, address, host
         self.served = 0
         """Bytes that this node's server has given to other nodes."""
@@ -124,7 +57,7 @@ class DataPlane:
     @staticmethod
     def at(place: Place, writer: str) -> DataPlane:
         """Return the view of a process at a place."""
-        return DataPlane(Segments(place.run, writer), place.address, place.host)
+        return DataPlane(open_storage(place.storage, place.run, writer), place.address, place.host)
 
     def write(self, frames: Sequence[Frame]) -> Block:
         """Put frames into a segment of this node. Raises OSError where memory is full."""

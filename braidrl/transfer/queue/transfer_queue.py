@@ -27,7 +27,8 @@ from braidrl.transfer.queue.columns import Batch, as_rows
 from braidrl.transfer.queue.controller import QueueController
 from braidrl.transfer.queue.owner import Owner, StorageNode
 from braidrl.transfer.queue.samplers import sampler_named
-from braidrl.transfer.queue.storage import DataPlane, Place, Segments
+from braidrl.transfer.queue.storage import DataPlane, Place
+from braidrl.transfer.queue.storage_backends import open_storage
 from braidrl.transfer.queue.table import StoredPart
 from braidrl.transfer.queue.transport import Connection, QueueServer
 
@@ -50,7 +51,7 @@ class TransferQueue:
     @classmethod
     def serve(
         cls, tasks: Mapping[str, Collection[str]], *, samplers: Mapping[str, str] | None = None, lease_s: float = 60.0,
-        budget_bytes: int | None = None, ip: str = LOOPBACK,
+        budget_bytes: int | None = None, ip: str = LOOPBACK, storage: str = "shared_memory",
     ) -> TransferQueue:  # fmt: skip
         """Start a queue in this process, which must live as long as anybody uses it.
 
@@ -60,18 +61,19 @@ class TransferQueue:
             lease_s: seconds without a sign of life after which a consumer's rows are given to another.
             budget_bytes: payload that may lie in the queue; a put waits until there is room. None is as much as there is memory.
             ip: the address to listen on; other machines reach any but the loopback.
+            storage: where payload lies: `shared_memory`, `file:/path` or `redis://host:port/0`.
         """
         with ExitStack() as resources:
-            owner = Owner()
+            owner = Owner(storage=storage)
             resources.callback(owner.close)
-            data = DataPlane(Segments(owner.run, "server"), "", node_name())
+            data = DataPlane(open_storage(storage, owner.run, "server"), "", node_name())
             resources.callback(data.close)
             chosen = {name: sampler_named((samplers or {}).get(name, "first_in")) for name in tasks}
             controller = QueueController(tasks, data, lease_s, chosen, budget_bytes)
             server = QueueServer(controller.handle, controller.tick, f"tcp://{ip}:*")
             resources.callback(server.close)
             data.address = server.address
-            controller.place = Place(data.host, owner.run, server.address)
+            controller.place = Place(data.host, owner.run, server.address, storage)
             client = Client(server.address, "owner", DataPlane.at(controller.place, "owner"))
             resources.callback(client.close)
             return cls(client, resources.pop_all(), controller)

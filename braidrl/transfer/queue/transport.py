@@ -7,6 +7,7 @@ client ────┤                                      └── None ─�
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import traceback
@@ -169,8 +170,9 @@ class QueueServer:
 
     def changed(self) -> None:
         """Have parked readers asked again; for changes that came by other ways than a request."""
-        with self._outside_lock:
-            self._outside.send(b"")
+        # Not waited for: the thread may have ended, or has more to read already than it needs to wake up.
+        with self._outside_lock, contextlib.suppress(zmq.Again):
+            self._outside.send(b"", zmq.NOBLOCK)
 
     def close(self) -> None:
         """End the thread and free the port."""

@@ -11,7 +11,7 @@ from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.models.compute.log_probs import linear_log_probs
 from braidrl.models.compute.packed import Packed, pack
-from braidrl.models.compute.shared_prompts import families_of, pack_shared, pays, plan_shared
+from braidrl.models.compute.shared_prompts import families_of, pack_shared, plan_shared, saves_enough
 from tests.models.compute.test_attention import CONFIGS, models
 
 CPU = torch.device("cpu")
@@ -109,11 +109,11 @@ def test_a_row_over_the_limit_is_named() -> None:
 
 
 def test_it_pays_where_prompts_are_long_and_shared() -> None:
-    assert pays(rows_of([(20, [4, 4, 4, 4])]))
-    assert not pays(rows_of([(2, [20, 20, 20])]))
-    assert not pays(rows_of([(20, [4]), (20, [4])]))
+    assert saves_enough(rows_of([(20, [4, 4, 4, 4])]))
+    assert not saves_enough(rows_of([(2, [20, 20, 20])]))
+    assert not saves_enough(rows_of([(20, [4]), (20, [4])]))
     several = rows_of([(20, [4, 4])])
     halves = several.with_columns(
         {"sequence_lengths": Ragged.from_lengths(torch.tensor([12, 12] * 2), torch.tensor([2, 2]))}
     )
-    assert not pays(halves), "rows of several sequences have no single prompt"
+    assert not saves_enough(halves), "rows of several sequences have no single prompt"

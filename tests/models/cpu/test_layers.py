@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from braidrl.models.compute.attention import PackedSequences
-from braidrl.models.cpu.fused import side_by_side
 from braidrl.models.cpu.layers import _Gate, _Norm, compile_layers, norm_of
 from braidrl.models.cpu.linear import ProductLinear, product, use_fast_products
 from tests.models.compute.test_attention import CONFIGS, LENGTHS, models
@@ -77,14 +76,3 @@ def test_linear_layers_stay_linear_layers() -> None:
     use_fast_products(model)
     assert type(model[0]) in (nn.Linear, ProductLinear)
     assert isinstance(model[0], nn.Linear)
-
-
-def test_fused_weights_share_the_modules_storage() -> None:
-    first, second = nn.Linear(4, 3), nn.Linear(4, 5)
-    values = torch.cat([first.weight, second.weight]).detach().clone()
-    joined = side_by_side([first.weight, second.weight])
-    assert torch.equal(joined, values)
-    with torch.no_grad():
-        second.weight.mul_(2)
-    assert torch.equal(joined[3:], 2 * values[3:])
-    assert side_by_side([first.weight, second.weight]).data_ptr() == joined.data_ptr(), "nothing moves twice"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from braidrl.errors import UserError
-from braidrl.models.memory.offload import Movable, UnnamedFile, storages
+from braidrl.models.memory.offload import OffloadableTensors, UnnamedFile, storages
 from braidrl.models.roles.decoder import DecoderWorker
 from tests.models.parallel.laid_out import config_of, make_rows, one_step
 
@@ -24,7 +24,7 @@ def resident() -> int:
 def test_memory_is_given_back_and_every_view_finds_the_same_numbers_again() -> None:
     whole = torch.randn(32 * MIB // 4)
     view, copy = whole[8:24].view(4, 4), whole.clone()
-    movable = Movable(lambda: [whole, view])
+    movable = OffloadableTensors(lambda: [whole, view])
     before = resident()
     movable.offload()
     assert movable.away_bytes == 32 * MIB, "two tensors of one storage"
@@ -39,7 +39,7 @@ def test_memory_is_given_back_and_every_view_finds_the_same_numbers_again() -> N
 def test_moves_that_were_broken_off_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.randn(1000) for _ in range(3)]
     copies = [tensor.clone() for tensor in tensors]
-    movable, put, take, calls = Movable(lambda: tensors), UnnamedFile.put, UnnamedFile.take, [0]
+    movable, put, take, calls = OffloadableTensors(lambda: tensors), UnnamedFile.put, UnnamedFile.take, [0]
 
     def interrupted(call):  # type: ignore[no-untyped-def]
         def once(*arguments):  # type: ignore[no-untyped-def]
@@ -66,7 +66,7 @@ def test_moves_that_were_broken_off_are_completed(monkeypatch: pytest.MonkeyPatc
 
 def test_a_full_disk_is_told_in_one_line_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(1000)
-    copy, movable = tensor.clone(), Movable(lambda: [tensor])
+    copy, movable = tensor.clone(), OffloadableTensors(lambda: [tensor])
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
@@ -88,20 +88,20 @@ def test_a_worker_whose_parts_were_away_trains_as_one_that_never_moved(
     for iteration in (1, 2, 3):
         expected, found = one_step(stayed, everything, iteration), one_step(moved, everything, iteration)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-        for movable in moved.movable.values():
+        for movable in moved.offloadable.values():
             movable.offload()
         assert moved.optimizer is not None
         # Weights of at least float32 are their own masters; AdamW has two moments of each, and a count.
         away = sum(s.nbytes() for s in storages([*stayed.model.parameters(), *stayed.optimizer.tensors()]))
-        assert sum(movable.away_bytes for movable in moved.movable.values()) == away
-        for movable in reversed(moved.movable.values()):
+        assert sum(movable.away_bytes for movable in moved.offloadable.values()) == away
+        for movable in reversed(moved.offloadable.values()):
             movable.onload()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_device_memory_goes_to_pinned_host_memory_and_back() -> None:
     tensor = torch.randn(8 * MIB, device="cuda")
-    copy, movable = tensor.cpu(), Movable(lambda: [tensor])
+    copy, movable = tensor.cpu(), OffloadableTensors(lambda: [tensor])
     before = torch.cuda.memory_allocated()
     movable.offload()
     assert torch.cuda.memory_allocated() == before - 32 * MIB

@@ -15,20 +15,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.groups import subgroup
 from braidrl.cluster.world import World
 from braidrl.config import Config, LoraConfig, parse_config
 from braidrl.data.rows import Rows
-from braidrl.models.checkpoint import divided_state, load_worker, save_worker, whole_weights
+from braidrl.models.checkpoint import divided_state, full_state_dict, load_worker, save_worker
 from braidrl.models.contract import CHECKS, BackendUnderTest
 from braidrl.models.memory.footprint import activation_bytes, model_shape
 from braidrl.models.objective import Objective, denominators, with_group_tokens
-from braidrl.models.parallel.decoding import TensorRanks, load_divided
+from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
 from braidrl.models.parallel.layout import ParallelLayout
-from braidrl.models.parallel.sharded import subgroup
-from braidrl.models.parallel.shards import local_part, whole
+from braidrl.models.parallel.shards import full_tensor, local_shard
 from braidrl.models.roles.decoder import DecoderWorker
-from braidrl.models.weights.following import Following
-from braidrl.models.weights.mirror import LayoutCopy, settled_parts
+from braidrl.models.weights.mirror import Following, LayoutCopy, local_weight_parts
 from braidrl.models.weights.transfer import LIMIT_BYTES, TransferVolume, WeightTransfer, weight_parts
 from braidrl.observe.metrics import Sums
 from braidrl.rollout.weights import joint_file
@@ -67,11 +66,11 @@ def make_rows(prompt: int = 0) -> Rows:
     return with_group_tokens(rows, rows)
 
 
-def config_of(model: str, layout: dict[str, Any] | None = None, dtype: str = "float64") -> Config:
+def config_of(model: str, layout: dict[str, Any] | None = None, dtype: str = "float64", **more: Any) -> Config:
     # Recomputed activations go through the same collectives a second time.
     trainer = {
         "max_tokens_per_device": 64, "max_grad_norm": 0.5, "layout": layout or {},
-        "activation_checkpointing": bool(layout),
+        "activation_checkpointing": bool(layout), **more,
     }  # fmt: skip
     return parse_config(settings(Path("."), Path(model), Path("none.jsonl"), dtype=dtype, trainer=trainer))
 
@@ -93,8 +92,8 @@ def one_step(worker: DecoderWorker, mine: torch.Tensor, iteration: int = 1, prom
     norm = worker.optim_step({"tokens": denominators(rows)["tokens"]}, iteration)
     assert norm is not None and worker.optimizer is not None
     found["norm"] = torch.tensor(norm, dtype=torch.float64)
-    found |= {f"state {name}": whole(t) for name, t in divided_state(worker.optimizer).items()}
-    return found | {f"weight {name}": tensor.clone() for name, tensor in whole_weights(worker).items()}
+    found |= {f"state {name}": full_tensor(t) for name, t in divided_state(worker.optimizer).items()}
+    return found | {f"weight {name}": tensor.clone() for name, tensor in full_state_dict(worker).items()}
 
 
 @cache
@@ -124,16 +123,16 @@ def differences(found: Found, wanted: Found, mine: torch.Tensor, dtype: str = "f
 
 def not_divided(worker: DecoderWorker, ranks: int) -> list[str]:
     """Says so where a rank holds more of the weights and of Adam's moments than its share, norms aside."""
-    layout, parameters = worker.config.trainer.layout.over(ranks), list(worker.model.parameters())
+    layout, parameters = worker.config.trainer.layout.resolve(ranks), list(worker.model.parameters())
     assert layout.data is not None and worker.optimizer is not None
-    shards = layout.tensor * layout.sharding
+    shards = layout.tensor * layout.shard_ranks
     # The first and the last stage have the vocabulary, which is large beside these layers.
     layers = sum(shape.numel() for name, shape in worker.shapes.items() if "layers" in name)
     vocabulary = worker.model.config.vocab_size * worker.model.config.hidden_size
     everything = sum(shape.numel() for shape in worker.shapes.values())
     share = layers / layout.pipeline + vocabulary if layout.pipeline > 1 else everything
     limit = 1.1 * share / shards
-    held = sum(local_part(p).numel() for p in parameters)
+    held = sum(local_shard(p).numel() for p in parameters)
     moments = sum(t.numel() for name, t in worker.optimizer.state().items() if name.endswith("exp_avg"))
     return [f"holds {n} elements, its share is {limit:.0f}" for n in (held, moments) if n > limit]
 
@@ -156,8 +155,8 @@ def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
         found[f"{model} keeps under {layout}"] = of_all_ranks(world, kept_otherwise(world, model, layout))
     for case in task.get("copied", []):
         found |= copied_weights(world, *case)
-    for number, (model, layout) in enumerate(task.get("contract", [])):
-        keep_contract(world, config_of(model, layout), Path(task["folder"], f"contract-{number}"))
+    for number, (model, layout, trainer) in enumerate(task.get("contract", [])):
+        keep_contract(world, config_of(model, layout, **trainer), Path(task["folder"], f"contract-{number}"))
     for case in task.get("saved", []):
         found |= saved_and_loaded(world, *case)
     for case in task.get("reshaped", []):
@@ -182,7 +181,7 @@ def with_shared_prompts(world: World, model: str, layout: dict[str, Any], prompt
 def kept_otherwise(world: World, model: str, layout: dict[str, Any]) -> list[str]:
     """Says so where a forward pass keeps more or less for the backward one than is counted: what is between matrices once alone."""
     tokens, found = 96, []
-    shape, whole = model_shape(Path(model), torch.float64), ParallelLayout.model_validate(layout).over(world.size)
+    shape, whole = model_shape(Path(model), torch.float64), ParallelLayout.model_validate(layout).resolve(world.size)
     one = tokens * shape.config.hidden_size * shape.element_bytes
     # The input of each layer and of the last norm, and two results of this: divided. What comes of it is whole.
     inputs = (shape.config.num_hidden_layers + 3 - 1) * one // whole.tensor + one
@@ -204,10 +203,10 @@ def copied_weights(world: World, model: str, other: str, layouts: list[dict[str,
         DecoderWorker("reference", config_of(path, layout), False, world.data_parallel)
         for path, layout in zip((model, other), layouts, strict=True)
     )
-    own, others = whole_weights(first), whole_weights(second)
+    own, others = full_state_dict(first), full_state_dict(second)
     wanted = {name: tensor * 0.25 + others[name] * 0.75 for name, tensor in own.items()}
     Following(first, second).move(0.25)
-    found = whole_weights(first)
+    found = full_state_dict(first)
     return {f"copied {layouts}": [n for n, t in found.items() if not torch.allclose(t, wanted[n], rtol=0, atol=1e-12)]}
 
 
@@ -234,11 +233,13 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
     limit = 8192  # less than a matrix of a layer
     for layout in layouts[1:]:
         other = DecoderWorker("actor", config_of(model, layout), False, world.data_parallel, copies=True)
-        copy = LayoutCopy(worker, partial(settled_parts, other), other.ranks.divided, limit)
+        copy = LayoutCopy(worker, partial(local_weight_parts, other), other.ranks.is_sharded, limit)
         with Largest() as largest:
             copy.refresh()
         problems = [
-            f"{name} differs" for name, tensor in whole_weights(other).items() if not equal(tensor, wanted[name], lora)
+            f"{name} differs"
+            for name, tensor in full_state_dict(other).items()
+            if not equal(tensor, wanted[name], lora)
         ]
         problems += traffic_problems(copy.transfer, copy.traffic, world.rank, limit)
         if not lora and largest.bytes > limit:
@@ -262,7 +263,7 @@ def written(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) ->
     again = dict(folder.tensors())
     problems = [n for n, t in wanted.items() if not (equal(read[n], t, nearly) and equal(again[n], t, nearly))]
     problems += traffic_problems(writer.transfer, writer.traffic, world.rank, LIMIT_BYTES)
-    problems += [f"{name} is kept by a rank that does not write it" for name in whole_weights(worker, wanted=False)]
+    problems += [f"{name} is kept by a rank that does not write it" for name in full_state_dict(worker, wanted=False)]
     if not read.keys() == again.keys() == folder.shapes().keys() == wanted.keys() or writer.traffic.sent:
         problems.append(f"the file has {sorted(read)}, and {writer.traffic.sent} bytes were sent for it on one machine")
     problems += on_two_machines(world, worker, wanted, nearly)
@@ -302,7 +303,7 @@ def sliced(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> 
     """What is wrong with the slices that pairs of ranks decode with; those who train with them have them already."""
     group = subgroup(torch.arange(world.size).view(-1, 2))
     assert group is not None
-    model, slices = load_divided(worker.path, worker.dtype, "cpu", TensorRanks(group))
+    model, slices = load_tensor_parallel(worker.path, worker.dtype, "cpu", TensorRanks(group))
     copy = LayoutCopy(worker, lambda: weight_parts(model, slices), divided=True)
     copy.refresh()
     found = model.state_dict()

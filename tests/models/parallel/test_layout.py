@@ -12,23 +12,23 @@ from braidrl.models.parallel.layout import ParallelLayout
 
 
 def test_the_data_axis_takes_the_devices_that_the_others_leave() -> None:
-    assert ParallelLayout().over(1).data == 1
-    assert ParallelLayout(shard="full").over(6).data == 6
-    assert ParallelLayout(tensor=2, sequence=2).over(8).data == 2
+    assert ParallelLayout().resolve(1).data == 1
+    assert ParallelLayout(shard="full").resolve(6).data == 6
+    assert ParallelLayout(tensor=2, sequence=2).resolve(8).data == 2
     given = ParallelLayout(pipeline=2, data=2)
-    assert given.over(4) == given and given.replica == 2
+    assert given.resolve(4) == given and given.ranks_per_replica == 2
 
 
 def test_only_whole_models_on_every_device_are_copies() -> None:
-    assert ParallelLayout(data=4).copies
+    assert ParallelLayout(data=4).is_replicated
     for other in ({"shard": "full"}, {"shard": "optimizer"}, {"tensor": 2}, {"sequence": 2}, {"pipeline": 2}):
-        assert not ParallelLayout.model_validate(other).copies
+        assert not ParallelLayout.model_validate(other).is_replicated
 
 
 @pytest.mark.parametrize("given", [{"tensor": 2, "data": 3}, {"tensor": 3}, {"data": 2}, {"sequence": 8}])
 def test_numbers_that_do_not_multiply_to_the_devices_are_one_line(given: dict[str, int]) -> None:
     with pytest.raises(UserError, match=r"roles.actor.layout: .* devices and there are 4; write numbers") as caught:
-        ParallelLayout.model_validate(given).over(4, "roles.actor.layout")
+        ParallelLayout.model_validate(given).resolve(4, "roles.actor.layout")
     assert "\n" not in str(caught.value)
 
 
@@ -41,10 +41,10 @@ def test_numbers_that_do_not_multiply_to_the_devices_are_one_line(given: dict[st
 )
 def test_nodes_that_have_no_shards_to_copy_are_one_line(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
-        ParallelLayout.model_validate(given).over(4)
+        ParallelLayout.model_validate(given).resolve(4)
     assert "\n" not in str(caught.value)
-    layout = ParallelLayout(nodes=2, shard="full", sequence=2).over(8)
-    assert layout.data == 4 and layout.sharding == 4
+    layout = ParallelLayout(nodes=2, shard="full", sequence=2).resolve(8)
+    assert layout.data == 4 and layout.shard_ranks == 4
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from braidrl.cluster.processes import run_ranks
+from braidrl.cluster.ranks import run_ranks
 from braidrl.errors import UserError
 from braidrl.models.checkpoint import load_worker
 from braidrl.models.contract import CHECKS, BackendUnderTest
@@ -67,8 +67,9 @@ def in_ranks(size: int, cases: dict[str, Any], **more: Any) -> dict[str, list[st
 
 def test_two_ranks_compute_what_one_process_does(models: dict[str, str], tmp_path: Path) -> None:
     cases = {f"{n} {layout}": (models[n], layout, "float64") for n, layout in PAIRWISE[2]}
-    # The contract of training backends, too.
-    contract = [(models["qwen3"], {"shard": "full"}), (models["qwen2"], {"pipeline": 2})]
+    # The contract of training backends, too; with an optimizer whose state has other names.
+    momentum = {"optimizer": "sgd", "optimizer_settings": {"momentum": 0.9}}
+    contract = [(models["qwen3"], {"shard": "full"}, momentum), (models["qwen2"], {"pipeline": 2}, {})]
     # Weights that are tied, of a role that is divided in another way.
     layouts: list[dict[str, Any]] = [{"tensor": 2}, {"shard": "full"}, {"pipeline": 2}, {"tensor": 2}]
     copied = [(models["qwen2"], models["other qwen2"], pair) for pair in itertools.pairwise(layouts)]

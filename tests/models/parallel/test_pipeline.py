@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from braidrl.data.rows import Rows
 from braidrl.models.compute.packed import FILLER, Packed, pack
-from braidrl.models.compute.shared_prompts import pack_shared, pays
+from braidrl.models.compute.shared_prompts import pack_shared, saves_enough
 from braidrl.models.loading import load_scorer
-from braidrl.models.parallel.pipeline import HIDDEN, RUN, cut, own_layers, runs
+from braidrl.models.parallel.pipeline import HIDDEN, RUN, local_layers, runs, split_layers
 from braidrl.models.parallel.shards import shapes_of
 from braidrl.models.roles.decoder import DecoderWorker
 from tests.models.compute.test_shared_prompts import rows_of
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 def stage_of(model: Path, stage: int, stages: int = 2) -> DecoderWorker:
     worker = DecoderWorker("actor", config_of(str(model)), train=False)
-    cut(worker.model, stage, stages)
+    split_layers(worker.model, stage, stages)
     return worker
 
 
@@ -35,7 +35,7 @@ def test_what_stages_do_one_after_the_other_is_what_the_model_does(name: str, ti
     whole, packed = DecoderWorker("actor", config_of(str(tiny_models[name])), train=False), pack(make_rows(), CPU)
     first, last = stage_of(tiny_models[name], 0), stage_of(tiny_models[name], 1)
     with torch.no_grad():
-        hidden = first.pass_on(packed)[HIDDEN]
+        hidden = first.pipeline_output(packed)[HIDDEN]
         found, wanted = last.predict(replace(packed, hidden=hidden)), whole.predict(packed)
     assert all(torch.equal(found[key], values) for key, values in wanted.items())
 
@@ -54,17 +54,17 @@ def test_stages_have_equal_layers_and_the_names_of_the_whole_model(name: str, ti
 
 def test_a_scorers_head_is_on_its_last_stage(tiny_models: dict[str, Path]) -> None:
     first, last = load_scorer(tiny_models["qwen3"]), load_scorer(tiny_models["qwen3"])
-    cut(first, 0, 2)
-    cut(last, 1, 2)
+    split_layers(first, 0, 2)
+    split_layers(last, 1, 2)
     assert "score.weight" not in shapes_of(first) and "score.weight" in shapes_of(last)
-    assert len(own_layers(first)) == len(own_layers(last)) == 1
+    assert len(local_layers(first)) == len(local_layers(last)) == 1
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_tokens_that_fill_up_change_nothing_for_the_rows(shared: bool, tiny_models: dict[str, Path]) -> None:
     rows: Rows = rows_of() if shared else make_rows()
     rows = rows.with_columns({"tokens": rows["tokens"].with_values(rows["tokens"].values % len(TOKENIZER))})
-    assert pays(rows) == shared
+    assert saves_enough(rows) == shared
     packed: Packed = pack_shared(rows, CPU) if shared else pack(rows, CPU)
     worker = DecoderWorker("actor", config_of(str(tiny_models["qwen2"])), train=False)
     wanted = worker.predict(packed)["log_probs"]

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from braidrl.errors import UserError
 from braidrl.models.loading import load_decoder
 from braidrl.models.parallel.boxes import Box
-from braidrl.models.parallel.decoding import check_heads, load_divided
+from braidrl.models.parallel.decoding import check_heads, load_tensor_parallel
 from braidrl.models.parallel.slices import boxes_of, chunk
-from braidrl.models.parallel.tensor import whole_plan_of
+from braidrl.models.parallel.tensor import full_plan_of
 from tests.tiny import SIZES, TOKENIZER
 
 RANKS = 4
@@ -59,10 +59,10 @@ def test_four_ranks_load_the_parts_that_the_rule_names_and_together_the_model(
     tensors = whole.state_dict()
     shapes = {key: tensor.shape for key, tensor in tensors.items()}
     found = {key: torch.full_like(tensor, torch.nan) for key, tensor in tensors.items()}
-    boxes = [boxes_of(shapes, whole_plan_of(whole, "here", "less"), rank, RANKS) for rank in range(RANKS)]
+    boxes = [boxes_of(shapes, full_plan_of(whole, "here", "less"), rank, RANKS) for rank in range(RANKS)]
     for rank in range(RANKS):
         ranks: Any = SimpleNamespace(rank=rank, size=RANKS)
-        model, slices = load_divided(folders[name], torch.float32, "cpu", ranks)
+        model, slices = load_tensor_parallel(folders[name], torch.float32, "cpu", ranks)
         assert slices.boxes == boxes[rank] and slices.shapes == shapes
         for key, tensor in model.state_dict().items():
             assert torch.equal(tensor, boxes[rank][key].of(tensors[key])), key
@@ -80,7 +80,7 @@ def test_four_ranks_load_the_parts_that_the_rule_names_and_together_the_model(
 def test_heads_stay_together(folders: dict[str, Path]) -> None:
     whole: Any = load_decoder(folders["qwen3"])
     shapes = {key: tensor.shape for key, tensor in whole.state_dict().items()}
-    boxes = boxes_of(shapes, whole_plan_of(whole, "here", "less"), 1, RANKS)
+    boxes = boxes_of(shapes, full_plan_of(whole, "here", "less"), 1, RANKS)
     layer = "model.layers.0.self_attn."
     # the second of four ranks has query heads 2 and 3, and the key head that they share
     assert boxes[f"{layer}q_proj.weight"] == Box((2 * 8, 0), (2 * 8, 32))
@@ -91,8 +91,8 @@ def test_heads_stay_together(folders: dict[str, Path]) -> None:
 def test_weights_under_other_names_are_divided_too(folders: dict[str, Path], tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(folders["qwen3"]).base_model.save_pretrained(tmp_path)
     ranks: Any = SimpleNamespace(rank=3, size=RANKS)
-    expected, _ = load_divided(folders["qwen3"], torch.float32, "cpu", ranks)
-    found, _ = load_divided(tmp_path, torch.float32, "cpu", ranks)
+    expected, _ = load_tensor_parallel(folders["qwen3"], torch.float32, "cpu", ranks)
+    found, _ = load_tensor_parallel(tmp_path, torch.float32, "cpu", ranks)
     for (name, one), (other_name, other) in zip(expected.state_dict().items(), found.state_dict().items(), strict=True):
         assert name == other_name and torch.equal(one, other)
 

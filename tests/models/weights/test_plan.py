@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.models.parallel.boxes import Box
-from braidrl.models.weights.plan import Boxes, Move, in_rounds, plan_moves, shared_out
+from braidrl.models.weights.plan import Boxes, Move, assign_writers, in_rounds, plan_moves
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
 
@@ -121,7 +121,7 @@ def test_ranks_that_write_together_write_everything_once_and_first_what_they_hav
 ) -> None:
     shapes, sources, _ = given_
     here = data.draw(st.lists(st.sampled_from(range(len(sources))), min_size=1, unique=True).map(sorted))
-    written = shared_out(sources, shapes, here)
+    written = assign_writers(sources, shapes, here)
     for name, shape in shapes.items():
         count: Counter[int] = Counter()
         for rank, found in enumerate(written):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-from braidrl.cluster.processes import run_ranks
+from braidrl.cluster.ranks import run_ranks
 from tests.rollout.tiny import CONFIGS, SIZES
 
 WAIT_S = 200.0

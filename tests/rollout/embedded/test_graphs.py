@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from braidrl.rollout.embedded.batch import SlotBatch
 from braidrl.rollout.embedded.engine import EmbeddedEngine
-from braidrl.rollout.embedded.graphs import StepGraphs, read_by_graphs
+from braidrl.rollout.embedded.graphs import StepGraphs, padded_positions
 from braidrl.rollout.requests import Response, SamplingParams
 from tests.rollout.tiny import CONFIGS, make_model, make_requests, make_tokenizer
 
@@ -104,7 +104,7 @@ def test_steps_are_recorded_anew_where_memory_moved() -> None:
 
 
 def test_few_lengths_are_recorded_and_little_is_read_in_vain() -> None:
-    lengths = {read_by_graphs(positions) for positions in range(1, 16385)}
+    lengths = {padded_positions(positions) for positions in range(1, 16385)}
     assert len(lengths) < 60
-    assert all(read_by_graphs(n) >= n for n in range(1, 3000))
-    assert all(read_by_graphs(n) <= max(n + 31, n * 9 / 8 + 1) for n in range(1, 16385))
+    assert all(padded_positions(n) >= n for n in range(1, 3000))
+    assert all(padded_positions(n) <= max(n + 31, n * 9 / 8 + 1) for n in range(1, 16385))

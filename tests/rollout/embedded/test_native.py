@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from braidrl.models.compute.attention import ATTENTION
 from braidrl.models.cpu.native import building
 from braidrl.models.cpu.native.building import build
 from braidrl.rollout.embedded.engine import EmbeddedEngine
-from braidrl.rollout.embedded.native.decoder import native_decoder
+from braidrl.rollout.embedded.native.decoder import native_decoder, side_by_side
 from braidrl.rollout.embedded.native.kernels import Kernels
 from braidrl.rollout.requests import Request, SamplingParams
 from tests.rollout.tiny import CONFIGS, SIZES, VOCABULARY, make_model, make_requests, make_tokenizer, training_log_probs
@@ -118,3 +119,14 @@ def test_without_a_working_compiler_the_model_decodes_by_its_own_forward_and_one
     ]
     assert found[0] == found[1] == found[2]
     assert len(caplog.records) == 1 and reason in caplog.text
+
+
+def test_fused_weights_share_the_modules_storage() -> None:
+    first, second = nn.Linear(4, 3), nn.Linear(4, 5)
+    values = torch.cat([first.weight, second.weight]).detach().clone()
+    joined = side_by_side([first.weight, second.weight])
+    assert torch.equal(joined, values)
+    with torch.no_grad():
+        second.weight.mul_(2)
+    assert torch.equal(joined[3:], 2 * values[3:])
+    assert side_by_side([first.weight, second.weight]).data_ptr() == joined.data_ptr(), "nothing moves twice"

@@ -13,8 +13,8 @@ from braidrl.errors import UserError
 from braidrl.flow.signatures import PLAYED
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.episodes.environments import environments
-from braidrl.rollout.episodes.observations import Observation
 from braidrl.rollout.episodes.player import Episode, Episodes, Limits, episode_columns, failure_counts
+from braidrl.rollout.episodes.turns import Observation
 from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import SamplingParams
 from braidrl.rollout.routing.router import Router

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
-from braidrl.rollout.episodes.observations import Observation
 from braidrl.rollout.episodes.tools import ToolCall, ToolEnvironment, parse_tool_calls
+from braidrl.rollout.episodes.turns import Observation
 from tests.rollout.episodes.chat import make_chat_tokenizer, turn_template
 from tests.rollout.virtual_time import run_virtually
 

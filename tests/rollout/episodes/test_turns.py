@@ -18,9 +18,8 @@ from braidrl.models.compute.attention import ATTENTION
 from braidrl.models.compute.log_probs import linear_log_probs
 from braidrl.models.compute.packed import pack
 from braidrl.rollout.embedded.engine import EmbeddedEngine
-from braidrl.rollout.episodes.observations import Observation
 from braidrl.rollout.episodes.player import Episodes, Limits, episode_columns
-from braidrl.rollout.episodes.turns import MARK
+from braidrl.rollout.episodes.turns import MARK, Observation
 from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import SamplingParams
 from tests.rollout.episodes.chat import STYLES, Recorder, Script, make_chat_tokenizer, make_rows, turn_template

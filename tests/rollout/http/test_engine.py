@@ -23,7 +23,7 @@ from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.engine import EngineError, ModelWeights
 from braidrl.rollout.http.dialects import RECEIVES, SGLANG, VLLM, Dialect
 from braidrl.rollout.http.engine import HttpEngine, ServerSpec
-from braidrl.rollout.http.servers import GenerationServer, Sending
+from braidrl.rollout.http.servers import BroadcastSettings, GenerationServer
 from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Request, Response
 from braidrl.rollout.weights.shared_file import SharedWeights, WeightFolder
@@ -52,7 +52,7 @@ def speaker_of(model: PreTrainedModel) -> SglangSpeaker:
 class Asked:
     """An engine before a server, and the loop that it belongs to."""
 
-    def __init__(self, dialect: Dialect, url: str | None = None, sending: Sending | None = None) -> None:
+    def __init__(self, dialect: Dialect, url: str | None = None, sending: BroadcastSettings | None = None) -> None:
         self.runner = asyncio.Runner()
         self.speaker: SglangSpeaker | None = None
         if url is None:
@@ -113,7 +113,7 @@ def test_a_stop_text_ends_a_row_with_the_token_that_completes_it(asked: Asked) -
 
 
 # Small buckets, so that there are many.
-SENDING = Sending(torch.device("cpu"), checked=True, bucket_bytes=4096)
+SENDING = BroadcastSettings(torch.device("cpu"), checked=True, bucket_bytes=4096)
 
 
 def test_a_server_that_is_sent_weights_over_the_network_has_the_trainers_after_each_update(
@@ -219,7 +219,7 @@ def test_a_run_whose_server_takes_no_weights_ends_before_it_trains(workshop: Wor
 def test_a_server_that_cannot_be_trained_with_is_named_with_what_it_lacks(
     dialect: Dialect, settings: dict[str, Any], told: str
 ) -> None:
-    async def reach() -> None:
+    async def connect() -> None:
         speaker = speaker_of(MODEL)
         speaker.settings = settings
         engine = HttpEngine(GenerationServer(await speaker.start(), dialect), SPEC)
@@ -230,11 +230,11 @@ def test_a_server_that_cannot_be_trained_with_is_named_with_what_it_lacks(
             await speaker.close()
 
     with pytest.raises(UserError, match=told):
-        asyncio.run(reach())
+        asyncio.run(connect())
 
 
 def test_a_server_that_does_not_answer_is_the_users_to_start() -> None:
-    async def reach() -> None:
+    async def connect() -> None:
         engine = HttpEngine(GenerationServer("http://127.0.0.1:9", VLLM), SPEC)
         try:
             await engine.start()
@@ -244,7 +244,7 @@ def test_a_server_that_does_not_answer_is_the_users_to_start() -> None:
     with pytest.raises(
         UserError, match=r"http://127.0.0.1:9 does not answer: .*; start it, or correct rollout.servers"
     ):
-        asyncio.run(reach())
+        asyncio.run(connect())
 
 
 def vllm_settings(processors: list[str], mode: str, room: int, ahead: bool) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def test_a_groups_rows_and_a_trajectorys_next_turn_go_where_their_prefix_is_as_l
     for uid in many:
         dispatcher.add(uid, PROMPT)
     dispatcher.assign()
-    loads = [len(station.jobs) for station in dispatcher.stations]
+    loads = [len(state.jobs) for state in dispatcher.engines]
     assert max(loads) - min(loads) <= 1
 
 
@@ -154,7 +154,7 @@ def test_every_row_is_done_exactly_once_however_engines_die_and_come_back(data: 
     done = []
     while len(done) < len(uids):
         for uid, engine in dispatcher.assign():
-            assert uid not in running and dispatcher.stations[engine].alive
+            assert uid not in running and dispatcher.engines[engine].alive
             running[uid] = engine
         assert all(sum(e == n for e in running.values()) <= slots[n] for n in range(count))
         what = data.draw(st.sampled_from(["end", "end", "die", "recover"]))
@@ -172,7 +172,7 @@ def test_every_row_is_done_exactly_once_however_engines_die_and_come_back(data: 
         elif what == "recover":
             dispatcher.recover(engine)
     assert sorted(done) == uids
-    assert dispatcher.waiting == 0 and not any(station.jobs for station in dispatcher.stations)
+    assert dispatcher.waiting == 0 and not any(state.jobs for state in dispatcher.engines)
 
 
 def test_rows_of_a_dead_engine_go_before_those_that_wait() -> None:

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.rollout.engine import EngineError
-from braidrl.rollout.weights.broadcast import Broadcast, Notice, Sent, packed, received, unpacked
+from braidrl.rollout.weights.broadcast import Broadcast, Notice, TensorSpec, packed, receive_tensors, unpacked
 
 CPU = torch.device("cpu")
 TENSORS = {
@@ -41,7 +41,7 @@ class Weights:
 
 
 def notice_of(sizes: Sequence[int], bucket_bytes: int) -> Notice:
-    sent = [Sent(str(number), "uint8", [size]) for number, size in enumerate(sizes)]
+    sent = [TensorSpec(str(number), "uint8", [size]) for number, size in enumerate(sizes)]
     return Notice("127.0.0.1", 1, 1, 1.0, "cpu", False, bucket_bytes, sent)
 
 
@@ -58,7 +58,7 @@ def test_every_tensor_is_in_one_bucket_and_only_one_that_is_larger_is_over_its_s
 
 
 def test_a_bucket_that_changed_on_its_way_is_refused() -> None:
-    bucket = [Sent(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in TENSORS.items()]
+    bucket = [TensorSpec(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in TENSORS.items()]
     buffer = packed(list(TENSORS.values()), bucket, CPU, checked=True)
     assert_same(dict(unpacked(buffer, bucket, checked=True)))
     buffer[7] ^= 1
@@ -72,7 +72,7 @@ def test_two_workers_receive_what_is_sent(bucket_bytes: int) -> None:
     plain, found = broadcast.notice.plain(), [dict[str, torch.Tensor](), dict[str, torch.Tensor]()]
 
     def receive(worker: int) -> None:
-        found[worker].update(received(plain, worker, CPU))
+        found[worker].update(receive_tensors(plain, worker, CPU))
 
     workers = [threading.Thread(target=receive, args=(worker,)) for worker in range(2)]
     for worker in workers:
@@ -112,5 +112,5 @@ def test_a_worker_that_dies_in_the_middle_does_not_hold_the_sender() -> None:
 
 
 def die_after_one(plain: dict[str, Any]) -> None:
-    next(received(plain, 0, CPU))
+    next(receive_tensors(plain, 0, CPU))
     os.kill(os.getpid(), signal.SIGKILL)

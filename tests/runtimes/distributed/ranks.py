@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from braidrl.cluster.processes import run_ranks
+from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.config import parse_config
 from braidrl.runtimes.distributed.backend import DistributedBackend

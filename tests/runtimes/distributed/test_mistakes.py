@@ -11,7 +11,8 @@ import pytest
 
 from braidrl.config import parse_config
 from braidrl.errors import UserError
-from braidrl.runtimes.run import evaluate_model, train
+from braidrl.runtimes.evaluation import evaluate_model
+from braidrl.runtimes.run import train
 from tests.tiny import Workshop, braid
 
 FAILING = Path(__file__).parents[1] / "failing.yaml"
@@ -86,4 +87,4 @@ def processes_of_ranks() -> list[psutil.Process]:
     """Those that this process has started and that are still there."""
     children = psutil.Process().children(recursive=True)
     running = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in running if "cluster.rank" in " ".join(child.cmdline())]
+    return [child for child in running if "braidrl.cluster.child" in " ".join(child.cmdline())]

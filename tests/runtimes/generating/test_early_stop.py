@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ import torch.distributed as dist
 
 from braidrl.cluster import notices
 from braidrl.cluster.notices import Notices
-from braidrl.cluster.processes import run_ranks
-from braidrl.data.rows import Column, Rows
+from braidrl.cluster.ranks import run_ranks
+from braidrl.data.rows import Rows
 from braidrl.errors import UserError
-from braidrl.flow import Stage
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.waves import GroupSelector
 from braidrl.observe.metrics import read_metrics
@@ -122,7 +120,7 @@ def test_a_rank_learns_from_others_rows_which_of_its_own_are_needless(monkeypatc
     for _ in range(3):
         told = Notices(store)
         told.begin("wave")
-        ranks.append(EarlyStop.of(segment, sampling.needless, scored, uids, told))
+        ranks.append(EarlyStop.of(segment, sampling.needless, dapo, uids, told))
     first, second, third = ranks
     # The answers of group 0 are right and wrong, so that it is kept, and groups 1 and 2 are needless.
     first.add(row(0, 0), {verify.name: Done(1.0)})
@@ -144,12 +142,8 @@ class Done(Pending):
         return self.ready
 
     def result(self) -> dict[str, Any]:
-        return {"score": torch.tensor([self.score])}
-
-
-def scored(stage: Stage, rows: Rows, checked: Mapping[str, Column]) -> Mapping[str, Column]:
-    score = checked["score"]
-    return {"score": score, "correct": score, "reward": score}
+        score = torch.tensor([self.score])
+        return {"score": score, "correct": score}
 
 
 def row(group: int, sample: int) -> Rows:

@@ -42,7 +42,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, frozenset[Asset]
 
     def watch(self: Residency, stage: Any) -> None:
         before(self, stage)
-        movables = {asset: held.movable for asset, held in self.held.items()}
+        movables = {asset: held.offloadable for asset, held in self.held.items()}
         size = sum(sum(s.nbytes() for s in storages(m._tensors())) - m.away_bytes for m in movables.values())
         seen.append((stage.name, frozenset(a for a, m in movables.items() if not m.away_bytes), size))
 

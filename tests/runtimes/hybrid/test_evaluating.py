@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from braidrl.runtimes.run import evaluate_model
+from braidrl.runtimes.evaluation import evaluate_model
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import Workshop
 

@@ -67,7 +67,7 @@ class RehearsingWorker(HybridWorker):
     def can_be_reused(self) -> bool:
         """False once a model was divided: DTensor's caches know the process groups, which end with the backend."""
         executor = getattr(self, "executor", None)
-        return executor is None or not any(worker.ranks.together for worker in executor.workers.values())
+        return executor is None or not any(worker.ranks.forward_is_collective for worker in executor.workers.values())
 
     def held(self) -> int:
         """Return how many calls' rows are kept here."""
@@ -95,7 +95,7 @@ class WarmCluster(RayCluster):
         super().__init__(ClusterConfig(start_limit_s=120, wait_limit_s=60), "cpu")
         self.spare: list[Any] = []
 
-    def seats(self, pools: Sequence[Pool]) -> list[list[Any]]:
+    def reserve(self, pools: Sequence[Pool]) -> list[list[Any]]:
         return [[None] * pool.workers for pool in pools]
 
     def start(self, worker: type, seat: Any) -> Any:

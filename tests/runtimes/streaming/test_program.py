@@ -14,15 +14,14 @@ import pytest
 import torch
 
 from braidrl.algorithms.shaping import next_kl_coefficient
-from braidrl.cluster.workers import WorkerFailed
-from braidrl.errors import UserError
+from braidrl.errors import UserError, WorkerError
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import read_trace
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import run_config
 from braidrl.runtimes.streaming.backend import StreamingBackend
 from braidrl.transfer.queue.owner import remove_abandoned
-from braidrl.transfer.queue.storage import PREFIX, shared_folder
+from braidrl.transfer.queue.storage_backends import PREFIX, shared_folder
 from tests.leftovers import family, listening
 from tests.runtimes.turns import PLAYED
 from tests.tiny import (
@@ -165,6 +164,15 @@ def test_the_same_result_under_every_setting_that_must_not_matter(
     assert_same(eager(flow), stream(workshop, name, flow, settings))
 
 
+@pytest.mark.parametrize("storage", ["file", "redis"])
+def test_wherever_payload_lies_the_result_is_the_same(
+    workshop: Workshop, eager: Callable[..., Path], request: pytest.FixtureRequest, tmp_path: Path, storage: str
+) -> None:
+    place = f"file:{tmp_path}" if storage == "file" else request.getfixturevalue("redis_server")
+    assert_same(eager("grpo"), stream(workshop, f"streaming-{storage}", "grpo", {"storage": place}))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_text_of_a_second_source_is_streamed_with_its_rows(workshop: Workshop) -> None:
     texts = write_jsonl(workshop.folder / "texts.jsonl", [{"prompt": f"{i}+{i}={2 * i}"} for i in range(5)])
     sections = {
@@ -272,7 +280,7 @@ def test_the_death_of_a_trainer_ends_the_run_and_says_so(workshop: Workshop) -> 
         assert isinstance(run.backend, StreamingBackend)
         killer = threading.Timer(0.0, kill_when_it_holds_rows, (run.backend, "actor", killed))
         killer.start()
-        with pytest.raises(WorkerFailed, match=r"actor 0, which holds .* is gone \(killed by signal 9\)"):
+        with pytest.raises(WorkerError, match=r"actor 0, which holds .* is gone \(killed by signal 9\)"):
             run.train()
         killer.join()
 
@@ -293,7 +301,7 @@ def faulty(workshop: Workshop) -> dict[str, Any]:
 
 
 def test_an_exception_in_a_worker_ends_the_run_with_its_traceback(workshop: Workshop) -> None:
-    with in_process(workshop, "faulty", **faulty(workshop)) as run, pytest.raises(WorkerFailed) as caught:
+    with in_process(workshop, "faulty", **faulty(workshop)) as run, pytest.raises(WorkerError) as caught:
         run.train()
     for part in ("compute-0", "the shape of water", "stage faulty", "rows (0, "):
         assert part in str(caught.value)

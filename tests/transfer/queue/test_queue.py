@@ -24,7 +24,8 @@ from braidrl.flow.stage import Signature
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.transfer.queue.client import Client, assembled
 from braidrl.transfer.queue.owner import Owner, StorageNode, owner_path, remove_abandoned
-from braidrl.transfer.queue.storage import Block, DataPlane, Evicted, Segments, shared_folder
+from braidrl.transfer.queue.storage import Block, DataPlane, Evicted
+from braidrl.transfer.queue.storage_backends import Segments, shared_folder
 from braidrl.transfer.queue.transport import Connection, QueueError, QueueTimeout
 from tests.transfer.queue.made_up import (
     CHECK,

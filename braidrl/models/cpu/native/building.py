@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def build(source: Path, **constants: int) -> ctypes.CDLL | None:
-    """The kernels of a C file with these constants defined; None where nothing compiles them."""
+    """Compile a C file with these constants defined, or load the kept result; None where no compiler works."""
     command = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if command is None:
         _say_once("no C compiler, so torch computes what kernels would: install gcc or clang, or write compile=false")
@@ -49,7 +49,7 @@ def build(source: Path, **constants: int) -> ctypes.CDLL | None:
 
 
 def _compile(source: Path, command: str, flags: list[str], target: Path) -> bool:
-    """Into a file of its own first: several processes may compile at once. False where the compiler fails."""
+    """Compile into a temporary file first, since several processes may compile at once; returns False where the compiler fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -74,13 +74,12 @@ def _folder() -> Path:
 
 
 def _name(source: Path, command: str, flags: list[str]) -> str:
-    """Of everything that decides what the compiler makes, the processor included: a home folder may be shared by several."""
+    """Hash everything that decides what the compiler makes, the processor included: a home folder may be shared by several machines."""
     parts = [source.read_text(), HEADER.read_text(), command, *flags, platform.platform(), *_processor()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _processor() -> list[str]:
-    """Its name and what it can do, where the system says so."""
     if not PROCESSOR.exists():
         return [platform.processor()]
     lines = PROCESSOR.read_text().splitlines()
@@ -88,12 +87,12 @@ def _processor() -> list[str]:
 
 
 def in_memory(*tensors: Tensor) -> bool:
-    """True for tensors on the CPU whose numbers lie at their addresses: not parts of a divided one, nor what ranks still have to send."""
+    """Return True for plain CPU tensors, whose numbers lie at their addresses; not for DTensors or results of pending collectives."""
     return all(type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" for tensor in tensors)
 
 
 def address(tensor: Tensor, dtype: torch.dtype) -> int:
-    """The address of a tensor's numbers. Raises TypeError for one that the kernels would misread."""
+    """Return the address of a tensor's numbers. Raises TypeError for a tensor that the kernels would misread."""
     if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.is_cuda:
         raise TypeError(f"a contiguous {dtype} tensor in memory is needed, got {tensor.dtype} {tensor.stride()}")
     return tensor.data_ptr()

@@ -1,1 +1,1 @@
-"""The decode step's kernels in C, and their compilation for this processor."""
+"""The decode step's kernels in C, and the decoder that calls them."""

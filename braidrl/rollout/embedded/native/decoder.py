@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from braidrl.models.cpu.fused import side_by_side
 from braidrl.models.cpu.linear import product
 from braidrl.rollout.embedded.native.kernels import Kernels
 from braidrl.rollout.embedded.slots import SlotCache
@@ -27,7 +26,7 @@ FAMILIES = {"qwen2", "qwen3", "llama"}
 
 
 def native_decoder(model: PreTrainedModel) -> NativeDecoder | None:
-    """Compiled decoding, where the model is one that the kernels know and something compiles them; else None."""
+    """Return a compiled decoder, or None where the kernels do not know the model or nothing compiles them."""
     config: Any = model.config
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
         return None
@@ -40,14 +39,14 @@ def native_decoder(model: PreTrainedModel) -> NativeDecoder | None:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer's weights, as views of the module's own."""
+    """One layer's weights, as views of the module's parameters."""
 
     input_norm: Tensor
     projections: Tensor
     projection_bias: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None
     output: nn.Module
-    """Called as it is: of a divided model it is where ranks meet."""
+    """Called as a module: in a tensor-parallel model it runs a collective."""
     post_norm: Tensor
     gate_up: Tensor
     gate_up_bias: Tensor | None
@@ -57,7 +56,7 @@ class DecoderLayer:
 
 
 class NativeDecoder:
-    """Decodes with the weights of `model` where they lie; see `native_decoder` for which."""
+    """Decodes with the weights of `model` in place; see `native_decoder` for the models it knows."""
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
         config: Any = model.config
@@ -65,12 +64,12 @@ class NativeDecoder:
         self.refresh()
 
     def refresh(self) -> None:
-        """Finds the weights anew, for the case that something moved them."""
+        """Look up the weights again, in case they have moved."""
         body: Any = self._model.base_model
         self._layers = [_layer(layer) for layer in body.layers]
 
     def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
-        """(B, V) for the tokens (B,) at `positions` (B,) of the first B slots, whose keys and values are written."""
+        """Return logits (B, V) for the tokens (B,) at `positions` (B,) of the first B slots, whose keys and values are written."""
         body: Any = self._model.base_model
         kernels, epsilon = self.kernels, self._epsilon
         residual = body.embed_tokens(tokens[:, None])[:, 0].float()
@@ -113,3 +112,33 @@ def _bias(layers: Sequence[nn.Linear]) -> Tensor | None:
     if any(layer.bias is None for layer in layers):
         return None
     return side_by_side([layer.bias for layer in layers])
+
+
+@torch.no_grad()
+def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Join parameters along their first dimension and return the joined tensor, whose storage they share from now on.
+
+    An optimizer's step on the parameters is then a step on the joined weight too. Parameters that are joined already stay where they are;
+    otherwise their data moves, and the parameters remain the same objects.
+    """
+    joined = _joined(parameters)
+    if joined is None:
+        joined = torch.cat([parameter.detach() for parameter in parameters])
+        start = 0
+        for parameter in parameters:
+            parameter.data = joined[start : start + len(parameter)]
+            start += len(parameter)
+    return joined
+
+
+def _joined(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+    """Return the tensor that parameters make up which lie one after the other in one storage; None where they do not."""
+    first = parameters[0]
+    address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for parameter in parameters:
+        same = parameter.untyped_storage().data_ptr() == storage and parameter.data_ptr() == address
+        if not same or not parameter.is_contiguous() or parameter.shape[1:] != first.shape[1:]:
+            return None
+        address += parameter.numel() * parameter.element_size()
+    shape = (sum(len(parameter) for parameter in parameters), *first.shape[1:])
+    return first.detach().as_strided(shape, first.stride())

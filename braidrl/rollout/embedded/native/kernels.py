@@ -22,7 +22,7 @@ ARGUMENTS: dict[str, Sequence[type]] = {
 
 
 class Kernels:
-    """Of one head width, one number of query heads per key head and one dtype: float32 or bfloat16."""
+    """Kernels for one head width, one number of query heads per key head and one dtype: float32 or bfloat16."""
 
     def __init__(self, functions: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype, self._functions = dtype, functions
@@ -32,13 +32,13 @@ class Kernels:
 
     @staticmethod
     def of(head_width: int, group: int, dtype: torch.dtype) -> Kernels | None:
-        """None where nothing compiles them."""
+        """Compile the kernels; None where no compiler works."""
         half = {"BFLOAT16": 1} if dtype == torch.bfloat16 else {}
         functions = build(SOURCE, HEAD=head_width, GROUP=group, **half)
         return None if functions is None else Kernels(functions, dtype)
 
     def add_norm(self, residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-        """Adds `update` (B, W) to `residual` (B, W) float32 in place; its RMS norm times `weight` (W,), (B, W)."""
+        """Add `update` (B, W) to `residual` (B, W) float32 in place, and return its RMS norm times `weight` (W,), (B, W)."""
         out = torch.empty(residual.shape, dtype=self.dtype)
         self._functions.add_norm(
             address(residual, torch.float32), None if update is None else address(update, self.dtype),
@@ -47,7 +47,7 @@ class Kernels:
         return out
 
     def gated(self, both: Tensor) -> Tensor:
-        """silu(first half) · second half of `both` (B, 2W), (B, W)."""
+        """Return silu(first half) · second half of `both` (B, 2W), (B, W)."""
         out = torch.empty((len(both), both.shape[1] // 2), dtype=self.dtype)
         self._functions.gated(address(both, self.dtype), address(out, self.dtype), *out.shape, torch.get_num_threads())
         return out
@@ -56,10 +56,18 @@ class Kernels:
         self, projected: Tensor, norms: tuple[Tensor, Tensor] | None, epsilon: float, angles: tuple[Tensor, Tensor],
         positions: Tensor, keys: Tensor, values: Tensor, window: int | None, scaling: float,
     ) -> Tensor:  # fmt: skip
-        """Attention of B slots' new tokens, (B, H · D), from their projections (B, (H + 2K) · D).
+        """Attend with B slots' new tokens, given their projections; returns (B, H · D). Raises MemoryError.
 
-        The new keys and values are written into `keys` and `values` (slots, K, capacity, D) at `positions` (B,) int64. `norms` are the
-        weights (D,) of queries' and keys' RMS norm, `angles` cosines and sines (B, D) float32. Raises MemoryError.
+        Args:
+            projected: (B, (H + 2K) · D).
+            norms: The weights (D,) of the RMS norms of queries and keys.
+            epsilon: Of these norms.
+            angles: Cosines and sines (B, D) float32.
+            positions: (B,) int64.
+            keys: (slots, K, capacity, D), written at `positions`.
+            values: The same shape, written at `positions`.
+            window: How far back a query sees.
+            scaling: Of the scores.
         """
         rows, (_, key_heads, capacity, width) = len(projected), keys.shape
         out = torch.empty((rows, projected.shape[1] - 2 * key_heads * width), dtype=self.dtype)
@@ -74,7 +82,7 @@ class Kernels:
         return out
 
     def draw(self, logits: Tensor, temperatures: Tensor, greedy: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens (B,) and their log-probs (B,) float32 at the rows' temperatures, from logits (B, V).
+        """Draw tokens (B,) at the rows' temperatures from logits (B, V), and return them with their log-probs (B,) float32.
 
         `uniforms` (B,) float64 decide the tokens; where `greedy` (B,) it is the likeliest.
         """

@@ -1,0 +1,95 @@
+"""A process from its inside: does the one task that comes over the connection, and says how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from braidrl.cluster.process import Failure, Outcome
+from braidrl.errors import LostPeers, UserError
+
+FAILED = 1
+at_end: list[Callable[[], None]] = []
+"""Called before a process ends that nobody waits for any more: it ends the processes that this one started."""
+
+
+class TaskFailed(Exception):
+    """Raised by a task that knows better than its process how to describe its failure."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def main(descriptor: int) -> None:
+    """Serve the connection at a file descriptor."""
+    os.set_inheritable(descriptor, False)
+    serve(Connection(descriptor))
+
+
+def serve(connection: Connection) -> NoReturn:
+    """Do the task that comes first over the connection. End with the task, or when the starter is gone."""
+    task = json.loads(connection.recv_bytes())
+    threading.Thread(target=end_with, args=(connection, task), daemon=True).start()
+    # A thread of Ray's, in which they are blocked, may have started this process.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    failure: Failure | None = None
+    result: Any = None
+    try:
+        result = function_of(task["entry"])(task["arguments"])
+    except BaseException as error:
+        failure = error.failure if isinstance(error, TaskFailed) else failure_of(f"{task['name']} failed", error)
+    # Failed or not, this is the last word; the starter may be gone before it is heard.
+    with contextlib.suppress(OSError):
+        connection.send_bytes(Outcome(result, failure).encode())
+    end_at_once(FAILED if failure else 0)
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """Return the function that `module:function` names."""
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def failure_of(where: str, error: BaseException) -> Failure:
+    """Return how a process reports an error: where it happened, in one line, and the traceback."""
+    if isinstance(error, UserError):
+        return Failure("user", str(error))
+    if isinstance(error, KeyboardInterrupt):
+        return Failure("interrupted", "")
+    text = "".join(traceback.format_exception(error)).rstrip()
+    kind = f"{type(error).__name__}: {error}".splitlines()[0]
+    return Failure("error", f"{where}: {kind}\n{text}", follows=isinstance(error, LostPeers))
+
+
+def end_with(connection: Connection, task: dict[str, Any]) -> None:
+    """End this process as soon as the starter's end of the connection is closed, whatever the main thread waits for."""
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv_bytes()
+    try:
+        if task["orphaned"]:
+            function_of(task["orphaned"])(task["arguments"])
+    finally:
+        end_at_once()
+
+
+def end_at_once(status: int = FAILED) -> NoReturn:
+    """End without waiting for other ranks, which may be stuck, or for threads of libraries; what this one started ends first."""
+    try:
+        for call in at_end:
+            call()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)

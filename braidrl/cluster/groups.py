@@ -1,0 +1,130 @@
+"""Process groups: where processes meet, and the one time limit of every wait there.
+
+open_store ──address──▶ connect_store         one process opens it, the others come
+join_group ──▶ the group of all               its limit is that of all groups that are made of it afterwards
+subgroup, mesh_of, background_group, group_apart
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from braidrl.errors import LostPeers
+
+LOOPBACK = "127.0.0.1"
+
+
+def open_store(host: str, limit_s: float, port: int = 0) -> dist.TCPStore:
+    """Open a store for others to connect to; this process keeps it as long as they need it.
+
+    Args:
+        host: The address under which they reach this process.
+        limit_s: How long a reader of it waits, in seconds.
+        port: By default a free one.
+    """
+    limit = timedelta(seconds=limit_s)
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit)
+
+
+def connect_store(host: str, port: int, limit_s: float) -> dist.TCPStore:
+    """Connect to a store that another process has opened. Raises RuntimeError, with its address, after `limit_s` seconds in vain."""
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
+
+
+def join_group(
+    store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool, host: str = ""
+) -> dist.ProcessGroup:
+    """Join the group of all ranks that meet at a store, and return it.
+
+    Args:
+        store: Opened by `open_store`, or a part of one.
+        rank: This process's number.
+        size: How many processes there are.
+        limit_s: How long each wait in the group may take, in seconds.
+        cuda: Whether tensors on CUDA devices are exchanged too.
+        host: The store's address, where it is known: on one machine nothing leaves it.
+
+    Raises:
+        LostPeers: Others did not come in time, by their ranks.
+    """
+    if host == LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=limit_s)
+    store.set(f"came/{rank}", "")
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    except RuntimeError as error:
+        late = [str(other) for other in range(size) if not store.check([f"came/{other}"])]
+        raise LostPeers(f"waited {limit_s:g} s for ranks {', '.join(late) or 'that came'} to join: {error}") from error
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def limit_of_all() -> timedelta:
+    """Return the time limit of the group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None, "no group was joined"
+    limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return limit
+
+
+def subgroup(ranks: Tensor) -> dist.ProcessGroup | None:
+    """Return the group that this rank is in, None where it is in none; every rank calls this at the same time.
+
+    Args:
+        ranks: (groups, members) the ranks of each group.
+    """
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=limit_of_all())
+    return group
+
+
+def mesh_of(device: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """Return the ranks as a grid with a group along each of its axes.
+
+    Args:
+        device: cpu or cuda.
+        shape: Ranks along each axis.
+        names: Of the axes.
+    """
+    made = init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
+    for group in made.get_all_groups():
+        _set_pg_timeout(limit_of_all(), group)
+    return made
+
+
+def background_group() -> dist.ProcessGroup:
+    """Return a second group of all ranks, on the CPU, for what a thread does beside the other work."""
+    group = dist.new_group(backend="gloo", timeout=limit_of_all())
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def group_apart(store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool, address: str) -> Any:
+    """Return a group that belongs to no group of all: a process may be in several, with others each time.
+
+    Args:
+        store: As for `join_group`, as are `rank`, `size` and `limit_s`.
+        rank: This process's number.
+        size: How many processes there are.
+        limit_s: How long each wait in the group may take, in seconds.
+        cuda: NCCL between CUDA devices; else gloo between hosts.
+        address: This machine's, under which the others reach it by gloo.
+    """
+    limit, store = timedelta(seconds=limit_s), dist.PrefixStore("group", store)
+    if cuda:
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = limit
+        return dist.ProcessGroupNCCL(store, rank, size, nccl)
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout = limit
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return dist.ProcessGroupGloo(store, rank, size, gloo)

@@ -1,0 +1,188 @@
+"""What the processes of a run are to whoever starts them: what one is given, how it ended, and what starts and ends it.
+
+Launcher ──ProcessSpec──▶ Process: works ──▶ Outcome: a result, or a Failure        or it is killed, and has none
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from braidrl.errors import UserError, WorkerError
+from braidrl.placement.pools import Pool
+
+END_LIMIT_S = 10.0
+"""How long processes have to end by themselves before they are killed."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process did not do its task."""
+
+    kind: str
+    """user (a UserError), error, interrupted, or died for a process that ended without a word."""
+    message: str
+    """What the user is to read, with the process's own traceback for an error."""
+    follows: bool = False
+    """True where the process only noticed that others were gone."""
+
+    @property
+    def is_cause(self) -> bool:
+        """Return whether this failure ends the run at once."""
+        return not self.follows and self.kind != "interrupted"
+
+    def error(self) -> BaseException:
+        """Return the exception to raise for this failure: UserError, KeyboardInterrupt or WorkerError."""
+        if self.kind == "interrupted":
+            return KeyboardInterrupt()
+        return UserError(self.message) if self.kind == "user" else WorkerError(self.message)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The last word of a process: what its task returned, a JSON value, or how it failed."""
+
+    result: Any = None
+    failure: Failure | None = None
+
+    def encode(self) -> bytes:
+        """Return it as JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def decode(message: bytes) -> Outcome:
+        """Return what `encode` has written."""
+        plain = json.loads(message)
+        return Outcome(plain["result"], Failure(**plain["failure"]) if plain["failure"] else None)
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """What a process does and what it is given."""
+
+    name: str
+    entry: str
+    """`module:function`. With `arguments` it is called with them, and what it returns is the process's result; without, it is
+    called with the descriptor of its end of the connection, over which it speaks as it likes."""
+    arguments: Mapping[str, Any] | None = None
+    """A JSON object."""
+    orphaned: str = ""
+    """`module:function`, called with the arguments when the starter is gone, just before the process ends too."""
+    python: str = sys.executable
+    threads: int | None = None
+    """CPU threads (OMP_NUM_THREADS); None leaves what the starter's environment says."""
+    devices: tuple[int, ...] | None = None
+    """The CUDA devices that it sees, by their numbers among the starter's; None for all of those."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def task(self) -> bytes:
+        """Return what `child` reads first."""
+        own = {"name": self.name, "entry": self.entry, "arguments": self.arguments, "orphaned": self.orphaned}
+        return json.dumps(own).encode()
+
+
+def environment_of(spec: ProcessSpec, starter: Mapping[str, str]) -> dict[str, str]:
+    """Return the whole environment of a process, which holds before it imports torch.
+
+    Args:
+        spec: The process.
+        starter: The environment of the process that starts it.
+    """
+    own = dict(spec.environment)
+    if spec.threads is not None:
+        own["OMP_NUM_THREADS"] = str(spec.threads)
+    if spec.devices is not None:
+        seen = starter.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(seen[n] if seen != [""] else str(n) for n in spec.devices)
+    return {**starter, **own}
+
+
+def default_threads(processes: int) -> int | None:
+    """Return the threads of each of so many processes of this machine; None where OMP_NUM_THREADS says it already."""
+    return None if "OMP_NUM_THREADS" in os.environ else max(1, (os.cpu_count() or 1) // processes)
+
+
+class Process(ABC):
+    """A process that was started, wherever it runs."""
+
+    name: str
+
+    @property
+    @abstractmethod
+    def pid(self) -> int:
+        """Return its process id on its machine."""
+
+    @property
+    @abstractmethod
+    def alive(self) -> bool:
+        """Return whether it still works."""
+
+    @property
+    @abstractmethod
+    def outcome(self) -> Outcome | None:
+        """Return its last word; None for a process that still works, or that has ended without one."""
+
+    @abstractmethod
+    def describe_end(self) -> str:
+        """Return why it is gone, in a few words."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Pass Ctrl-C on to it."""
+
+    @abstractmethod
+    def hang_up(self) -> None:
+        """Tell it to end, and do not wait."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it at once and wait until it is gone."""
+
+    @abstractmethod
+    def close(self, limit_s: float = END_LIMIT_S) -> None:
+        """Wait until it has ended, kill it when that takes too long, and free what it took here."""
+
+
+class Launcher(Protocol):
+    """Starts the processes of a run, each with the devices that it is to see."""
+
+    @property
+    def ip(self) -> str:
+        """Return the address at which the processes reach this one."""
+
+    @property
+    def node(self) -> str:
+        """Return the name of this process's node."""
+
+    def reserve(self, pools: Sequence[Pool]) -> int | None:
+        """See to devices for every process of the pools, and return the threads of each; None where the environment says them.
+
+        Raises UserError where there are too few devices.
+        """
+
+    def node_of(self, pool: str, number: int) -> str:
+        """Return the name of the node on which a process of a pool will be."""
+
+    def serve(self, service: type) -> list[Any]:
+        """Make `service(node, ip)` on every reserved node but this one, closed in the end; return what `place()` of each is."""
+
+    def start(self, pool: str, number: int, spec: ProcessSpec, copied: bool = False) -> Process:
+        """Start a process of a pool.
+
+        Args:
+            pool: The pool's name.
+            number: The process's number there.
+            spec: What it does, with `arguments`; threads and devices are the launcher's to say.
+            copied: The process may be a copy of one that has imported the code: it is there sooner.
+        """
+
+    def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
+        """Return those that have said their last word or are gone; wait at most so many seconds for the first of them."""
+
+    def close(self) -> None:
+        """Free what was reserved. Each process is closed by whoever has started it."""

@@ -1,0 +1,155 @@
+"""The launcher whose processes are on a Ray cluster: an actor in each reserved place starts one beside itself, as on any machine.
+
+RayLauncher ──▶ ProcessActor ──spawn──▶ process        the process ends with its actor, and the actor with the run
+            └─▶ on each node beside this one a service, which needs no device
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from braidrl.cluster.groups import LOOPBACK
+from braidrl.cluster.local import LocalProcess, spawn
+from braidrl.cluster.process import END_LIMIT_S, Outcome, Process, ProcessSpec
+from braidrl.cluster.ray_cluster import RayCluster, Reservation, import_ray
+from braidrl.config import ClusterConfig
+from braidrl.placement.pools import Pool
+
+
+class ProcessActor:
+    """An actor that starts one process beside itself, hears its last word, and ends it."""
+
+    def __init__(self) -> None:
+        self.process: LocalProcess | None = None
+
+    def start(self, spec: ProcessSpec) -> int:
+        """Start the process and return its id."""
+        self.process = spawn(spec)
+        return self.process.pid
+
+    def last_word(self) -> Outcome | None:
+        """Wait for the outcome of the process; None where it ends without one."""
+        assert self.process is not None
+        self.process.connection.poll(None)
+        return self.process.outcome
+
+    def perform(self, method: str) -> Any:
+        """Call a method of the process's handle: describe_end, interrupt, hang_up or kill."""
+        return getattr(self.process, method)() if self.process else None
+
+    def close(self) -> None:
+        """End the process if it still runs."""
+        if self.process is not None:
+            self.process.hang_up()
+            self.process.close(END_LIMIT_S / 2)
+
+
+class RayProcess(Process):
+    """A process that an actor has started."""
+
+    def __init__(self, cluster: RayCluster, actor: Any, spec: ProcessSpec) -> None:
+        self.name, self._cluster, self._ray, self._actor = spec.name, cluster, cluster.ray, actor
+        self._pid = actor.start.remote(spec)
+        self.ended = actor.last_word.remote()
+        """Ray's reference to the last word."""
+
+    @property
+    def pid(self) -> int:
+        process: int = self._ray.get(self._pid, timeout=self._cluster.config.start_limit_s)
+        return process
+
+    @property
+    def alive(self) -> bool:
+        return not self._ray.wait([self.ended], timeout=0)[0]
+
+    @property
+    def outcome(self) -> Outcome | None:
+        if self.alive:
+            return None
+        try:
+            outcome: Outcome | None = self._ray.get(self.ended)
+        except self._ray.exceptions.RayActorError:
+            return None
+        return outcome
+
+    def describe_end(self) -> str:
+        try:
+            return str(self._ray.get(self._perform("describe_end"), timeout=2 * END_LIMIT_S))
+        except self._ray.exceptions.RayError as error:
+            return " ".join(str(error).split())
+
+    def interrupt(self) -> None:
+        self._perform("interrupt")
+
+    def hang_up(self) -> None:
+        self._perform("hang_up")
+
+    def kill(self) -> None:
+        # Where the actor is gone, so is the process: it ends with its connection.
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.get(self._perform("kill"), timeout=END_LIMIT_S)
+        self._cluster.end(self._actor)
+
+    def close(self, limit_s: float = END_LIMIT_S) -> None:
+        self._ray.wait([self.ended], timeout=limit_s)
+        self.kill()
+
+    def _perform(self, method: str) -> Any:
+        return self._actor.perform.options(concurrency_group="aside").remote(method)
+
+
+class RayLauncher:
+    """Starts processes on the nodes of a cluster."""
+
+    def __init__(self, config: ClusterConfig, device: str) -> None:
+        """Raises UserError where Ray is not installed, or there is no cluster."""
+        ray = import_ray("cluster.launcher=ray")
+        self.cluster = RayCluster(config, device)
+        self.node = str(ray.get_runtime_context().get_node_id())
+        self._reserved: dict[str, list[Reservation]] = {}
+        self._ips = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+
+    @property
+    def ip(self) -> str:
+        return self._reached_at(self.node)
+
+    def reserve(self, pools: Sequence[Pool]) -> int | None:
+        """See to devices as every launcher does; Ray tells each actor how many threads its share of a machine is."""
+        self._reserved = {pool.name: places for pool, places in zip(pools, self.cluster.reserve(pools), strict=True)}
+        return None
+
+    def node_of(self, pool: str, number: int) -> str:
+        return self.cluster.node_of(self._reserved[pool][number])
+
+    def serve(self, service: type) -> list[Any]:
+        ray, places = self.cluster.ray, [place for pool in self._reserved.values() for place in pool]
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        services = [
+            self.cluster.start(service, Reservation(affinity(node, soft=False), 0), node, self._reached_at(node))
+            for node in sorted({self.cluster.node_of(place) for place in places} - {self.node})
+        ]
+        answers = [each.place.remote() for each in services]
+        found: list[Any] = ray.get(answers, timeout=self.cluster.config.start_limit_s)
+        return found
+
+    def start(self, pool: str, number: int, spec: ProcessSpec, copied: bool = False) -> Process:
+        """Start a process; Ray has told its actor, and so tells it, its devices and its threads."""
+        place = self._reserved[pool][number]
+        none = self.cluster.kind == "GPU" and not place.gpus
+        # An actor that dies alone takes its process with it: the run, and what it has in shared memory, goes on.
+        spec = replace(spec, orphaned="", devices=() if none else None)
+        return RayProcess(self.cluster, self.cluster.start(ProcessActor, place), spec)
+
+    def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
+        ended = {each.ended: each for each in processes if isinstance(each, RayProcess)}
+        return [ended[one] for one in self.cluster.ray.wait(list(ended), timeout=seconds)[0]]
+
+    def close(self) -> None:
+        self.cluster.close()
+
+    def _reached_at(self, node: str) -> str:
+        """Return a node's address; where all of them are one machine nobody else has to reach it."""
+        return self._ips[node] if len(set(self._ips.values())) > 1 else LOOPBACK

@@ -1,0 +1,71 @@
+"""The embedded engine of ranks that share one model: each holds a slice, and together they decode the rows of all.
+
+rank 0   its requests ╮                ╭─ step, step, step ... ─▶ its responses
+rank 1   its requests ┴─ all-gather ───┴─ step, step, step ... ─▶ its responses        within a step they run collectives in each layer
+
+Drawing is deterministic: ranks with the same requests in the same order draw the same tokens, and none has to lead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgpack
+import torch.distributed as dist
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from braidrl.models.parallel.decoding import Slices
+from braidrl.models.parallel.replicated import all_gather_bytes
+from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.requests import Request, Response, Uid
+from braidrl.rollout.wire import plain_request, request_of
+
+
+class SpmdEngine(EmbeddedEngine):
+    """One rank's engine. All ranks of the group make the same calls at the same time, also those without a request."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int,
+        seed: int, slices: Slices, group: dist.ProcessGroup, compile: bool = True,
+    ) -> None:  # fmt: skip
+        """Make the engine of a model of which this rank holds `slices`; the other settings are the same on all ranks."""
+        super().__init__(model, tokenizer, slots, max_sequence_tokens, seed, compile=compile, slices=slices)
+        self.slices, self._group = slices, group
+
+    @property
+    def is_collective(self) -> bool:
+        """True: every rank of the group takes part in every step."""
+        return True
+
+    def generate(
+        self,
+        requests: Iterable[Request],
+        on_finished: Callable[[Response], None] | None = None,
+        rows_to_end: Callable[[], Iterable[Uid]] | None = None,
+    ) -> list[Response]:
+        """Return this rank's responses, in the order of `requests`. `rows_to_end` of any rank end in the same step on all."""
+        own = list(requests)
+        uids = {request.uid for request in own}
+        said = self._all_gather([rows_to_end is not None, [plain_request(request) for request in own]])
+        gathered = [request_of(plain) for _, asked in said for plain in asked]
+        # Asked of everybody after each step, and only where somebody may end rows.
+        ends = self._ending(rows_to_end) if any(may_end for may_end, _ in said) else None
+
+        def report(finished: Response) -> None:
+            if on_finished is not None and finished.uid in uids:
+                on_finished(finished)
+
+        found = {finished.uid: finished for finished in super().generate(gathered, report, ends)}
+        return [found[request.uid] for request in own]
+
+    def _ending(self, rows_to_end: Callable[[], Iterable[Uid]] | None) -> Callable[[], list[Uid]]:
+
+        def ending() -> list[Uid]:
+            named = self._all_gather(list(rows_to_end() if rows_to_end else ()))
+            return list(dict.fromkeys(tuple(uid) for part in named for uid in part))
+
+        return ending
+
+    def _all_gather(self, value: Any) -> list[Any]:
+        return [msgpack.unpackb(part) for part in all_gather_bytes(bytearray(msgpack.packb(value)), self._group)]

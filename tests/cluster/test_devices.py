@@ -1,0 +1,169 @@
+"""Who gets which device: every process its own, whoever starts it, and too few are refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braidrl.cluster.devices import Devices, assign_devices, device_lines, own_devices, see_only
+from braidrl.cluster.local import LocalLauncher
+from braidrl.cluster.process import ProcessSpec, environment_of
+from braidrl.cluster.ranks import run_ranks
+from braidrl.errors import UserError
+from braidrl.placement.pools import Pool
+
+ROOT = Path(__file__).parent.parent.parent
+ENGINES = Pool(("actor",), 1, engines=2, engine_devices=2)
+ON_RAY = """
+import json, ray
+from braidrl.cluster.process import ProcessSpec
+from braidrl.cluster.ray_processes import RayLauncher
+from braidrl.config import ClusterConfig
+from braidrl.placement.pools import Pool
+from tests.cluster.test_devices import seen_by
+ray.init("local", num_cpus=6, num_gpus=4, include_dashboard=False, object_store_memory=80 << 20, logging_level="ERROR")
+launcher = RayLauncher(ClusterConfig(start_limit_s=100), "cuda")
+pools = [Pool(("generate",), 1, engines=1, engine_devices=2), Pool(("actor",), 1), Pool(("compute",), 1, device=False)]
+print(json.dumps(seen_by(launcher, pools)))
+ray.shutdown()
+"""
+
+
+def seen_by(launcher: Any, pools: list[Pool], copied: bool = False) -> list[str]:
+    """Start every process of the pools and return the CUDA_VISIBLE_DEVICES that each reports."""
+    launcher.reserve(pools)
+    try:
+        started = [
+            launcher.start(
+                pool.name,
+                number,
+                ProcessSpec(f"{pool.name}-{number}", "tests.cluster.ranks:device_of_a_worker", {}),
+                copied,
+            )
+            for pool in pools
+            for number in range(pool.workers)
+        ]
+        for process in started:
+            assert launcher.answered([process], 100.0), "it said nothing"
+        found = [process.outcome.result for process in started]
+        for process in started:
+            process.close()
+        return found
+    finally:
+        launcher.close()
+
+
+def invent(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_every_process_gets_a_device_of_its_own(devices: int) -> None:
+    table = assign_devices(
+        [Pool(("a",), devices // 2), Pool(("b",), devices // 2), Pool(("rewards",), 3, device=False)], devices
+    )
+    assert [table[f"{pool}-{n}"].every for pool in "ab" for n in range(devices // 2)] == [(n,) for n in range(devices)]
+    assert [table[f"rewards-{n}"].every for n in range(3)] == [(), (), ()]
+
+
+@pytest.mark.parametrize(
+    ("devices", "table"),
+    [
+        (4, Devices((0, 1, 2, 3), ((0, 1), (2, 3)))),
+        (8, Devices((0, 1, 2, 3, 4), ((1, 2), (3, 4)))),
+    ],
+)
+def test_engines_of_two_processes_get_two_and_share_with_the_trainer_only_where_they_have_to(
+    devices: int, table: Devices
+) -> None:
+    assert assign_devices([ENGINES], devices) == {"actor-0": table}
+
+
+def test_more_processes_than_devices_are_refused_with_both_numbers_and_the_setting() -> None:
+    with pytest.raises(UserError, match=r"need 4 CUDA devices \(actor: 4\) and this machine has 2; lower `workers`"):
+        assign_devices([ENGINES], 2)
+
+
+@given(
+    st.lists(
+        st.builds(Pool, st.just(()), st.integers(1, 4), st.booleans(), st.integers(0, 3), st.integers(1, 3)), max_size=4
+    ),
+    st.integers(0, 64),
+)
+def test_no_two_processes_share_a_device_and_no_two_engines_do(made: list[Pool], devices: int) -> None:
+    pools = [Pool((str(n),), p.workers, p.device, p.engines, p.engine_devices) for n, p in enumerate(made)]
+    try:
+        table = assign_devices(pools, devices)
+    except UserError:
+        assert sum(p.workers * max(1, p.engines * p.engine_devices) for p in pools if p.device) > devices
+        return
+    every = [device for own in table.values() for device in own.every]
+    assert len(every) == len(set(every)) and set(every) <= set(range(devices))
+    for own in table.values():
+        engines = [device for engine in own.engines for device in engine]
+        assert len(engines) == len(set(engines)) and set(engines) <= set(own.every)
+
+
+def test_a_rank_of_torchrun_takes_its_share_of_its_nodes_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    found = []
+    for rank in range(4):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        found.append((own_devices(4).every, own_devices(8, engines=1).engines))
+    assert found == [((0,), ((1,),)), ((1,), ((3,),)), ((2,), ((5,),)), ((3,), ((7,),))]
+    with pytest.raises(UserError, match=r"need 4 CUDA devices \(rank: 4\) and this machine has 2"):
+        own_devices(2)
+
+
+def test_a_process_sees_its_devices_by_the_names_that_its_starter_sees_them_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = ProcessSpec("engine", "module:function", devices=(1, 2), threads=3)
+    told = environment_of(spec, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c", "OMP_NUM_THREADS": "8"})
+    assert told == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-c", "OMP_NUM_THREADS": "3"}
+    assert environment_of(spec, {})["CUDA_VISIBLE_DEVICES"] == "1,2"
+    assert environment_of(ProcessSpec("engine", "module:function"), {"A": "b"}) == {"A": "b"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    see_only(1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_processes_of_this_machine_report_the_devices_that_they_were_given(
+    monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    invent(monkeypatch, 4)
+    pools = [
+        Pool(("actor.generate",), 1, engines=1, engine_devices=2),
+        Pool(("actor",), 1),
+        Pool(("compute",), 1, device=False),
+    ]
+    assert seen_by(LocalLauncher("cuda"), pools, copied) == ["0,1,2", "3", ""]
+
+
+def test_ranks_of_this_machine_report_the_devices_that_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    invent(monkeypatch, 2)
+    assert run_ranks("tests.cluster.ranks:devices", {}, 2, 200.0, LocalLauncher("cuda")) == ["0", "1"]
+    with pytest.raises(UserError, match=r"need 3 CUDA devices \(rank: 3\) and this machine has 2"):
+        run_ranks("tests.cluster.ranks:devices", {}, 3, 200.0, LocalLauncher("cuda"))
+
+
+def test_processes_on_ray_report_the_devices_that_they_were_given() -> None:
+    done = subprocess.run([sys.executable, "-c", ON_RAY], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    generate, actor, compute = json.loads(done.stdout.splitlines()[-1])
+    assert compute == "" and len(generate.split(",")) == 3
+    assert sorted([*generate.split(","), *actor.split(",")]) == ["0", "1", "2", "3"]
+
+
+def test_the_table_is_told_in_lines() -> None:
+    assert device_lines(assign_devices([ENGINES, Pool(("critic",), 1)], 6)) == [
+        "actor-0: cuda:0", "actor-0, engine 0: cuda:1 cuda:2", "actor-0, engine 1: cuda:3 cuda:4", "critic-0: cuda:5",
+    ]  # fmt: skip

@@ -1,0 +1,76 @@
+"""Processes of this machine, however they are started: their last word, their end, and that of what they started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from braidrl.cluster.local import LocalLauncher, LocalProcess, from_server, spawn
+from braidrl.cluster.process import Failure, ProcessSpec
+from braidrl.cluster.ranks import run_ranks
+from braidrl.errors import UserError, WorkerError
+from tests.cluster.test_processes import running, wait_until
+
+Start = Callable[[ProcessSpec], LocalProcess]
+both = pytest.mark.parametrize("start", [spawn, from_server])
+
+
+def spec(how: str, path: Path | None = None) -> ProcessSpec:
+    arguments = {"how": how, "path": str(path)}
+    return ProcessSpec("echo-0", "tests.cluster.ranks:echo", arguments, orphaned="tests.cluster.ranks:left_alone")
+
+
+@both
+def test_what_a_process_returns_or_raises_is_its_outcome(start: Start) -> None:
+    processes = {how: start(spec(how)) for how in ("return", "refuse", "raise", "die")}
+    for process in processes.values():
+        assert LocalLauncher().answered([process], 100.0) == [process]
+    outcomes = {how: process.outcome for how, process in processes.items()}
+    ends = [process.describe_end() for process in processes.values()]
+    for process in processes.values():
+        process.close()
+    assert ends == ["exit status 0", "exit status 1", "exit status 1", "killed by signal 9"]
+    assert outcomes["return"] and outcomes["return"].result == {"told": "return"}
+    assert outcomes["refuse"] and outcomes["refuse"].failure == Failure("user", "write something else")
+    assert outcomes["raise"] and (failure := outcomes["raise"].failure)
+    assert failure.message.startswith("echo-0 failed: ZeroDivisionError: no such luck\nTraceback")
+    assert outcomes["die"] is None
+
+
+def test_a_failure_is_the_exception_that_the_user_sees() -> None:
+    kinds = {kind: Failure(kind, "words").error() for kind in ("user", "error", "died", "interrupted")}
+    assert [type(error) for error in kinds.values()] == [UserError, WorkerError, WorkerError, KeyboardInterrupt]
+
+
+@both
+def test_a_process_whose_starter_hangs_up_cleans_up_and_ends(start: Start, tmp_path: Path) -> None:
+    process = start(spec("sleep", tmp_path / "note"))
+    wait_until(lambda: (tmp_path / "note").exists())
+    process.hang_up()
+    assert process.wait(100.0)
+    process.close()
+    assert (tmp_path / "note").read_text() == "alone"
+
+
+def test_what_a_fresh_process_has_started_is_killed_with_it(tmp_path: Path) -> None:
+    process = spawn(spec("sleep", tmp_path / "note"))
+    wait_until(lambda: (tmp_path / "note").exists() and (tmp_path / "note").read_text() != "")
+    own = int((tmp_path / "note").read_text())
+    assert running(own)
+    process.kill()
+    wait_until(lambda: not running(own))
+    process.close()
+
+
+def test_groups_of_some_ranks_wait_as_long_as_the_group_of_all() -> None:
+    assert run_ranks("tests.cluster.ranks:limits", {}, 2, 123.0) == [123.0] * 5
+
+
+def test_who_did_not_come_to_a_group_is_named() -> None:
+    process = spawn(ProcessSpec("alone", "tests.cluster.ranks:lonely", {}))
+    assert LocalLauncher().answered([process], 100.0)
+    outcome = process.outcome
+    process.close()
+    assert outcome and str(outcome.result).startswith("waited 0.5 s for ranks 1 to join")

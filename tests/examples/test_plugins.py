@@ -1,0 +1,181 @@
+"""What users write outside the package: each thing of examples/plugins keeps its contract, and a run chooses it by its name."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from braidrl.models.backend import BACKENDS, BackendSpec
+from braidrl.models.contract import CHECKS as BACKEND_CHECKS
+from braidrl.models.contract import BackendUnderTest
+from braidrl.models.objective import Objective, denominators
+from braidrl.models.optimizer_contract import CHECKS as OPTIMIZER_CHECKS
+from braidrl.models.optimizer_contract import OptimizerUnderTest
+from braidrl.observe.metrics import read_metrics
+from braidrl.observe.trackers import check_tracker
+from braidrl.rewards.contract import CHECKS as VERIFIER_CHECKS
+from braidrl.rewards.contract import VerifierUnderTest
+from braidrl.rewards.verifier import Completion
+from braidrl.rollout.contract import CHECKS as ENGINE_CHECKS
+from braidrl.rollout.contract import EngineUnderTest
+from braidrl.rollout.engine import ENGINES, ModelWeights
+from braidrl.rollout.episodes.contract import CHECKS as ENVIRONMENT_CHECKS
+from braidrl.rollout.episodes.contract import EnvironmentUnderTest
+from braidrl.rollout.process.spec import EngineSpec
+from braidrl.rollout.replica import EngineReplica
+from braidrl.runtimes.run import TrainingRun
+from tests.models.parallel.laid_out import OBJECTIVE, config_of, make_rows
+from tests.rollout.tiny import END, make_model, make_tokenizer, training_log_probs
+from tests.tiny import ROOT, Workshop, recorded, weights_of
+
+PLUGINS = ROOT / "examples" / "plugins"
+PAGES = {
+    "add-an-engine.md": "engine.py", "add-a-training-backend.md": "backend.py", "add-an-optimizer.md": "optimizer.py",
+    "add-a-tracker.md": "tracker.py", "add-a-reward.md": "verifier.py", "add-an-environment.md": "environment.py",
+}  # fmt: skip
+"""Each page shows its example as it is."""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_page_shows_the_example(page: str) -> None:
+    shown = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    assert shown[0].strip() in (PLUGINS / PAGES[page]).read_text()
+
+
+def test_the_tracker_does_what_a_run_needs_and_a_run_writes_to_it(workshop: Workshop, tmp_path: Path) -> None:
+    name = f"{PLUGINS}/tracker.py:Spreadsheet"
+    check_tracker(name, tmp_path)
+    run = workshop.run("tracked", trackers=[{"name": name, "params": {"columns": ["reward/mean"]}}])
+    lines = [line.split("\t") for line in (run / "metrics.tsv").read_text().splitlines()]
+    assert lines == [["step", "reward/mean"], *([str(m["step"]), str(m["reward/mean"])] for m in read_metrics(run))]
+    assert not (run / "tensorboard").exists(), "what is not named is not written"
+
+
+LION = OptimizerUnderTest(f"{PLUGINS}/optimizer.py:Lion", {"betas": [0.9, 0.95]})
+
+
+@pytest.mark.parametrize("check", OPTIMIZER_CHECKS, ids=lambda check: check.__name__)
+def test_the_optimizer_keeps_the_contract(check: Callable[[OptimizerUnderTest], None]) -> None:
+    check(LION)
+
+
+def test_a_run_trains_with_the_optimizer(workshop: Workshop) -> None:
+    run = workshop.run("lion", trainer={"optimizer": LION.name, "learning_rate": 1e-3})
+    before = load_file(workshop.model / "model.safetensors")
+    moved = {name: (tensor - before[name]).abs().max().item() for name, tensor in weights_of(run).items()}
+    # Two steps of the size of the rate: a sign has no other.
+    assert max(moved.values()) == pytest.approx(2e-3, rel=1e-3)
+
+
+VERIFIER = f"{PLUGINS}/verifier.py:counts_steps"
+
+
+@pytest.mark.parametrize("check", VERIFIER_CHECKS, ids=lambda check: check.__name__)
+def test_the_verifier_keeps_the_contract(check: Callable[[VerifierUnderTest], None]) -> None:
+    right, wrong = Completion("2+2=", "So it is 4", "4"), Completion("2+2=", "So it is 5", "4")
+    check(VerifierUnderTest(VERIFIER, right, wrong, {"at_most": 5}))
+
+
+ENVIRONMENT = f"{PLUGINS}/environment.py:Countdown"
+
+
+@pytest.mark.parametrize("check", ENVIRONMENT_CHECKS, ids=lambda check: check.__name__)
+def test_the_environment_keeps_the_contract(check: Callable[[EnvironmentUnderTest], Awaitable[None]]) -> None:
+    asyncio.run(check(EnvironmentUnderTest(ENVIRONMENT, ["4", "2"], {"start": 5})))  # type: ignore[arg-type]
+
+
+def test_a_run_is_rewarded_by_the_verifier_and_another_plays_the_environment(workshop: Workshop) -> None:
+    run = workshop.run("rewarded", reward={"verify": {"name": VERIFIER, "params": {"at_most": 5}}})
+    assert len(read_metrics(run)) == 2
+    played = workshop.run("played", rollout={"environment": {"name": ENVIRONMENT, "max_turns": 3}})
+    assert all(line["environment/turns"] >= 1 for line in read_metrics(played))
+
+
+ENGINE = f"{PLUGINS}/engine.py:PlainEngine"
+MODEL = make_model()
+
+
+@pytest.fixture(scope="module")
+def engine_spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
+    folder = tmp_path_factory.mktemp("engine") / "model"
+    MODEL.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return EngineSpec(ENGINE, str(folder), slots=16, max_sequence_tokens=128)
+
+
+@pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
+def test_the_engine_keeps_the_contract(
+    engine_spec: EngineSpec, check: Callable[[EngineUnderTest], Awaitable[None]]
+) -> None:
+    def other_weights() -> ModelWeights:
+        model = deepcopy(MODEL)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1)
+        return ModelWeights(model)
+
+    subject = EngineUnderTest(
+        lambda: EngineReplica(ENGINES.find(ENGINE)(engine_spec)), END, 128,
+        lambda asked, finished: training_log_probs(MODEL, list(asked), list(finished)), other_weights,
+    )  # fmt: skip
+    asyncio.run(check(subject))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("runtime", "engines"), [("eager", None), ("eager", 1), ("streaming", None)])
+def test_a_run_on_the_engine_draws_and_trains_what_the_embedded_engine_does(
+    workshop: Workshop, runtime: str, engines: int | None
+) -> None:
+    """In the process that trains, in one of its own, and in a worker that the queue feeds."""
+    common: dict[str, Any] = {"algorithm": {"old": "rollout"}, "trainer": {"learning_rate": 3e-3}}
+    ours = workshop.run("embedded", **common)
+    mine = workshop.run("mine", **common, runtime=runtime, rollout={"engine": ENGINE, "engines": engines})
+    for step in (1, 2):
+        assert recorded(mine, step)["tokens"].tolist() == recorded(ours, step)["tokens"].tolist()
+    assert recorded(mine, 2)["version"].unique().tolist() == [1], "it got the weights of the first step"
+    found, expected = weights_of(mine), weights_of(ours)
+    assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-4) for name, tensor in expected.items())
+
+
+BACKEND = f"{PLUGINS}/backend.py:PlainBackend"
+
+
+@pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
+def test_the_backend_keeps_the_contract(
+    workshop: Workshop, tmp_path: Path, check: Callable[[BackendUnderTest], None]
+) -> None:
+    config, rows = config_of(str(workshop.model), learning_rate=1e-2), make_rows()
+    subject = BackendUnderTest(
+        lambda: BACKENDS.find(BACKEND)(BackendSpec("actor", config)), Objective.of("actor", OBJECTIVE), rows,
+        {"tokens": denominators(rows)["tokens"]}, tmp_path / "exported", lambda: None, True,
+    )  # fmt: skip
+    check(subject)
+
+
+@pytest.mark.parametrize("rollout", [{}, {"engine": ENGINE}], ids=["embedded", "own engine"])
+def test_a_run_on_the_backend_goes_where_torch_goes_with_sgd_and_goes_on_from_its_checkpoint(
+    workshop: Workshop, rollout: dict[str, Any]
+) -> None:
+    trainer, common = (
+        {"learning_rate": 0.1, "max_grad_norm": 0.5},
+        {"rollout": rollout, "algorithm": {"old": "recompute"}},
+    )
+    mine = workshop.run("mine", trainer={**trainer, "backend": BACKEND}, **common)
+    ours = workshop.run("ours", trainer={**trainer, "optimizer": "sgd"}, **common)
+    for step in (1, 2):
+        assert recorded(mine, step)["tokens"].tolist() == recorded(ours, step)["tokens"].tolist()
+    found, expected = weights_of(mine), weights_of(ours)
+    assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-5) for name, tensor in expected.items())
+    assert read_metrics(mine)[1].keys() == read_metrics(ours)[1].keys()
+    before = load_file(workshop.model / "model.safetensors")
+    assert not all(torch.equal(found[name], before[name]) for name in found)
+    config = workshop.config("mine", trainer={**trainer, "backend": BACKEND, "steps": 3}, **common)
+    with TrainingRun(config, resume=mine) as run:
+        run.train()
+    assert [line["step"] for line in read_metrics(mine)] == [1, 2, 3]
