@@ -20,7 +20,10 @@ app = typer.Typer(
 ConfigFile = Annotated[
     Path | None, typer.Argument(help="A YAML configuration; may be left out if overrides say it all.")
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted key=value, as in trainer.steps=10.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Dotted key=value, as in trainer.steps=10, or a YAML file that lies over the first."),
+]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
@@ -88,6 +91,46 @@ def flow(
     if svg is not None:
         svg.write_text(drawing.svg(shown))
         typer.echo(f"drawn in {svg}")
+
+
+@app.command()
+def plan(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    devices: Annotated[
+        str, typer.Option(help="NODESxDEVICESxKIND, as in 8x8xH100-80GB; a .yaml file; or cpu.")
+    ] = "cpu",
+    lengths: Annotated[str | None, typer.Option(help="Of responses: a run folder, TOKENS, or MEDIAN:LONGEST.")] = None,
+    seconds: Annotated[
+        list[str] | None, typer.Option(help="STAGE=SECONDS per iteration, of a stage that cannot be priced.")
+    ] = None,
+    rates: Annotated[Path | None, typer.Option(help="A file of rates, as --calibrate writes.")] = None,
+    like: Annotated[
+        str | None, typer.Option(help="deepspeed-chat, openrlhf, nemo-aligner or verl: their placement.")
+    ] = None,
+    max_staleness: Annotated[
+        int | None, typer.Option(help="Consider streaming with rows that lag behind by so many versions.")
+    ] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds after which the best plan so far is taken.")] = None,
+    overlay: Annotated[Path, typer.Option(help="Where the best plan is written.")] = Path("overlay.yaml"),
+    html: Annotated[Path | None, typer.Option(help="Draw the best plan's predicted timeline into this file.")] = None,
+    calibrate: Annotated[list[Path] | None, typer.Option(help="A run to fit rates to; they go to --rates.")] = None,
+) -> None:
+    """Find the quickest placement, layouts and runtime for a configuration on some devices, before they are there."""
+    from rich.console import Console
+
+    from braidrl.config import load_config
+    from braidrl.runtimes.prepare.plan import Wanted, calibrated
+    from braidrl.runtimes.prepare.plan import plan as find_plans
+
+    if calibrate:
+        file = rates or Path("rates.yaml")
+        calibrated(calibrate, devices, file)
+        typer.echo(f"rates fitted to {len(calibrate)} runs are in {file}; use them with --rates {file}")
+        return
+    settings = load_config(*split_config(config, overrides))
+    wanted = Wanted(devices, lengths, seconds or (), rates, like, max_staleness, time_limit)
+    find_plans(settings, wanted, overlay, html, Console())
 
 
 @app.command()

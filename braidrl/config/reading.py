@@ -17,24 +17,44 @@ from braidrl.errors import UserError, suggest
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = (), **defaults: Any) -> Config:
-    """Read YAML, applies dotted `key=value` overrides, checks every key; `defaults` fill keys that nobody set.
+    """Read YAML and check every key; `defaults` fill keys that nobody set.
+
+    Each override is a dotted `key=value`, or a YAML file that lies over the first.
 
     Raises UserError with one line.
     """
     tree: Any = {}
     if path is not None:
-        path = Path(path)
-        if not path.is_file():
-            raise UserError(f"no configuration file {path}")
-        try:
-            tree = yaml.safe_load(path.read_text()) or {}
-        except yaml.YAMLError as error:
-            raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-        if not isinstance(tree, dict):
-            raise UserError(f"{path} must hold keys and values, as in `flow: dapo`")
+        tree = read_tree(Path(path))
     for override in overrides:
-        apply_override(tree, override)
+        if override.endswith((".yaml", ".yml")) and "=" not in override:
+            lay_over(tree, read_tree(Path(override)))
+        else:
+            apply_override(tree, override)
     return parse_config({**defaults, **tree})
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """Return the keys and values of a YAML file. Raises UserError where it has none."""
+    if not path.is_file():
+        raise UserError(f"no configuration file {path}")
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} must hold keys and values, as in `flow: dapo`")
+    return tree
+
+
+def lay_over(tree: dict[str, Any], over: dict[str, Any]) -> None:
+    """Sets the keys of one nested dict in another, section by section; a layout is replaced whole."""
+    for key, value in over.items():
+        old = tree.get(key)
+        if isinstance(value, dict) and isinstance(old, dict) and not key.endswith("layout"):
+            lay_over(old, value)
+        else:
+            tree[key] = value
 
 
 def parse_config(tree: dict[str, Any]) -> Config:

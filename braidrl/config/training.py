@@ -130,6 +130,10 @@ class RoleConfig(Section):
     """By default the trainer's; of a trained role."""
     lora: LoraConfig | None = None
     """By default the trainer's."""
+    max_tokens_per_device: int | None = Field(None, ge=1)
+    """By default the trainer's."""
+    activation_checkpointing: bool | None = None
+    """By default the trainer's."""
     methods: str | None = None
     """A class of your own methods for this role's workers, `module:Class` or `file.py:Class`, that a session calls under
     `runtime: hybrid`."""

@@ -49,6 +49,19 @@ def lora_of(role: str, config: Config) -> LoraConfig | None:
     return (own and own.lora) or config.trainer.lora
 
 
+def max_tokens_of(role: str, config: Config) -> int:
+    """Return the most tokens of a micro-batch of a role: as it says itself, or as the run's roles do."""
+    own = config.roles.get(role)
+    return (own and own.max_tokens_per_device) or config.trainer.max_tokens_per_device
+
+
+def checkpoints_activations(role: str, config: Config) -> bool:
+    """Return whether a role computes activations again in its backward pass."""
+    own = config.roles.get(role)
+    said = own.activation_checkpointing if own else None
+    return config.trainer.activation_checkpointing if said is None else said
+
+
 def inference_layouts(config: Config, flow: Flow) -> dict[str, ParallelLayout]:
     """Return the inference layout of each trained role that infers in another layout than it trains in."""
     infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,19 @@ MOMENTS = 2
 ALONE = ParallelLayout(data=1)
 
 
-@dataclass(frozen=True)
+class Sizes(NamedTuple):
+    """What a model's configuration says of its sizes, under the same names: asking transformers' object takes microseconds."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    vocab_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    tie_word_embeddings: bool
+
+
+@dataclass(frozen=True, eq=False)
 class Shape:
     """Sizes of a role's model."""
 
@@ -52,6 +65,16 @@ class Shape:
     @property
     def element_bytes(self) -> int:
         return self.dtype.itemsize
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Return the sizes that its configuration says."""
+        config = self.config
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        return Sizes(
+            config.num_hidden_layers, config.hidden_size, config.vocab_size, config.num_attention_heads,
+            config.num_key_value_heads, head_width(config), tied,
+        )  # fmt: skip
 
 
 def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lora: LoraConfig | None = None) -> Shape:
@@ -83,7 +106,7 @@ def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTr
 
 def resident_bytes(shape: Shape, trained: bool, layout: ParallelLayout = ALONE) -> dict[str, int]:
     """Return the bytes that stay on the device from step to step, by kind."""
-    layers = shape.config.num_hidden_layers // layout.pipeline
+    layers = shape.sizes.num_hidden_layers // layout.pipeline
     whole = layers * shape.layer_parameters + beside_layers(shape, layout)
     own = whole // (layout.tensor * layout.shard_ranks)
     parts = {"weights": own * shape.element_bytes}
@@ -106,7 +129,7 @@ def gathered_bytes(shape: Shape, layout: ParallelLayout) -> int:
     """
     if layout.shard == "none":
         return 0
-    layers = shape.config.num_hidden_layers // layout.pipeline
+    layers = shape.sizes.num_hidden_layers // layout.pipeline
     held = beside_layers(shape, layout) + (
         (layers if layout.shard == "optimizer" else min(2, layers)) * shape.layer_parameters
     )
@@ -115,10 +138,10 @@ def gathered_bytes(shape: Shape, layout: ParallelLayout) -> int:
 
 def beside_layers(shape: Shape, layout: ParallelLayout) -> int:
     """Count the parameters of embedding, norm and head; in a pipeline those of the first or the last rank, whichever has more."""
-    both = shape.parameters - shape.config.num_hidden_layers * shape.layer_parameters
+    both = shape.parameters - shape.sizes.num_hidden_layers * shape.layer_parameters
     if layout.pipeline == 1:
         return both
-    embedding = shape.config.vocab_size * shape.config.hidden_size
+    embedding = shape.sizes.vocab_size * shape.sizes.hidden_size
     # With tied weights the last stage has the embedding too.
     return both if both < 2 * embedding else both - embedding
 
@@ -127,7 +150,7 @@ def message_bytes(shape: Shape, tokens: int, trained: bool, layout: ParallelLayo
     """Return the bytes of a pipeline rank's receive buffers: activations and, in training, gradients of a run of the schedule."""
     if layout.pipeline == 1:
         return 0
-    one = -(-tokens // (layout.sequence * layout.tensor)) * shape.config.hidden_size * shape.element_bytes
+    one = -(-tokens // (layout.sequence * layout.tensor)) * shape.sizes.hidden_size * shape.element_bytes
     return one * RUN * layout.pipeline * (2 if trained and layout.pipeline > 2 else 1)
 
 
@@ -143,7 +166,7 @@ def head_width(config: Any) -> int:
 
 def logits_bytes(shape: Shape, tokens: int, layout: ParallelLayout = ALONE) -> int:
     """Return the bytes of the logits that exist at once, in at least float32: a chunk of the tokens, with its copy in the weights' type."""
-    held = min(CHUNK_ELEMENTS, tokens * shape.config.vocab_size // layout.tensor)
+    held = min(CHUNK_ELEMENTS, tokens * shape.sizes.vocab_size // layout.tensor)
     return held * (max(MASTER_BYTES, shape.element_bytes) + shape.element_bytes)
 
 
@@ -154,10 +177,10 @@ def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: Par
     share = -(-tokens // (layout.sequence * layout.tensor))
     one, two = (saved_bytes(shape, layers, share * layout.tensor, layout.tensor) for layers in (1, 2))
     # A pipeline's stage has fewer layers, and as many times more micro-batches under way.
-    layer, layers = two - one, shape.config.num_hidden_layers
+    layer, layers = two - one, shape.sizes.num_hidden_layers
     if not checkpointing:
         return one + (layers - 1) * layer
-    inputs = share * shape.config.hidden_size * shape.element_bytes
+    inputs = share * shape.sizes.hidden_size * shape.element_bytes
     return one + layers * inputs
 
 

@@ -25,7 +25,15 @@ from braidrl.models.parallel.pipeline import HIDDEN
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.parallel.sharded import apply_layout
 from braidrl.models.parallel.shards import shapes_of
-from braidrl.models.role_settings import dtype_of, layout_of, learning_rate_of, lora_of, model_path
+from braidrl.models.role_settings import (
+    checkpoints_activations,
+    dtype_of,
+    layout_of,
+    learning_rate_of,
+    lora_of,
+    max_tokens_of,
+    model_path,
+)
 from braidrl.models.roles.likelihood import Likelihood
 from braidrl.models.weight_files import ParameterReader
 
@@ -60,14 +68,14 @@ class RoleModel(ABC):
         self.model.to(self.device).requires_grad_(train).eval()
         if self.lora:
             train_adapters_only(self.model)
-        self.max_tokens = config.trainer.max_tokens_per_device
+        self.max_tokens = max_tokens_of(role, config)
         self.optimizer: MasterOptimizer | None = None
         if train:
             peak = learning_rate_of(role, config)
             names, parameters = zip(*self.model.named_parameters(), strict=True)
             places = [list(self.shapes).index(name) for name in names]
             self.optimizer = MasterOptimizer(parameters, config.trainer, peak, self.ranks, places)
-            if config.trainer.activation_checkpointing:
+            if checkpoints_activations(role, config):
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.background: dist.ProcessGroup | None = None
         """The group of ranks that write a checkpoint while they train."""

@@ -45,13 +45,15 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
     if any("environment" in stage.params for stage in flow.stages):
         # where none is set, generation ends a sequence at the model's own limit
         trained = max(trained, config.rollout.max_sequence_tokens or 0)
-    limit = config.trainer.max_tokens_per_device
-    if trained > limit:
-        raise UserError(
-            f"rows of data.train may have {trained} tokens, prompt and response together, and "
-            f"trainer.max_tokens_per_device={limit} is the most that one micro-batch holds; "
-            f"write trainer.max_tokens_per_device={trained}, or lower data.max_prompt_tokens or rollout.max_response_tokens"
-        )
+    limits = {"trainer": config.trainer.max_tokens_per_device}
+    limits |= {f"roles.{r}": own.max_tokens_per_device or trained for r, own in config.roles.items()}
+    for section, limit in limits.items():
+        if trained > limit:
+            key = f"{section}.max_tokens_per_device"
+            raise UserError(
+                f"rows of data.train may have {trained} tokens, prompt and response together, and {key}={limit} is the most that one "
+                f"micro-batch holds; write {key}={trained}, or lower data.max_prompt_tokens or rollout.max_response_tokens"
+            )
     positions: int | None = model_settings(config.model).get("max_position_embeddings")
     needed = max(trained, longest(held_out, responses))
     if positions is not None and needed > positions:

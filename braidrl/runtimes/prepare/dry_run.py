@@ -5,26 +5,14 @@ configuration ──prepare──▶ flow, data ──▶ devices and the roles 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
 from braidrl.cluster.devices import Devices, assign_devices, device_count, device_lines
-from braidrl.config import Config, TrainerConfig
-from braidrl.flow import Kind
-from braidrl.models.memory.footprint import (
-    Shape,
-    activation_bytes,
-    cache_bytes,
-    gathered_bytes,
-    logits_bytes,
-    message_bytes,
-    model_shape,
-    resident_bytes,
-)
-from braidrl.models.parallel.layout import ParallelLayout
-from braidrl.models.role_settings import DTYPES, inference_layouts, layout_of, lora_of, model_path
+from braidrl.config import Config
+from braidrl.placement.memory import ENGINE, GIB, INFERENCE, Footprint, RoleUse, assets, footprint, peak
 from braidrl.placement.pools import Pool, place
 from braidrl.placement.residency import Asset, needed_assets, residency_plan
 from braidrl.runtimes.generating.engines import pools_ranks, with_engines
@@ -32,17 +20,7 @@ from braidrl.runtimes.prepare.setup import Prepared, prepare
 from braidrl.runtimes.start import check_runtime
 from braidrl.runtimes.streaming.groups import pools_of, worker_groups
 
-GIB, MIB = 1 << 30, 1 << 20
-ENGINE, CACHE, INFERENCE = "weights of the engine", "keys and values", "weights to infer with"
-
-
-@dataclass(frozen=True)
-class RoleUse:
-    """A role on a device, and what it does there."""
-
-    role: str
-    trained: bool
-    generates: bool
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -53,22 +31,16 @@ class DeviceGroup:
     seats: tuple[RoleUse, ...]
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """What a role takes of its device, in bytes by part: all the time, and while it works."""
-
-    seat: RoleUse
-    shape: Shape
-    resident: dict[str, int]
-    working: dict[str, int]
-
-
 def dry_run(config: Config, console: Console | None = None) -> list[tuple[DeviceGroup, list[Footprint]]]:
     """Check a configuration as a run does, and print what each device would hold. Raises UserError as a run does."""
     prepared = prepare(config)
     check_runtime(config, prepared.flow, generates=True, trains=True)
     groups = device_groups(prepared)
-    found = [(group, [footprint(seat, prepared, group.devices) for seat in group.seats]) for group in groups]
+    together = config.rollout.tensor if pools_ranks(config) else 1
+    found = [
+        (group, [footprint(seat, config, prepared.flow, group.devices, together) for seat in group.seats])
+        for group in groups
+    ]
     show(prepared, found, console or Console())
     return found
 
@@ -120,64 +92,6 @@ def device_table(prepared: Prepared) -> dict[str, Devices]:
     return assign_devices(pools, available or sum(p.workers * (1 + p.engines * p.engine_devices) for p in pools))
 
 
-def footprint(seat: RoleUse, prepared: Prepared, devices: int) -> Footprint:
-    """Return one role's parts on each of its devices. Raises UserError for a layout that does not fit them or the model."""
-    config, role = prepared.config, seat.role
-    rollout, own = config.rollout, config.roles.get(role)
-    dtype = DTYPES[(own and own.dtype) or config.dtype]
-    lora = lora_of(role, config) if seat.trained else None
-    shape = model_shape(model_path(role, config), dtype, role in prepared.flow.scalar_roles, lora)
-    layout = layout_of(role, config).resolve(devices)
-    sizes = shape.config
-    layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
-    resident = resident_bytes(shape, seat.trained, layout)
-    plain = model_shape(model_path(role, config), dtype, role in prepared.flow.scalar_roles)
-    other = inference_layouts(config, prepared.flow).get(role) if seat.trained else None
-    if other is not None:
-        resident[INFERENCE] = resident_bytes(plain, False, other.resolve(devices))["weights"]
-    # Servers have devices of their own.
-    if seat.generates and rollout.engine != "http":
-        engine = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
-        divisor = rollout.tensor if pools_ranks(config) else 1
-        if engine.dtype != dtype or lora or not layout.is_replicated or divisor > 1:
-            resident[ENGINE] = engine.parameters * engine.element_bytes // divisor
-        cache = cache_bytes(sizes, engine.element_bytes, rollout.slots, config.max_sequence_tokens)
-        resident[CACHE] = cache // divisor
-    working: dict[str, int] = {}
-    if any(stage.role == role and stage.kind in (Kind.INFER, Kind.TRAIN) for stage in prepared.flow.stages):
-        scalar = role in prepared.flow.scalar_roles
-        working = working_bytes(shape, config.trainer, layout, seat.trained, scalar)
-        if other is not None:
-            inferring = working_bytes(plain, config.trainer, other.resolve(devices), False, scalar)
-            working = {part: max(working.get(part, 0), inferring.get(part, 0)) for part in {**working, **inferring}}
-    return Footprint(seat, shape, resident, working)
-
-
-def working_bytes(
-    shape: Shape, trainer: TrainerConfig, layout: ParallelLayout, trained: bool, scalar: bool
-) -> dict[str, int]:
-    """Return the bytes that a role takes while it computes a micro-batch, in addition to what stays, by part."""
-    tokens, working = trainer.max_tokens_per_device, {}
-    if gathered := gathered_bytes(shape, layout):
-        working["weights gathered"] = gathered
-    if messages := message_bytes(shape, tokens, trained, layout):
-        working["messages between stages"] = messages
-    if trained:
-        working["activations"] = activation_bytes(shape, tokens, trainer.activation_checkpointing, layout)
-    if not scalar:
-        working["logits"] = logits_bytes(shape, tokens, layout)
-    return working
-
-
-def peak(footprints: list[Footprint], resident: int | None = None) -> int:
-    """Return the bytes of one device: what stays there, and the most that any role needs while it works; roles take turns.
-
-    `resident` says how much stays there where not everything does.
-    """
-    everything = sum(sum(f.resident.values()) for f in footprints)
-    return (everything if resident is None else resident) + max(sum(f.working.values()) for f in footprints)
-
-
 def moving(prepared: Prepared, footprints: list[Footprint]) -> tuple[int | None, list[Asset]]:
     """Return, under `trainer.resident_gib`, the most bytes that are on a device at a time, and what has to leave it for others.
 
@@ -186,22 +100,12 @@ def moving(prepared: Prepared, footprints: list[Footprint]) -> tuple[int | None,
     gib = prepared.config.trainer.resident_gib
     if gib is None:
         return None, []
-    sizes = {asset: size for one in footprints for asset, size in assets(one).items()}
+    sizes = {asset: size for one in footprints for asset, size in assets(one.seat.role, one.resident).items()}
     shared = frozenset(one.seat.role for one in footprints if one.seat.generates and ENGINE not in one.resident)
     copied = frozenset(one.seat.role for one in footprints if INFERENCE in one.resident)
     plan = residency_plan(prepared.flow, sizes, int(gib * GIB), shared, copied)
     steps = [plan.kept | (needed & sizes.keys()) for needed in needed_assets(prepared.flow, shared, copied).values()]
     return max(sum(sizes[asset] for asset in step) for step in steps), sorted(sizes.keys() - plan.kept)
-
-
-def assets(one: Footprint) -> dict[Asset, int]:
-    """Return a role's parts as they move, in bytes."""
-    parts = {"weights": "weights", ENGINE: "engine", CACHE: "engine", INFERENCE: "inference"}
-    found: dict[Asset, int] = {}
-    for name, size in one.resident.items():
-        asset = Asset(one.seat.role, parts.get(name, "optimizer"))  # type: ignore[arg-type]
-        found[asset] = found.get(asset, 0) + size
-    return found
 
 
 def show(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], console: Console) -> None:

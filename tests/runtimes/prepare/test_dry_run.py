@@ -14,7 +14,8 @@ from transformers import Qwen2Config
 from braidrl.cli import app
 from braidrl.config import load_config
 from braidrl.errors import UserError
-from braidrl.runtimes.prepare.dry_run import RoleUse, dry_run, peak
+from braidrl.placement.memory import RoleUse, peak
+from braidrl.runtimes.prepare.dry_run import dry_run
 from tests.tiny import ROOT, TOKENIZER, Workshop
 
 

@@ -1,0 +1,63 @@
+"""Compare the memory that a plan says with what a process takes, beyond what it takes before it loads a model.
+
+python -m benchmarks.planning.memory
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import mkdtemp
+
+import psutil
+
+from benchmarks.planning.machine import RESULTS, SHAPES, Case, configuration, write_model
+from braidrl.config import load_config
+from braidrl.placement.plan.devices import read_cluster
+from braidrl.placement.plan.lengths import batch_lengths
+from braidrl.placement.plan.problem import Problem
+from braidrl.runtimes.prepare.flow import build_flow
+from braidrl.runtimes.prepare.plan import predicted
+from braidrl.runtimes.run import TrainingRun
+from tests.tiny import sums, write_jsonl
+
+SHAPES["wide"] = (640, 8)
+MIB = 1 << 20
+
+
+def main() -> None:
+    """Train two steps of GRPO in this process, and print both figures."""
+    root = Path(mkdtemp())
+    write_jsonl(root / "sums.jsonl", sums(80))
+    # What a process takes without a model of any size: libraries that are loaded when first used among it.
+    small = root / "small.yaml"
+    write_model(root / "model-a", "a")
+    small.write_text(json.dumps(configuration(Case("small", "a", 2), root)))
+    with TrainingRun(load_config(small)) as warm:
+        warm.train()
+    write_model(root / "model-wide", "wide")
+    path = root / "run.yaml"
+    tree = configuration(replace(Case("run", "wide", 8)), root)
+    # Less than the batch has, so that a micro-batch is as full as the plan takes it to be.
+    tree["trainer"] |= {"steps": 2, "max_tokens_per_device": 512}
+    path.write_text(json.dumps(tree))
+    config = load_config(path)
+    problem = Problem(config, build_flow(config), read_cluster("1x1xcpu"), batch_lengths(config))
+    said = predicted(problem).sets[0].memory
+    before = psutil.Process().memory_info().rss
+    with TrainingRun(config) as run:
+        run.train()
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    result = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "said_mib": round(said / MIB), "taken_mib": round(taken / MIB),
+        "ratio": round(said / taken, 3),
+    }  # fmt: skip
+    (RESULTS / "plan_memory.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(result)
+
+
+if __name__ == "__main__":
+    main()

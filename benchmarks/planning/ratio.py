@@ -1,0 +1,151 @@
+"""Predict how many of twelve workers should generate and how many train, and time each split with processes.
+
+    python -m benchmarks.planning.ratio
+
+The streaming schedule hands out rows to processes that sleep for as long as a row's work is said to take; the same schedule in virtual time
+is what `braid plan` simulates. What is compared is the number of generating workers at which an iteration is quickest.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from braidrl.flow import Flow, Kind, Stage, actor, reward
+from braidrl.flow.readiness import Uid
+from braidrl.flow.stage import Scope, Signature
+from braidrl.flow.updates import Sizes
+from braidrl.placement.simulate_streaming import SimulatedWorker, Streaming
+from braidrl.placement.simulator import simulate
+from braidrl.placement.workload import Simulation, Workload, long_tailed
+
+WORKERS = 12
+ITERATIONS = 4
+FLOW = Flow(
+    "grpo",
+    [
+        actor.generate(), reward.verify(),
+        Stage("normalized", "normalized", None, Signature(Kind.COMPUTE, ("reward",), ("advantage",), scope=Scope.GROUP)),
+        Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("advantage",))),
+    ],
+)  # fmt: skip
+
+
+def sleeper(orders: Connection) -> None:
+    """Sleep for as long as each order says, and answer."""
+    while (seconds := orders.recv()) is not None:
+        time.sleep(seconds)
+        orders.send(seconds)
+
+
+class ProcessClock:
+    """Time that passes in processes: an action falls due when all that work on it have slept for their shares."""
+
+    def __init__(self, processes: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self.idle: list[Connection] = []
+        self.busy: dict[Connection, list[Connection]] = {}
+        self.actions: dict[int, Callable[[], None]] = {}
+        self.shares: Sequence[float] = ()
+        self.began = time.monotonic()
+        for _ in range(processes):
+            here, there = context.Pipe()
+            context.Process(target=sleeper, args=(there,), daemon=True).start()
+            self.idle.append(here)
+
+    @property
+    def now(self) -> float:
+        """Return the seconds since the beginning."""
+        return time.monotonic() - self.began
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Have as many processes sleep as there are shares; a lease's limit is watched by nobody."""
+        if seconds > 1e5:
+            return
+        together = [self.idle.pop() for _ in self.shares]
+        for process, share in zip(together, self.shares, strict=True):
+            process.send(share)
+            self.busy[process] = together
+        self.actions[id(together)] = action
+
+    def step(self) -> bool:
+        """Wait for the next answer; run what is due with it."""
+        if not self.busy:
+            return False
+        for process in wait(list(self.busy)):
+            assert isinstance(process, Connection)
+            process.recv()
+            together = self.busy.pop(process)
+            self.idle.append(process)
+            if not any(other is together for other in self.busy.values()):
+                self.actions.pop(id(together))()
+        return True
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.idle:
+            process.send(None)
+
+
+class Timed(Streaming):
+    """A streaming run on the wall clock."""
+
+    def __init__(self, work: Workload) -> None:
+        super().__init__(work)
+        # Beside the twelve, one process for each stage whose work takes no time.
+        self.clock = ProcessClock(WORKERS + 2)  # type: ignore[assignment]
+
+    def _shares(self, worker: SimulatedWorker, rows: Sequence[Uid]) -> list[float]:
+        shares = super()._shares(worker, rows)
+        self.clock.shares = shares  # type: ignore[attr-defined]
+        return shares
+
+
+def workload(generating: int, seconds: float, balance: float) -> Workload:
+    """Return a long-tailed run in which training a row takes `balance` times as long as generating one of mean length."""
+    lengths = long_tailed(seed=1, median=1.0, longest=4.0, among=32)
+
+    def cost(stage: str, uid: Uid) -> float:
+        return {"actor.generate": lengths(uid), "actor.update": 1.3 * balance}.get(stage, 0.0) * seconds
+
+    return Workload(
+        FLOW, Sizes(ITERATIONS, 8, 4, 32, max_staleness=1), cost,
+        workers={"actor.generate": generating, "actor.update": WORKERS - generating}, dispatch_rows=8,
+    )  # fmt: skip
+
+
+def timed(work: Workload) -> Simulation:
+    """Return a run whose seconds are the wall clock's."""
+    run = Timed(work)
+    result = run.simulate()
+    run.clock.close()  # type: ignore[attr-defined]
+    return result
+
+
+def main() -> None:
+    """Time every split for three balances of generation and training."""
+    lines = []
+    for balance in (0.35, 1.0, 2.0):
+        predicted, measured = {}, {}
+        for generating in range(2, WORKERS - 1):
+            predicted[generating] = simulate("streaming", workload(generating, 1.0, balance)).seconds_per_iteration(1)
+            scale = 0.25
+            measured[generating] = timed(workload(generating, scale, balance)).seconds_per_iteration(1) / scale
+        best, found = min(predicted, key=lambda n: predicted[n]), min(measured, key=lambda n: measured[n])
+        lines.append(
+            {"balance": balance, "predicted_best": best, "measured_best": found,
+             "predicted": {n: round(s, 2) for n, s in predicted.items()}, "measured": {n: round(s, 2) for n, s in measured.items()}}
+        )  # fmt: skip
+        print(lines[-1], flush=True)
+    result = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "workers": WORKERS, "lines": lines}
+    path = Path(__file__).parent.parent / "results" / "plan_ratio.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Show plans: a table, the best one's stages and roles, why the others lose, and its timeline.
+
+plans ──▶ table, breakdown, reasons ──▶ terminal          best plan ──spans──▶ the page that `braid timeline` draws
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from braidrl.models.parallel.layout import AXES, ParallelLayout
+from braidrl.observe.timeline import timeline_page
+from braidrl.observe.trace import Span
+from braidrl.placement.plan.choices import Choice
+from braidrl.placement.plan.problem import Problem
+from braidrl.placement.plan.search import Plan
+
+GIB = 1 << 30
+SHOWN = 0.005
+"""Stages with less than this share of an iteration are left out of reasons."""
+
+
+def show(problem: Problem, plans: Sequence[Plan], console: Console) -> None:
+    """Print the plans, the quickest first, with the breakdown of the first and what is worse in the others."""
+    lengths = problem.lengths
+    console.print(
+        f"flow {problem.flow.name} on {problem.cluster}: {problem.rows:,} rows of {lengths.tokens / len(lengths):,.0f} tokens "
+        f"on average, the longest {lengths.longest:,}", soft_wrap=True,
+    )  # fmt: skip
+    console.print(plans_table(problem, plans))
+    console.print(stages_table(plans[0]))
+    console.print(roles_table(plans[0]))
+    for number, plan in enumerate(plans[1:], 2):
+        console.print(
+            f"{number} loses {plan.seconds - plans[0].seconds:,.3g} s: {reason(plan, plans[0])}", soft_wrap=True
+        )
+
+
+def plans_table(problem: Problem, plans: Sequence[Plan]) -> Table:
+    """Return a line for each plan."""
+    table = Table(
+        "",
+        "runtime",
+        "placement",
+        "seconds",
+        "tokens/s/device",
+        "memory",
+        "bound by",
+        title="plans",
+        title_justify="left",
+    )
+    for column in table.columns[3:6]:
+        column.justify = "right"
+    for number, plan in enumerate(plans, 1):
+        runtime = plan.runtime + (f", staleness {plan.staleness}" if plan.staleness else "")
+        table.add_row(
+            str(number), runtime, plan.name, f"{plan.seconds:,.3g}", f"{tokens_per_second(problem, plan):,.1f}",
+            f"{max(one.memory for one in plan.sets) / GIB:,.2f} GiB", bound(plan),
+        )  # fmt: skip
+    return table
+
+
+def tokens_per_second(problem: Problem, plan: Plan) -> float:
+    """Return the tokens of a batch, prompts and responses, over an iteration's seconds and all devices."""
+    return float(problem.lengths.tokens / plan.seconds / problem.cluster.size)
+
+
+def bound(plan: Plan) -> str:
+    """Return the stage that takes longest, and what of it does."""
+    name, cost = max(plan.costs.items(), key=lambda pair: pair[1].seconds)
+    return f"{name}: {cost.bound}"
+
+
+def stages_table(plan: Plan) -> Table:
+    """Return the seconds of each stage by what takes them."""
+    table = Table(
+        "stage", "seconds", *next(iter(plan.costs.values()))._fields, title="stages of plan 1", title_justify="left"
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, cost in plan.costs.items():
+        table.add_row(name, f"{cost.seconds:,.3g}", *(f"{part:,.2g}" if part else "" for part in cost))
+    return table
+
+
+def roles_table(plan: Plan) -> Table:
+    """Return how each role lies on its devices."""
+    table = Table(
+        "role", "devices", "layout", "micro-batch", "engine", "memory", title="roles of plan 1", title_justify="left"
+    )
+    for one in plan.sets:
+        for name, choice in one.roles.items():
+            kind = f"{one.devices} x {one.group.kind}"
+            table.add_row(
+                name,
+                kind,
+                spelled(choice),
+                micro_batch(choice),
+                engine(choice),
+                f"{(choice.bytes + choice.working) / GIB:,.2f} GiB",
+            )
+    return table
+
+
+def spelled(choice: Choice) -> str:
+    """Return a role's layouts in words."""
+    told = layout_name(choice.use.layout)
+    return told if choice.use.inference is None else f"{told}; infers in {layout_name(choice.use.inference)}"
+
+
+def layout_name(layout: ParallelLayout) -> str:
+    """Return a layout's axes that divide anything."""
+    axes = " ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES if (getattr(layout, axis) or 1) > 1) or "whole"
+    return axes if layout.shard == "none" else f"{axes}, shard {layout.shard}"
+
+
+def micro_batch(choice: Choice) -> str:
+    """Return a role's micro-batch in words."""
+    if not choice.use.computes:
+        return ""
+    return f"{choice.use.tokens:,} tokens" + (", checkpointing" if choice.use.checkpointing else "")
+
+
+def engine(choice: Choice) -> str:
+    """Return a role's engine in words."""
+    if choice.use.engine is None:
+        return ""
+    return f"{choice.use.engine.slots} slots" + (
+        f", tensor {choice.use.engine.divisor}" if choice.use.engine.divisor > 1 else ""
+    )
+
+
+def reason(plan: Plan, first: Plan) -> str:
+    """Return what is worse in a plan than in the first: stages that take longer, and devices that wait."""
+    worse = [
+        (cost.seconds - first.costs[name].seconds, name, cost.bound)
+        for name, cost in plan.costs.items()
+        if cost.seconds - first.costs[name].seconds > SHOWN * first.seconds
+    ]
+    told = [f"{name} takes {more:,.3g} s more ({what})" for more, name, what in sorted(worse, reverse=True)[:3]]
+    idle = [(1 - one.busy / plan.seconds, one) for one in plan.sets]
+    share, idlest = max(idle, key=lambda pair: pair[0])
+    if len(plan.sets) > 1 and share > 0.1:
+        told.append(f"{'+'.join(idlest.roles)} waits {share:.0%} of the time")
+    return "; ".join(told) or "its calls overlap less"
+
+
+def spans_of(plan: Plan) -> list[Span]:
+    """Return a plan's predicted trace: of a streaming plan its run in virtual time, else one iteration."""
+    if plan.simulation is not None:
+        return [
+            Span(one.worker, one.stage.partition(".")[0], one.stage, one.iteration, one.start, one.end, one.rows)
+            for one in plan.simulation.spans
+        ]
+    workers = {stage: " ".join(one.roles) for one in plan.sets for stage in one.costs}
+    default = " ".join(plan.sets[0].roles)
+    return [
+        Span(workers.get(stage, default), stage.partition(".")[0], stage, 1, start, end)
+        for stage, (start, end) in plan.starts.items()
+        if end > start
+    ]
+
+
+def timeline(plan: Plan, name: str) -> str:
+    """Return the page with a plan's predicted timeline."""
+    return timeline_page(f"{name}: predicted", spans_of(plan))

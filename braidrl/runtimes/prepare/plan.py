@@ -1,0 +1,260 @@
+"""`braid plan`: from a configuration and devices to the best plan as a configuration of its own, and from runs to rates.
+
+config ──flow, lengths──▶ Problem ──search──▶ plans ──▶ table, overlay.yaml, timeline          runs ──calibrate──▶ rates.yaml
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from braidrl.config import Config
+from braidrl.data.prompts import LoadedSource, load_train
+from braidrl.errors import UserError, suggest
+from braidrl.flow import Flow, Stage
+from braidrl.models.loading import load_tokenizer
+from braidrl.models.role_settings import checkpoints_activations, layout_of, max_tokens_of
+from braidrl.observe.metrics import read_metrics
+from braidrl.observe.rollouts import recorded_steps
+from braidrl.observe.trace import read_trace
+from braidrl.placement.memory import Deployment, role_memory
+from braidrl.placement.plan.calibration import (
+    WARM_UP,
+    Observed,
+    calibrate,
+    runtime_rates,
+    written_rates,
+)
+from braidrl.placement.plan.choices import Choice, SetChoice
+from braidrl.placement.plan.devices import Cluster, read_cluster
+from braidrl.placement.plan.lengths import batch_lengths, step_lengths
+from braidrl.placement.plan.named import like
+from braidrl.placement.plan.overlay import overlay_of
+from braidrl.placement.plan.problem import Problem
+from braidrl.placement.plan.rates import Rates, rates_for, read_rates
+from braidrl.placement.plan.report import show, timeline
+from braidrl.placement.plan.search import Plan, Search
+from braidrl.placement.plan.streaming import StreamingSearch
+from braidrl.placement.plan.work import Lengths
+from braidrl.placement.pools import place
+from braidrl.runtimes.prepare.flow import build_flow
+from braidrl.runtimes.saving.folders import run_config
+
+SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What `braid plan` was asked for beside the configuration."""
+
+    devices: str
+    lengths: str | None = None
+    seconds: Sequence[str] = ()
+    rates: Path | None = None
+    like: str | None = None
+    max_staleness: int | None = None
+    time_limit: float | None = None
+    runtimes: Sequence[str] = field(default_factory=lambda: ("eager", "hybrid", "distributed", "streaming"))
+
+
+def plan(config: Config, wanted: Wanted, overlay: Path | None, html: Path | None, console: Console) -> list[Plan]:
+    """Find the best plans, print them, and write the first.
+
+    Raises:
+        UserError: for devices, lengths or stages that cannot be planned for, and models that fit nowhere.
+    """
+    problem = problem_of(config, wanted)
+    plans = best_plans(problem, wanted) if wanted.like is None else [like(problem, wanted.like)]
+    show(problem, plans, console)
+    if html is not None:
+        html.write_text(timeline(plans[0], f"{problem.flow.name} on {problem.cluster}"), encoding="utf-8")
+        console.print(f"drawn in {html}", soft_wrap=True)
+    if overlay is not None and wanted.like is None:
+        overlay.write_text(yaml.safe_dump(overlay_of(plans[0], problem), sort_keys=False), encoding="utf-8")
+        console.print(
+            f"plan 1 is in {overlay}; it lies over the configuration: braid train CONFIG {overlay}", soft_wrap=True
+        )
+    return plans
+
+
+def problem_of(config: Config, wanted: Wanted) -> Problem:
+    """Return what is to be planned. Raises UserError for the first thing that cannot be read."""
+    cluster = read_cluster(wanted.devices)
+    flow = build_flow(config)
+    lengths = batch_lengths(config, wanted.lengths, sources_of(config, flow))
+    rates = read_rates(wanted.rates) if wanted.rates is not None else {}
+    return Problem(config, flow, cluster, lengths, rates, given_seconds(wanted.seconds, flow))
+
+
+def sources_of(config: Config, flow: Flow) -> list[LoadedSource]:
+    """Return the data, read and tokenised; nothing where they are not on this machine."""
+    if not config.data.train or not all(source.path.is_file() for source in config.data.train):
+        return []
+    given = "response" in flow.needs_from_data()
+    return load_train(config.data, load_tokenizer(config.model), responses=given, pairs=flow.trains_on_pairs)
+
+
+def given_seconds(said: Sequence[str], flow: Flow) -> dict[str, float]:
+    """Return the seconds of stages that are given as STAGE=SECONDS. Raises UserError for others."""
+    names = [stage.name for stage in flow.stages]
+    found = {}
+    for one in said:
+        name, _, seconds = one.rpartition("=")
+        if name not in names:
+            raise UserError(f"--seconds: flow {flow.name} has no stage {name or one!r}. {suggest(name or one, names)}")
+        try:
+            found[name] = float(seconds)
+        except ValueError:
+            raise UserError(f"--seconds: {one!r} is not STAGE=SECONDS, as in --seconds {names[0]}=2.5") from None
+    return found
+
+
+def best_plans(problem: Problem, wanted: Wanted) -> list[Plan]:
+    """Return the best plans of all runtimes, the quickest first. Raises UserError where the models fit on no allocation."""
+    until = time.monotonic() + wanted.time_limit if wanted.time_limit else None
+    search = Search(problem, SHOWN, until)
+    found: list[Plan] = []
+    if problem.cluster.size == 1:
+        found += search.colocated("eager")
+        found += [] if found else search.hybrid()
+    else:
+        found += search.hybrid()
+        found += search.colocated("distributed")
+    if "streaming" in wanted.runtimes and any(model.generates for model in problem.models.values()):
+        found += streaming_plans(problem, wanted.max_staleness)
+    found = [one for one in found if one.runtime in wanted.runtimes]
+    return sorted(found, key=lambda one: one.seconds)[:SHOWN]
+
+
+def streaming_plans(problem: Problem, most: int | None) -> list[Plan]:
+    """Return the best streaming plan for each bound on staleness from the configuration's up to `most`."""
+    given = problem.config.trainer.max_staleness
+    found = []
+    for staleness in range(given, max(given, most or 0) + 1):
+        trainer = problem.config.trainer.model_copy(update={"max_staleness": staleness})
+        config = problem.config.model_copy(update={"trainer": trainer, "runtime": "streaming"})
+        # Staleness adds stages: log-probs are computed again and corrected for.
+        found.append(StreamingSearch(replace(problem, config=config, flow=build_flow(config))).best(staleness))
+    return [one for one in found if one is not None]
+
+
+def calibrated(runs: Sequence[Path], devices: str, file: Path) -> Rates:
+    """Fit rates to runs that were made on devices of one kind, and keep them in a file beside those of other kinds.
+
+    Raises:
+        UserError: for a folder that is no run, or has nothing recorded.
+    """
+    cluster = read_cluster(devices)
+    observed = [observe(run, cluster) for run in runs]
+    known = read_rates(file) if file.is_file() else {}
+    kind = cluster.groups[0].kind
+    rates = calibrate(observed, deployment, rates_for(kind, known))
+    # What runtimes add is what is left when stages are priced by the fitted rates.
+    left: dict[str, list[tuple[int, float]]] = {}
+    for run in observed:
+        pairs = left.setdefault(run.problem.config.runtime, [])
+        bare = rates.model_copy(update={"runtimes": {}})
+        for step, lengths in run.lengths.items():
+            if step > WARM_UP:
+                one = replace(run.problem, lengths=lengths, rates={kind: bare})
+                pairs.append((one.rows, run.step_seconds[step] - predicted(one).seconds))
+    fitted = {runtime: runtime_rates(pairs) for runtime, pairs in left.items() if pairs}
+    rates = rates.model_copy(update={"runtimes": {**rates.runtimes, **fitted}})
+    file.write_text(written_rates({**known, kind: rates}), encoding="utf-8")
+    return rates
+
+
+def observe(run: Path, cluster: Cluster) -> Observed:
+    """Return what a run shows of itself. Raises UserError for a folder that is no run."""
+    config = run_config(run)
+    steps = {int(line["step"]): float(line["time/step"]) for line in read_metrics(run) if "time/step" in line}
+    lengths = {step: Lengths(*step_lengths(run, step)) for step in recorded_steps(run) if step in steps}
+    if not lengths:
+        raise UserError(f"--calibrate: {run} recorded no rollouts")
+    problem = Problem(config, build_flow(config), cluster, next(iter(lengths.values())))
+    return Observed(problem, lengths, read_trace(run), steps)
+
+
+def deployment(problem: Problem, stage: Stage) -> tuple[Deployment, int]:
+    """Return how a stage's role lies on its devices in a run's configuration, and how many these are."""
+    config, role = problem.config, str(stage.role)
+    generates = stage.type == "generate"
+    devices = devices_of(config, problem, role, generates)
+    layout = layout_of(role, config).resolve(devices)
+    use = problem.use(role, layout, max_tokens_of(role, config), checkpoints_activations(role, config))
+    if generates:
+        engine = problem.engine(
+            problem.models[role], config.rollout.slots, config.rollout.tensor, not layout.is_replicated
+        )
+        use = replace(use, engine=engine)
+    return use, devices
+
+
+def devices_of(config: Config, problem: Problem, role: str, generates: bool) -> int:
+    """Return the processes of a role in a run's configuration."""
+    if config.runtime == "streaming":
+        return config.streaming.workers.get(f"{role}.generate" if generates else role, 1)
+    return config.workers if config.runtime == "distributed" else pool_size(config, problem, role)
+
+
+def pool_size(config: Config, problem: Problem, role: str) -> int:
+    """Return the processes of a role's pool."""
+    if config.runtime != "hybrid":
+        return 1
+
+    generating = [model.role for model in problem.models.values() if model.generates]
+    pools = place(config.placement, problem.flow.roles, generating, config.workers)
+    return next(pool.workers for pool in pools if role in pool.roles)
+
+
+def predicted(problem: Problem) -> Plan:
+    """Return the plan that a configuration already is, with its seconds."""
+    search = Search(problem)
+    sets = configured_sets(problem)
+    if problem.config.runtime == "streaming":
+        return StreamingSearch(problem).plan(sets, problem.config.trainer.max_staleness)
+    return search.plan(problem.config.runtime, sets)
+
+
+def configured_sets(problem: Problem) -> list[SetChoice]:
+    """Return the sets of a configuration's own placement."""
+
+    config, group = problem.config, problem.cluster.groups[0]
+    streaming = config.runtime == "streaming"
+    members: dict[str, list[Stage]] = {}
+    for model in problem.models.values():
+        for stage in model.stages:
+            apart = streaming and stage.type == "generate"
+            members.setdefault(f"{model.role}.generate" if apart else model.role, []).append(stage)
+    choices = {}
+    for name, stages in members.items():
+        costs, use = {}, None
+        for stage in stages:
+            use, devices = deployment(problem, stage)
+            costs[stage.name] = problem.stage_cost(stage, use, group, devices, streaming and stage.type == "generate")
+        assert use is not None
+        resident, working = role_memory(use)
+        choices[name] = (Choice(use, costs, resident, sum(working.values())), devices)
+    if streaming:
+        parts: list[tuple[str, ...]] = [(name,) for name in choices]
+    elif config.runtime == "hybrid":
+        generating = [model.role for model in problem.models.values() if model.generates]
+        parts = [pool.roles for pool in place(config.placement, problem.flow.roles, generating, config.workers)]
+    else:
+        parts = [tuple(choices)]
+    return [joined_set(problem, part, choices) for part in parts]
+
+
+def joined_set(problem: Problem, part: Sequence[str], choices: Mapping[str, Any]) -> SetChoice:
+    """Return the roles of one pool with their seconds together."""
+    roles = {name: choices[name][0] for name in part}
+    devices = choices[part[0]][1]
+    costs = {stage: cost for choice in roles.values() for stage, cost in choice.costs.items()}
+    memory = sum(choice.bytes for choice in roles.values()) + max(choice.working for choice in roles.values())
+    return SetChoice(problem.cluster.groups[0], devices, roles, costs, memory)

@@ -1,0 +1,150 @@
+"""`braid plan`: what it writes runs as it is, holds what the dry run says, and mistakes end in one line."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from braidrl.cli import app
+from braidrl.config import load_config
+from braidrl.errors import UserError
+from braidrl.observe.metrics import read_metrics
+from braidrl.placement.memory import peak
+from braidrl.placement.plan.calibration import least_squares, runtime_rates
+from braidrl.placement.plan.overlay import overlay_of
+from braidrl.placement.plan.rates import read_rates
+from braidrl.placement.plan.report import spans_of
+from braidrl.runtimes.prepare.dry_run import dry_run
+from braidrl.runtimes.prepare.plan import Wanted, best_plans, calibrated, plan, predicted, problem_of
+from braidrl.runtimes.run import TrainingRun
+from tests.tiny import Workshop, braid
+
+PPO: dict[str, Any] = {
+    "flow": "ppo",
+    "algorithm": {"kl_coef": 0.1, "reward": "verify"},
+    "trainer": {"max_tokens_per_device": 64},
+}
+QUIET = Console(file=StringIO(), width=160)
+
+
+def written(workshop: Workshop, name: str, found: Any, problem: Any) -> Path:
+    overlay = workshop.folder / f"{name}-overlay.yaml"
+    overlay.write_text(yaml.safe_dump(overlay_of(found, problem)))
+    return overlay
+
+
+def test_every_plan_is_a_configuration_that_holds_what_the_plan_says(workshop: Workshop) -> None:
+    config = workshop.config(**PPO)
+    problem = problem_of(config, Wanted("1x4xcpu", max_staleness=1))
+    plans = best_plans(problem, Wanted("1x4xcpu", max_staleness=1))
+    assert {one.runtime for one in plans} >= {"hybrid", "streaming"}
+    for number, found in enumerate(plans):
+        overlay = written(workshop, str(number), found, problem)
+        settings = load_config(workshop.folder / "run.yaml", [str(overlay)])
+        groups = dry_run(settings, QUIET)
+        assert sum(group.devices for group, _ in groups) == found.devices
+        planned = sorted(one.memory for one in found.sets)
+        counted = sorted(peak(footprints) for _, footprints in groups)
+        assert planned == pytest.approx(counted, rel=0.1)
+        assert predicted(problem_of(settings, Wanted("1x4xcpu"))).seconds == pytest.approx(found.seconds, rel=0.1)
+
+
+def test_the_plan_for_one_core_trains_as_it_is(workshop: Workshop) -> None:
+    config = workshop.config(**PPO)
+    overlay, page = workshop.folder / "overlay.yaml", workshop.folder / "plan.html"
+    plans = plan(config, Wanted("1x1xcpu"), overlay, page, QUIET)
+    assert plans[0].runtime == "eager" and "actor.generate" in page.read_text()
+    with TrainingRun(load_config(workshop.folder / "run.yaml", [str(overlay), "trainer.steps=1"])) as run:
+        run.train()
+    assert len(read_metrics(run.folder)) == 1
+
+
+@pytest.mark.parametrize("runtime", ["distributed", "streaming", "hybrid"])
+def test_plans_for_two_cores_and_more_train_as_they_are(workshop: Workshop, runtime: str) -> None:
+    wanted = Wanted("1x3xcpu" if runtime == "streaming" else "1x2xcpu", runtimes=[runtime])
+    problem = problem_of(workshop.config(**({} if runtime == "streaming" else PPO)), wanted)
+    overlay = written(workshop, runtime, best_plans(problem, wanted)[0], problem)
+    process = braid("train", workshop.folder / "run.yaml", overlay, "trainer.steps=1")
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    assert f"runtime: {runtime}" in (workshop.folder / "run" / "config.yaml").read_text()
+
+
+def test_the_predicted_timeline_has_every_stage_that_takes_time(workshop: Workshop) -> None:
+    problem = problem_of(workshop.config(**PPO), Wanted("1x4xcpu"))
+    for found in best_plans(problem, Wanted("1x4xcpu")):
+        assert {span.stage for span in spans_of(found)} >= {"actor.generate", "actor.update", "critic.update"}
+
+
+def test_least_squares_finds_the_costs_that_made_the_seconds_and_none_below_zero() -> None:
+    rows = [(1.0, 10.0, 3.0), (2.0, 10.0, 1.0), (4.0, 20.0, 7.0), (1.0, 40.0, 2.0), (3.0, 5.0, 9.0)]
+    assert least_squares(rows, [2 * a + 0.5 * b for a, b, _ in rows]) == pytest.approx([2, 0.5, 0])
+    assert min(least_squares(rows, [5.0, 1.0, 1.0, 4.0, 0.1])) >= 0
+    assert runtime_rates([(10, 1.2), (30, 1.6)]).row_s == pytest.approx(0.02)
+
+
+def test_a_calibrated_run_is_predicted_as_it_was(workshop: Workshop) -> None:
+    run = workshop.run(trainer={"steps": 6})
+    rates = workshop.folder / "rates.yaml"
+    calibrated([run], "1x1xcpu", rates)
+    settings = workshop.config("again")
+    problem = problem_of(settings, Wanted("1x1xcpu", lengths=str(run), rates=rates))
+    seconds = sorted(line["time/step"] for line in read_metrics(run))
+    assert seconds[0] / 3 < predicted(problem).seconds < seconds[-1] * 3
+    assert read_rates(rates)["cpu"].stages["verify"] > 0
+
+
+ENVIRONMENT = {"rollout": {"environment": "gem:game:GuessTheNumber-v0-easy"}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--devices", "8x8xH10-80GB"], "no kind of device is called 'H10-80GB'. Did you mean 'H100-80GB'?"),
+        (["--devices", "8x8x"], "'8x8x' is not NODESxDEVICESxKIND, as in 8x8xH100-80GB"),
+        (["--devices", "0x8xA100-80GB"], "has no devices"),
+        (["--devices", "none.yaml"], "there is no file none.yaml"),
+        (["--seconds", "actor.generat=3"], "Did you mean 'actor.generate'?"),
+        (["--seconds", "actor.generate=slow"], "is not STAGE=SECONDS, as in --seconds actor.generate=2.5"),
+        (["--lengths", "20:10"], "is no run folder and not TOKENS or MEDIAN:LONGEST"),
+        (["--like", "trlx"], "no placement is called 'trlx'"),
+        (["--rates", "none.yaml"], "braid plan --calibrate RUN --rates none.yaml"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_one_line(workshop: Workshop, arguments: list[str], said: str) -> None:
+    path = str(workshop.config_file())
+    with pytest.raises(UserError) as caught:
+        app(["plan", path, *arguments], standalone_mode=False)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_stage_without_a_price_asks_for_its_seconds(workshop: Workshop) -> None:
+    config = workshop.config(**ENVIRONMENT)
+    with pytest.raises(UserError, match=r"actor.generate plays in an environment.*--seconds actor.generate=2.5"):
+        best_plans(problem_of(config, Wanted("1x1xcpu")), Wanted("1x1xcpu"))
+    given = Wanted("1x1xcpu", seconds=["actor.generate=7"])
+    assert best_plans(problem_of(config, given), given)[0].costs["actor.generate"].seconds == 7
+
+
+def test_devices_may_come_from_a_file_with_kinds_of_its_own(workshop: Workshop) -> None:
+    path = workshop.folder / "devices.yaml"
+    kind = {
+        "source": "ours",
+        "peak": {"float32": 1e12},
+        "memory": "1 GiB",
+        "bandwidth": 1e11,
+        "link": 1e10,
+        "network": 1e9,
+        "host": 1e9,
+    }
+    path.write_text(yaml.safe_dump({"kinds": {"ours": kind}, "groups": [{"kind": "ours", "nodes": 2, "devices": 2}]}))
+    problem = problem_of(workshop.config(), Wanted(str(path)))
+    assert (problem.cluster.size, str(problem.cluster)) == (4, "2x2xours")
+    path.write_text(yaml.safe_dump({"groups": [{"kind": "ours", "node": 2}]}))
+    with pytest.raises(UserError, match=r"unknown key 'groups\.0\.node'"):
+        problem_of(workshop.config(), Wanted(str(path)))
