@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -140,7 +141,9 @@ class SessionRole:
     session: Session
     name: str
 
-    def __getattr__(self, method: str) -> Callable[..., Table]:
-        """Return what makes the role's stage and runs it, as in `session.actor.update(rows, loss=loss.clip())`."""
-        make = getattr(Role(self.name), method)
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """Return what makes and runs the role's stage of that name, or calls that method of the class that `roles.ROLE.methods` names."""
+        make = getattr(Role(self.name), method, None)
+        if make is None:
+            return partial(self.session.call, self.name, method)
         return lambda rows, **settings: self.session.run(make(**settings), rows)

@@ -61,8 +61,10 @@ class RunContext:
 
 def start_eager(context: RunContext) -> EagerBackend:
     """Return a backend that holds every role in this process."""
-    prepared, trace = context.prepared, TraceWriter(context.folder, "eager") if context.folder else None
+    prepared = context.prepared
     executor = context.executor(list(prepared.generating))
+    # Only now: a run that is refused leaves nothing in its folder but its configuration.
+    trace = TraceWriter(context.folder, "eager") if context.folder else None
     return EagerBackend(prepared.config, context.loader, executor, prepared.store(), trace)
 
 

@@ -85,10 +85,12 @@ class Leases:
 
     def expired(self, now: float) -> list[Lease]:
         """Return the leases whose deadline has passed."""
-        found = []
+        found = {}
         while (deadline := self.next_deadline()) is not None and deadline < now:
-            found.append(self.held[heappop(self._deadlines)[1]])
-        return found
+            number = heappop(self._deadlines)[1]
+            # A lease that was renewed twice at one moment is in the heap twice.
+            found[number] = self.held[number]
+        return list(found.values())
 
     def next_deadline(self) -> float | None:
         """Return when the first lease expires, or None."""

@@ -174,7 +174,7 @@ def with_shared_prompts(world: World, model: str, layout: dict[str, Any], prompt
     config, mine = config_of(model, layout), own_rows(make_rows(), world)
     trainer = config.trainer.model_copy(update={"share_prompts": True})
     worker = DecoderWorker("actor", config.model_copy(update={"trainer": trainer}), True, world.data_parallel)
-    assert worker.shares(make_rows(prompt))
+    assert worker.shares_prompts(make_rows(prompt))
     return differences(one_step(worker, mine, prompt=prompt), alone(model, prompt=prompt), mine)
 
 
