@@ -232,7 +232,7 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
     wanted = {name.removeprefix("weight "): tensor for name, tensor in wanted.items() if name.startswith("weight ")}
     limit = 8192  # less than a matrix of a layer
     for layout in layouts[1:]:
-        other = DecoderWorker("actor", config_of(model, layout), False, world.data_parallel, copies=True)
+        other = DecoderWorker("actor", config_of(model, layout), False, world.data_parallel, is_copy=True)
         copy = LayoutCopy(worker, partial(local_weight_parts, other), other.ranks.is_sharded, limit)
         with Largest() as largest:
             copy.refresh()
