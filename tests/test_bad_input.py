@@ -297,4 +297,6 @@ def test_the_module_is_the_command(workshop: Workshop) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "braidrl.cli", "flow", "grop"], capture_output=True, text=True, cwd=ROOT
     )
-    assert run.returncode == 2 and run.stderr.startswith("braid: no recipe is called 'grop'. Did you mean 'grpo'? Your own")
+    assert run.returncode == 2 and run.stderr.startswith(
+        "braid: no recipe is called 'grop'. Did you mean 'grpo'? Your own"
+    )
