@@ -26,11 +26,12 @@ from transformers import LlamaConfig
 
 from braidrl.config import parse_config
 from braidrl.errors import UserError
-from braidrl.placement.plan.choices import Choice, Choices
+from braidrl.placement.plan.choices import Choice
 from braidrl.placement.plan.devices import read_cluster
 from braidrl.placement.plan.named import fixed, halves
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.search import Search
+from braidrl.placement.plan.sets import Sets
 from braidrl.placement.plan.work import Lengths
 from braidrl.runtimes.prepare.flow import build_flow
 
@@ -119,8 +120,8 @@ def predict(run: dict[str, Any], folders: dict[str, Path]) -> tuple[float, dict[
         if plan is None:
             return math.nan, {}
         return plan.seconds, {name: round(float(cost.seconds), 1) for name, cost in plan.costs.items()}
-    engines = Choices(problem, allowed=allowed, part="generate").of_set(("actor",), group, run["apart"])
-    models = Choices(problem, allowed=allowed, part="model").of_set(roles, group, group.size - run["apart"])
+    engines = Sets(problem, allowed, "generate").of_set(("actor",), group, run["apart"])
+    models = Sets(problem, allowed, "model").of_set(roles, group, group.size - run["apart"])
     assert engines is not None and models is not None, run["name"]
     costs = {name: round(float(cost.seconds), 1) for name, cost in {**engines.costs, **models.costs}.items()}
     # One step off: generation goes on beside training.

@@ -20,16 +20,9 @@ from braidrl.models.role_settings import DTYPES, lora_of, model_path
 from braidrl.placement.memory import Deployment, EngineUse, shape_of
 from braidrl.placement.plan.devices import Cluster, Group
 from braidrl.placement.plan.devices import Kind as DeviceKind
+from braidrl.placement.plan.generation import generate_work
 from braidrl.placement.plan.rates import Cost, Rates, Work, price, rates_for
-from braidrl.placement.plan.work import (
-    Decoding,
-    Lengths,
-    Nodes,
-    generate_work,
-    infer_work,
-    reshard_bytes,
-    train_work,
-)
+from braidrl.placement.plan.work import Lengths, Nodes, infer_work, reshard_bytes, train_work
 
 ROW_MULTIPLE = 16
 """The embedded engine computes rows in multiples of so many, on a CPU also where fewer are left."""
@@ -179,16 +172,8 @@ class Problem:
             return Cost(memory=3 * model.shape.parameters * 4 / self.kind(group).bandwidth)
         trainer = self.config.trainer
         work = train_work(
-            model.shape,
-            use.layout,
-            lengths,
-            use.tokens,
-            use.checkpointing,
-            model.scalar,
-            nodes,
-            self.updates,
-            trainer.epochs,
-        )
+            model.shape, use.layout, lengths, use.tokens, use.checkpointing, model.scalar, nodes, self.updates, trainer.epochs
+        )  # fmt: skip
         return self.price(model, work, group)
 
     def generation_cost(self, model: Model, use: Deployment, group: Group, devices: int) -> Cost:
@@ -240,6 +225,3 @@ class Problem:
         return Deployment(
             model.shape, model.plain, layout, model.trained, model.scalar, model.computes, tokens, checkpointing
         )
-
-
-__all__ = ["Decoding", "Model", "Problem"]

@@ -1,6 +1,6 @@
 """Search placements as HybridFlow's Algorithm 1 does (arXiv 2409.19256): set partitions of the roles, devices for each set, layouts.
 
-partitions of the roles ──▶ devices of each set ──▶ choices of each set (choices.py) ──makespan──▶ the best of each partition
+partitions of the roles ──▶ devices of each set ──▶ choices of each set (sets.py) ──makespan──▶ the best of each partition
         cut by the least that each set can take                                    the runtime's own order of calls
 
 The paper adds seconds within a set and takes the largest across sets, phase by phase. Here the calls of an iteration are laid out as the
@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from braidrl.errors import UserError
-from braidrl.placement.plan.choices import Choices, SetChoice
 from braidrl.placement.plan.devices import Group
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Cost
+from braidrl.placement.plan.sets import SetChoice, Sets
 from braidrl.placement.simulate_synchronous import call_times
 from braidrl.placement.simulator import Runtime
 from braidrl.placement.workload import Simulation
@@ -96,7 +96,7 @@ class Search:
         problem.check_stages()
         self.problem, self.keep, self.until = problem, keep, until
         self.considered = Considered()
-        self.choices = Choices(problem)
+        self.sets = Sets(problem)
         self.edges = {
             stage.name: [edge.source for edge in problem.flow.edges if edge.target == stage.name]
             for stage in problem.flow.stages
@@ -117,7 +117,7 @@ class Search:
             plan = self.best_of(partition, found[self.keep - 1].seconds if len(found) >= self.keep else math.inf)
             if plan is not None:
                 found = sorted([*found, plan], key=lambda plan: plan.seconds)[: self.keep]
-        self.considered.layouts = self.choices.layouts_tried
+        self.considered.layouts = self.sets.choices.layouts_tried
         if not found:
             raise UserError(self.least())
         return found
@@ -147,7 +147,7 @@ class Search:
     def _quickest(self, partition: Partition, groups: Sequence[Group], sizes: Sequence[int], bar: float) -> Plan | None:
         sets: list[SetChoice] = []
         for roles, group, size in zip(partition, groups, sizes, strict=True):
-            found = self.choices.of_set(roles, group, size)
+            found = self.sets.of_set(roles, group, size)
             # A set's devices cannot be done before they have done all that is theirs.
             if found is None or found.busy >= bar:
                 self.considered.cut += 1
@@ -181,7 +181,7 @@ class Search:
         """Return the best plans in which all roles share all devices and take turns."""
         roles = tuple(self.problem.flow.roles)
         group = max(self.problem.cluster.groups, key=lambda group: group.size)
-        found = self.choices.of_set(roles, group, group.size)
+        found = self.sets.of_set(roles, group, group.size)
         return [] if found is None else [self.plan(runtime, [found])]
 
     def least(self) -> str:
@@ -190,7 +190,7 @@ class Search:
         for group in self.problem.cluster.groups:
             for nodes in (2**power for power in range(1, 11)):
                 wider = group.model_copy(update={"nodes": group.nodes * nodes})
-                if self.choices.of_set(roles, wider, wider.size):
+                if self.sets.of_set(roles, wider, wider.size):
                     return (
                         f"the models of flow {self.problem.flow.name} fit on no allocation of {self.problem.cluster}; "
                         f"the least that has room is --devices {wider.nodes}x{wider.devices}x{wider.kind}"

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from braidrl.flow import Kind, Stage
 from braidrl.flow.readiness import Uid
 from braidrl.flow.updates import Sizes
-from braidrl.placement.plan.choices import Choice, Choices, Part, SetChoice
+from braidrl.placement.plan.choices import Choice, Choices, Part
 from braidrl.placement.plan.devices import USABLE, Group
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Cost
 from braidrl.placement.plan.search import Plan, allocations, unit_of
+from braidrl.placement.plan.sets import SetChoice
 from braidrl.placement.simulator import simulate
 from braidrl.placement.workload import Workload
 
