@@ -36,7 +36,8 @@ from braidrl.placement.plan.work import Lengths
 from braidrl.runtimes.prepare.flow import build_flow
 
 ROOT = Path(__file__).parent.parent
-QUERIES = 131_900
+QUERIES = 264_292
+"""Prompts of DeepSpeed-Chat's epoch, as its page of benchmark settings says."""
 PROMPT, DEVIATION = 128, 0.5
 LLAMA = {
     "7b": (4096, 11008, 32, 32, 32, 128, 32000, False), "13b": (5120, 13824, 40, 40, 40, 128, 32000, False),
@@ -92,6 +93,8 @@ def problem_of(run: dict[str, Any], folders: dict[str, Path]) -> Problem:
     }  # fmt: skip
     if run["flow"] == "ppo":
         tree["roles"] = {"critic": {"model": str(scalar)}, "reward": {"model": str(scalar)}}
+        if "lora" in run:
+            tree["roles"]["actor"] = {"lora": {"rank": run["lora"]}}
     config = parse_config(tree)
     return Problem(config, build_flow(config), read_cluster(run["devices"]), lengths_of(run))
 
@@ -106,7 +109,8 @@ def allowed_by(run: dict[str, Any]) -> Callable[[Choice], bool]:
         if "shard" in wanted:
             lies = lies and layout.tensor == layout.pipeline == 1
         decodes = use.engine is None or engine is None or use.engine.divisor == engine
-        return decodes and use.inference is None and (lies or not use.trained)
+        again = not use.trained or run.get("checkpointing") in (None, use.checkpointing)
+        return decodes and again and use.inference is None and (lies or not use.trained)
 
     return allowed
 
