@@ -1,12 +1,13 @@
 """Compare the memory that a plan says with what a process takes, beyond what it takes before it loads a model.
 
-python -m benchmarks.planning.memory
+python -m benchmarks.planning.memory [FILE]    writes FILE, or benchmarks/results/plan_memory.json
 """
 
 from __future__ import annotations
 
 import json
 import resource
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,7 +30,7 @@ MIB = 1 << 20
 
 
 def main() -> None:
-    """Train two steps of GRPO in this process, and print both figures."""
+    """Train two steps of GRPO in this process, and write both figures."""
     root = Path(mkdtemp())
     write_jsonl(root / "sums.jsonl", sums(80))
     # What a process takes without a model of any size: libraries that are loaded when first used among it.
@@ -55,7 +56,8 @@ def main() -> None:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"), "said_mib": round(said / MIB), "taken_mib": round(taken / MIB),
         "ratio": round(said / taken, 3),
     }  # fmt: skip
-    (RESULTS / "plan_memory.json").write_text(json.dumps(result, indent=1) + "\n")
+    file = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "plan_memory.json"
+    file.write_text(json.dumps(result, indent=1) + "\n")
     print(result)
 
 

@@ -27,10 +27,10 @@ from transformers import LlamaConfig
 from braidrl.config import parse_config
 from braidrl.errors import UserError
 from braidrl.placement.plan.choices import Choice
-from braidrl.placement.plan.devices import read_cluster
+from braidrl.placement.plan.devices import Cluster, read_cluster
 from braidrl.placement.plan.named import fixed, halves
 from braidrl.placement.plan.problem import Problem
-from braidrl.placement.plan.search import Search
+from braidrl.placement.plan.search import Plan, Search
 from braidrl.placement.plan.sets import Sets
 from braidrl.placement.plan.work import Lengths
 from braidrl.runtimes.prepare.flow import build_flow
@@ -77,7 +77,7 @@ def lengths_of(run: dict[str, Any]) -> Lengths:
     return Lengths(np.full(rows, prompt), drawn.round().astype(np.int64))
 
 
-def problem_of(run: dict[str, Any], folders: dict[str, Path]) -> Problem:
+def problem_of(run: dict[str, Any], folders: dict[str, Path], cluster: Cluster) -> Problem:
     """Return a published run as a problem."""
     scalar = folders[run.get("critic", run["actor"])]
     tree: dict[str, Any] = {
@@ -96,7 +96,7 @@ def problem_of(run: dict[str, Any], folders: dict[str, Path]) -> Problem:
         if "lora" in run:
             tree["roles"]["actor"] = {"lora": {"rank": run["lora"]}}
     config = parse_config(tree)
-    return Problem(config, build_flow(config), read_cluster(run["devices"]), lengths_of(run))
+    return Problem(config, build_flow(config), cluster, lengths_of(run))
 
 
 def allowed_by(run: dict[str, Any]) -> Callable[[Choice], bool]:
@@ -117,7 +117,7 @@ def allowed_by(run: dict[str, Any]) -> Callable[[Choice], bool]:
 
 def predict(run: dict[str, Any], folders: dict[str, Path]) -> tuple[float, dict[str, float]]:
     """Return a published run's predicted seconds, nan where it has no room, and those of each stage."""
-    problem = problem_of(run, folders)
+    problem = problem_of(run, folders, read_cluster(run["devices"]))
     group, roles, allowed = problem.cluster.groups[0], tuple(problem.flow.roles), allowed_by(run)
     if "apart" not in run:
         plan = fixed(Search(problem), (roles,), allowed)
@@ -150,7 +150,7 @@ def published() -> list[dict[str, Any]]:
     return lines
 
 
-def ppo(model: Path, devices: str) -> Problem:
+def ppo(model: Path, cluster: Cluster) -> Problem:
     """Return HybridFlow's experiment: 1,024 prompts and responses of 1,024 tokens each, eight updates."""
     run = {
         "flow": "ppo",
@@ -162,32 +162,48 @@ def ppo(model: Path, devices: str) -> Problem:
         "mean": 2048,
         "longest": 2048,
     }
-    return problem_of({**run, "devices": devices}, {"m": model})
+    return problem_of(run, {"m": model}, cluster)  # fmt: skip
+
+
+def testbed(devices: int) -> Cluster:
+    """Return HybridFlow's machines: eight A100-80GB that share 200 Gb/s to the others (section 8.1)."""
+    cluster = read_cluster(f"{devices // 8}x8xA100-80GB")
+    kinds = {name: kind.model_copy(update={"network": 200e9 / 8 / 8}) for name, kind in cluster.kinds.items()}
+    return Cluster(cluster.groups, kinds)
+
+
+def megatron(choice: Choice) -> bool:
+    """Return whether a choice lies as Megatron-core 0.6 has it there: gradients of copies are summed after the backward pass."""
+    layout = choice.use.layout
+    return layout.shard == "none" and layout.sequence == 1 and choice.use.inference is None
+
+
+def named_placements(problem: Problem, allowed: Callable[[Choice], bool] | None) -> dict[str, Plan]:
+    """Return the best plan of each of HybridFlow's named placements that has room."""
+    search, roles = Search(problem, keep=1, allowed=allowed), tuple(problem.flow.roles)
+    plans = {
+        "colocate": search.best_of((roles,)), "split": fixed(search, halves(problem), allowed or (lambda choice: True)),
+        "standalone": search.best_of(tuple((role,) for role in roles)),
+    }  # fmt: skip
+    return {name: plan for name, plan in plans.items() if plan}
 
 
 def hybridflow() -> list[dict[str, Any]]:
-    """Return which of HybridFlow's placements is quickest for each model and number of devices."""
+    """Return which of HybridFlow's placements is quickest for each model and number of devices, with its layouts and with all of ours."""
     folder, lines = Path(mkdtemp()), []
     for name, sizes in LLAMA.items():
         model = write_sizes(folder / name, sizes)
         for count in (8, 16, 32, 64, 96, 128):
-            problem = ppo(model, f"{count // 8}x8xA100-80GB")
-            search, roles = Search(problem, keep=1), tuple(problem.flow.roles)
-            plans = {
-                "colocate": search.best_of((roles,)), "split": fixed(search, halves(problem), lambda choice: True),
-                "standalone": search.best_of(tuple((role,) for role in roles)),
-            }  # fmt: skip
-            try:
-                plans["best"] = search.hybrid()[0]
-            except UserError:
-                plans["best"] = None
-            seconds = {which: round(float(plan.seconds), 1) for which, plan in plans.items() if plan}
-            named = {which: value for which, value in seconds.items() if which != "best"}
-            winner = min(named, key=lambda which: named[which]) if named else None
-            found = plans["best"].name if plans["best"] else None
-            line = {"model": name, "devices": count, "seconds": seconds, "winner": winner, "best": found}
-            lines.append({**line, "paper": PAPER.get((name, count))})
-            print(f"{name:5}{count:5}  {winner!s:12}{PAPER.get((name, count), '')!s:12}{seconds}  {found}", flush=True)
+            line: dict[str, Any] = {"model": name, "devices": count, "paper": PAPER.get((name, count), "")}
+            for layouts, allowed in (("megatron", megatron), ("all", None)):
+                plans = named_placements(ppo(model, testbed(count)), allowed)
+                seconds = {which: round(float(plan.seconds), 1) for which, plan in plans.items()}
+                line[layouts] = {
+                    "seconds": seconds,
+                    "quickest": min(seconds, key=lambda which: seconds[which], default="none"),
+                }
+            lines.append(line)
+            print(line, flush=True)
     return lines
 
 
@@ -195,7 +211,11 @@ def scale() -> list[dict[str, Any]]:
     """Return the best plan of four 70B roles on 8 to 1,024 devices, and what finding it took."""
     model, lines = write_sizes(Path(mkdtemp()) / "70b", LLAMA["70b"]), []
     for count in (8, 16, 32, 64, 128, 256, 512, 1024):
-        search, began, cpu = Search(ppo(model, f"{count // 8}x8xH100-80GB")), time.perf_counter(), time.process_time()
+        search, began, cpu = (
+            Search(ppo(model, read_cluster(f"{count // 8}x8xH100-80GB"))),
+            time.perf_counter(),
+            time.process_time(),
+        )
         line: dict[str, Any] = {"devices": count}
         try:
             plan = search.hybrid()[0]

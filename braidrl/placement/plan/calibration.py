@@ -28,12 +28,18 @@ from braidrl.placement.plan.work import Lengths, Nodes, infer_work, train_work
 
 WARM_UP = 2
 """Iterations at a run's beginning that are not looked at: kernels are compiled and memory is found."""
-OWN = ("operations", "activations", "calls", "rows", "steps")
+OWN = ("operations", "activations", "tokens", "calls", "rows", "steps")
 """What each phase has a unit cost of its own for."""
 SHARED = ("memory", "link", "network", "collectives")
 """What costs the same in all phases."""
 FITTED_AS: Mapping[Phase, Phase] = {"train": "train", "infer": "infer", "prefill": "infer", "decode": "decode"}
 """Prompts of generation are priced as inference: no stage has their seconds apart."""
+
+
+REWEIGHED = 20
+"""Rounds in which errors are weighed anew."""
+SMALL = 0.02
+"""Relative errors below this are not told apart."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +107,19 @@ def quantities(done: Iterable[Work], behind: float) -> dict[str, float]:
 def least_squares(samples: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> dict[str, float]:
     """Return the unit costs, none negative, that make the relative errors of the sums smallest.
 
+    What other work on the machine has slowed counts less: errors are weighed until their sum is least, not that of their squares.
+
     Args:
         samples: quantities by name. seconds: what they took.
     """
     names = sorted({name for sample in samples for name in sample})
     a = np.array([[sample.get(name, 0.0) for name in names] for sample in samples]) / np.array(seconds)[:, None]
     scale = np.abs(a).max(axis=0)
-    return dict(zip(names, (nonnegative(a / scale, np.ones(len(a))) / scale).tolist(), strict=True))
+    a, weight = a / scale, np.ones(len(a))
+    for _ in range(REWEIGHED):
+        found = nonnegative(a * weight[:, None], weight)
+        weight = np.abs(a @ found - 1).clip(min=SMALL) ** -0.5
+    return dict(zip(names, (found / scale).tolist(), strict=True))
 
 
 def nonnegative(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -183,8 +195,8 @@ def fitted_rates(costs: Mapping[str, float], rates: Rates, kind: DeviceKind, dty
 def phase_rates(costs: Mapping[str, float], peak: float) -> PhaseRates:
     """Return a phase's unit costs as rates; operations that cost nothing are given ten times the peak."""
     return PhaseRates(
-        share=1.0 / (max(costs["operations"], 0.1 / peak) * peak), activation_s=costs["activations"], call_s=costs["calls"],
-        row_s=costs["rows"], step_s=costs["steps"],
+        share=1.0 / (max(costs["operations"], 0.1 / peak) * peak), activation_s=costs["activations"],
+        token_s=costs["tokens"], call_s=costs["calls"], row_s=costs["rows"], step_s=costs["steps"],
     )  # fmt: skip
 
 

@@ -80,8 +80,8 @@ def generate_work(
         collectives=2 * layers * (tensor > 1), **nodes.sent(1, tensor, summed * prompts * prompt)._asdict(),
     )  # fmt: skip
     decode = Work(
-        "decode", operations, weights + per_token * context, layers * width * path.slot_steps / tensor, layers * path.steps,
-        rows, path.steps, collectives=2 * layers * path.steps * (tensor > 1),
+        "decode", operations, weights + per_token * context, layers * width * path.slot_steps / tensor, path.slot_steps,
+        layers * path.steps, 0.0, path.steps, collectives=2 * layers * path.steps * (tensor > 1),
         **nodes.sent(1, tensor, summed * float(own.sum()))._asdict(),
     )  # fmt: skip
     return prefill, decode

@@ -67,9 +67,19 @@ def halves(problem: Problem) -> Partition:
 
 
 def fixed(search: Search, partition: Partition, allowed: Allowed) -> Plan | None:
-    """Return the best plan of one partition among choices that are allowed; sets have equal shares of the devices."""
+    """Return the best plan of one partition among choices that are allowed; sets have equal shares of the devices.
+
+    Raises:
+        UserError: for devices that do not divide among the sets.
+    """
     group = max(search.problem.cluster.groups, key=lambda group: group.size)
-    size = group.size // len(partition)
+    size, left = divmod(group.size, len(partition))
+    if left:
+        sets = " | ".join("+".join(roles) for roles in partition)
+        raise UserError(
+            f"--devices: {group.size} devices do not divide into {len(partition)} equal parts for {sets}; "
+            f"write a multiple of {len(partition)}"
+        )
     known = Sets(search.problem, allowed)
     sets = [known.of_set(roles, group, size) for roles in partition]
     if any(one is None for one in sets):

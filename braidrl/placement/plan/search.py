@@ -12,11 +12,12 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from braidrl.errors import UserError
+from braidrl.placement.plan.choices import Choice
 from braidrl.placement.plan.devices import Group
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Cost
@@ -26,7 +27,7 @@ from braidrl.placement.simulator import Runtime
 from braidrl.placement.workload import Simulation
 
 FINEST = 32
-"""Allocations are multiples of the devices divided by this, so that a search over a thousand devices ends in seconds."""
+"""Allocations divide the devices into at most so many parts, so that a search over a thousand devices ends in seconds."""
 Partition = tuple[tuple[str, ...], ...]
 
 
@@ -91,12 +92,23 @@ def allocations(devices: int, sets: int, unit: int = 1) -> Iterator[tuple[int, .
 class Search:
     """A search over one problem; `considered` says what it looked at."""
 
-    def __init__(self, problem: Problem, keep: int = 8, until: float | None = None) -> None:
-        """`keep` is how many of the best plans, one for each partition, are looked for; `until` when to end, by the monotonic clock."""
+    def __init__(
+        self,
+        problem: Problem,
+        keep: int = 8,
+        until: float | None = None,
+        allowed: Callable[[Choice], bool] | None = None,
+    ) -> None:
+        """Look for the best plans.
+
+        Args:
+            keep: how many plans, one for each partition. until: when to end, by the monotonic clock.
+            allowed: which choices of a role may be taken; None for all.
+        """
         problem.check_stages()
         self.problem, self.keep, self.until = problem, keep, until
         self.considered = Considered()
-        self.sets = Sets(problem)
+        self.sets = Sets(problem, allowed)
         self.edges = {
             stage.name: [edge.source for edge in problem.flow.edges if edge.target == stage.name]
             for stage in problem.flow.stages
@@ -203,8 +215,8 @@ class Search:
 
 
 def unit_of(group: Group) -> int:
-    """Return the devices that allocations of a group are multiples of."""
-    return math.gcd(group.size, max(1, group.size // FINEST))
+    """Return the devices that allocations of a group are multiples of: the least that divide it into no more than FINEST parts."""
+    return next(n for n in range(1, group.size + 1) if group.size % n == 0 and group.size // n <= FINEST)
 
 
 __all__ = ["Considered", "Partition", "Plan", "Search", "allocations", "partitions", "unit_of"]

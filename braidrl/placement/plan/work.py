@@ -162,7 +162,7 @@ def model_work(
         collectives += both * batches * bubble
     shared = sharing_work(shape, layout, batches, passes > 1, nodes)
     return shared._replace(
-        phase=phase, operations=operations, activations=passes * layers * width / t * bubble,
+        phase=phase, operations=operations, activations=passes * layers * width / t * bubble, tokens=share.tokens / s,
         calls=layers * batches * passes * bubble, rows=share.rows, steps=1, link=shared.link + waited.link,
         network=shared.network + waited.network, collectives=shared.collectives + collectives,
     )  # fmt: skip

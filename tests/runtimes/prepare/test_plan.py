@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -80,6 +83,14 @@ def test_plans_for_two_cores_and_more_train_as_they_are(workshop: Workshop, runt
     assert f"runtime: {runtime}" in (workshop.folder / "run" / "config.yaml").read_text()
 
 
+def test_a_process_takes_the_memory_that_its_plan_says(tmp_path: Path) -> None:
+    # In a process of its own: what this one has taken before would count.
+    file = tmp_path / "memory.json"
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-m", "benchmarks.planning.memory", str(file)], cwd=root, check=True, timeout=600)
+    assert json.loads(file.read_text())["ratio"] == pytest.approx(1.0, abs=0.1)
+
+
 def test_the_predicted_timeline_has_every_stage_that_takes_time(workshop: Workshop) -> None:
     problem = problem_of(workshop.config(**PPO), Wanted("1x4xcpu"))
     for found in best_plans(problem, Wanted("1x4xcpu")):
@@ -138,6 +149,8 @@ ENVIRONMENT = {"rollout": {"environment": "gem:game:GuessTheNumber-v0-easy"}}
         (["--seconds", "actor.generate=slow"], "is not STAGE=SECONDS, as in --seconds actor.generate=2.5"),
         (["--lengths", "20:10"], "is no run folder and not TOKENS or MEDIAN:LONGEST"),
         (["--like", "trlx"], "no placement is called 'trlx'"),
+        (["--like", "nemo-aligner", "--devices", "1x3xA100-80GB", "flow=ppo"],
+         "3 devices do not divide into 2 equal parts for actor+reference | critic+reward; write a multiple of 2"),
         (["--rates", "none.yaml"], "braid plan --calibrate RUN --rates none.yaml"),
     ],
 )  # fmt: skip
