@@ -17,14 +17,14 @@ import numpy.typing as npt
 import yaml
 
 from braidrl.errors import UserError
-from braidrl.flow import Kind, Stage
+from braidrl.flow import Kind
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.trace import Span
 from braidrl.placement.plan.configured import deployment, devices_of, predicted
 from braidrl.placement.plan.devices import Kind as DeviceKind
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Phase, PhaseRates, Rates, RuntimeRates, Work, rates_for
-from braidrl.placement.plan.work import Lengths, Nodes, infer_work, train_work
+from braidrl.placement.plan.work import Lengths
 
 WARM_UP = 2
 """Iterations at a run's beginning that are not looked at: kernels are compiled and memory is found."""
@@ -70,23 +70,6 @@ def stage_seconds(spans: Sequence[Span]) -> dict[tuple[str, int], float]:
     return dict(found)
 
 
-def works(problem: Problem, stage: Stage) -> list[Work]:
-    """Return the work of a stage of a model on its busiest device, by phase."""
-    nodes, model = Nodes(problem.cluster.groups[0].devices), problem.models[str(stage.role)]
-    devices = devices_of(problem, stage)
-    use = deployment(problem, stage, devices)
-    if stage.kind is Kind.GENERATE:
-        return list(problem.generation(use, devices, nodes))
-    if stage.kind is Kind.INFER:
-        return [infer_work(model.plain, use.layout, problem.lengths, use.tokens, model.scalar, nodes)]
-    return [
-        train_work(
-            model.shape, use.layout, problem.lengths, use.tokens, use.checkpointing, model.scalar, nodes, problem.updates,
-            problem.config.trainer.epochs,
-        )
-    ]  # fmt: skip
-
-
 def quantities(done: Iterable[Work], behind: float) -> dict[str, float]:
     """Return what the seconds of a stage are made of, by the name of its unit cost.
 
@@ -104,21 +87,25 @@ def quantities(done: Iterable[Work], behind: float) -> dict[str, float]:
     return {name: value for name, value in found.items() if value}
 
 
-def least_squares(samples: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> dict[str, float]:
+def least_squares(
+    samples: Sequence[Mapping[str, float]], seconds: Sequence[float], known: Sequence[float] = ()
+) -> dict[str, float]:
     """Return the unit costs, none negative, that make the relative errors of the sums smallest.
 
     What other work on the machine has slowed counts less: errors are weighed until their sum is least, not that of their squares.
 
     Args:
-        samples: quantities by name. seconds: what they took.
+        samples: quantities by name. seconds: what they took. known: those of them that something else took.
     """
     names = sorted({name for sample in samples for name in sample})
-    a = np.array([[sample.get(name, 0.0) for name in names] for sample in samples]) / np.array(seconds)[:, None]
+    took = np.array(seconds)
+    a = np.array([[sample.get(name, 0.0) for name in names] for sample in samples]) / took[:, None]
+    b = np.ones(len(a)) - (np.array(known) / took if known else 0.0)
     scale = np.abs(a).max(axis=0)
-    a, weight = a / scale, np.ones(len(a))
+    weight = np.ones(len(a))
     for _ in range(REWEIGHED):
-        found = nonnegative(a * weight[:, None], weight)
-        weight = np.abs(a @ found - 1).clip(min=SMALL) ** -0.5
+        found = nonnegative(a / scale * weight[:, None], b * weight)
+        weight = np.abs(a / scale @ found - b).clip(min=SMALL) ** -0.5
     return dict(zip(names, (found / scale).tolist(), strict=True))
 
 
@@ -158,7 +145,9 @@ def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
     group, rates = cluster.groups[0].kind, rates_for(cluster.groups[0].kind, before)
     samples: list[tuple[dict[str, float], float]] = []
     compute: dict[str, list[float]] = defaultdict(list)
-    for run in runs:
+    # Under streaming stages run beside each other: on the same cores each takes longer than its work says.
+    apart = [run for run in runs if run.problem.config.runtime != "streaming"]
+    for run in apart or runs:
         seen = stage_seconds(run.spans)
         for step, problem in run.steps():
             for stage in problem.flow.stages:
@@ -168,7 +157,9 @@ def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
                 if stage.kind in (Kind.COMPUTE, Kind.SELECT) or stage.role not in problem.models:
                     compute[stage.type].append(seconds / problem.rows)
                 elif stage.kind is not Kind.TRAIN or is_optimized(stage):
-                    samples.append((quantities(works(problem, stage), rates.behind), seconds))
+                    devices = devices_of(problem, stage)
+                    done = problem.works(stage, deployment(problem, stage, devices), cluster.groups[0], devices)
+                    samples.append((quantities(done, rates.behind), seconds))
     if not samples:
         raise UserError(f"--calibrate: the runs have no iterations after the first {WARM_UP}; make longer ones")
     costs = least_squares(*zip(*samples, strict=True))
@@ -212,12 +203,11 @@ def added(runs: Sequence[Observed], rates: Mapping[str, Rates]) -> dict[str, Run
 
 def runtime_rates(steps: Sequence[tuple[int, float, float]]) -> RuntimeRates:
     """Return what a runtime adds, from (rows of a step, its seconds, those that its stages explain)."""
-    rows, seconds, explained = np.array(steps, dtype=np.float64).T
-    columns = np.stack([np.ones_like(rows), rows], axis=1)
-    if len(set(rows.tolist())) < 2:
-        columns[:, 1] = 0.0
-    base, each = nonnegative(columns / seconds[:, None], (seconds - explained) / seconds).tolist()
-    return RuntimeRates(iteration_s=base, row_s=each)
+    rows, seconds, explained = zip(*steps, strict=True)
+    samples = [
+        {"iteration_s": 1.0, "row_s": float(n), "slower": taken} for n, taken in zip(rows, explained, strict=True)
+    ]
+    return RuntimeRates(**least_squares(samples, seconds, explained))
 
 
 def written_rates(rates: Mapping[str, Rates]) -> str:

@@ -103,6 +103,8 @@ class RuntimeRates(Section):
     """Seconds for each iteration."""
     row_s: float = Field(0.0, ge=0)
     """Seconds for each row."""
+    slower: float = Field(0.0, ge=0)
+    """Seconds for each second of its stages: its workers share cores, or the memory, with each other."""
 
 
 class Rates(Section):

@@ -173,7 +173,7 @@ class Search:
         costs = self._costs(sets)
         pools = self._pools(sets) if runtime == "hybrid" else dict.fromkeys(costs, 0)
         times = call_times(self.edges, pools, {name: cost.seconds for name, cost in costs.items()})
-        seconds = max(end for _, end in times.values()) + self.problem.runtime_seconds(runtime)
+        seconds = self.problem.with_runtime(runtime, max(end for _, end in times.values()))
         return Plan(runtime, tuple(sets), seconds, costs, times)
 
     def _costs(self, sets: Sequence[SetChoice]) -> dict[str, Cost]:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from braidrl.errors import UserError
 from braidrl.flow.updates import Sizes
 from braidrl.placement.plan.choices import Choice
-from braidrl.placement.plan.devices import Cluster
+from braidrl.placement.plan.devices import Cluster, Group
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Cost
-from braidrl.placement.plan.search import Search, allocations, partitions
+from braidrl.placement.plan.search import FINEST, Search, allocations, partitions, unit_of
 from braidrl.placement.plan.sets import SetChoice, Sets, in_order
 from braidrl.placement.simulate_synchronous import call_times
 from braidrl.placement.simulator import simulate
@@ -42,6 +42,14 @@ def test_allocations_are_all_ways_to_divide_the_devices(devices: int, sets: int)
     found = list(allocations(devices, sets))
     assert len(found) == len(set(found)) == math.comb(devices - 1, sets - 1)
     assert all(sum(sizes) == devices and min(sizes) >= 1 for sizes in found)
+
+
+@given(st.integers(1, 200), st.integers(1, 16))
+def test_allocations_are_of_at_most_so_many_equal_parts(nodes: int, devices: int) -> None:
+    group = Group(kind="test", nodes=nodes, devices=devices)
+    unit = unit_of(group)
+    assert group.size % unit == 0 and group.size // unit <= FINEST
+    assert all(group.size % finer or group.size // finer > FINEST for finer in range(1, unit))
 
 
 def soonest_of_all(search: Sets, roles: tuple[str, ...], size: int) -> SetChoice | None:

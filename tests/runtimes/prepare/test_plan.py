@@ -103,8 +103,9 @@ def test_least_squares_finds_the_costs_that_made_the_seconds_and_none_below_zero
     found = least_squares(samples, [2 * a + 0.5 * b for a, b, _ in rows])
     assert found == pytest.approx({"a": 2, "b": 0.5, "c": 0}, abs=1e-9)
     assert min(least_squares(samples, [5.0, 1.0, 1.0, 4.0, 0.1]).values()) >= 0
-    added = runtime_rates([(10, 3.2, 2.0), (30, 1.9, 0.3)])
-    assert (added.iteration_s, added.row_s) == pytest.approx((1.0, 0.02))
+    steps = [(10, 2.0), (30, 0.5), (50, 4.0), (20, 1.0), (90, 2.0)]
+    added = runtime_rates([(rows, 1.0 + 0.02 * rows + 1.25 * taken, taken) for rows, taken in steps])
+    assert (added.iteration_s, added.row_s, added.slower) == pytest.approx((1.0, 0.02, 0.25))
 
 
 @given(st.data())
