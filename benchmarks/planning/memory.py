@@ -36,7 +36,9 @@ def main() -> None:
     # What a process takes without a model of any size: libraries that are loaded when first used among it.
     small = root / "small.yaml"
     write_model(root / "model-a", "a")
-    small.write_text(json.dumps(configuration(Case("small", "a", 2), root)))
+    tree = configuration(Case("small", "a", 2), root)
+    tree["trainer"]["steps"] = 1
+    small.write_text(json.dumps(tree))
     with TrainingRun(load_config(small)) as warm:
         warm.train()
     write_model(root / "model-wide", "wide")
