@@ -75,9 +75,9 @@ def fixed(search: Search, partition: Partition, allowed: Allowed) -> Plan | None
     group = max(search.problem.cluster.groups, key=lambda group: group.size)
     size, left = divmod(group.size, len(partition))
     if left:
-        sets = " | ".join("+".join(roles) for roles in partition)
+        names = " | ".join("+".join(roles) for roles in partition)
         raise UserError(
-            f"--devices: {group.size} devices do not divide into {len(partition)} equal parts for {sets}; "
+            f"--devices: {group.size} devices do not divide into {len(partition)} equal parts for {names}; "
             f"write a multiple of {len(partition)}"
         )
     known = Sets(search.problem, allowed)
