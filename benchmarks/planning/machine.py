@@ -4,7 +4,7 @@
     python -m benchmarks.planning.machine compare FOLDER              fits, predicts, writes benchmarks/results/plan_machine.json
 
 Seconds of a run are the median of its steps after the first ones; so are those predicted, from the lengths of each step's rows. Nothing
-else should run meanwhile, or `make` be given the highest priority (`nice -n -20`). It takes about eight minutes on two cores.
+else should run meanwhile. It takes about eight minutes on two cores.
 """
 
 from __future__ import annotations
