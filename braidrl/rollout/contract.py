@@ -52,15 +52,6 @@ async def all_of(engine: Engine, wanted: Sequence[Request]) -> list[Response]:
     return list(await asyncio.gather(*(engine.submit(request) for request in wanted)))
 
 
-async def some_tokens_later(engine: Engine, rows: int) -> None:
-    """Wait until so many rows are being decoded."""
-    for _ in range(10_000):
-        if engine.load().running >= rows:
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError(f"{rows} rows were submitted and {engine.load()} is under way")
-
-
 async def under_way(engine: Engine, request: Request) -> asyncio.Task[Response]:
     """Submit a request and return when it is being decoded; again, where on a busy machine it is over before that is heard of."""
     for _ in range(100):
@@ -173,8 +164,7 @@ async def a_pause_changes_nothing_but_the_time(subject: EngineUnderTest) -> None
     wanted = requests(subject, 4, tokens=subject.long)
     straight = await all_of(subject.make(), wanted)
     engine = subject.make()
-    tasks = [asyncio.ensure_future(engine.submit(request)) for request in wanted[:3]]
-    await some_tokens_later(engine, 1)
+    tasks = [await under_way(engine, wanted[0]), *(asyncio.ensure_future(engine.submit(r)) for r in wanted[1:3])]
     await engine.pause()
     late = asyncio.ensure_future(engine.submit(wanted[3]))
     await asyncio.sleep(0.05)
