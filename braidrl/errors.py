@@ -1,7 +1,5 @@
 """How a run fails: by a mistake of the user's, told in one line, or in a worker process."""
 
-from __future__ import annotations
-
 from braidrl.algorithms.registry import suggest
 
 __all__ = ["LostPeers", "UserError", "WorkerError", "suggest"]

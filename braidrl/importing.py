@@ -5,8 +5,6 @@ ENGINES.find("embedded")           what comes with Braid, imported only now
 ENGINES.find("engine.py:Plain")    a user's own
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

@@ -9,8 +9,6 @@ are its settings. `writes` names what it returns.
 A positional parameter with the default None is a column that is read when an earlier stage writes it.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -6,8 +6,6 @@ run_ranks ──task──▶ rank 0 ... rank N-1        by the launcher: on thi
 A failure in one rank stops the others; what the user sees is the failure that came first and not what followed from it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

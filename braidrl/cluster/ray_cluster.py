@@ -1,7 +1,5 @@
 """A Ray cluster: the connection to it, a placement group for each pool, an actor in each place that it reserves."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

@@ -7,8 +7,6 @@ share       rank 0's JSON value, on every rank
 Each wait has a limit. Before it waits, a rank notes in the store where it is; whoever waits in vain reads there for whom.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -5,8 +5,6 @@ model: /models/Qwen2.5-0.5B     # any Hugging Face directory
 data: {train: data/train.parquet, eval: {test: data/test.parquet}}
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where prompts come from, and how answers are checked."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

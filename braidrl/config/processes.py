@@ -1,7 +1,5 @@
 """Which processes a run has, where roles live in them, and how long they wait for each other."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import Field, field_validator

@@ -1,7 +1,5 @@
 """How responses are sampled, and what trajectories of several turns are played in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The base of every part of the configuration."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict

@@ -7,8 +7,6 @@ Encoding refers to the columns' memory and decoding refers to the frames': neith
 tensors may lie in read-only memory, as everything in `Rows` is never written to.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import threading

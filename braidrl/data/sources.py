@@ -8,8 +8,6 @@ field of the file                              part of the example
 all others                                     metadata    JSON values, kept as they are
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 from collections.abc import Iterator, Mapping

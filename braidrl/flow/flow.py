@@ -5,8 +5,6 @@ admission ──prompt──▶ actor.generate ──tokens──▶ reward.veri
                            └──────────────────── weights of the actor ────────────────────────┘
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

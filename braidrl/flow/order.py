@@ -1,7 +1,5 @@
 """Names that are unique, and the order in which one process would run the stages."""
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What the stages of a role read and write, by type. Each function's keyword parameters are the type's parameters in YAML."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -8,8 +8,6 @@ advantage.gae ...    the function registered in braidrl.algorithms
 module:function      the user's registered function, or file.py:function
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ batch is trained on less that of the oldest token. A role that skips an iteratio
 iteration keep step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple

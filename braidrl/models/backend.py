@@ -8,8 +8,6 @@ forward_backward ─┴─▶ optim_step ─▶ forward           a batch may ar
 `braidrl.models.contract` holds the checks that a backend must pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

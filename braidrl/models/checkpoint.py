@@ -8,8 +8,6 @@
 Either form of the optimizer's state is read under any layout.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Loading a decoder and its tokenizer from a Hugging Face directory; nothing is ever downloaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

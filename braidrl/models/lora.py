@@ -4,8 +4,6 @@ training     y = x Wᵀ + α/r · (x Aᵀ) Bᵀ          W frozen, A and B train
 elsewhere    W + α/r · B A                        exports, engines, and roles that take this one's weights
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A role's settings: its own in the configuration's `roles`, else the run's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

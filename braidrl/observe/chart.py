@@ -1,7 +1,5 @@
 """Curves and stacked bars as inline SVG, with the values beside them for the hover script."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

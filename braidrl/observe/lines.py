@@ -1,7 +1,5 @@
 """JSON lines that survive a kill: a line is whole or it is the last one and ignored."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

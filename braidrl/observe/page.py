@@ -1,7 +1,5 @@
 """The shell of an HTML page that needs nothing but itself: styles, scripts and data are inside."""
 
-from __future__ import annotations
-
 import html
 import json
 from importlib.resources import files

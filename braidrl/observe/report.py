@@ -1,7 +1,5 @@
 """`report.html`: what a run learned, on one page that needs nothing but itself."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

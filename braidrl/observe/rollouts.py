@@ -8,8 +8,6 @@ prompt_text, response_text   for people and other programs; left out when rows a
 The exact types are kept in the file's own metadata, so that a replay trains on the very numbers that the run saw.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The recorded responses of a report: the same held-out prompts over time, and of some steps the best and the worst row."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

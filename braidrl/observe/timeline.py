@@ -1,7 +1,5 @@
 """`braid timeline`: the trace as a table of who was busy and who waited, and as a Chrome trace, which Perfetto draws."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

@@ -8,8 +8,6 @@ process they advance by its monotonic clock, so that a corrected wall clock make
 start of the run zero.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -5,8 +5,6 @@ config.trackers ──factory(run, **params)──▶ tracker ◀──write(ste
 `check_tracker` says whether a tracker of your own does what a run needs.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

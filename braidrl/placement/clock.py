@@ -1,7 +1,5 @@
 """Virtual time: events in the order in which they fall due, with no waiting between them."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field

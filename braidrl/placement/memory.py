@@ -3,8 +3,6 @@
 configuration or candidate ──▶ Deployment ──role_memory──▶ Footprint(resident, working) ──peak──▶ bytes of a device
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

@@ -3,8 +3,6 @@
 workers of each stage ── take ──▶ schedule ── rows ──▶ seconds pass ──▶ acknowledge
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

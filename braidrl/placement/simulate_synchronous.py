@@ -5,8 +5,6 @@ hybrid         a call starts when its inputs are there and its pool is free; cal
 distributed    every rank walks the chain with its rows; ranks meet where groups or a batch must be complete, and to train
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

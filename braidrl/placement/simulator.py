@@ -1,7 +1,5 @@
 """All four runtimes in virtual time, on the scheduling functions that they use: how long a flow would take, and is each row done once."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from braidrl.placement.simulate_streaming import Streaming

@@ -1,7 +1,5 @@
 """What a simulation runs, and what it leaves behind: made-up durations and verdicts in, a timeline and an account of rows out."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence

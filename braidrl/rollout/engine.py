@@ -6,8 +6,6 @@ abort  ──▶ the same, at once, with what there is
 `braidrl.rollout.contract` holds the checks that an engine must pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar

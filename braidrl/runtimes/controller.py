@@ -4,8 +4,6 @@
 admit ─▶ generate ─▶ verify ─▶ select ──▶ the rest of the stages ──▶ updates ──▶ publish
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager

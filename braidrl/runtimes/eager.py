@@ -3,8 +3,6 @@
 loader ──▶ Rows ──▶ stage ──▶ Rows + columns ──▶ stage ──▶ ... ──▶ optimizer steps
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path

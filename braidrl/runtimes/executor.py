@@ -5,8 +5,6 @@ rows ──select(stage)──▶ dropped groups
 rows ──train(stage)──▶ for each update: forward_backward ──loss sums──▶ optim_step       or a copy of another role's weights
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path

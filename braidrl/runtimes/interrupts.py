@@ -1,7 +1,5 @@
 """Ctrl-C at a moment when the run can be saved: at once while rows are being made, after the iteration while weights change."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

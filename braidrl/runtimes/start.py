@@ -1,7 +1,5 @@
 """From a checked configuration to the backend that does the work and the controller that drives it: the place that knows all runtimes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

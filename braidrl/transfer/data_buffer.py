@@ -6,8 +6,6 @@ take(step, edge)  the rows that this rank is to have  else one all-to-all: to ea
 Rows travel by the codec that they always travel by, in one message of bytes from rank to rank.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -7,8 +7,6 @@ A protocol is a pair of pure functions of the group's mesh. `@register(protocol=
 called; `docs/add-a-protocol.md` shows how to write one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable

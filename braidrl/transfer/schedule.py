@@ -7,8 +7,6 @@
 The runtime and the simulator drive the same object; time is an argument.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 

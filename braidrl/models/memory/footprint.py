@@ -8,8 +8,6 @@ A layout's axes are taken to divide everything evenly; norms, which no axis divi
 ranks the fullest is counted, which is the first or the last: they have the vocabulary.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property

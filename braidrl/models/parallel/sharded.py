@@ -12,8 +12,6 @@ shards      upper       upper           lower       lower             FSDP2, wit
 The ranks of one replica compute the same rows: each contributes the rows that it was given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field

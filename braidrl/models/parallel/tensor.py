@@ -16,8 +16,6 @@ one by its columns. The other one every rank has: of `down` it finds what its co
 make of it, so that here, too, the gradient is a sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

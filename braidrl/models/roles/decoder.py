@@ -1,7 +1,5 @@
 """The worker of an actor or a reference: a causal decoder that gives the log-probability of each action."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

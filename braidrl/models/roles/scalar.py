@@ -5,8 +5,6 @@ values           v1 v2 v3            of the state before each action: read where
 score                     s          of the row: read at its last token
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

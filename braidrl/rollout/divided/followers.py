@@ -4,8 +4,6 @@ leader ──commands, over a pipe──▶ follower        a pipe that ends is 
        ◀──"" when done, or an error─┘
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

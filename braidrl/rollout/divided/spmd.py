@@ -6,8 +6,6 @@ rank 1   its requests ┴─ all-gather ───┴─ step, step, step ... ─
 Drawing is deterministic: ranks with the same requests in the same order draw the same tokens, and none has to lead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -9,8 +9,6 @@ same bits whatever the number of rows.
 Shapes: B slots in the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch

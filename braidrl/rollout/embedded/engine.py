@@ -6,8 +6,6 @@ add ──▶ waiting ──free slot──▶ slots ──step──▶ a token
                once for all rows that share it
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ next; where something moved (longer rows, other weights), graphs are recorded an
 Shapes: B slots in the step, V vocabulary.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 add ──▶ waiting ──▶ step, step, step ... ──▶ Response
 """
 
-from __future__ import annotations
-
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable

@@ -3,8 +3,6 @@
 async def agent(base_url, example) -> float: ...            `environment: agent:module:function`
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

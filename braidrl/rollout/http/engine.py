@@ -7,8 +7,6 @@ submit ──▶ gate ──▶ server ──▶ part ──▶ Response        
 So every token has one version, and none is drawn from keys and values of earlier weights.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing

@@ -4,8 +4,6 @@ submit, abort, ... ──message──▶ process
                    ◀──answer───    a process that ends, or says nothing for too long, fails what waits for it with EngineError
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -4,8 +4,6 @@ run ──id, method, arguments──▶ Host ──▶ engine
     ◀──id, result or error, load──┘         without work for it the process waits; when the run is gone it ends
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import sys

@@ -4,8 +4,6 @@ generate ──▶ router ──▶ engine, engine, ... ──▶ Response
 publish ──▶ weights, written once ──▶ every engine reads them
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence

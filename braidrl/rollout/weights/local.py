@@ -1,7 +1,5 @@
 """The engine's weights: the trainer's own, or a copy in another dtype that is refreshed at each publication."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path

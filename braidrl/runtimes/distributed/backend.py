@@ -9,8 +9,6 @@ rank 1   its prompts ──generate──▶ its rows ──verify──▶ its 
 What is said of a row in a few numbers (its index columns) every rank knows of every row; its payload lies on one rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

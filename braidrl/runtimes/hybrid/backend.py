@@ -6,8 +6,6 @@ reference pool          ├── log_probs ──┤
 critic pool                        ├── values ──┤                          ├─ update ─┤
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections import deque

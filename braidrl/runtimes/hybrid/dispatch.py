@@ -1,7 +1,5 @@
 """Which group runs a stage, and which of its ranks gets which rows: pure functions of index columns and of where rows lie."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from braidrl.data.partition import balanced_partition, in_turn

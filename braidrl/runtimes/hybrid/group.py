@@ -3,8 +3,6 @@
 driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, rank 1, ... ──▶ Future each ──wait──▶ Answer
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

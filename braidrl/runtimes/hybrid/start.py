@@ -1,7 +1,5 @@
 """From a checked configuration to a backend of workers on Ray: pools, actors, models; all of it ends with the backend."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace

@@ -3,8 +3,6 @@
 driver ──perform──▶ one call after the other      worker ──fetch──▶ its rows, also while a call runs
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import threading

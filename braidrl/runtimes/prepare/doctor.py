@@ -1,7 +1,5 @@
 """`braid doctor`: what this machine has, and whether a tiny model trains on it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import shutil

@@ -3,8 +3,6 @@
 configuration ──prepare──▶ flow, data ──▶ devices and the roles on each ──▶ bytes by part, tokens and rows of a micro-batch
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rich.console import Console

@@ -4,8 +4,6 @@ driver ──stage──▶ worker: copies ──▶ thread: writes        the w
        ──written─────────────────────▶ trouble, or none
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 

@@ -7,8 +7,6 @@ step N + 1 ...         │
 step N + 2 ◀──error?───┘
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -3,8 +3,6 @@
 training data, held-out sets, recordings, checkpoints ──make──▶ rows ──record, save──▶ parquet, surplus of a checkpoint
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
