@@ -14,9 +14,9 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.readiness import Consumer, Uid
 from braidrl.flow.stage import Signature, When
 from braidrl.flow.updates import Sizes
-from braidrl.placement.simulate_streaming import Deadlock
-from braidrl.placement.simulator import Runtime, simulate
+from braidrl.placement.simulation import Deadlock, Runtime
 from braidrl.placement.workload import Fate, Simulation, Workload, long_tailed
+from tests.placement.simulator import simulate
 
 
 def compute(

@@ -15,7 +15,7 @@ from braidrl.data.partition import balanced_partition
 from braidrl.flow import Flow, Kind
 from braidrl.flow.readiness import Uid
 from braidrl.flow.updates import Sizes
-from braidrl.placement.simulator import simulate
+from braidrl.placement.simulation import Streaming
 from braidrl.placement.workload import Workload, long_tailed
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.transfer.queue.client import Client
@@ -100,7 +100,7 @@ def test_one_version_of_staleness_is_half_again_as_fast_and_as_fast_as_the_simul
     iterations: int, median_s: float, tolerance: float
 ) -> None:
     works = [workload(staleness, iterations, median_s) for staleness in (0, 1)]
-    predicted = [simulate("streaming", work).ends[-1] for work in works]
+    predicted = [Streaming(work).simulate().ends[-1] for work in works]
     seconds = [measured(work) for work in works]
     assert seconds == pytest.approx(predicted, rel=tolerance)
     assert seconds[0] > 1.5 * seconds[1]
