@@ -71,12 +71,6 @@ class PromptLoader:
         """Prompts of all sources together: so many admissions are one pass, if each weight is as large as its source."""
         return sum(len(source) for source in self.sources)
 
-    @property
-    def epochs(self) -> list[int]:
-        """How often each source has been drawn from end to end."""
-        drawn = self._draw.counts(self.admitted)
-        return [count // len(source) for count, source in zip(drawn, self.sources, strict=True)]
-
     def take(self, count: int) -> list[Admitted]:
         """Return the next `count` prompts."""
         return self.peek(self.advance(count))
@@ -101,8 +95,7 @@ class PromptLoader:
 
     def state(self) -> dict[str, Any]:
         """Return a JSON value from which a loader over the same data continues exactly."""
-        drawn = self._draw.counts(self.admitted)
-        return {"admitted": self.admitted, "drawn": drawn, "epochs": self.epochs, "data": self._identity()}
+        return {"admitted": self.admitted, "data": self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue after the admissions of `state`. Raises UserError when seed, sources or weights differ."""
@@ -196,14 +189,6 @@ class WeightedDraw:
                 return source, before
             number -= before
         return len(self.shares), number
-
-    def counts(self, numbers: int) -> list[int]:
-        """Return how many of the first `numbers` each source has."""
-        counts = []
-        for share, phase in zip(self.shares, self.phases, strict=True):
-            counts.append((numbers * share + phase) // UNIT)
-            numbers -= counts[-1]
-        return [*counts, numbers]
 
 
 # A step may straddle the end of an epoch in each source; older orders are not needed again.

@@ -110,28 +110,26 @@ def trained_on(iteration: int) -> int:
     return iteration - 1
 
 
-def latest_admissible(engine_version: int, max_staleness: int) -> int:
-    """Return the last iteration for which prompts may be admitted while the engine holds `engine_version`.
+def admissible(iteration: int, engine_version: int, max_staleness: int) -> bool:
+    """Return whether prompts for the batch of `iteration` may be admitted while the engine holds `engine_version`.
 
     A row begun now has tokens of this version or later ones, whatever is loaded while it is generated.
     """
-    return engine_version + max_staleness + 1
-
-
-def admissible(iteration: int, engine_version: int, max_staleness: int) -> bool:
-    """Return whether prompts for the batch of `iteration` may be admitted while the engine holds `engine_version`."""
-    return iteration <= latest_admissible(engine_version, max_staleness)
-
-
-def staleness(iteration: int, versions: Sequence[int]) -> list[int]:
-    """Return for each row of the batch of `iteration` how many versions lie between its oldest token (`versions`) and its training."""
-    return [trained_on(iteration) - version for version in versions]
+    return trained_on(iteration) - engine_version <= max_staleness
 
 
 def check_staleness(iteration: int, versions: Sequence[int], max_staleness: int, uids: Sequence[Any]) -> int:
-    """Return the largest staleness in a batch. Raises TooStale, naming the row, if it is over the bound or a version not yet published."""
+    """Return the largest staleness in a batch. Raises TooStale, naming the row, if it is over the bound or a version not yet published.
+
+    Args:
+        iteration: Number of the batch, from 1.
+        versions: The version of each row's oldest token.
+        max_staleness: The bound.
+        uids: Names of the rows.
+    """
     oldest = 0
-    for uid, behind, version in zip(uids, staleness(iteration, versions), versions, strict=True):
+    for uid, version in zip(uids, versions, strict=True):
+        behind = trained_on(iteration) - version
         if not 0 <= behind <= max_staleness:
             raise TooStale(
                 f"row {uid} has tokens of version {version}, and iteration {iteration} trains on version "

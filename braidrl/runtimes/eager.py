@@ -11,6 +11,7 @@ from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows, tokens_of
 from braidrl.flow import Stage
+from braidrl.flow.compute import dropped, summed
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import Done, TraceWriter
@@ -53,10 +54,10 @@ class EagerBackend:
         return self.trace.span(stage.role or "compute", stage.name, iteration, rows=rows, version=self.version)
 
     def totals(self, stage: Stage, table: Rows) -> dict[str, float]:
-        return {name: float(total) for name, total in self.executor.sums(stage, table).items()}
+        return {name: float(total) for name, total in summed(stage, table).items()}
 
     def select(self, stage: Stage, table: Rows) -> dict[int, str]:
-        return self.executor.select(stage, table.index)
+        return dropped(stage, table.index)
 
     def train(self, stage: Stage, table: Rows, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         parts = (self._update(stage, table.take(update), iteration) for update in updates)

@@ -24,6 +24,7 @@ from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow import Kind, Scope, Stage
+from braidrl.flow.compute import dropped, summed
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.stage import Signature
 from braidrl.models.checkpoint import Write
@@ -119,7 +120,7 @@ class HybridBackend:
         return {name: float(total) for name, total in self._totals(output, *self._place(stage, table)).items()}
 
     def select(self, stage: Stage, table: Handle) -> dict[int, str]:
-        return self.executor.select(stage, self.index(table))
+        return dropped(stage, self.index(table))
 
     def train(self, stage: Stage, table: Handle, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Begin every optimizer step; `publish` waits for them."""
@@ -277,7 +278,7 @@ class HybridBackend:
         stage, table = output.stage, output.table
         assert table is not None
         if group is None:
-            return self.executor.sums(stage, table.index)
+            return summed(stage, table.index)
         called = group.call("sums", replace(table, parts=parts), stage, output.iteration, reads=columns_read(stage))
         totals: dict[str, Tensor] = {}
         for answer in group.wait(called):

@@ -27,6 +27,7 @@ from braidrl.data.codec import decode, encode
 from braidrl.data.rows import Column, Rows, tokens_of
 from braidrl.errors import UserError
 from braidrl.flow import Stage
+from braidrl.flow.compute import computed, summed
 from braidrl.importing import import_function
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.observe.metrics import Sums
@@ -209,7 +210,7 @@ class HybridWorker:
         def run(rows: Rows, sums: Sums) -> Mapping[str, Column]:
             if totals is None:
                 return self.executor.run(stage, rows, sums)
-            return self.executor.apply(stage, rows, totals) if len(rows) else {}
+            return computed(stage, rows, totals) if len(rows) else {}
 
         return self._write(part, stage, iteration, key, run)
 
@@ -226,9 +227,7 @@ class HybridWorker:
     @register(protocol="DP")
     def sums(self, part: Part, stage: Stage, iteration: int) -> Answer:
         """Return this part's share of what a stage of scope batch adds up."""
-        return self._compute(
-            part, stage, iteration, lambda rows, _: self.executor.sums(stage, rows) if len(rows) else {}
-        )
+        return self._compute(part, stage, iteration, lambda rows, _: summed(stage, rows) if len(rows) else {})
 
     def call_own(self, stage: Stage, iteration: int, key: int, *arguments: Any) -> Answer:
         """Call a method of the user's class for a role, with rows in the place of a part, and keep the columns that it writes.
