@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from types import FrameType
 from typing import Any, Protocol
 
 from braidrl.errors import UserError, WorkerError
@@ -84,6 +88,20 @@ class ProcessSpec:
         """Return what `child` reads first."""
         own = {"name": self.name, "entry": self.entry, "arguments": self.arguments, "orphaned": self.orphaned}
         return json.dumps(own).encode()
+
+
+@contextmanager
+def interrupts_handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call `handle` for SIGINT and SIGTERM inside; Python allows it in the main thread alone, in others nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def environment_of(spec: ProcessSpec, starter: Mapping[str, str]) -> dict[str, str]:

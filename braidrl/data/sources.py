@@ -155,7 +155,8 @@ def find_answer(where: str, source: SourceConfig, record: Mapping[str, Any]) -> 
     if answer is ABSENT:
         answer = find(record, GROUND_TRUTH)
     if answer is not ABSENT:
-        return as_answer(answer)
+        # Verifiers compare text.
+        return str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
     # Not `model_fields_set`: a resolved configuration that is read again sets every field.
     if source.answer_field != SourceConfig.model_fields["answer_field"].default:
         return find_required(where, "answer", source.answer_field, record)
@@ -183,11 +184,6 @@ def find(record: Mapping[str, Any], field: str) -> Any:
             return ABSENT
         value = value[part]
     return value
-
-
-def as_answer(answer: Any) -> Any:
-    """Convert numbers to text, because verifiers compare text."""
-    return str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
 
 
 def check_prompt(where: str, field: str, prompt: Any) -> Prompt:

@@ -27,12 +27,12 @@ from braidrl.cluster.groups import background_group
 from braidrl.errors import UserError
 from braidrl.models.lora import (
     ADAPTER,
+    WEIGHTS,
     adapter_name,
     adapter_parameters,
     is_adapter,
     merged,
     plain_names,
-    read_adapters,
     save_adapters,
 )
 from braidrl.models.optimizer import MasterOptimizer
@@ -167,7 +167,7 @@ def saved_parameters(worker: RoleModel, folder: Path) -> Mapping[str, Tensor]:
             f"{folder} was trained {how} trainer.lora or roles.{worker.role}.lora; {now} to go on from there"
         )
     if worker.lora:
-        return read_adapters(folder / ADAPTER)
+        return load_file(folder / ADAPTER / WEIGHTS)
     return WeightFiles(folder) if worker.ranks.is_sharded else dict(worker.load_model(folder).named_parameters())
 
 

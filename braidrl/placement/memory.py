@@ -23,6 +23,7 @@ from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.role_settings import (
     DTYPES,
     checkpoints_activations,
+    dtype_of,
     inference_layouts,
     layout_of,
     lora_of,
@@ -135,8 +136,7 @@ def footprint(seat: RoleUse, config: Config, flow: Flow, devices: int, decoding_
     Raises:
         UserError: for a layout that does not fit the devices or the model.
     """
-    role, rollout, own = seat.role, config.rollout, config.roles.get(seat.role)
-    dtype = DTYPES[(own and own.dtype) or config.dtype]
+    role, rollout, dtype = seat.role, config.rollout, dtype_of(seat.role, config)
     scalar = role in flow.scalar_roles
     plain = shape_of(model_path(role, config), dtype, scalar)
     lora = lora_of(role, config) if seat.trained else None

@@ -1,11 +1,11 @@
 """Ctrl-C at a moment when the run can be saved: at once while rows are being made, after the iteration while weights change."""
 
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from braidrl.cluster.process import interrupts_handled
 
 
 class Interrupts:
@@ -13,22 +13,15 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._holds = 0
-        self._waiting = False
+        self.asked = False
+        """True while this process was asked to stop and has not yet."""
         self.torn = False
         """True once a second signal broke into a hold: weights may be half changed and must not be saved."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Install the handlers; in another thread than the main one Python allows none, and nothing changes."""
-        if threading.current_thread() is not threading.main_thread():
+        with interrupts_handled(self._handle):
             yield
-            return
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -38,14 +31,9 @@ class Interrupts:
             yield
         finally:
             self._holds -= 1
-        if self._waiting and not self._holds:
-            self._waiting = False
+        if self.asked and not self._holds:
+            self.asked = False
             raise KeyboardInterrupt
-
-    @property
-    def asked(self) -> bool:
-        """Return whether this process was asked to stop and has not yet."""
-        return self._waiting
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -55,12 +43,12 @@ class Interrupts:
     def agree(self, anybody: bool) -> None:
         """Raise KeyboardInterrupt, on every rank that calls this, if `anybody` was asked to stop and nothing holds it."""
         if anybody and not self._holds:
-            self._waiting = False
+            self.asked = False
             raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._holds and not self._waiting:
-            self._waiting = True
+        if self._holds and not self.asked:
+            self.asked = True
             return
         self.torn = self._holds > 0
         raise KeyboardInterrupt
@@ -102,6 +90,6 @@ class AgreedInterrupts(Interrupts):
             self.torn = True
             raise KeyboardInterrupt
         if self._first is None:
-            self._first, self._waiting = now, True
+            self._first, self.asked = now, True
             if self._local:
                 raise KeyboardInterrupt

@@ -32,7 +32,7 @@ class Mesh:
 
 
 @runtime_checkable
-class Table(Protocol):
+class DivisibleTable(Protocol):
     """What a protocol may ask of rows; under hybrid it is a handle, so that none of this moves them."""
 
     def __len__(self) -> int:
@@ -128,14 +128,14 @@ def one_each(mesh: Mesh, *lists: Sequence[Any]) -> Calls:
     return list(zip(*lists, strict=True))
 
 
-def by_rows(mesh: Mesh, rows: Table, *arguments: Any) -> Calls:
+def by_rows(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> Calls:
     """Call each data rank with its part of the rows, which may be empty, and the same other arguments."""
     return [(part, *arguments) for part in rows.divide(mesh.data)]
 
 
 def in_order_of_ranks(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
     """Return the rows of all ranks as one table where the results are tables, else the list of results."""
-    return results[0].cat(results) if results and isinstance(results[0], Table) else results
+    return results[0].cat(results) if results and isinstance(results[0], DivisibleTable) else results
 
 
 def of_rank_zero(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:

@@ -33,7 +33,7 @@ MOMENTS = 2
 ALONE = ParallelLayout(data=1)
 
 
-class Sizes(NamedTuple):
+class ModelSizes(NamedTuple):
     """What a model's configuration says of its sizes, under the same names: asking transformers' object takes microseconds."""
 
     num_hidden_layers: int
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """Sizes of a role's model."""
+    """ModelSizes of a role's model."""
 
     name: str
     config: Any
@@ -65,11 +65,11 @@ class Shape:
         return self.dtype.itemsize
 
     @cached_property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> ModelSizes:
         """Return the sizes that its configuration says."""
         config = self.config
         tied = bool(getattr(config, "tie_word_embeddings", False))
-        return Sizes(
+        return ModelSizes(
             config.num_hidden_layers, config.hidden_size, config.vocab_size, config.num_attention_heads,
             config.num_key_value_heads, head_width(config), tied,
         )  # fmt: skip

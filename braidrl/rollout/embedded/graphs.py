@@ -84,11 +84,6 @@ class CudaRecorder:
         return graph.replay
 
 
-def step_graphs(device: torch.device) -> StepGraphs | None:
-    """Make the graphs of a model on CUDA; None elsewhere."""
-    return StepGraphs(CudaRecorder()) if device.type == "cuda" else None
-
-
 def padded_positions(positions: int) -> int:
     """Round up by at most an eighth: there are 8 lengths between a power of two and the next, so that few graphs are made."""
     eighth = 1 << max(0, positions.bit_length() - 4)
