@@ -154,5 +154,4 @@ def work(arguments: Mapping[str, Any]) -> Any:
 
 def rank_failure(world: World, error: BaseException) -> Failure:
     """Return how a rank reports an error: where it happened and on which rows, with the traceback."""
-    rows = f" on rows {world.rows}" if world.rows else ""
-    return failure_of(f"rank {world.rank} failed in {world.place}{rows}", error)
+    return failure_of(f"rank {world.rank} failed in {world.place}{world.rows}", error)

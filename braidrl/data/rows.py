@@ -22,6 +22,7 @@ from torch import Tensor
 from braidrl.algorithms.ragged import Ragged
 
 IDENTITY = ("source", "group", "sample")
+ROWS_SHOWN = 8
 
 
 class FinishReason(IntEnum):
@@ -150,6 +151,15 @@ def _cat(columns: Sequence[Any]) -> Column:
     if isinstance(columns[0], Objects):
         return Objects(tuple(value for column in columns for value in column.values))
     return torch.cat(list(columns))
+
+
+def named_rows(uids: Sequence[tuple[int, int, int]]) -> str:
+    """Return ` on 12 rows (source, group, sample): (0, 3, 0) (0, 3, 1) ...` for a message; nothing for no rows."""
+    if not uids:
+        return ""
+    shown = " ".join(str(tuple(uid)) for uid in uids[:ROWS_SHOWN])
+    more = " ..." if len(uids) > ROWS_SHOWN else ""
+    return f" on {len(uids)} rows (source, group, sample): {shown}{more}"
 
 
 def tokens_of(rows: Rows) -> int:

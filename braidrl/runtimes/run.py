@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from braidrl.cluster.world import World
@@ -89,9 +88,7 @@ class TrainingRun:
     def __enter__(self) -> TrainingRun:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.backend.close()
         if self.metrics:
             self.metrics.close()

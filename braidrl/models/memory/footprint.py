@@ -47,7 +47,7 @@ class ModelSizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """ModelSizes of a role's model."""
+    """Size of a role's model."""
 
     name: str
     config: Any

@@ -22,7 +22,7 @@ from torch import Tensor
 from braidrl.cluster.world import World
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import join, split
-from braidrl.data.rows import Column, Rows, tokens_of
+from braidrl.data.rows import Column, Rows, named_rows, tokens_of
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import Done, State, TraceWriter
@@ -137,7 +137,7 @@ class ShardExchange:
     @contextmanager
     def working(self, stage: Stage, rows: Rows) -> Iterator[Done]:
         """Trace the work on rows, and name them where it fails."""
-        self.world.rows = named_rows(rows)
+        self.world.rows = named_rows(rows.uids() if "group" in rows else ())
         with (
             self._span(stage.role or "compute", stage.name, len(rows), tokens_of(rows)) as done,
             self.world.supervised("what ranks compute together"),
@@ -167,11 +167,3 @@ def joined(payload: Rows, new: Rows) -> Rows:
 
 def only_present(rows: Rows, names: Sequence[str]) -> Rows:
     return rows.only([name for name in dict.fromkeys(names) if name in rows])
-
-
-def named_rows(rows: Rows, most: int = 4) -> str:
-    """Return the first rows' uids, for an error message."""
-    if not len(rows) or "group" not in rows:
-        return ""
-    uids = rows.uids()
-    return ", ".join(map(str, uids[:most])) + (f" and {len(uids) - most} more" if len(uids) > most else "")

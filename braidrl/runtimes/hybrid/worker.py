@@ -24,7 +24,7 @@ from braidrl.cluster.groups import connect_store, join_group, open_store
 from braidrl.cluster.notices import Notices
 from braidrl.config import Config
 from braidrl.data.codec import decode, encode
-from braidrl.data.rows import Column, Rows, tokens_of
+from braidrl.data.rows import Column, Rows, named_rows, tokens_of
 from braidrl.errors import UserError
 from braidrl.flow import Stage
 from braidrl.flow.compute import computed, summed
@@ -43,20 +43,9 @@ from braidrl.runtimes.saving.background import BackgroundWriter
 from braidrl.runtimes.saving.row_store import Origin, with_added
 from braidrl.transfer.protocols import register
 
-ROWS_SHOWN = 8
-
 
 class StageFailure(Exception):
     """Raised in a worker; its text is the whole story, since the exception behind it may not travel."""
-
-
-def named_rows(uids: Sequence[Uid]) -> str:
-    """Return ` on 12 rows (source, group, sample): (0, 3, 0) (0, 3, 1) ...`; nothing for a call without rows."""
-    if not uids:
-        return ""
-    shown = " ".join(str(tuple(uid)) for uid in uids[:ROWS_SHOWN])
-    more = " ..." if len(uids) > ROWS_SHOWN else ""
-    return f" on {len(uids)} rows (source, group, sample): {shown}{more}"
 
 
 @dataclass(frozen=True)
