@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from braidrl.errors import UserError, suggest
+from braidrl.importing import PluginRegistry
 
 Arguments = tuple[Any, ...]
 Calls = list[Arguments | None]
 """For each rank the arguments that it is called with, or None where it is not called."""
 F = TypeVar("F", bound=Callable[..., Any])
+BUILT_IN = ("ONE_TO_ALL", "RANK_ZERO", "ALL_TO_ALL", "DP")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,9 @@ class TransferProtocol:
     collect: Callable[[Mesh, Calls, list[Any]], Any]
 
 
+PROTOCOLS = PluginRegistry("transfer protocol", {name: f"{__name__}:{name}" for name in BUILT_IN}, TransferProtocol)
+
+
 @dataclass(frozen=True)
 class Registration:
     """How a worker's method is called: its protocol, and the columns that it reads and writes."""
@@ -77,16 +82,14 @@ def register(
     """Mark a worker's method as one that the driver calls.
 
     Args:
-        protocol: The name of a protocol in `PROTOCOLS`, or one of your own.
+        protocol: The name of a protocol in `PROTOCOLS`, `module:name` or `file.py:name` of one of your own, or that itself.
         reads: The columns that the method needs of its rows, as a stage has them; no other payload is fetched.
         writes: The columns that it returns as a mapping, which stay with the worker; without any, its result goes to the driver.
 
     Raises:
         UserError: No protocol has this name.
     """
-    if isinstance(protocol, str) and protocol not in PROTOCOLS:
-        raise UserError(f"no transfer protocol is called {protocol!r}. {suggest(protocol, PROTOCOLS)}")
-    registration = Registration(PROTOCOLS[protocol] if isinstance(protocol, str) else protocol, reads, writes)
+    registration = Registration(PROTOCOLS.find(protocol) if isinstance(protocol, str) else protocol, reads, writes)
 
     def mark(method: F) -> F:
         method.registration = registration  # type: ignore[attr-defined]
@@ -143,12 +146,7 @@ def of_rank_zero(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
     return results[0]
 
 
-PROTOCOLS = {
-    protocol.name: protocol
-    for protocol in (
-        TransferProtocol("ONE_TO_ALL", to_everyone, in_order_of_ranks),
-        TransferProtocol("RANK_ZERO", to_rank_zero, of_rank_zero),
-        TransferProtocol("ALL_TO_ALL", one_each, in_order_of_ranks),
-        TransferProtocol("DP", by_rows, in_order_of_ranks),
-    )
-}
+ONE_TO_ALL = TransferProtocol("ONE_TO_ALL", to_everyone, in_order_of_ranks)
+RANK_ZERO = TransferProtocol("RANK_ZERO", to_rank_zero, of_rank_zero)
+ALL_TO_ALL = TransferProtocol("ALL_TO_ALL", one_each, in_order_of_ranks)
+DP = TransferProtocol("DP", by_rows, in_order_of_ranks)
