@@ -72,7 +72,7 @@ class ProcessSpec:
     name: str
     entry: str
     """`module:function`. With `arguments` it is called with them, and what it returns is the process's result; without, it is
-    called with the descriptor of its end of the connection, over which it speaks as it likes."""
+    called with the descriptor of its end of the connection, whose messages are its own."""
     arguments: Mapping[str, Any] | None = None
     """A JSON object."""
     orphaned: str = ""

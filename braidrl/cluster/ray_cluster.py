@@ -104,12 +104,12 @@ class RayCluster:
         return actor
 
     def end(self, actor: Any) -> None:
-        """Ends one actor at once; its seat is free again."""
+        """End one actor at once; its place is free again."""
         self.ray.kill(actor)
         self.actors = [other for other in self.actors if other is not actor]
 
     def close(self) -> None:
-        """Lets every worker clean up for a moment, ends it, and frees its device."""
+        """Let every worker clean up for a moment, end it, and free its device."""
         if not self.ray.is_initialized():
             return
         leaving = [actor.close.options(concurrency_group="aside").remote() for actor in self.actors]

@@ -1,4 +1,4 @@
-"""The processes of one run as one of them sees the others. All walk the same way, so each call here is made by every rank.
+"""The processes of one run as one of them sees the others. All make the same calls in the same order.
 
 gather      every rank's bytes, on every rank                 (index columns: a few numbers per row)
 exchange    to each rank what is meant for it, and no more    (payload)
@@ -150,7 +150,7 @@ class World:
         dist.all_to_all_single(received, sent, group=self.group)
         strangers = (received[:, 1] != sign).nonzero().flatten().tolist()
         if strangers:
-            raise RuntimeError(f"ranks {strangers} came to another meeting: the ranks have not walked the same way")
+            raise RuntimeError(f"ranks {strangers} came to another meeting: the ranks have not made the same calls")
         return received[:, 0]
 
     def share(self, purpose: str, value: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.data.frames import CodecError, Frame
+from braidrl.data.frames import CodecError, Frame, join, split
 from braidrl.data.rows import Column, Objects, Rows
 
 MARK = b"braidrow"
@@ -107,6 +107,16 @@ def decode(frames: Sequence[Frame], columns: Sequence[str] | None = None) -> Row
             decoded[header.name] = _decode_column(header, size, frames[position : position + count])
         position += count
     return Rows({name: decoded[name] for name in wanted})
+
+
+def pack_rows(rows: Rows) -> bytes:
+    """Encode rows as one message."""
+    return bytes(join(encode(rows)))
+
+
+def unpack_rows(message: Frame) -> Rows:
+    """Decode what `pack_rows` returned; an empty message is no rows."""
+    return decode(split(message)) if len(message) else Rows({})
 
 
 def read_header(frames: Sequence[Frame]) -> tuple[int, list[ColumnHeader]]:

@@ -153,6 +153,31 @@ def _cat(columns: Sequence[Any]) -> Column:
     return torch.cat(list(columns))
 
 
+def merged_rows(size: int, segments: Sequence[tuple[Tensor, Rows]]) -> Rows:
+    """Return one table of `size` rows from segments (positions, rows), of which later ones win, without columns that a row lacks."""
+    by_name: dict[str, list[tuple[Tensor, Column]]] = {}
+    for positions, rows in segments:
+        for name, column in rows.items():
+            by_name.setdefault(name, []).append((positions, column))
+    columns = {name: merged_column(size, found) for name, found in by_name.items()}
+    return Rows({name: column for name, column in columns.items() if column is not None})
+
+
+def merged_column(size: int, segments: Sequence[tuple[Tensor, Column]]) -> Column | None:
+    """Return one column of `size` rows, or None where a row is in no segment."""
+    if len(segments) == 1 and torch.equal(segments[0][0], torch.arange(size)):
+        # All rows in their order, as where one worker has written what another one gets.
+        return segments[0][1]
+    place, start = torch.full((size,), -1), 0
+    for positions, column in segments:
+        place[positions] = torch.arange(start, start + len(column))
+        start += len(column)
+    if bool((place < 0).any()):
+        return None
+    whole: Column = Rows.cat([Rows({"": column}) for _, column in segments])[""]
+    return Rows({"": whole}).take(place)[""]
+
+
 def named_rows(uids: Sequence[tuple[int, int, int]]) -> str:
     """Return ` on 12 rows (source, group, sample): (0, 3, 0) (0, 3, 1) ...` for a message; nothing for no rows."""
     if not uids:

@@ -60,16 +60,16 @@ def save_worker(worker: RoleModel, folder: Path, write: bool = True) -> None:
         part()
 
 
-def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, beside: bool = False) -> list[Write]:
+def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, copy: bool = False) -> list[Write]:
     """Return the writes of `save_worker` as calls, in order.
 
     Args:
         worker: The role's worker on this rank.
         folder: The directory to make.
         write: True on the one rank that writes what all ranks have in full.
-        beside: Copy the tensors to host memory first, so that a thread may make the calls while the worker trains on.
+        copy: Copy the tensors to host memory first, so that a thread may make the calls while the worker trains on.
     """
-    kept = copied if beside else dict[str, Tensor]
+    kept = copied if copy else dict[str, Tensor]
     weights = full_state_dict(worker, wanted=write)
     adapters = full_adapters(worker) if worker.lora else {}
     parts: list[Write] = []
@@ -77,7 +77,7 @@ def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, beside: bo
         parts.append(partial(write_model, worker, folder, kept(weights), kept(adapters)))
     if worker.optimizer is not None and worker.ranks.is_sharded:
         state, place = divided_state(worker.optimizer), folder / PARTS
-        if beside:
+        if copy:
             # Threads of several roles meet their ranks at once: each role in a group of its own.
             worker.background = worker.background or background_group()
             begun = dcp.async_save(state, checkpoint_id=place, process_group=worker.background)

@@ -62,7 +62,7 @@ SECTIONS: tuple[tuple[str, tuple[Picture, ...]], ...] = (
     (
         "How it runs",
         (
-            Picture("Seconds per stage", (r"time/(?!step$).+",), "", True),
+            Picture("Seconds per stage", (r"time/(?!step$).+",), "stacked", True),
             Picture("Seconds per step", ("time/step",), "wall clock, everything included"),
             Picture("Throughput", ("throughput/tokens_per_second",), "prompt and response tokens per second"),
             Picture("Tokens", ("tokens/generated", "tokens/trained"), "per step"),

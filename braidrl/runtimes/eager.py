@@ -4,7 +4,7 @@ loader ──▶ Rows ──▶ stage ──▶ Rows + columns ──▶ stage �
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from braidrl.config import Config
@@ -14,7 +14,7 @@ from braidrl.flow import Stage
 from braidrl.flow.compute import dropped, summed
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
-from braidrl.observe.trace import Done, TraceWriter
+from braidrl.observe.trace import Done, TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.saving.row_store import Admission, Origin, RowStore, with_added
@@ -49,9 +49,8 @@ class EagerBackend:
         return self.run(segment.generate, table, iteration, sums, stop)
 
     def _traced(self, stage: Stage, iteration: int, rows: int) -> AbstractContextManager[Done]:
-        if self.trace is None:
-            return nullcontext(Done())
-        return self.trace.span(stage.role or "compute", stage.name, iteration, rows=rows, version=self.version)
+        role = stage.role or "compute"
+        return traced(self.trace, role, stage.name, iteration, rows=rows, version=self.version)
 
     def totals(self, stage: Stage, table: Rows) -> dict[str, float]:
         return {name: float(total) for name, total in summed(stage, table).items()}

@@ -217,7 +217,7 @@ class StageExecutor:
         calls: list[Write] = []
         for worker in self._changed(write):
             with self.residency.all_of(worker.role):
-                calls += saving_tasks(torch_worker(worker), folder / worker.role, write, beside=True)
+                calls += saving_tasks(torch_worker(worker), folder / worker.role, write, copy=True)
         return calls
 
     def load(self, folder: Path) -> None:

@@ -59,7 +59,7 @@ class Endpoint:
     ) -> None:  # fmt: skip
         """Raise UserError for a tokenizer without a chat template, which could not tell the speakers apart."""
         if not template.template.is_chat:
-            raise UserError("the endpoint speaks chat, and the tokenizer has no chat template; set one in its folder")
+            raise UserError("the endpoint serves chats, and the tokenizer has no chat template; set one in its folder")
         self.engine, self.template, self.sampling = engine, template, sampling
         self.max_sequence_tokens, self.purpose, self.stage = max_sequence_tokens, purpose, stage
         self._host, self._port = host, port

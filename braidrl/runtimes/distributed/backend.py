@@ -1,4 +1,4 @@
-"""The distributed runtime: every rank walks the same chain, and nobody decides for the others.
+"""The distributed runtime: every rank runs the same chain of stages, and nobody decides for the others.
 
 rank 0   its prompts ──generate──▶ its rows ──verify──▶ its rows ╮            ╭─▶ its rows ──forward_backward──╮
 rank 1   its prompts ──generate──▶ its rows ──verify──▶ its rows ┼▶ balanced? ┼─▶ its rows ──forward_backward──┼▶ sum, step

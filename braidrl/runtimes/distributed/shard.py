@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from braidrl.data.frames import join, split
 from braidrl.data.rows import Column, Rows, named_rows, tokens_of
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
-from braidrl.observe.trace import Done, State, TraceWriter
+from braidrl.observe.trace import Done, State, TraceWriter, traced
 from braidrl.runtimes.interrupts import Interrupts
 from braidrl.transfer.data_buffer import DataBuffer, Key
 
@@ -145,15 +145,11 @@ class ShardExchange:
             yield done
         self.world.rows = ""
 
-    @contextmanager
-    def _span(self, role: str, stage: str, rows: int, tokens: int, state: State = "busy") -> Iterator[Done]:
-        if self.trace is None:
-            yield Done()
-            return
-        with self.trace.span(
-            role, stage, self.iteration, rows=rows, tokens=tokens, version=self.version, state=state
-        ) as done:  # fmt: skip
-            yield done
+    def _span(
+        self, role: str, stage: str, rows: int, tokens: int, state: State = "busy"
+    ) -> AbstractContextManager[Done]:
+        about = {"rows": rows, "tokens": tokens, "version": self.version, "state": state}
+        return traced(self.trace, role, stage, self.iteration, **about)
 
 
 def columns_of(rows: Rows) -> dict[str, Column]:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from braidrl.cluster.notices import Notices
-from braidrl.data.codec import decode, encode
-from braidrl.data.frames import join, split
+from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.compute import dropped
@@ -108,8 +107,8 @@ class EarlyStop:
         if self.notices is None:
             return own
         if own:
-            self.notices.tell(bytes(join(encode(Rows.cat(own)))))
-        return [decode(split(message)) for message in self.notices.hear()]
+            self.notices.tell(pack_rows(Rows.cat(own)))
+        return [unpack_rows(message) for message in self.notices.hear()]
 
     def _note(self, index: Rows) -> None:
         for number, uid in enumerate(index.uids()):

@@ -15,7 +15,8 @@ from braidrl.runtimes.generating.engines import with_engines
 from braidrl.runtimes.hybrid.backend import HybridBackend
 from braidrl.runtimes.hybrid.group import DriverTraffic, WorkerGroup
 from braidrl.runtimes.hybrid.handles import Future
-from braidrl.runtimes.hybrid.worker import HybridWorker, WorkerSpec, method_class
+from braidrl.runtimes.hybrid.pool_worker import WorkerSpec, method_class
+from braidrl.runtimes.hybrid.worker import HybridWorker
 from braidrl.runtimes.prepare.setup import Prepared
 
 
