@@ -41,10 +41,7 @@ class Tracker(Protocol):
 
 TRACKERS = PluginRegistry(
     "tracker",
-    {
-        "tensorboard": "braidrl.observe.trackers:TensorboardTracker",
-        "wandb": "braidrl.observe.trackers:WandbTracker",
-    },
+    {"tensorboard": "braidrl.observe.trackers:TensorboardTracker", "wandb": "braidrl.observe.trackers:WandbTracker"},
 )
 """What opens a tracker: called with a `TrackedRun` and the `params` of the configuration, it returns a `Tracker`."""
 

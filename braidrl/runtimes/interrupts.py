@@ -11,6 +11,9 @@ from braidrl.cluster.process import interrupts_handled
 class Interrupts:
     """While active, SIGINT and SIGTERM raise KeyboardInterrupt, except inside `hold()`: then when the hold ends."""
 
+    ALONE = True
+    """Whether this process stops by itself."""
+
     def __init__(self) -> None:
         self._holds = 0
         self.asked = False
@@ -25,15 +28,14 @@ class Interrupts:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep an interrupt waiting until the outermost hold ends; a second Ctrl-C is not kept waiting."""
+        """Keep an interrupt waiting until the outermost hold ends, or of several ranks until they meet after it; a second Ctrl-C is not."""
         self._holds += 1
         try:
             yield
         finally:
             self._holds -= 1
-        if self.asked and not self._holds:
-            self.asked = False
-            raise KeyboardInterrupt
+        if self.ALONE:
+            self.agree(self.asked)
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -57,6 +59,7 @@ class Interrupts:
 class AgreedInterrupts(Interrupts):
     """For ranks that must all stop at the same place: a signal counts when they meet, and at once only in work of one's own."""
 
+    ALONE = False
     REPEATED_S = 1.0
     """A second signal within this time is the first one, which came from the terminal and from the launcher."""
 
@@ -64,15 +67,6 @@ class AgreedInterrupts(Interrupts):
         super().__init__()
         self._first: float | None = None
         self._local = False
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Let no meeting inside stop the ranks; they stop at the first one after it."""
-        self._holds += 1
-        try:
-            yield
-        finally:
-            self._holds -= 1
 
     @contextmanager
     def local(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ configuration ──prepare──▶ flow, data, models ──▶ each step: run
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from braidrl.runtimes.step_metrics import GapWatch, step_metrics, summary
 Metrics = dict[str, float | int | None]
 
 
-class TrainingRun:
+class TrainingRun(AbstractContextManager["TrainingRun"]):
     """Use as a context: leaving it, by whatever way, closes files and ends processes."""
 
     def __init__(
@@ -84,9 +84,6 @@ class TrainingRun:
         except BaseException:
             self.backend.close()
             raise
-
-    def __enter__(self) -> TrainingRun:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.backend.close()

@@ -13,6 +13,7 @@ with Session(config) as session:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ Table = Any
 """Rows under eager, a handle to them under hybrid."""
 
 
-class Session:
+class Session(AbstractContextManager["Session"]):
     """The models, data and processes of a configuration, without its loop. Its flow says which roles there are and which are trained."""
 
     def __init__(self, config: Config) -> None:
@@ -123,9 +124,6 @@ class Session:
 
     def close(self) -> None:
         self.backend.close()
-
-    def __enter__(self) -> Session:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

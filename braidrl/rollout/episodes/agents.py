@@ -9,15 +9,7 @@ from typing import Any
 
 from braidrl.data.rows import FinishReason
 from braidrl.rollout.episodes.endpoint import Endpoint
-from braidrl.rollout.episodes.player import (
-    EnvironmentFailed,
-    Episode,
-    Limits,
-    Player,
-    call_user,
-    example_of,
-    fail,
-)
+from braidrl.rollout.episodes.player import EnvironmentFailed, Episode, Limits, Player, call_user, example_of, fail
 from braidrl.rollout.episodes.turns import Observation
 from braidrl.rollout.requests import Uid
 

@@ -31,12 +31,7 @@ from braidrl.runtimes.generating.early_stop import Needless, Segment
 from braidrl.runtimes.generating.engines import pools_ranks
 from braidrl.runtimes.hybrid.dispatch import StageDispatch, by_length, by_number
 from braidrl.runtimes.hybrid.group import WorkerGroup
-from braidrl.runtimes.hybrid.handles import (
-    READ,
-    Handle,
-    Output,
-    columns_read,
-)
+from braidrl.runtimes.hybrid.handles import READ, Handle, Output, columns_read
 from braidrl.runtimes.hybrid.pool_worker import method_class
 from braidrl.runtimes.saving.background import check_written
 from braidrl.runtimes.saving.row_store import Admission, Origin
