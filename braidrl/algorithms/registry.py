@@ -127,9 +127,18 @@ class Registry:
         needs: Needs | None = None,
         denominator: str = "tokens",
     ) -> Callable[[F], F]:
-        """Return a decorator; the name defaults to the function's own. Raises ValueError if another function has the name.
+        """Return a decorator that registers a function. Raises ValueError if another function has the name.
 
-        `columns` renames parameters that are no Python names: `{"baseline": "greedy.reward"}`.
+        Args:
+            name: By default the function's own.
+            writes: Columns that it returns.
+            scope: How many rows it must see at once.
+            sums: Of scope `batch`: what is added up over all rows.
+            columns: Columns of parameters that are no Python names: `{"baseline": "greedy.reward"}`.
+            state: Initial values of the state that its stage owns.
+            update_state: Makes the next state, once per iteration.
+            needs: What it asks of a flow.
+            denominator: Of an aggregation: the count that its sums are divided by.
         """
         if bool(state) != bool(update_state) or (state and sums is None):
             raise ValueError("a state needs its initial values, the function that updates it and the sums for that")

@@ -28,7 +28,16 @@ def make_stage(
     when: When = ALWAYS,
     after: Sequence[str] = (),
 ) -> Stage:
-    """Return a stage by its type's name. Raises UserError for a type, role or parameter that does not exist."""
+    """Return a stage by its type's name. Raises UserError for a type, role or parameter that does not exist.
+
+    Args:
+        type: As in the table above.
+        role: Of a type that is a model's.
+        params: Parameters of the type; those that are None are left out.
+        id: The stage's name; by default its role and type.
+        when: The iterations in which it runs.
+        after: Names of stages that it comes after, where no column says so.
+    """
     params = {name: plain(type, value) for name, value in (params or {}).items() if value is not None}
     if type in ROLE_TYPES:
         if role is None:

@@ -84,8 +84,16 @@ def update_plan(
 ) -> list[list[int]]:
     """Return the row positions of each optimizer step, epoch after epoch; rows of one step are in the order of (group, sample).
 
-    `groups` and `samples` are the index columns of the batch, in any order. Raises ValueError when the rows are no whole number of
-    updates or when two rows have one identity.
+    Args:
+        groups: Group of each row of the batch, in any order.
+        samples: Sample of each row.
+        rows_per_update: Rows of one step.
+        epochs: Passes over the batch.
+        seed: The run's.
+        iteration: Number of the batch.
+
+    Raises:
+        ValueError: The rows are no whole number of updates, or two rows have one identity.
     """
     identities = list(zip(groups, samples, strict=True))
     if len(set(identities)) < len(identities):

@@ -94,7 +94,16 @@ class Session(AbstractContextManager["Session"]):
         self.trained = True
 
     def call(self, role: str, method: str, *arguments: Any) -> Any:
-        """Call a method of the class that `roles.ROLE.methods` names; returns what its protocol collects."""
+        """Call a method of the class that `roles.ROLE.methods` names.
+
+        Args:
+            role: The role whose workers have it.
+            method: Its name.
+            arguments: What its protocol distributes.
+
+        Returns:
+            What its protocol collects.
+        """
         if self.config.runtime != "hybrid":
             raise UserError(
                 f"{role}.{method} is called on workers, and runtime={self.config.runtime} has none; write runtime=hybrid"
