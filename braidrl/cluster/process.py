@@ -3,8 +3,6 @@
 Launcher ──ProcessSpec──▶ Process: works ──▶ Outcome: a result, or a Failure        or it is killed, and has none
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -59,7 +57,7 @@ class Outcome:
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
-    def decode(message: bytes) -> Outcome:
+    def decode(message: bytes) -> "Outcome":
         """Return what `encode` has written."""
         plain = json.loads(message)
         return Outcome(plain["result"], Failure(**plain["failure"]) if plain["failure"] else None)

@@ -8,8 +8,6 @@ Everything follows from the admission number: `peek` answers for any number with
 distributed run draws only its slice under one global shuffle, and a resumed run goes on where the other stopped.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +43,7 @@ class Admitted:
     rejected: Tensor | None = None
 
     @staticmethod
-    def of(source: LoadedSource, number: int, position: int, epoch: int, index: int) -> Admitted:
+    def of(source: LoadedSource, number: int, position: int, epoch: int, index: int) -> "Admitted":
         """Make the admission of example `index` of a source, which is the run's `position`-th."""
         response, rejected = source.response(index), source.rejected_response(index)
         return Admitted(

@@ -1,7 +1,5 @@
 """Roles: named models. Each method makes a stage; the same methods run at once on a `Session`'s roles."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +72,7 @@ class Role:
 
     def update(self, *, loss: Mapping[str, Any] | None = None, aggregate: str | Mapping[str, Any] | None = None, old: str | None = None,
                kl: Mapping[str, Any] | None = None, entropy_coef: float | None = None,
-               correction: Mapping[str, Any] | None = None, source: str | Role | None = None, decay: float | None = None,
+               correction: Mapping[str, Any] | None = None, source: "str | Role | None" = None, decay: float | None = None,
                ptx_coef: float | None = None, positive_coef: float | None = None,
                id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
         """Train on the batch, or with `source` take another role's weights.

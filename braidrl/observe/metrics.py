@@ -3,8 +3,6 @@
 workers ──Sums──▶ merge ──means──▶ MetricsWriter ──▶ metrics.jsonl, trackers
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,7 +128,7 @@ class Sums:
             else:
                 self.add(f"{role}/{name}", values.sum(), len(values))
 
-    def merge(self, other: Sums) -> None:
+    def merge(self, other: "Sums") -> None:
         """Add everything that `other` holds."""
         for name, (total, count) in other._pairs.items():
             if name.endswith("_max"):
@@ -139,7 +137,7 @@ class Sums:
                 self.add(name, total, count)
 
     @staticmethod
-    def merged(parts: Iterable[Sums]) -> Sums:
+    def merged(parts: "Iterable[Sums]") -> "Sums":
         """Return the sums of all workers, added in the order given."""
         result = Sums()
         for part in parts:

@@ -3,8 +3,6 @@
 configuration ──prepare──▶ flow, data, models ──▶ each step: run the flow ─▶ rollouts ─▶ evaluate? ─▶ metrics ─▶ checkpoint?
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path

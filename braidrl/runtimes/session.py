@@ -10,8 +10,6 @@ with Session(config) as session:
         print(session.metrics())
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -56,7 +54,7 @@ class Session(AbstractContextManager["Session"]):
         self.sums = Sums()
         self.trained = False
 
-    def __getattr__(self, role: str) -> SessionRole:
+    def __getattr__(self, role: str) -> "SessionRole":
         """`session.actor`, `session.critic`, ... Raises AttributeError for a role that the flow does not have."""
         known = {stage.role for stage in self.prepared.flow.stages} | set(self.prepared.roles())
         if role not in known:

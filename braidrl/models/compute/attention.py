@@ -10,8 +10,6 @@ itself alone. The rollout engine has a context of its own for decoding from slot
 Shapes: N tokens packed, S sequences of one length, L that length, H query heads, K key/value heads, D head width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -76,7 +74,7 @@ class PackedSequences:
     keep_scores: bool = False
 
     @staticmethod
-    def of(lengths: Iterable[int], device: torch.device | str = "cpu", keep_scores: bool = False) -> PackedSequences:
+    def of(lengths: Iterable[int], device: torch.device | str = "cpu", keep_scores: bool = False) -> "PackedSequences":
         """Make the context of sequences of these lengths; empty ones are left out."""
         kept = tuple(int(length) for length in lengths if length)
         offsets = torch.tensor([0, *accumulate(kept)], dtype=torch.int32, device=device)

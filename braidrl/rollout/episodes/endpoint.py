@@ -8,8 +8,6 @@ A session is one row. While the agent's messages go on from what was said before
 that do not (a summary, a second conversation) open a new sequence in the same row.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -66,7 +64,7 @@ class Endpoint:
         self._sessions: dict[str, EndpointSession] = {}
         self._runner: web.AppRunner | None = None
 
-    async def __aenter__(self) -> Endpoint:
+    async def __aenter__(self) -> "Endpoint":
         application = web.Application()
         application.router.add_post("/sessions/{name}/v1/chat/completions", self._handle)
         self._runner = web.AppRunner(application)

@@ -7,8 +7,6 @@ A group of processes lasts for one version, so that nothing is left of one that 
 and keeps its part of each tensor.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading
@@ -68,7 +66,7 @@ class Notice:
         return asdict(self)
 
     @staticmethod
-    def of(plain: Mapping[str, Any]) -> Notice:
+    def of(plain: Mapping[str, Any]) -> "Notice":
         return Notice(**{**plain, "tensors": [TensorSpec(**sent) for sent in plain["tensors"]]})
 
     def buckets(self) -> list[list[TensorSpec]]:

@@ -8,8 +8,6 @@ gather      new index columns and metric sums of every rank, on every rank
 move        payload to the ranks that are to have it
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -54,7 +52,7 @@ class Shard:
         own = self.index.take(self.mine)
         return own.with_columns(dict(self.payload.items())) if len(own) else own
 
-    def take(self, positions: Sequence[int]) -> Shard:
+    def take(self, positions: Sequence[int]) -> "Shard":
         chosen = torch.tensor(positions, dtype=torch.int64)
         owner = self.owner[chosen]
         place = torch.zeros(len(self.owner), dtype=torch.int64)
@@ -62,7 +60,7 @@ class Shard:
         payload = self.payload.take(place[chosen[owner == self.rank]])
         return Shard(self.index.take(chosen), owner, payload, self.rank)
 
-    def with_everywhere(self, columns: Mapping[str, Column]) -> Shard:
+    def with_everywhere(self, columns: Mapping[str, Column]) -> "Shard":
         """Return the table with columns that every rank has of all rows; of payload each keeps its own."""
         here = Rows(columns)
         kept = here.payload.take(self.mine) if len(self.mine) else Rows({})

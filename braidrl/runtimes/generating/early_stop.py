@@ -8,8 +8,6 @@ finished rows ──▶ checks ──▶ whole groups ──select──▶ kept
 What ends early depends on who was fast; what is in the batch does not: it is the first kept groups by number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -67,7 +65,7 @@ class EarlyStop:
     @staticmethod
     def of(
         segment: Segment, needless: Needless, flow: Flow, uids: Sequence[Uid], notices: Notices | None = None
-    ) -> EarlyStop:
+    ) -> "EarlyStop":
         """Return what follows a wave; `uids` are all of its rows, whoever generates them."""
         left: dict[int, set[Uid]] = {}
         for uid in uids:

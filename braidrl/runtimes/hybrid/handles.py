@@ -7,8 +7,6 @@ Part      the rows that a worker is given: index columns by value, payload by wh
 Answer    what the worker replies: index columns by value, the names of the payload columns that it keeps
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,7 +80,7 @@ class Output:
     """
 
     stage: Stage
-    table: Handle | None = None
+    table: "Handle | None" = None
     iteration: int = 0
     sums: Sums = field(default_factory=Sums)
     group: Any = None
@@ -150,7 +148,7 @@ class Handle:
                 segments.append((places, output.index.take(rows[places])))
         return merged_rows(len(self), segments)
 
-    def take(self, positions: Sequence[int]) -> Handle:
+    def take(self, positions: Sequence[int]) -> "Handle":
         """Return the rows at these positions, in the order given."""
         rows = self.rows[:, torch.as_tensor(positions, dtype=torch.int64)]
         # An output that no row is left of would keep its rows with the workers.
@@ -158,7 +156,7 @@ class Handle:
         return Handle(tuple(self.outputs[n] for n in used), rows[used])
 
     @staticmethod
-    def cat(tables: Sequence[Handle]) -> Handle:
+    def cat(tables: "Sequence[Handle]") -> "Handle":
         """Return the rows of all tables, one table after the other."""
         numbers = {o: n for n, o in enumerate(dict.fromkeys(o for table in tables for o in table.outputs))}
         rows, start = torch.full((len(numbers), sum(map(len, tables))), -1), 0
@@ -167,18 +165,18 @@ class Handle:
             start += len(table)
         return Handle(tuple(numbers), rows)
 
-    def divide(self, parts: int) -> list[Handle]:
+    def divide(self, parts: int) -> "list[Handle]":
         """Return the rows of each rank: those decided on, else equally many neighbours."""
         if self.parts is not None:
             return [self.take(positions) for positions in self.parts]
         edges = [len(self) * n // parts for n in range(parts + 1)]
         return [self.take(range(edges[n], edges[n + 1])) for n in range(parts)]
 
-    def with_output(self, output: Output) -> Handle:
+    def with_output(self, output: Output) -> "Handle":
         """Return the same rows with what a stage writes for them."""
         return Handle((*self.outputs, output), torch.cat([self.rows, torch.arange(len(self))[None]]))
 
-    def without(self, other: Handle) -> Handle:
+    def without(self, other: "Handle") -> "Handle":
         """Return the same rows with what the other table lacks."""
         added = [n for n, output in enumerate(self.outputs) if output not in other.outputs]
         return Handle(tuple(self.outputs[n] for n in added), self.rows[added])
