@@ -27,7 +27,7 @@ class SteppingEngine(ABC):
     ) -> None:
         """Make an engine without rows; `end_ids` are the tokens with which the model ends a response."""
         self.seed, self.version = seed, 0
-        self.rows_done = self.tokens_generated = 0
+        self.tokens_generated = 0
         self._tokenizer, self._end_ids = tokenizer, end_ids
         self.max_sequence_tokens = max_sequence_tokens
         self._under_way: set[Uid] = set()
@@ -123,7 +123,6 @@ class SteppingEngine(ABC):
 
     def _done(self, finished: list[Response]) -> list[Response]:
         self._under_way.difference_update(row.uid for row in finished)
-        self.rows_done += len(finished)
         return finished
 
     def _decoding(self) -> AbstractContextManager[None]:

@@ -1,7 +1,7 @@
-"""What a worker process writes of a checkpoint in a thread while it goes on; whoever asked for it hears how that ended.
+"""What a process writes of a checkpoint in a thread while it goes on; whoever asked for it hears how that ended.
 
-driver ──stage──▶ worker: copies ──▶ thread: writes        the worker trains on
-       ──written─────────────────────▶ trouble, or none
+driver ──copy_for_saving──▶ worker: copies ──▶ thread: writes        the worker trains on
+       ──written──────────────────────────────▶ trouble, or none
 """
 
 from collections.abc import Sequence
@@ -32,13 +32,22 @@ class BackgroundWriter:
     def goes_on(self) -> bool:
         return self._begun is not None and not self._begun.done()
 
+    def wait(self) -> None:
+        """Wait until what was begun is written. Raises what kept it from being written, once."""
+        if self._begun is not None:
+            # An interrupt leaves it to the next call.
+            error = self._begun.exception()
+            self._begun = None
+            if error is not None:
+                raise error
+
     def trouble(self) -> str:
         """Wait, and return in one line why what was begun could not be written, or nothing. Raises what is no trouble of the disk's."""
-        begun, self._begun = self._begun, None
-        error = begun.exception() if begun is not None else None
-        if error is not None and not isinstance(error, TROUBLES):
-            raise error
-        return "" if error is None else first_line(error)
+        try:
+            self.wait()
+        except TROUBLES as error:
+            return first_line(error)
+        return ""
 
 
 def write(parts: Sequence[Write]) -> None:
