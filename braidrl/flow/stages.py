@@ -80,7 +80,7 @@ def plain(type: str, value: Any) -> Any:
     )
 
 
-class Family:
+class RegisteredNames:
     """`advantage.gae(gamma=1.0)`: every registered name is an attribute, which makes something of settings by keyword."""
 
     def __init__(self, registered: Registry, make: Callable[..., Any]) -> None:
@@ -95,7 +95,7 @@ class Family:
         return list(self._registered)
 
 
-def stage_family(family: str) -> Family:
+def stage_family(family: str) -> RegisteredNames:
     """Return what makes stages: `advantage.gae(gamma=1.0)` is the stage of type `advantage.gae`."""
 
     def make(
@@ -103,12 +103,12 @@ def stage_family(family: str) -> Family:
     ) -> Stage:
         return make_stage(f"{family}.{name}", None, params, id=id, when=when, after=after)
 
-    return Family(FAMILIES[family], make)
+    return RegisteredNames(FAMILIES[family], make)
 
 
-def value_family(registered: Registry) -> Family:
+def value_family(registered: Registry) -> RegisteredNames:
     """Return what makes values: `loss.clip(low=0.2)` is `{"name": "clip", "low": 0.2}`, the same that YAML spells out."""
-    return Family(registered, lambda name, **settings: {"name": name, **settings})
+    return RegisteredNames(registered, lambda name, **settings: {"name": name, **settings})
 
 
 advantage = stage_family("advantage")

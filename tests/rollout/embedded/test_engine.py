@@ -112,7 +112,7 @@ def test_greedy_takes_the_likeliest_token_of_transformers_own_generate() -> None
 def test_a_prompt_is_computed_once_for_all_rows_that_share_it() -> None:
     engine = make_engine(slots=16)
     requests = make_requests(groups=3, samples=20, sampling=SAMPLED, shortest=5)
-    engine.generate(requests)
+    assert len(engine.generate(requests)) == 60
     assert engine.prompt_tokens_computed == 4 + 7 + 10
 
 
