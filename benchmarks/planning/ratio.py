@@ -21,7 +21,8 @@ from braidrl.flow.readiness import Uid
 from braidrl.flow.stage import Scope, Signature
 from braidrl.flow.updates import Sizes
 from braidrl.placement.simulation import SimulatedWorker, Streaming
-from braidrl.placement.workload import Simulation, Workload, long_tailed
+from braidrl.placement.workload import Simulation, Workload
+from tests.placement.durations import long_tailed
 
 WORKERS = 12
 ITERATIONS = 4

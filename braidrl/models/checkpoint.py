@@ -158,9 +158,7 @@ def kept_shapes(worker: RoleModel) -> dict[str, torch.Size]:
 
 
 def saved_parameters(worker: RoleModel, folder: Path) -> Mapping[str, Tensor]:
-    """Return the saved counterpart of `kept_parameters`. Raises UserError where adapters were trained before and are not now, or vice
-    versa.
-    """
+    """Return the saved counterpart of `kept_parameters`. Raises UserError where adapters alone were trained before or are now, not both."""
     if (folder / ADAPTER).is_dir() != bool(worker.lora):
         how, now = ("without", "remove it") if worker.lora else ("with", "set it as it was")
         raise UserError(

@@ -37,9 +37,7 @@ class AttentionContext(Protocol):
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """Attend with queries (1, H, N, D) to keys and values (1, K, N, D); returns (1, N, H, D). `window` limits how far back a query
-        sees.
-        """
+        """Attend with queries (1, H, N, D) to keys and values (1, K, N, D), at most `window` tokens back; returns (1, N, H, D)."""
 
 
 def braid_attention(

@@ -247,5 +247,4 @@ def assemble(
 def columns_read(stage: Stage) -> frozenset[str]:
     """Return every column that a stage may read."""
     signature = stage.signature
-    choices = (name for several in signature.one_of for name in several)
-    return frozenset((*signature.reads, *signature.optional, *choices))
+    return frozenset((*signature.reads, *signature.optional, *sum(signature.one_of, ())))

@@ -16,10 +16,11 @@ from braidrl.flow import Flow, Kind
 from braidrl.flow.readiness import Uid
 from braidrl.flow.updates import Sizes
 from braidrl.placement.simulation import Streaming
-from braidrl.placement.workload import Workload, long_tailed
+from braidrl.placement.workload import Workload
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.transfer.queue.client import Client
 from braidrl.transfer.queue.transport import QueueServer
+from tests.placement.durations import long_tailed
 from tests.transfer.queue.made_up import GENERATE, SAMPLES, client, made_from, main_program, queue, stage
 
 FLOW = Flow("overlap", [GENERATE, stage("update", Kind.TRAIN, ("tokens",))])
