@@ -59,6 +59,18 @@ async def some_tokens_later(engine: Engine, rows: int) -> None:
     raise AssertionError(f"{rows} rows were submitted and {engine.load()} is under way")
 
 
+async def under_way(engine: Engine, request: Request) -> asyncio.Task[Response]:
+    """Submit a request and return when it is being decoded; again, where on a busy machine it is over before that is heard of."""
+    for _ in range(100):
+        task = asyncio.ensure_future(engine.submit(request))
+        while not task.done():
+            if engine.load().running:
+                return task
+            await asyncio.sleep(0.001)
+        await task
+    raise AssertionError(f"no row of 100 was ever seen under way: {engine.load()}")
+
+
 async def every_request_is_answered_once_with_what_it_asked_for(subject: EngineUnderTest) -> None:
     engine, wanted = subject.make(), requests(subject, 10)
     for request, finished in zip(wanted, await all_of(engine, wanted), strict=True):
@@ -139,8 +151,8 @@ async def abort_gives_what_there_is(subject: EngineUnderTest) -> None:
     engine, (request, other, *_) = subject.make(), requests(subject, 2)
     free = await engine.submit(replace(request, sampling=replace(request.sampling, max_tokens=subject.long)))
     endless = replace(request, sampling=replace(request.sampling, max_tokens=subject.long))
-    task, beside = asyncio.ensure_future(engine.submit(endless)), asyncio.ensure_future(engine.submit(other))
-    await some_tokens_later(engine, 1)
+    task = await under_way(engine, endless)
+    beside = asyncio.ensure_future(engine.submit(other))
     await engine.abort(request.uid)
     ended = await task
     assert ended.finish_reason is FinishReason.ABORT
@@ -174,8 +186,7 @@ async def new_weights_draw_the_tokens_after_them(subject: EngineUnderTest) -> No
     (request, *_) = requests(subject, 1, tokens=subject.long)
     engine = subject.make()
     old = await engine.submit(request)
-    task = asyncio.ensure_future(engine.submit(request))
-    await some_tokens_later(engine, 1)
+    task = await under_way(engine, request)
     update = asyncio.ensure_future(engine.update_weights(3, subject.other_weights()))
     # On a busy machine a row may be over before the weights are there; the row that they reach is the one that tells.
     for _ in range(100):
@@ -205,8 +216,7 @@ async def weights_that_lack_a_tensor_are_refused(subject: EngineUnderTest) -> No
 async def an_engine_sleeps_when_idle_and_requests_wait_for_it(subject: EngineUnderTest) -> None:
     engine, (request, other, *_) = subject.make(), requests(subject, 2)
     endless = replace(request, sampling=replace(request.sampling, max_tokens=subject.long))
-    task = asyncio.ensure_future(engine.submit(endless))
-    await some_tokens_later(engine, 1)
+    task = await under_way(engine, endless)
     try:
         await engine.sleep()
     except RuntimeError:
