@@ -1,7 +1,5 @@
 """The `braid` command: a thin face over the runtimes. A user's mistake ends in one line; `--debug` shows the traceback."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

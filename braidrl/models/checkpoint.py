@@ -8,8 +8,6 @@
 Either form of the optimizer's state is read under any layout.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable, Mapping
@@ -29,12 +27,12 @@ from braidrl.cluster.groups import background_group
 from braidrl.errors import UserError
 from braidrl.models.lora import (
     ADAPTER,
+    WEIGHTS,
     adapter_name,
     adapter_parameters,
     is_adapter,
     merged,
     plain_names,
-    read_adapters,
     save_adapters,
 )
 from braidrl.models.optimizer import MasterOptimizer
@@ -62,16 +60,16 @@ def save_worker(worker: RoleModel, folder: Path, write: bool = True) -> None:
         part()
 
 
-def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, beside: bool = False) -> list[Write]:
+def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, copy: bool = False) -> list[Write]:
     """Return the writes of `save_worker` as calls, in order.
 
     Args:
         worker: The role's worker on this rank.
         folder: The directory to make.
         write: True on the one rank that writes what all ranks have in full.
-        beside: Copy the tensors to host memory first, so that a thread may make the calls while the worker trains on.
+        copy: Copy the tensors to host memory first, so that a thread may make the calls while the worker trains on.
     """
-    kept = copied if beside else dict[str, Tensor]
+    kept = copied if copy else dict[str, Tensor]
     weights = full_state_dict(worker, wanted=write)
     adapters = full_adapters(worker) if worker.lora else {}
     parts: list[Write] = []
@@ -79,7 +77,7 @@ def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, beside: bo
         parts.append(partial(write_model, worker, folder, kept(weights), kept(adapters)))
     if worker.optimizer is not None and worker.ranks.is_sharded:
         state, place = divided_state(worker.optimizer), folder / PARTS
-        if beside:
+        if copy:
             # Threads of several roles meet their ranks at once: each role in a group of its own.
             worker.background = worker.background or background_group()
             begun = dcp.async_save(state, checkpoint_id=place, process_group=worker.background)
@@ -160,16 +158,14 @@ def kept_shapes(worker: RoleModel) -> dict[str, torch.Size]:
 
 
 def saved_parameters(worker: RoleModel, folder: Path) -> Mapping[str, Tensor]:
-    """Return the saved counterpart of `kept_parameters`. Raises UserError where adapters were trained before and are not now, or vice
-    versa.
-    """
+    """Return the saved counterpart of `kept_parameters`. Raises UserError where adapters alone were trained before or are now, not both."""
     if (folder / ADAPTER).is_dir() != bool(worker.lora):
         how, now = ("without", "remove it") if worker.lora else ("with", "set it as it was")
         raise UserError(
             f"{folder} was trained {how} trainer.lora or roles.{worker.role}.lora; {now} to go on from there"
         )
     if worker.lora:
-        return read_adapters(folder / ADAPTER)
+        return load_file(folder / ADAPTER / WEIGHTS)
     return WeightFiles(folder) if worker.ranks.is_sharded else dict(worker.load_model(folder).named_parameters())
 
 

@@ -7,8 +7,6 @@ A check fails by AssertionError. `subject.make()` gives an engine with weights o
 must be random enough that greedy tokens differ between prompts.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace

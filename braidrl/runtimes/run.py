@@ -3,12 +3,9 @@
 configuration ──prepare──▶ flow, data, models ──▶ each step: run the flow ─▶ rollouts ─▶ evaluate? ─▶ metrics ─▶ checkpoint?
 """
 
-from __future__ import annotations
-
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from braidrl.cluster.world import World
@@ -35,7 +32,7 @@ from braidrl.runtimes.step_metrics import GapWatch, step_metrics, summary
 Metrics = dict[str, float | int | None]
 
 
-class TrainingRun:
+class TrainingRun(AbstractContextManager["TrainingRun"]):
     """Use as a context: leaving it, by whatever way, closes files and ends processes."""
 
     def __init__(
@@ -86,12 +83,7 @@ class TrainingRun:
             self.backend.close()
             raise
 
-    def __enter__(self) -> TrainingRun:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.backend.close()
         if self.metrics:
             self.metrics.close()

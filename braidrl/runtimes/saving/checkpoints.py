@@ -7,21 +7,18 @@ step N + 1 ...         │
 step N + 2 ◀──error?───┘
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from braidrl.config import Config
-from braidrl.errors import UserError
+from braidrl.errors import UserError, first_line
 from braidrl.models.checkpoint import Write
 from braidrl.runtimes.backend import Backend
-from braidrl.runtimes.saving.background import TROUBLES, line_about, write
+from braidrl.runtimes.saving.background import TROUBLES, BackgroundWriter, write
 from braidrl.runtimes.saving.folders import (
     begin_whole,
     checkpoint_folder,
@@ -57,8 +54,7 @@ class Checkpoints:
     def __init__(self, run: Path, config: Config, first: bool) -> None:
         self.run, self.keep_last, self.first = run, config.trainer.keep_checkpoints, first
         self.in_background = config.trainer.checkpoint_async
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._begun: Future[None] | None = None
+        self._writing = BackgroundWriter()
         self._step = 0
 
     def save(self, state: RunState, backend: Backend[Any]) -> None:
@@ -73,33 +69,27 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raise UserError where what was begun has failed by now."""
-        if self._begun is not None and self._begun.done():
+        if not self._writing.goes_on:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when what was begun is written. Raises UserError where it could not be."""
-        if self._begun is None:
-            return
+        """Wait until what was begun is written. Raises UserError where it could not be."""
         with self._explained():
-            # An interrupt leaves it to the next call.
-            error = self._begun.exception()
-            self._begun = None
-            if error is not None:
-                raise error
+            self._writing.wait()
 
     def _begin(self, state: RunState, backend: Backend[Any]) -> None:
         path = checkpoint_folder(self.run, state.step)
         if not self.first:
             parts = backend.copy_for_saving(partial_path(path))
             save_surplus(path, state, backend)
-            self._begun = self._thread.submit(write, parts)
+            self._writing.begin(parts)
             return
         partial = begin_whole(path)
         with discarded_on_error(partial):
             parts = backend.copy_for_saving(partial)
             save_surplus(partial, state, backend)
             write_state(partial, state)
-        self._begun = self._thread.submit(self._finish, path, parts, state.step)
+        self._writing.begin([lambda: self._finish(path, parts, state.step)])
 
     def _finish(self, path: Path, parts: Sequence[Write], step: int) -> None:
         with discarded_on_error(partial_path(path)):
@@ -114,7 +104,7 @@ class Checkpoints:
             yield
         except TROUBLES as error:
             raise UserError(
-                f"the checkpoint of step {self._step} could not be written ({line_about(error)}); the one before it is whole: "
+                f"the checkpoint of step {self._step} could not be written ({first_line(error)}); the one before it is whole: "
                 f"make room and go on with `braid train --resume {self.run}`"
             ) from error
 

@@ -1,7 +1,5 @@
 """A trained model out of a run: the checkpoint's Hugging Face directory without the optimizer."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The run folder and its checkpoints: written whole or not at all, the last few kept, `latest` moved last."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -18,10 +18,10 @@ from braidrl.placement.plan.devices import Cluster
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Cost
 from braidrl.placement.plan.search import Search, allocations, partitions
-from braidrl.placement.simulate_synchronous import call_times
-from braidrl.placement.simulator import simulate
+from braidrl.placement.simulation import call_times
 from braidrl.placement.workload import Workload
 from tests.placement.plan.problems import GIB, cluster, problem, write_sizes
+from tests.placement.simulator import simulate
 from tests.placement.test_simulator import DAPO, GRPO, PPO
 
 MIB = 1 << 20
