@@ -2,7 +2,7 @@
 
 from braidrl.algorithms.registry import suggest
 
-__all__ = ["LostPeers", "UserError", "WorkerError", "suggest"]
+__all__ = ["LostPeers", "UserError", "WorkerError", "first_line", "suggest"]
 
 
 class UserError(Exception):
@@ -15,3 +15,8 @@ class WorkerError(RuntimeError):
 
 class LostPeers(RuntimeError):
     """Other ranks did not come to a meeting: what a rank sees of another's failure."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the error's own words, without what libraries add in further lines."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from braidrl.cluster.devices import own_devices
 from braidrl.cluster.groups import join_group
 from braidrl.cluster.notices import Notices
-from braidrl.errors import LostPeers
+from braidrl.errors import LostPeers, first_line
 from braidrl.models.parallel.replicated import DataParallel
 
 STORE_LIMIT_S = 5.0
@@ -208,8 +208,3 @@ def as_tensor(message: bytes | bytearray | memoryview) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     buffer = message if isinstance(message, bytearray) else bytearray(message)
     return torch.frombuffer(buffer, dtype=torch.uint8)
-
-
-def first_line(error: BaseException) -> str:
-    """The error's own words, without what the library adds in further lines."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

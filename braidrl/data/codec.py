@@ -9,7 +9,6 @@ tensors may lie in read-only memory, as everything in `Rows` is never written to
 
 import json
 import math
-import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -49,29 +48,18 @@ class ColumnHeader(NamedTuple):
     shape: tuple[int, ...]
 
 
-class PayloadGuard:
-    """Counts who forbids payload, for all threads of the process: a driver's callbacks run in other threads."""
-
-    def __init__(self) -> None:
-        self.holders = 0
-        self.lock = threading.Lock()
-
-    def change(self, by: int) -> None:
-        with self.lock:
-            self.holders += by
-
-
-_guard = PayloadGuard()
+_forbidding: list[object] = []
+"""Who forbids payload, for all threads of the process: a driver's callbacks run in other threads."""
 
 
 @contextmanager
 def payload_forbidden() -> Iterator[None]:
     """Make `decode` raise PayloadForbidden for payload columns inside the context, in every thread of this process."""
-    _guard.change(+1)
+    _forbidding.append(None)
     try:
         yield
     finally:
-        _guard.change(-1)
+        _forbidding.pop()
 
 
 def encode(rows: Rows) -> list[Frame]:
@@ -195,7 +183,7 @@ def _decode_column(header: ColumnHeader, size: int, frames: Sequence[Frame]) -> 
     if header.kind == "index":
         values = _tensor(header, header.dtype, header.shape, frames[0])
         return _of_size(header, values, size)
-    if _guard.holders:
+    if _forbidding:
         raise PayloadForbidden(
             f"column {header.name!r} is payload, and this process schedules: it carries index columns only"
         )

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from braidrl.cluster.groups import connect_store, group_apart, open_store
+from braidrl.errors import first_line
 from braidrl.rollout.engine import EngineError, WeightSource
 
 BUCKET_BYTES = 256 << 20
@@ -217,7 +218,3 @@ def address_towards(peer: str) -> str:
         asking.connect(where)
         address: str = asking.getsockname()[0]
     return address
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

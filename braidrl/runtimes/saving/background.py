@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
+from braidrl.errors import first_line
 from braidrl.models.checkpoint import Write
 
 TROUBLES = (OSError, SafetensorError, CheckpointException)
@@ -37,17 +38,13 @@ class BackgroundWriter:
         error = begun.exception() if begun is not None else None
         if error is not None and not isinstance(error, TROUBLES):
             raise error
-        return "" if error is None else line_about(error)
+        return "" if error is None else first_line(error)
 
 
 def write(parts: Sequence[Write]) -> None:
     """Make every call."""
     for part in parts:
         part()
-
-
-def line_about(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def check_written(trouble: str) -> None:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from braidrl.config import Config
-from braidrl.errors import UserError
+from braidrl.errors import UserError, first_line
 from braidrl.models.checkpoint import Write
 from braidrl.runtimes.backend import Backend
-from braidrl.runtimes.saving.background import TROUBLES, line_about, write
+from braidrl.runtimes.saving.background import TROUBLES, write
 from braidrl.runtimes.saving.folders import (
     begin_whole,
     checkpoint_folder,
@@ -117,7 +117,7 @@ class Checkpoints:
             yield
         except TROUBLES as error:
             raise UserError(
-                f"the checkpoint of step {self._step} could not be written ({line_about(error)}); the one before it is whole: "
+                f"the checkpoint of step {self._step} could not be written ({first_line(error)}); the one before it is whole: "
                 f"make room and go on with `braid train --resume {self.run}`"
             ) from error
 
