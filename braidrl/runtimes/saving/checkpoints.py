@@ -165,9 +165,13 @@ def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
     trouble = checkpoint_damage(latest) if latest else ""
     if latest is None or not trouble:
         return latest
-    whole = next((other for other in reversed(checkpoints_of(run)) if other != latest and not checkpoint_damage(other)), None)
+    whole = next(
+        (other for other in reversed(checkpoints_of(run)) if other != latest and not checkpoint_damage(other)), None
+    )
     if whole is None:
-        raise UserError(f"{latest}: {trouble}, and no other checkpoint of the run is whole; copy one back, or begin anew")
+        raise UserError(
+            f"{latest}: {trouble}, and no other checkpoint of the run is whole; copy one back, or begin anew"
+        )
     if not newest_whole:
         command = f"braid train --resume {run} --newest-whole"
         raise UserError(f"{latest}: {trouble}; {whole.name} is whole, go on from it with `{command}`")

@@ -1,7 +1,9 @@
 """The run folder and its checkpoints: written whole or not at all, the last few kept, `latest` moved last."""
 
+import fcntl
 import json
 import os
+import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from braidrl.importing import relative_to
 from braidrl.rollout.episodes.environments import AGENT
 
 LATEST = "latest"
+LOCK = ".lock"
 
 
 def new_run_folder(config: Config) -> Path:
@@ -72,7 +75,24 @@ def unused_folder(config: Config) -> Path:
 
 def never_began(folder: Path) -> bool:
     """Return True where a run was refused after its folder was made: it holds at most a configuration."""
-    return folder.is_dir() and all(path.name == "config.yaml" for path in folder.iterdir())
+    return folder.is_dir() and all(path.name in ("config.yaml", LOCK) for path in folder.iterdir())
+
+
+@contextmanager
+def held_alone(run: Path) -> Iterator[None]:
+    """Keep a run's folder to this process, and what it has forked, as long as it lives. Raises UserError where another one has it."""
+    with (run / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(
+                f"{run} is being trained by {file.read().strip()}; wait until that has ended, or end it"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        yield
 
 
 def run_config(folder: Path) -> Config:
@@ -83,7 +103,9 @@ def run_config(folder: Path) -> Config:
     try:
         return parse_config(dict(yaml.safe_load(path.read_bytes())))
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({first_line(error)}); write it again, or begin anew with the same settings") from error
+        raise UserError(
+            f"{path} is damaged ({first_line(error)}); write it again, or begin anew with the same settings"
+        ) from error
 
 
 def partial_path(path: Path) -> Path:

@@ -24,9 +24,7 @@ def digests(folder: Path) -> dict[str, list[Any]]:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     with ThreadPoolExecutor(READERS) as readers:
         found = list(readers.map(digest, files))
-    return {
-        str(path.relative_to(folder)): [path.stat().st_size, one] for path, one in zip(files, found, strict=True)
-    }
+    return {str(path.relative_to(folder)): [path.stat().st_size, one] for path, one in zip(files, found, strict=True)}
 
 
 def digest(path: Path) -> str:
