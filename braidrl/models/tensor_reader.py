@@ -17,7 +17,7 @@ NAMES = (
     "_MEM_FORMAT_ENCODING",
 )  # fmt: skip
 KNOWN: dict[tuple[str, str], object] = {
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # type: ignore[attr-defined]
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
     **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in NAMES},
 }
@@ -48,7 +48,6 @@ class TensorReader(dcp.FileSystemReader):
             found = IndexUnpickler(file).load()
         if not isinstance(found, Metadata):
             raise pickle.UnpicklingError("the index is no description of tensors")
-        if getattr(found, "storage_meta", None) is None:
-            found.storage_meta = metadata.StorageMeta()
+        found.storage_meta = found.storage_meta or metadata.StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found

@@ -195,6 +195,6 @@ def test_a_pickle_in_place_of_an_index_of_tensors_does_not_run(tmp_path: Path) -
     dcp.load(read, storage_reader=TensorReader(tmp_path / "parts"), no_dist=True)
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
     (tmp_path / "parts" / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
-    with pytest.raises(pickle.UnpicklingError, match="names posix.system"):
+    with pytest.raises(pickle.UnpicklingError, match=r"names posix.system"):
         TensorReader(tmp_path / "parts").read_metadata()
     assert not (tmp_path / "ran").exists()
