@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,6 +40,7 @@ from braidrl.models.lora import (
 from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.parallel.shards import as_dtensor, full_tensor, local_shard, shard_of
 from braidrl.models.roles.model import RoleModel
+from braidrl.models.tensor_reader import TensorReader
 from braidrl.models.weight_files import WeightFiles, shapes_in
 
 OPTIMIZER = "optimizer.safetensors"
@@ -173,21 +176,24 @@ def optimizer_state(worker: RoleModel, folder: Path) -> dict[str, Tensor]:
     """Return this rank's shards of a saved optimizer state, whichever layout wrote it."""
     optimizer = worker.optimizer
     assert optimizer is not None
-    if (folder / OPTIMIZER).is_file():
-        tensors = {key: tensor for key, tensor in load_file(folder / OPTIMIZER).items() if ours(worker, key)}
-        return {key: shard_of(tensor, owner(optimizer, key, tensor)) for key, tensor in tensors.items()}
     try:
-        known = dcp.FileSystemReader(folder / PARTS).read_metadata().state_dict_metadata
+        if (folder / OPTIMIZER).is_file():
+            tensors = {key: tensor for key, tensor in load_file(folder / OPTIMIZER).items() if ours(worker, key)}
+            check_shapes(optimizer, {key: tensor.shape for key, tensor in tensors.items()})
+            return {key: shard_of(tensor, owner(optimizer, key, tensor)) for key, tensor in tensors.items()}
+        reader = TensorReader(folder / PARTS)
+        known = reader.read_metadata().state_dict_metadata
+        check_shapes(optimizer, {key: size_of(about) for key, about in known.items() if ours(worker, key)})
         wanted = {key: empty_part(optimizer, key, about) for key, about in known.items() if ours(worker, key)}
         with warnings.catch_warnings():
             # That each rank reads for itself what it needs is meant, and nothing to warn of.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(wanted, checkpoint_id=folder / PARTS, no_dist=True)
+            dcp.load(wanted, storage_reader=reader, no_dist=True)
     except LookupError as error:
         raise another_model(worker, folder) from error
-    except (CheckpointException, OSError, EOFError, RuntimeError) as error:
+    except (CheckpointException, SafetensorError, OSError, EOFError, RuntimeError, UnpicklingError) as error:
         raise UserError(
-            f"{folder / PARTS} is damaged or incomplete; resume from an older checkpoint, or copy it whole"
+            f"the optimizer in {folder} is damaged or incomplete; resume from an older checkpoint, or copy it whole"
         ) from error
     return {key: local_shard(tensor) for key, tensor in wanted.items()}
 
@@ -213,14 +219,32 @@ def owner(optimizer: MasterOptimizer, key: str, tensor: Tensor) -> Tensor:
     return optimizer.by_number[int(key.split(".")[0])] if tensor.dim() else tensor
 
 
+def check_shapes(optimizer: MasterOptimizer, saved: Mapping[str, torch.Size]) -> None:
+    """Raise LookupError where saved state, by name and global shape, is not that of each of the optimizer's parameters."""
+    names: dict[int, set[str]] = {number: set() for number in optimizer.by_number}
+    for key, shape in saved.items():
+        number, _, name = key.partition(".")
+        if name:
+            names[int(number)].add(name)
+            if shape and shape != optimizer.by_number[int(number)].shape:
+                raise LookupError(f"{key} is {tuple(shape)}, and not {tuple(optimizer.by_number[int(number)].shape)}")
+    if len(set(map(frozenset, names.values()))) > 1:
+        raise LookupError(f"parameters have different state: {names}")
+
+
+def size_of(about: object) -> torch.Size:
+    """Return the global shape of a saved tensor. Raises LookupError for anything but a tensor."""
+    if not isinstance(about, TensorStorageMetadata):
+        raise LookupError(f"{type(about).__name__} is no tensor")
+    return about.size
+
+
 def empty_part(optimizer: MasterOptimizer, key: str, about: object) -> Tensor:
-    """Return an empty local shard to read a saved tensor into. Raises LookupError where the shape is not that of this model's parameter."""
+    """Return an empty local shard to read a saved tensor into."""
     assert isinstance(about, TensorStorageMetadata)
     if not about.size:
         return torch.empty((), dtype=about.properties.dtype)
     parameter = optimizer.by_number[int(key.split(".")[0])]
-    if parameter.shape != about.size:
-        raise LookupError(f"{key} is {tuple(about.size)} and the parameter {tuple(parameter.shape)}")
     return as_dtensor(torch.empty_like(local_shard(parameter), dtype=about.properties.dtype), parameter)
 
 

@@ -53,6 +53,8 @@ class MetricsWriter:
                 f"{folder} holds the metrics of an earlier run; go on with it by --resume, or choose another name"
             )
         kept = keep_lines(path, lambda line: line["step"] <= (resume_step or 0)) if path.exists() else []
+        self.lacking = sorted(set(range(1, (resume_step or 0) + 1)) - {line["step"] for line in kept})
+        """The steps before the checkpoint's that have no line."""
         self.last: Mapping[str, Any] = kept[-1] if kept else {"step": -1}
         self._lines = LineFile(path)
         self._trackers = trackers
