@@ -22,8 +22,7 @@ from braidrl.placement.plan.devices import Group
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Cost
 from braidrl.placement.plan.sets import SetChoice, Sets
-from braidrl.placement.simulate_synchronous import call_times
-from braidrl.placement.simulator import Runtime
+from braidrl.placement.simulation import Runtime, call_times
 from braidrl.placement.workload import Simulation
 
 FINEST = 32

@@ -1,6 +1,6 @@
 """Plan the streaming runtime: devices for each worker group, tried in virtual time by the very schedule that runs it.
 
-devices of each group ──bound: its busiest group──▶ in order of the bound ──simulate("streaming")──▶ seconds per iteration
+devices of each group ──bound: its busiest group──▶ in order of the bound ──simulation──▶ seconds per iteration
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Cost
 from braidrl.placement.plan.search import Plan, allocations, unit_of
 from braidrl.placement.plan.sets import SetChoice
-from braidrl.placement.simulator import simulate
+from braidrl.placement.simulation import Streaming
 from braidrl.placement.workload import Workload
 
 ITERATIONS = 6
@@ -99,7 +99,7 @@ class StreamingSearch:
             for stage in self.problem.flow.stages
         }
         devices = {name: one.devices for one in sets for name in one.costs}
-        result = simulate("streaming", self.workload(sets, every, devices, staleness))
+        result = Streaming(self.workload(sets, every, devices, staleness)).simulate()
         self.simulated += 1
         seconds = self.problem.with_runtime("streaming", result.seconds_per_iteration(SKIPPED))
         return Plan("streaming", tuple(sets), seconds, every, {}, staleness, result)

@@ -19,10 +19,10 @@ from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Cost
 from braidrl.placement.plan.search import FINEST, Search, allocations, partitions, unit_of
 from braidrl.placement.plan.sets import SetChoice, Sets, in_order
-from braidrl.placement.simulate_synchronous import call_times
-from braidrl.placement.simulator import simulate
+from braidrl.placement.simulation import call_times
 from braidrl.placement.workload import Workload
 from tests.placement.plan.problems import GIB, cluster, problem, write_sizes
+from tests.placement.simulator import simulate
 from tests.placement.test_simulator import DAPO, GRPO, PPO
 
 MIB = 1 << 20
