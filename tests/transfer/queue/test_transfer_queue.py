@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import zmq
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from braidrl.transfer.queue.samplers import SAMPLERS
+from braidrl.transfer.queue.storage import Block
 from braidrl.transfer.queue.storage_backends import Segments
 from braidrl.transfer.queue.transfer_queue import QueueFull, TransferQueue
 from braidrl.transfer.queue.transport import QueueError
@@ -29,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def segments(queue: TransferQueue) -> list[str]:
-    return Segments(queue.client.data.segments.run, "looker").names()
+    return Segments(queue.data.segments.run, "looker").names()
 
 
 def test_a_row_is_given_when_its_last_column_has_come_whoever_wrote_it() -> None:
@@ -89,11 +85,11 @@ def test_a_column_cannot_be_written_twice_and_repeating_a_request_changes_nothin
         with pytest.raises(QueueError, match="has one of the columns x already"):
             queue.put({"x": torch.ones(1)}, rows=[0])
         assert len(segments(queue)) == 1
-        assert queue.controller is not None
-        (part,) = set(queue.controller.table.parts["x"].values())
-        again = {"rows": [0], "columns": ["x"], "block": part.block, "table": 0, "lengths": None, "groups": None}
-        queue.client.ask("put", **again)
-        assert queue.usage()["rows"] == 1 and queue.usage()["bytes"] == part.block.size
+        (name,) = segments(queue)
+        block = Block(queue.data.host, queue.data.address, name, 64)
+        again = {"rows": [0], "places": None, "columns": ["x"], "block": block, "size": 1, "by": "", "table": 0}
+        queue._ask(0, "put", **again, lengths=None, groups=None)
+        assert queue.usage()["rows"] == 1 and len(segments(queue)) == 1
 
 
 def test_a_put_without_room_waits_and_names_who_holds_the_rows_when_its_limit_is_over() -> None:
@@ -164,31 +160,6 @@ def test_an_event_loop_puts_and_takes_at_the_same_time() -> None:
 
     with TransferQueue.serve({"train": ["x"]}) as queue:
         assert sorted(asyncio.run(both(queue))) == [0, 1, 2, 3, 4]
-
-
-@settings(max_examples=20)
-@given(seed=st.integers(0, 10_000), samplers=st.tuples(*[st.sampled_from(list(SAMPLERS))] * 2))
-def test_under_every_sampler_and_any_interleaving_each_row_is_done_once(seed: int, samplers: tuple[str, str]) -> None:
-    tasks, chance = {"score": ["x"], "train": ["x", "score"]}, random.Random(seed)
-    left, done, held = list(range(12)), Counter[tuple[str, int]](), []
-    with TransferQueue.serve(tasks, samplers=dict(zip(tasks, samplers, strict=True))) as queue:
-        while sum(done.values()) < 24:
-            choice = chance.choices(["put", "score", "train", "done", "dies"], [3, 3, 3, 6, 1])[0]
-            if choice == "put" and left:
-                rows, left = left[:3], left[3:]
-                queue.put({"x": torch.tensor(rows)}, rows=rows, groups=[row // 2 for row in rows])
-            elif choice in tasks:
-                with suppress(TimeoutError):
-                    held.append((choice, queue.get(choice, chance.randint(1, 4), wait_s=0.0)))
-            elif choice == "done" and held:
-                task, batch = held.pop(chance.randrange(len(held)))
-                assert batch is not None
-                lost = queue.done(batch, {"score": batch["x"] + 1} if task == "score" else None)
-                done.update((task, row) for row in batch.rows if not lost)
-            elif choice == "dies" and queue.controller is not None:
-                queue.controller.fail("owner")
-        assert done == Counter({(task, row): 1 for task in tasks for row in range(12)})
-        assert queue.usage()["bytes"] == 0
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.soak)])

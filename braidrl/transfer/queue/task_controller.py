@@ -1,0 +1,349 @@
+"""The controller of one consuming task: which rows it can take, who holds them, what it is done with. One thread, one socket.
+
+units ──born, written, left, lost──▶ what is ready ──take──▶ a client's lease ──done──▶ told to the units, then answered
+
+It owns nothing that others do not know: one that is started again learns from the units which rows there are and which the task is
+done with, and from clients which leases they hold.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+
+from braidrl.data.frames import Frame
+from braidrl.transfer.queue.controller import Controller, Holder
+from braidrl.transfer.queue.samplers import Candidate, Sampler
+from braidrl.transfer.queue.server import QueueServer, Wait
+from braidrl.transfer.queue.table import Row, Table, home, row_name
+from braidrl.transfer.queue.tasks import LeaseLost, Tasks
+from braidrl.transfer.queue.transport import REPEAT_S, Answer
+from braidrl.transfer.queue.unit import part_of, written
+
+CLOSED = 65_536
+"""How many leases that are done are remembered, for clients that ask again."""
+
+
+@dataclass
+class Unit:
+    """What is known of a storage unit: how much of which life was heard, and what it is to be told."""
+
+    address: str
+    life: str | None = None
+    heard: int = 0
+    finished: bool = False
+    done: list[tuple[int, list[Row]]] = field(default_factory=list)
+    parts: list[Mapping[str, Any]] = field(default_factory=list)
+    telling: tuple[int, ...] | None = None
+    """Leases of which it is being told."""
+
+
+class TaskController(Controller):
+    """One task's rows. Everything is called by its server's thread."""
+
+    def __init__(
+        self, name: str, columns: Collection[str], sampler: Sampler, lease_s: float, units: Sequence[str],
+        recovers: bool = False,
+    ) -> None:  # fmt: skip
+        """Begin without rows.
+
+        Args:
+            name: the task.
+            columns: those that a row must have to be given to it.
+            sampler: which of the ready rows are given next.
+            lease_s: seconds without a sign of life after which rows are given to another.
+            units: the addresses of all storage units.
+            recovers: it replaces one that was killed, whose clients may hold rows.
+        """
+        super().__init__(lease_s)
+        self.name, self.columns, self.sampler = name, frozenset(columns), sampler
+        self.tasks, self.table = Tasks({name: self.columns}), Table()
+        self.task = self.tasks.tasks[name]
+        self.tasks.facts = self._facts
+        # A lease of an earlier life of this controller has another number.
+        self.tasks.leases.numbers = count(secrets.randbits(40) << 20)
+        self.units = [Unit(address) for address in units]
+        self.holders: dict[str, Holder] = {}
+        self.group_rows: Counter[Any] = Counter()
+        self.tokens: dict[Row, int] = {}
+        self.done_by: dict[Row, int] = {}
+        """For each row in work that the task is done with, the lease under which."""
+        self.closing: dict[int, int] = {}
+        """Leases that are done, and how many units have yet to confirm it."""
+        self.closed: OrderedDict[int, None] = OrderedDict()
+        self.waiting_for: set[Any] = set()
+        self.quiet_until = time.monotonic() + 1.5 * REPEAT_S if recovers else 0.0
+        """Until when clients have time to say what they hold."""
+        self.server: QueueServer
+
+    @property
+    def queues(self) -> Collection[Tasks]:
+        """Return the one task's."""
+        return (self.tasks,)
+
+    def begin(self, server: QueueServer) -> None:
+        """Follow all units."""
+        self.server = server
+        for unit in range(len(self.units)):
+            self._follow(unit)
+
+    # Requests
+
+    def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
+        """Answer one request; of a client that is not known ask first what it holds."""
+        if request["request"] != "hello" and request.get("holder") not in self.holders:
+            return {"unknown": True}, ()
+        return super().handle(request, frames)
+
+    def advance(self) -> None:
+        """Wake who waits for rows."""
+        super().advance()
+        for table in self.waiting_for:
+            self.server.wake(("rows", table))
+        self.waiting_for = set()
+
+    def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Note a process that is there, and the leases that it says it holds."""
+        self.holders[request["holder"]] = Holder(request["holder"], request["address"])
+        for number, names in request["held"]:
+            rows = [row_name(row) for row in names]
+            if rows and all(self.done_by.get(row) == number for row in rows):
+                self._close(number)
+            elif number not in self.tasks.leases.held and rows and self._are_free(rows):
+                self.tasks.lease(self.name, rows, request["holder"], time.monotonic(), self.lease_s, number)
+        return {}, ()
+
+    def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
+        """Lease rows that are ready; of kind `stop` when all rows are done and no more will come."""
+        lost, table = self.lost(request["held"]), request.get("table")
+        lease = None
+        if not self.quiet_until:
+            lease = self.tasks.take(
+                self.name, request["holder"], time.monotonic(), self.lease_s, request["most"], self.sampler,
+                request["ranks"], table,
+            )  # fmt: skip
+        if lease is not None:
+            columns = request.get("columns") or sorted(self.columns)
+            return {
+                "kind": "rows", "stage": self.name, "leases": [[lease.number, len(lease.rows)]], "rows": lease.rows,
+                "payload": self.table.columns(lease.rows, columns), "lost": lost, "state": {}, "iteration": 0,
+            }, ()  # fmt: skip
+        if all(unit.finished for unit in self.units) and not any(self.task.undone.values()):
+            return {"kind": "stop", "lost": lost}, ()
+        if lost:
+            return {"kind": "lost", "lost": lost}, ()
+        self.waiting_for.add(table)
+        return Wait(("rows", table))
+
+    def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
+        """Note leases that are done, with the columns that were written for their rows; return those that were lost.
+
+        It is answered when the units know: until then it may be asked again, of whoever replaces this controller.
+        """
+        lost = []
+        for number in request["leases"]:
+            if number in self.closing or number in self.closed:
+                continue
+            try:
+                self._finish(number, self.tasks.acknowledge(number, time.monotonic()).rows, request["parts"])
+            except LeaseLost:
+                lost.append(number)
+        for number in request["leases"]:
+            if number in self.closing:
+                return Wait(("closed", number), limited=False)
+        return {"lost": lost}, ()
+
+    def on_give_back(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Free the rows of leases that their holder can do nothing with."""
+        held = self.tasks.leases.held
+        self.tasks.give_up([held[number] for number in request["leases"] if number in held])
+        return {}, ()
+
+    def on_usage(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Return how many rows are left to do, and who holds how many of them."""
+        held = Counter(lease.holder for lease in self.tasks.leases.held.values() for _ in lease.rows)
+        return {"undone": sum(self.task.undone.values()), "held": list(held.items())}, ()
+
+    def tick(self) -> None:
+        """Free what has been held for too long, and give rows again when clients have had time to speak."""
+        with self.changed:
+            now = time.monotonic()
+            ended, was_quiet = self.tasks.give_up(self.tasks.leases.expired(now)), self.quiet_until
+            if was_quiet <= now:
+                self.quiet_until = 0.0
+            if ended or self.quiet_until < was_quiet:
+                self.advance()
+
+    # What units say
+
+    def _follow(self, number: int) -> None:
+        unit = self.units[number]
+        request = {"request": "follow", "task": self.name, "since": unit.heard, "life": unit.life}
+        self.server.calls.ask(("follow", number), unit.address, request, (), partial(self._hear, number))
+
+    def _hear(self, number: int, answer: dict[str, Any]) -> None:
+        unit = self.units[number]
+        if "tell" in answer:
+            self.server.calls.ask(
+                ("follow", number), unit.address, self._held(number), (), lambda _: self._follow(number)
+            )
+            return
+        with self.changed:
+            if answer.get("all"):
+                self._compare(number, answer)
+            for change in answer["changes"]:
+                self._note(unit, change)
+            for lease, row in answer.get("done", ()):
+                self._learn_done(row_name(row), lease)
+            unit.life, unit.heard = answer["life"], answer["heard"]
+            self.advance()
+        self._follow(number)
+
+    def _note(self, unit: Unit, change: Mapping[str, Any]) -> None:
+        if change["kind"] == "written":
+            self._write(change)
+            return
+        rows = [row_name(row) for row in change.get("rows", ())]
+        if change["kind"] == "born":
+            self._bear(rows, change["facts"])
+        elif change["kind"] == "left":
+            self._leave(rows)
+        elif change["kind"] == "lost":
+            self._lose([row for row in rows if row in self.tasks.rows], change["columns"], change["by"])
+        else:
+            unit.finished = True
+
+    def _bear(self, rows: Sequence[Row], facts: Sequence[Sequence[Any]]) -> None:
+        for row, (table, group, tokens) in zip(rows, facts, strict=True):
+            self.tokens[row] = tokens
+            if row not in self.tasks.rows:
+                self.tasks.admit([row], lambda _, group=group: row_name(group), table)
+                self.group_rows[self.task.group[row]] += 1
+
+    def _write(self, change: Mapping[str, Any]) -> None:
+        part = part_of(change)
+        known = self.table.parts.get(part.columns[0], {})
+        part.rows = {row: place for row, place in part.rows.items() if row in self.tasks.rows and row not in known}
+        if part.rows:
+            self.table.add(part, part.columns)
+            for column in part.columns:
+                if column in self.columns:
+                    self.tasks.write(column, list(part.rows))
+
+    def _leave(self, rows: Sequence[Row]) -> None:
+        gone = [row for row in rows if row in self.tasks.rows]
+        groups = [self.task.group[row] for row in gone]
+        self.table.evict(gone)
+        self.tasks.forget(gone)
+        for row, group in zip(gone, groups, strict=True):
+            self.group_rows[group] -= 1
+            if not self.group_rows[group]:
+                del self.group_rows[group]
+            self.tokens.pop(row, None)
+            self.done_by.pop(row, None)
+
+    def _lose(self, rows: Iterable[Row], columns: Sequence[str], by: str) -> None:
+        for row in rows:
+            for column in columns:
+                if self.table.parts.get(column, {}).pop(row, None) is not None and column in self.columns:
+                    self.tasks.unwrite(column, [row])
+            if by == self.name and self.done_by.pop(row, None) is not None:
+                self.task.reopen(row)
+
+    def _learn_done(self, row: Row, lease: int) -> None:
+        if row in self.tasks.rows and row not in self.done_by:
+            held = self.task.lease.get(row)
+            if held is not None:
+                self.tasks.give_up([self.tasks.leases.held[held]])
+            self.tasks.skip(self.name, [row])
+            self.done_by[row] = lease
+
+    def _compare(self, number: int, answer: Mapping[str, Any]) -> None:
+        """Let go what was known of an earlier life of a unit and is not there any more."""
+        there: dict[str, set[Row]] = {}
+        for change in answer["changes"]:
+            for name in change.get("columns", ("",)):
+                there.setdefault(name, set()).update(map(row_name, change["rows"]))
+        own = self._rows_of(number)
+        self._leave([row for row in own if row not in there.get("", ())])
+        for column, parts in self.table.parts.items():
+            lost = [row for row in parts if row not in there.get(column, ()) and home(row, len(self.units)) == number]
+            for row in lost:
+                self._lose([row], [column], parts[row].writer)
+        self.units[number].finished = answer["finished"]
+
+    # What units are told
+
+    def _finish(self, lease: int, rows: Sequence[Row], parts: Sequence[Mapping[str, Any]]) -> None:
+        """Have the units of some rows told that they are done."""
+        shares: dict[int, list[Row]] = {}
+        for row in rows:
+            self.done_by[row] = lease
+            shares.setdefault(home(row, len(self.units)), []).append(row)
+        self.closing[lease] = len(shares)
+        for number, share in shares.items():
+            unit = self.units[number]
+            unit.done.append((lease, share))
+            unit.parts += [
+                {**part, "by": self.name}
+                for part in parts
+                if home(row_name(part["rows"][0]), len(self.units)) == number
+            ]
+            self._tell(number)
+
+    def _tell(self, number: int) -> None:
+        unit = self.units[number]
+        if unit.telling is None and unit.done:
+            request = {"request": "done", "task": self.name, "done": unit.done, "parts": unit.parts}
+            unit.telling, unit.done, unit.parts = tuple(lease for lease, _ in unit.done), [], []
+            self.server.calls.ask(("tell", number), unit.address, request, (), partial(self._told, number))
+
+    def _told(self, number: int, answer: dict[str, Any]) -> None:
+        if "error" in answer:
+            raise RuntimeError(f"{self.units[number].address}: {answer['error']}")
+        for lease in self.units[number].telling or ():
+            self.closing[lease] -= 1
+            if not self.closing[lease]:
+                del self.closing[lease]
+                self._close(lease)
+                self.server.wake(("closed", lease))
+        self.units[number].telling = None
+        self._tell(number)
+
+    def _close(self, lease: int) -> None:
+        self.closed[lease] = None
+        if len(self.closed) > CLOSED:
+            self.closed.popitem(last=False)
+
+    def _held(self, number: int) -> dict[str, Any]:
+        """Return all that is known of a unit, for one that was started again."""
+        rows = self._rows_of(number)
+        facts = [[self.task.table[row], self.task.group[row], self.tokens.get(row, 0)] for row in rows]
+        mine = set(rows)
+        parts = {part: None for parts in self.table.parts.values() for row, part in parts.items() if row in mine}
+        done = [[lease, row] for row, lease in self.done_by.items() if row in mine]
+        changes = [{"kind": "born", "rows": rows, "facts": facts}, *map(written, parts)]
+        return {
+            "request": "hold", "task": self.name, "changes": changes, "done": done,
+            "finished": self.units[number].finished,
+        }  # fmt: skip
+
+    # Inside
+
+    def _rows_of(self, number: int) -> list[Row]:
+        return [row for row in self.tasks.rows if home(row, len(self.units)) == number]
+
+    def _are_free(self, rows: Iterable[Row]) -> bool:
+        return all(
+            row in self.tasks.rows and row not in self.task.lease and row not in self.task.missing for row in rows
+        )
+
+    def _facts(self, row: Row) -> Candidate:
+        group = self.task.group[row]
+        return Candidate(row, group, self.group_rows[group], self.tokens.get(row, 0))

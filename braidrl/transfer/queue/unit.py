@@ -1,0 +1,336 @@
+"""A storage unit: knows which columns of which rows lie where, and tells each task's controller of every change.
+
+client ──put──▶ unit ──follow: born, written, left, lost──▶ a controller for each task ──done──▶ unit
+                  └── free: rows that every task is done with leave, and their memory with them
+
+A change is a fact only when every controller has heard of it: until then who made it waits for the answer. So whoever of them is
+killed, the others know all that anybody was told. A unit that is started again asks the controllers what it held.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from braidrl.data.frames import Frame
+from braidrl.data.rows import Rows
+from braidrl.transfer.queue.controller import handler_of
+from braidrl.transfer.queue.server import QueueServer, Wait
+from braidrl.transfer.queue.storage import Block, DataPlane
+from braidrl.transfer.queue.table import Row, StoredPart, Table, row_name
+from braidrl.transfer.queue.transport import Answer
+
+HEARD, ROOM, RECOVERED = "heard", "room", "recovered"
+GONE = 65_536
+"""How many freed blocks are remembered."""
+
+
+@dataclass
+class RowState:
+    """A row in work: its table, its group, how long it is, and under which lease each task was done with it."""
+
+    table: Any
+    group: Any
+    tokens: int = 0
+    done: dict[str, int] = field(default_factory=dict)
+
+
+class StorageUnit:
+    """The rows of one unit. Everything is called by its server's thread."""
+
+    def __init__(
+        self, tasks: Collection[str], data: DataPlane, lease_s: float, budget_bytes: int | None, recovers: bool
+    ) -> None:
+        """Begin without rows.
+
+        Args:
+            tasks: the names of all tasks.
+            data: frees what is not needed any more.
+            lease_s: seconds for which room is kept for a put that was announced.
+            budget_bytes: of payload in this unit; None is as much as there is memory.
+            recovers: it replaces one that was killed, and asks the controllers first.
+        """
+        self.tasks, self.data, self.lease_s, self.budget_bytes = tuple(tasks), data, lease_s, budget_bytes
+        self.rows: dict[Row, RowState] = {}
+        self.table = Table()
+        self.used_bytes = 0
+        self.reserved: dict[str, tuple[int, float]] = {}
+        """For each holder that is about to put something its bytes, and until when they are kept free."""
+        self.finished = False
+        self.lost: dict[Row, list[str]] = {}
+        """Columns whose payload is gone, which whoever put them may put again."""
+        self.life = secrets.token_hex(8)
+        self.changes: deque[dict[str, Any]] = deque()
+        self.first = self.next = 0
+        """The number of the first change that is kept, and of the next one."""
+        self.heard: dict[str, int] = dict.fromkeys(self.tasks, -1)
+        """For each task how many changes its controller has heard; -1 before it has asked for any."""
+        self.noted: dict[str, int] = {}
+        """How many changes had been made after a block was noted, or what else is asked for by name."""
+        self.gone: OrderedDict[str, None] = OrderedDict()
+        """The last blocks that were freed."""
+        self.held: dict[str, Mapping[str, Any]] | None = {} if recovers else None
+        """What controllers say was here, as long as not all have said so."""
+        self.server: QueueServer
+
+    def begin(self, server: QueueServer) -> None:
+        """Note the server, which wakes who waits."""
+        self.server = server
+
+    def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
+        """Answer one request; all but controllers' wait while it is not known what was here."""
+        if self.held is not None and request["request"] not in ("follow", "hold"):
+            return Wait(RECOVERED, limited=False)
+        return handler_of(self, request)(request, frames)
+
+    # Requests of clients
+
+    def on_reserve(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
+        """Keep bytes free for a put that follows."""
+        now, size = time.monotonic(), request["bytes"]
+        self.reserved = {name: kept for name, kept in self.reserved.items() if kept[1] > now}
+        if self.budget_bytes is not None:
+            if size > self.budget_bytes:
+                raise ValueError(f"{size} bytes are put at once and the queue's budget is {self.budget_bytes}")
+            if self.used_bytes + sum(kept for kept, _ in self.reserved.values()) + size > self.budget_bytes:
+                return Wait(ROOM)
+        self.reserved[request["holder"]] = size, now + self.lease_s
+        return {}, ()
+
+    def on_put(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
+        """Note columns of rows, which are born with their first column. The same put again changes nothing.
+
+        Refused with ValueError where a row has one of the columns already.
+        """
+        part = part_of(request)
+        assert part.block is not None
+        if not self._is_known(part):
+            if any(row in self.table.parts.get(column, ()) for column in part.columns for row in part.rows):
+                self.data.free([part.block])
+                raise ValueError(
+                    f"a row of {list(part.rows)[:4]} has one of the columns {', '.join(part.columns)} already"
+                )
+            self.reserved.pop(request["holder"], None)
+            self._bear(request)
+            self._store(part)
+        return self._once_heard(part.block.name)
+
+    def on_finish(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
+        """Note that no more rows will come."""
+        if not self.finished:
+            self.finished = True
+            self._note({"kind": "finished"}, "finish")
+        return self._once_heard("finish")
+
+    def on_clear(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
+        """Let rows leave, done or not: those named, those of a table, or all."""
+        chosen: Iterable[Row] = self.rows
+        if request["rows"] is not None:
+            chosen = [row for row in map(row_name, request["rows"]) if row in self.rows]
+        elif request["table"] is not None:
+            chosen = [row for row, state in self.rows.items() if state.table == request["table"]]
+        if not request.get("parked"):
+            self._leave(list(chosen))
+        return self._once_heard("left")
+
+    def on_missing(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
+        """Note that a reader did not find blocks: what was in them is lost, and is told by name."""
+        blocks = [Block(*block) for block in request["blocks"]]
+        # Another node's server is not asked, which may be gone with it.
+        gone = self.data.missing(blocks) | {block.name for block in blocks if block.host != self.data.host}
+        self._lose([part for part in self._parts() if part.block and part.block.name in gone])
+        return self._once_heard("lost")
+
+    def on_usage(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Return bytes and rows in this unit, and the columns that were lost."""
+        return {"bytes": self.used_bytes, "rows": len(self.rows), "lost": list(self.lost.items())}, ()
+
+    # Requests of controllers
+
+    def on_follow(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
+        """Return all changes after those that a controller has heard; to one that knows another life of this unit, what is here."""
+        task, since = request["task"], request["since"]
+        if self.held is not None:
+            return Wait(RECOVERED, limited=False) if task in self.held else ({"tell": True}, ())
+        if request["life"] != self.life:
+            self.heard[task] = -1
+            return {"life": self.life, "heard": self.next, **self._everything(task)}, ()
+        if since > self.heard[task]:
+            self.heard[task] = since
+            self._forget_changes()
+        if since == self.next:
+            return Wait(("follow", task), limited=False)
+        found = [self.changes[place] for place in range(since - self.first, self.next - self.first)]
+        return {"life": self.life, "heard": self.next, "changes": found}, ()
+
+    def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
+        """Note leases whose rows a task is done with, and what it wrote for them; rows that all tasks are done with leave."""
+        task, through = request["task"], []
+        for message in request["parts"]:
+            part = part_of(message)
+            part.rows = {row: place for row, place in part.rows.items() if row in self.rows}
+            if part.rows and not self._is_known(part):
+                self._store(part)
+            elif not part.rows and part.block is not None and not self._is_known(part):
+                self.data.free([part.block])
+        for number, rows in request["done"]:
+            for row in map(row_name, rows):
+                if (state := self.rows.get(row)) is not None:
+                    state.done[task] = number
+                    if len(state.done) == len(self.tasks):
+                        through.append(row)
+        self._leave(through)
+        names = [message["block"][2] for message in request["parts"]]
+        return self._once_heard(*names)
+
+    def on_hold(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Note what a controller says was here; when all have said so, go on with it."""
+        if self.held is not None:
+            self.held[request["task"]] = request
+            if len(self.held) == len(self.tasks):
+                held, self.held = self.held, None
+                self._recover(held)
+                self.server.wake(RECOVERED)
+        return {}, ()
+
+    # Inside
+
+    def _bear(self, message: Mapping[str, Any]) -> None:
+        """Let those rows be born that nobody has written; note lengths of all."""
+        rows = [row_name(row) for row in message["rows"]]
+        groups = [row_name(group) for group in message["groups"]] if message["groups"] else rows
+        lengths, fresh = message["lengths"] or [0] * len(rows), []
+        for row, group, tokens in zip(rows, groups, lengths, strict=True):
+            if row not in self.rows:
+                self.rows[row] = RowState(message["table"], group)
+                fresh.append(row)
+            self.rows[row].tokens = tokens or self.rows[row].tokens
+        if told := rows if message["lengths"] else fresh:
+            self._note(self._born(told))
+
+    def _born(self, rows: Sequence[Row]) -> dict[str, Any]:
+        states = [self.rows[row] for row in rows]
+        facts = [[state.table, state.group, state.tokens] for state in states]
+        return {"kind": "born", "rows": rows, "facts": facts}
+
+    def _store(self, part: StoredPart) -> None:
+        """Note what was written for some rows, under the name of each column."""
+        assert part.block is not None
+        self.table.add(part, part.columns)
+        self.used_bytes += part.block.size
+        for row in part.rows if self.lost else ():
+            self.lost[row] = [name for name in self.lost.pop(row, []) if name not in part.columns]
+        self.lost = {row: names for row, names in self.lost.items() if names}
+        self._note(written(part), part.block.name)
+
+    def _leave(self, rows: Sequence[Row]) -> None:
+        if not rows:
+            return
+        freed = self.table.evict(rows)
+        self.used_bytes -= sum(block.size for block in freed)
+        self.data.free(freed)
+        for row in rows:
+            del self.rows[row]
+            self.lost.pop(row, None)
+        self._forget_blocks(freed)
+        self._note({"kind": "left", "rows": rows}, "left")
+        self.server.wake(ROOM)
+
+    def _lose(self, parts: Sequence[StoredPart]) -> None:
+        """Take columns off their rows; what a task wrote for rows it does again, anything else must be put again."""
+        for part in parts:
+            assert part.block is not None
+            for column in part.columns:
+                for row in part.rows:
+                    del self.table.parts[column][row]
+            for row in part.rows:
+                if part.writer:
+                    self.rows[row].done.pop(part.writer, None)
+                else:
+                    self.lost[row] = [*self.lost.get(row, []), *part.columns]
+            self.used_bytes -= part.block.size
+            self._forget_blocks([part.block])
+            self._note({"kind": "lost", "rows": list(part.rows), "columns": part.columns, "by": part.writer}, "lost")
+
+    def _note(self, change: dict[str, Any], name: str = "") -> None:
+        """Add a change, which is asked for by this name, and tell the controllers."""
+        self.changes.append(change)
+        self.next += 1
+        if name:
+            self.noted[name] = self.next
+        for task in self.tasks:
+            self.server.wake(("follow", task))
+
+    def _once_heard(self, *names: str) -> Answer | Wait:
+        """Answer when every controller has heard what is noted under these names."""
+        least = min(self.heard.values(), default=self.next)
+        return ({}, ()) if all(self.noted.get(name, 0) <= least for name in names) else Wait(HEARD, limited=False)
+
+    def _forget_changes(self) -> None:
+        """Forget changes that every controller has heard, and answer who waits for that."""
+        while self.first < min(self.heard.values()):
+            self.changes.popleft()
+            self.first += 1
+        self.server.wake(HEARD)
+
+    def _forget_blocks(self, blocks: Iterable[Block]) -> None:
+        """Remember for a while that they were here: a put that is repeated does not bring its rows back."""
+        for block in blocks:
+            self.noted.pop(block.name, None)
+            self.gone[block.name] = None
+        while len(self.gone) > GONE:
+            self.gone.popitem(last=False)
+
+    def _is_known(self, part: StoredPart) -> bool:
+        assert part.block is not None
+        return part.block.name in self.noted or part.block.name in self.gone
+
+    def _parts(self) -> list[StoredPart]:
+        return list({part: None for parts in self.table.parts.values() for part in parts.values()})
+
+    def _everything(self, task: str) -> dict[str, Any]:
+        """Return what a controller has to know that knows nothing of this unit."""
+        done = [[state.done[task], row] for row, state in self.rows.items() if task in state.done]
+        changes = [self._born(list(self.rows)), *map(written, self._parts())]
+        return {"all": True, "changes": changes, "done": done, "finished": self.finished}
+
+    def _recover(self, held: Mapping[str, Mapping[str, Any]]) -> None:
+        """Put together what controllers say was here; of what has no payload any more, say so."""
+        for task, told in held.items():
+            self.finished |= told["finished"]
+            for change in told["changes"]:
+                if change["kind"] == "born":
+                    for row, (table, group, tokens) in zip(change["rows"], change["facts"], strict=True):
+                        self.rows.setdefault(row_name(row), RowState(table, row_name(group), tokens))
+                elif not self._is_known(part := part_of(change)):
+                    self._store(part)
+            for number, row in told["done"]:
+                self.rows[row_name(row)].done[task] = number
+        parts = {part.block.name: part for part in self._parts() if part.block}
+        self._lose([parts[name] for name in self.data.missing([part.block for part in parts.values() if part.block])])
+        self._leave([row for row, state in self.rows.items() if len(state.done) == len(self.tasks)])
+        self.changes.clear()
+        self.first = self.next
+
+
+def part_of(message: Mapping[str, Any]) -> StoredPart:
+    """Return what a put, a done or a change says was written."""
+    names = [row_name(row) for row in message["rows"]]
+    rows = dict(zip(names, message["places"] or range(len(names)), strict=True))
+    return StoredPart(
+        message["by"], Rows({}), Block(*message["block"]), tuple(message["columns"]), message["size"], rows
+    )  # fmt: skip
+
+
+def written(part: StoredPart) -> dict[str, Any]:
+    """Return a part as a change says it."""
+    rows, places = list(part.rows), list(part.rows.values())
+    whole = places == list(range(part.size))
+    return {
+        "kind": "written", "rows": rows, "places": None if whole else places, "columns": part.columns,
+        "block": part.block, "size": part.size, "by": part.writer,
+    }  # fmt: skip
