@@ -24,7 +24,7 @@ from braidrl.flow.flow import is_optimized
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
 from braidrl.runtimes.streaming.weights import Copies, Versions
 from braidrl.transfer.queue.controller import Controller, Holder
-from braidrl.transfer.queue.server import Wait
+from braidrl.transfer.queue.parking import Wait
 from braidrl.transfer.queue.storage import Block, DataPlane
 from braidrl.transfer.queue.table import StoredPart
 from braidrl.transfer.queue.tasks import Tasks
@@ -97,7 +97,7 @@ class ControlPlane(Controller):
     def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Note a worker that is there; an engine begins with the model's own weights."""
         name, version = request["holder"], 0 if request["generates"] else None
-        self.holders[name] = WorkerHolder(name, request["address"], version=version)
+        self.holders[name] = WorkerHolder(name, request["address"], time.monotonic(), version)
         return {}, ()
 
     def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:

@@ -9,11 +9,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from braidrl.data.frames import Frame
-from braidrl.transfer.queue.server import Wait
+from braidrl.transfer.queue.parking import Wait
 from braidrl.transfer.queue.tasks import Tasks
 from braidrl.transfer.queue.transport import Answer
 
@@ -25,7 +25,7 @@ class Holder:
     name: str
     address: str
     """Of its node's server."""
-    heard: float = field(default_factory=time.monotonic)
+    heard: float
     """When it last asked for anything."""
 
 
@@ -34,9 +34,9 @@ class Controller(ABC):
 
     holders: Mapping[str, Any]
 
-    def __init__(self, lease_s: float) -> None:
-        """Begin without holders; a lease lasts `lease_s` seconds without a sign of life."""
-        self.lease_s = lease_s
+    def __init__(self, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin without holders; a lease lasts `lease_s` seconds of the clock without a sign of life."""
+        self.lease_s, self.clock = lease_s, clock
         self.stopping = False
         self.changes = 0
         """Counts what may interest whoever waits in this process."""
@@ -57,7 +57,7 @@ class Controller(ABC):
         handler = handler_of(self, request)
         with self.changed:
             if request.get("holder") in self.holders and not request.get("parked"):
-                self.holders[request["holder"]].heard = time.monotonic()
+                self.holders[request["holder"]].heard = self.clock()
             answer = handler(request, frames)
             if request["request"] != "take":
                 self.advance()
@@ -65,7 +65,7 @@ class Controller(ABC):
 
     def on_renew(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Note that a holder is alive and slow: what it holds stays its own, but for what has run out already."""
-        now = time.monotonic()
+        now = self.clock()
         self.tick()
         for tasks in self.queues:
             for lease in tasks.leases.of(request["holder"]):
@@ -78,13 +78,13 @@ class Controller(ABC):
 
     def silent(self, seconds: float) -> list[str]:
         """Return holders that have said nothing for so long: they hang, for one that works or waits speaks up now and then."""
-        now = time.monotonic()
+        now = self.clock()
         with self.changed:
             return [name for name, holder in self.holders.items() if now - holder.heard > seconds]
 
     def tick(self) -> None:
         """Free what has been held for too long."""
-        now = time.monotonic()
+        now = self.clock()
         with self.changed:
             for tasks in self.queues:
                 tasks.give_up(tasks.leases.expired(now))

@@ -1,7 +1,6 @@
-"""The answering end of the queue's sockets: one thread, which takes requests in, parks those that wait, and may ask other servers.
+"""The answering end of the queue's sockets: one thread, which takes requests in, and may ask other servers.
 
-router ──request──▶ handle ──▶ answer                    the last answer to each sender is kept, for a request that comes again
-                      ├── Wait(key) ──▶ parked[key] ──wake(key)──▶ handle, the oldest first, until one must go on waiting
+router ──request──▶ parking: handle, wait, wake ──▶ answer
                       └── calls.ask ──▶ another server ──▶ then(answer)
 
 Nothing is unpickled. What is no request costs its sender the right to be read.
@@ -10,45 +9,46 @@ Nothing is unpickled. What is no request costs its sender the right to be read.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import zmq
 
 from braidrl.data.frames import Frame
+from braidrl.transfer.queue.parking import Handler, Parking
 from braidrl.transfer.queue.transport import FRAME_BYTES, REPEAT_S, Answer, asking_socket, key_pair, pack, unpack
 
-
-class Wait(NamedTuple):
-    """What a handler says to park a request: until `wake` is called with this key; None is any change."""
-
-    key: Hashable = None
-    limited: bool = True
-    """Whether it waits as long as its sender said, or as long as it takes."""
-
-
-Handler = Callable[[dict[str, Any], Sequence[Frame]], Answer | Wait]
 TICK_S = 0.1
 """How late an expired lease or a reader's limit may be noticed."""
-REMEMBERED = 4096
-"""Senders whose last answer is kept, and senders of malformed messages."""
+REFUSED = 1024
+"""How many senders of malformed messages are remembered."""
 FRAMES = 4096
 """A message of more frames is malformed."""
 AT_ONCE = 100
 """How many requests are taken in before those that wait are looked at again."""
 
 
-class Parked(NamedTuple):
-    """A request that waits, and until when."""
+class Server(Protocol):
+    """What those that answer may ask of their server."""
 
-    number: int
-    request: dict[str, Any]
-    until: float
+    calls: Calling
+
+    def wake(self, key: Hashable) -> None:
+        """Have requests asked again that wait for a key."""
+
+
+class Calling(Protocol):
+    """Requests to other servers."""
+
+    def ask(
+        self, line: Hashable, address: str, request: dict[str, Any], frames: Sequence[Frame],
+        then: Callable[[dict[str, Any]], None],
+    ) -> None:  # fmt: skip
+        """Send a request; `then` is given its answer."""
 
 
 class QueueServer:
@@ -56,7 +56,7 @@ class QueueServer:
 
     def __init__(
         self, handle: Handler, tick: Callable[[], None] | None = None, address: str = "tcp://127.0.0.1:*",
-        secret: str | None = None, remembers: bool = True, begin: Callable[[QueueServer], None] | None = None,
+        secret: str | None = None, remembers: bool = True, begin: Callable[[Server], None] | None = None,
     ) -> None:  # fmt: skip
         """Serve from a thread.
 
@@ -71,7 +71,8 @@ class QueueServer:
         Raises:
             zmq.ZMQError: the address cannot be bound.
         """
-        self._handle, self._tick, self._remembers, self._begin = handle, tick, remembers, begin
+        self._tick, self._begin = tick, begin
+        self._parking = Parking(handle, self._send, remembers)
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
@@ -87,12 +88,8 @@ class QueueServer:
         self._outside = self._context.socket(zmq.PUSH)
         self._outside.connect("inproc://changed")
         self._outside_lock = threading.Lock()
-        self._parked: dict[Hashable, dict[bytes, Parked]] = {None: {}}
-        self._key_of: dict[bytes, Hashable] = {}
-        self._woken: dict[Hashable, None] = {}
-        self._answered: OrderedDict[bytes, tuple[int, list[Frame]]] = OrderedDict()
         self._refused: OrderedDict[bytes, None] = OrderedDict()
-        self._looked = 0.0
+        """Senders of malformed messages, the last ones."""
         self._closing = False
         self.failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="queue-server", daemon=True)
@@ -100,7 +97,7 @@ class QueueServer:
 
     def wake(self, key: Hashable) -> None:
         """Have requests asked again that wait for a key; from the server's own thread."""
-        self._woken[key] = None
+        self._parking.wake(key)
 
     def changed(self) -> None:
         """Have those asked again that wait for any change; for changes that came by other ways than a request."""
@@ -131,7 +128,7 @@ class QueueServer:
                 self._begin(self)
             while not self._closing:
                 # What was woken by what was woken is looked at before anything else is waited for.
-                ready = dict(poller.poll(0 if self._woken else round(TICK_S * 1000)))
+                ready = dict(poller.poll(0 if self._parking.is_woken else round(TICK_S * 1000)))
                 while self._inside in ready and self._inside.poll(0):
                     self._inside.recv()
                 if self._router in ready:
@@ -139,7 +136,7 @@ class QueueServer:
                 self.calls.receive(ready)
                 if self._tick is not None:
                     self._tick()
-                self._ask_parked()
+                self._parking.ask_parked(time.monotonic())
         except Exception:
             self.failure = traceback.format_exc()
         finally:
@@ -160,80 +157,19 @@ class QueueServer:
         frames = [frame.buffer for frame in message[1:]]
         try:
             request = unpack(frames[0])
-            until = time.monotonic() + float(request.get("wait_s", 0.0))
-            number = int(request["number"])
-            if len(frames) > FRAMES or not isinstance(request.get("request"), str):
+            number, _ = int(request["number"]), float(request.get("wait_s", 0.0))
+            if len(frames) > FRAMES or not isinstance(request["request"], str):
                 raise ValueError("no request")
         except (ValueError, TypeError, LookupError, RecursionError):
             # Not from one of ours: it has no number to answer to, and nothing that it sends is read any more.
-            keep(self._refused, sender, None)
+            self._refused[sender] = None
+            if len(self._refused) > REFUSED:
+                self._refused.popitem(last=False)
             return
-        last, answer = self._answered.get(sender, (0, []))
-        if last == number:
-            self._router.send_multipart([sender, *answer], copy=False)
-            return
-        known = self._parked.get(self._key_of.get(sender), {}).get(sender)
-        if known is None or known.number != number:
-            self._forget(sender)
-            self._attempt(sender, Parked(number, request, until), frames[1:])
+        self._parking.receive(sender, number, request, frames[1:], time.monotonic())
 
-    def _ask_parked(self) -> None:
-        woken, self._woken = self._woken, {}
-        for key in (*woken, None) if None not in woken else woken:
-            for sender, parked in list(self._parked.get(key, {}).items()):
-                # Who waits longer for the same would not be answered either.
-                if not self._attempt(sender, parked, ()) and key is not None:
-                    break
-        if time.monotonic() - self._looked > TICK_S:
-            self._looked = time.monotonic()
-            late = [(s, p) for many in self._parked.values() for s, p in many.items() if p.until <= self._looked]
-            for sender, parked in late:
-                self._answer(sender, parked.number, ({"waited": True}, ()))
-
-    def _attempt(self, sender: bytes, parked: Parked, frames: Sequence[Frame]) -> bool:
-        """Ask the handler, and park the request where it says so; return whether the request is answered."""
-        try:
-            answer = self._handle(parked.request, frames)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}, ()
-        if isinstance(answer, Wait):
-            self._park(sender, parked, answer)
-            return False
-        self._answer(sender, parked.number, answer)
-        return True
-
-    def _park(self, sender: bytes, parked: Parked, wait: Wait) -> None:
-        parked.request["parked"] = True
-        if sender not in self._key_of or self._key_of[sender] != wait.key:
-            self._forget(sender)
-            self._key_of[sender] = wait.key
-            until = parked.until if wait.limited else math.inf
-            self._parked.setdefault(wait.key, {})[sender] = parked._replace(until=until)
-            if until <= time.monotonic():
-                self._looked = 0.0
-
-    def _answer(self, sender: bytes, number: int, answer: Answer) -> None:
-        self._forget(sender)
-        message = [pack({**answer[0], "number": number}), *answer[1]]
-        if self._remembers:
-            keep(self._answered, sender, (number, message))
-        self._router.send_multipart([sender, *message], copy=False)
-
-    def _forget(self, sender: bytes) -> None:
-        """Let a request go that was parked."""
-        if sender in self._key_of:
-            key = self._key_of.pop(sender)
-            del self._parked[key][sender]
-            if not self._parked[key] and key is not None:
-                del self._parked[key]
-
-
-def keep(known: OrderedDict[bytes, Any], sender: bytes, value: Any) -> None:
-    """Remember something of a sender, and forget who was heard the longest time ago where that is too many."""
-    known[sender] = value
-    known.move_to_end(sender)
-    if len(known) > REMEMBERED:
-        known.popitem(last=False)
+    def _send(self, sender: bytes, number: int, answer: Answer) -> None:
+        self._router.send_multipart([sender, pack({**answer[0], "number": number}), *answer[1]], copy=False)
 
 
 class Calls:

@@ -59,8 +59,8 @@ def row_name(name: Any) -> Row:
 
 
 def home(row: Row, units: int) -> int:
-    """Return which of so many storage units a row belongs to."""
-    return crc32(msgpack.packb(row)) % units if units > 1 else 0
+    """Return which of so many storage units a row belongs to; of names that are tuples the first part decides."""
+    return crc32(msgpack.packb(row[0] if isinstance(row, tuple) else row)) % units if units > 1 else 0
 
 
 Detached = list[tuple[Row, StoredPart]]

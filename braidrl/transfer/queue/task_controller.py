@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -19,15 +19,17 @@ from typing import Any
 
 from braidrl.data.frames import Frame
 from braidrl.transfer.queue.controller import Controller, Holder
+from braidrl.transfer.queue.parking import Wait
 from braidrl.transfer.queue.samplers import Candidate, Sampler
-from braidrl.transfer.queue.server import QueueServer, Wait
+from braidrl.transfer.queue.server import Server
+from braidrl.transfer.queue.storage import Block
 from braidrl.transfer.queue.table import Row, Table, home, row_name
 from braidrl.transfer.queue.tasks import LeaseLost, Tasks
 from braidrl.transfer.queue.transport import REPEAT_S, Answer
-from braidrl.transfer.queue.unit import part_of, written
+from braidrl.transfer.queue.unit import close, part_of, written
 
-CLOSED = 65_536
-"""How many leases that are done are remembered, for clients that ask again."""
+HEARD = "heard"
+"""What waits until all units have said what they hold."""
 
 
 @dataclass
@@ -35,11 +37,13 @@ class Unit:
     """What is known of a storage unit: how much of which life was heard, and what it is to be told."""
 
     address: str
-    life: str | None = None
+    life: int = 0
     heard: int = 0
     finished: bool = False
     done: list[tuple[int, list[Row]]] = field(default_factory=list)
     parts: list[Mapping[str, Any]] = field(default_factory=list)
+    freed: list[Block] = field(default_factory=list)
+    """Blocks that have left by what was heard last, which the unit may not know yet."""
     telling: tuple[int, ...] | None = None
     """Leases of which it is being told."""
 
@@ -49,7 +53,7 @@ class TaskController(Controller):
 
     def __init__(
         self, name: str, columns: Collection[str], sampler: Sampler, lease_s: float, units: Sequence[str],
-        recovers: bool = False,
+        recovers: bool = False, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """Begin without rows.
 
@@ -60,8 +64,9 @@ class TaskController(Controller):
             lease_s: seconds without a sign of life after which rows are given to another.
             units: the addresses of all storage units.
             recovers: it replaces one that was killed, whose clients may hold rows.
+            clock: returns seconds.
         """
-        super().__init__(lease_s)
+        super().__init__(lease_s, clock)
         self.name, self.columns, self.sampler = name, frozenset(columns), sampler
         self.tasks, self.table = Tasks({name: self.columns}), Table()
         self.task = self.tasks.tasks[name]
@@ -74,20 +79,23 @@ class TaskController(Controller):
         self.tokens: dict[Row, int] = {}
         self.done_by: dict[Row, int] = {}
         """For each row in work that the task is done with, the lease under which."""
-        self.closing: dict[int, int] = {}
-        """Leases that are done, and how many units have yet to confirm it."""
-        self.closed: OrderedDict[int, None] = OrderedDict()
+        self.closing: dict[int, list[Row]] = {}
+        """Leases that are done, with their rows, until the unit has confirmed it."""
+        self.closed: dict[int, None] = {}
+        """The last leases that are done, for clients that ask again."""
+        self.unit_closed: dict[int, None] = {}
+        """Those of which a unit has said so when this controller came to know it."""
         self.waiting_for: set[Any] = set()
-        self.quiet_until = time.monotonic() + 1.5 * REPEAT_S if recovers else 0.0
+        self.quiet_until = clock() + 1.5 * REPEAT_S if recovers else 0.0
         """Until when clients have time to say what they hold."""
-        self.server: QueueServer
+        self.server: Server
 
     @property
     def queues(self) -> Collection[Tasks]:
         """Return the one task's."""
         return (self.tasks,)
 
-    def begin(self, server: QueueServer) -> None:
+    def begin(self, server: Server) -> None:
         """Follow all units."""
         self.server = server
         for unit in range(len(self.units)):
@@ -96,7 +104,9 @@ class TaskController(Controller):
     # Requests
 
     def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
-        """Answer one request; of a client that is not known ask first what it holds."""
+        """Answer one request, once it is known what the units hold; of a client that is not known ask first what it holds."""
+        if any(not unit.life for unit in self.units):
+            return Wait(HEARD, limited=False)
         if request["request"] != "hello" and request.get("holder") not in self.holders:
             return {"unknown": True}, ()
         return super().handle(request, frames)
@@ -110,13 +120,9 @@ class TaskController(Controller):
 
     def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Note a process that is there, and the leases that it says it holds."""
-        self.holders[request["holder"]] = Holder(request["holder"], request["address"])
+        self.holders[request["holder"]] = Holder(request["holder"], request["address"], self.clock())
         for number, names in request["held"]:
-            rows = [row_name(row) for row in names]
-            if rows and all(self.done_by.get(row) == number for row in rows):
-                self._close(number)
-            elif number not in self.tasks.leases.held and rows and self._are_free(rows):
-                self.tasks.lease(self.name, rows, request["holder"], time.monotonic(), self.lease_s, number)
+            self._claim(number, [row_name(row) for row in names], request["holder"])
         return {}, ()
 
     def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
@@ -125,8 +131,8 @@ class TaskController(Controller):
         lease = None
         if not self.quiet_until:
             lease = self.tasks.take(
-                self.name, request["holder"], time.monotonic(), self.lease_s, request["most"], self.sampler,
-                request["ranks"], table,
+                self.name, request["holder"], self.clock(), self.lease_s, request["most"], self.sampler,
+                request["ranks"], self._place(table),
             )  # fmt: skip
         if lease is not None:
             columns = request.get("columns") or sorted(self.columns)
@@ -151,7 +157,7 @@ class TaskController(Controller):
             if number in self.closing or number in self.closed:
                 continue
             try:
-                self._finish(number, self.tasks.acknowledge(number, time.monotonic()).rows, request["parts"])
+                self._finish(number, self.tasks.acknowledge(number, self.clock()).rows, request["parts"])
             except LeaseLost:
                 lost.append(number)
         for number in request["leases"]:
@@ -173,12 +179,26 @@ class TaskController(Controller):
     def tick(self) -> None:
         """Free what has been held for too long, and give rows again when clients have had time to speak."""
         with self.changed:
-            now = time.monotonic()
+            now = self.clock()
             ended, was_quiet = self.tasks.give_up(self.tasks.leases.expired(now)), self.quiet_until
             if was_quiet <= now:
                 self.quiet_until = 0.0
             if ended or self.quiet_until < was_quiet:
                 self.advance()
+
+    def _claim(self, number: int, rows: Sequence[Row], holder: str) -> None:
+        """Give a client back the lease that it says it holds, unless it is done or its rows are another's by now."""
+        known = [row for row in rows if row in self.tasks.rows]
+        if number in self.unit_closed or (known and all(self.done_by.get(row) == number for row in known)):
+            close(self.closed, number)
+        elif number not in self.tasks.leases.held and rows and self._are_free(rows):
+            self.tasks.lease(self.name, rows, holder, self.clock(), self.lease_s, number)
+
+    def _place(self, table: Any) -> tuple[Any, int] | None:
+        """Return a table, by default the first one that has ready rows, and the unit of its oldest ready row."""
+        first = min((place[0] for place in self.task.ready), default=None) if table is None else table
+        places = [place for place in self.task.ready if place[0] == first]
+        return min(places, key=lambda place: self.task.numbers[self.task.ready[place].first(1)[0]], default=None)
 
     # What units say
 
@@ -195,13 +215,17 @@ class TaskController(Controller):
             )
             return
         with self.changed:
+            unit.freed = []
             if answer.get("all"):
                 self._compare(number, answer)
             for change in answer["changes"]:
                 self._note(unit, change)
+            for lease in answer.get("closed", ()):
+                close(self.unit_closed, lease)
             for lease, row in answer.get("done", ()):
                 self._learn_done(row_name(row), lease)
             unit.life, unit.heard = answer["life"], answer["heard"]
+            self.server.wake(HEARD)
             self.advance()
         self._follow(number)
 
@@ -213,7 +237,7 @@ class TaskController(Controller):
         if change["kind"] == "born":
             self._bear(rows, change["facts"])
         elif change["kind"] == "left":
-            self._leave(rows)
+            unit.freed += self._leave(rows)
         elif change["kind"] == "lost":
             self._lose([row for row in rows if row in self.tasks.rows], change["columns"], change["by"])
         else:
@@ -223,7 +247,9 @@ class TaskController(Controller):
         for row, (table, group, tokens) in zip(rows, facts, strict=True):
             self.tokens[row] = tokens
             if row not in self.tasks.rows:
-                self.tasks.admit([row], lambda _, group=group: row_name(group), table)
+                # The rows of a lease are of one unit, which is told of all of them at once.
+                place = row_name(table), home(row, len(self.units))
+                self.tasks.admit([row], lambda _, group=group: row_name(group), place)
                 self.group_rows[self.task.group[row]] += 1
 
     def _write(self, change: Mapping[str, Any]) -> None:
@@ -236,10 +262,11 @@ class TaskController(Controller):
                 if column in self.columns:
                     self.tasks.write(column, list(part.rows))
 
-    def _leave(self, rows: Sequence[Row]) -> None:
+    def _leave(self, rows: Sequence[Row]) -> list[Block]:
+        """Let rows leave; return the blocks that held no others."""
         gone = [row for row in rows if row in self.tasks.rows]
         groups = [self.task.group[row] for row in gone]
-        self.table.evict(gone)
+        freed = self.table.evict(gone)
         self.tasks.forget(gone)
         for row, group in zip(gone, groups, strict=True):
             self.group_rows[group] -= 1
@@ -247,6 +274,7 @@ class TaskController(Controller):
                 del self.group_rows[group]
             self.tokens.pop(row, None)
             self.done_by.pop(row, None)
+        return freed
 
     def _lose(self, rows: Iterable[Row], columns: Sequence[str], by: str) -> None:
         for row in rows:
@@ -281,21 +309,14 @@ class TaskController(Controller):
     # What units are told
 
     def _finish(self, lease: int, rows: Sequence[Row], parts: Sequence[Mapping[str, Any]]) -> None:
-        """Have the units of some rows told that they are done."""
-        shares: dict[int, list[Row]] = {}
+        """Have the unit of some rows told that they are done."""
+        number = home(rows[0], len(self.units))
         for row in rows:
             self.done_by[row] = lease
-            shares.setdefault(home(row, len(self.units)), []).append(row)
-        self.closing[lease] = len(shares)
-        for number, share in shares.items():
-            unit = self.units[number]
-            unit.done.append((lease, share))
-            unit.parts += [
-                {**part, "by": self.name}
-                for part in parts
-                if home(row_name(part["rows"][0]), len(self.units)) == number
-            ]
-            self._tell(number)
+        self.closing[lease] = list(rows)
+        self.units[number].done.append((lease, list(rows)))
+        self.units[number].parts += [{**part, "by": self.name} for part in parts]
+        self._tell(number)
 
     def _tell(self, number: int) -> None:
         unit = self.units[number]
@@ -308,30 +329,26 @@ class TaskController(Controller):
         if "error" in answer:
             raise RuntimeError(f"{self.units[number].address}: {answer['error']}")
         for lease in self.units[number].telling or ():
-            self.closing[lease] -= 1
-            if not self.closing[lease]:
-                del self.closing[lease]
-                self._close(lease)
-                self.server.wake(("closed", lease))
+            del self.closing[lease]
+            close(self.closed, lease)
+            self.server.wake(("closed", lease))
         self.units[number].telling = None
         self._tell(number)
 
-    def _close(self, lease: int) -> None:
-        self.closed[lease] = None
-        if len(self.closed) > CLOSED:
-            self.closed.popitem(last=False)
-
     def _held(self, number: int) -> dict[str, Any]:
         """Return all that is known of a unit, for one that was started again."""
-        rows = self._rows_of(number)
-        facts = [[self.task.table[row], self.task.group[row], self.tokens.get(row, 0)] for row in rows]
+        unit, rows = self.units[number], self._rows_of(number)
+        facts = [[self.task.table[row][0], self.task.group[row], self.tokens.get(row, 0)] for row in rows]
         mine = set(rows)
+        # What is not confirmed is told again, with what was written.
+        closing = [[lease, many] for lease, many in self.closing.items() if home(many[0], len(self.units)) == number]
         parts = {part: None for parts in self.table.parts.values() for row, part in parts.items() if row in mine}
-        done = [[lease, row] for row, lease in self.done_by.items() if row in mine]
+        done = [[lease, row] for row, lease in self.done_by.items() if row in mine and lease not in self.closing]
         changes = [{"kind": "born", "rows": rows, "facts": facts}, *map(written, parts)]
         return {
-            "request": "hold", "task": self.name, "changes": changes, "done": done,
-            "finished": self.units[number].finished,
+            "request": "hold", "task": self.name, "changes": changes, "done": done, "finished": unit.finished,
+            "life": unit.life, "heard": unit.heard, "closed": list(self.closed),
+            "closing": closing, "freed": unit.freed,
         }  # fmt: skip
 
     # Inside

@@ -9,22 +9,23 @@ killed, the others know all that anybody was told. A unit that is started again 
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from braidrl.data.frames import Frame
 from braidrl.data.rows import Rows
 from braidrl.transfer.queue.controller import handler_of
-from braidrl.transfer.queue.server import QueueServer, Wait
+from braidrl.transfer.queue.parking import Wait
+from braidrl.transfer.queue.server import Server
 from braidrl.transfer.queue.storage import Block, DataPlane
 from braidrl.transfer.queue.table import Row, StoredPart, Table, row_name
 from braidrl.transfer.queue.transport import Answer
 
 HEARD, ROOM, RECOVERED = "heard", "room", "recovered"
+CLOSED = 4096
 GONE = 65_536
 """How many freed blocks are remembered."""
 
@@ -43,8 +44,9 @@ class StorageUnit:
     """The rows of one unit. Everything is called by its server's thread."""
 
     def __init__(
-        self, tasks: Collection[str], data: DataPlane, lease_s: float, budget_bytes: int | None, recovers: bool
-    ) -> None:
+        self, tasks: Collection[str], data: DataPlane, lease_s: float, budget_bytes: int | None, recovers: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """Begin without rows.
 
         Args:
@@ -53,8 +55,10 @@ class StorageUnit:
             lease_s: seconds for which room is kept for a put that was announced.
             budget_bytes: of payload in this unit; None is as much as there is memory.
             recovers: it replaces one that was killed, and asks the controllers first.
+            clock: returns seconds.
         """
         self.tasks, self.data, self.lease_s, self.budget_bytes = tuple(tasks), data, lease_s, budget_bytes
+        self.clock = clock
         self.rows: dict[Row, RowState] = {}
         self.table = Table()
         self.used_bytes = 0
@@ -63,21 +67,26 @@ class StorageUnit:
         self.finished = False
         self.lost: dict[Row, list[str]] = {}
         """Columns whose payload is gone, which whoever put them may put again."""
-        self.life = secrets.token_hex(8)
+        self.life = 1
+        """How often it was started, as far as anybody knows; with the number of a change it says which of two views is newer."""
         self.changes: deque[dict[str, Any]] = deque()
         self.first = self.next = 0
         """The number of the first change that is kept, and of the next one."""
         self.heard: dict[str, int] = dict.fromkeys(self.tasks, -1)
         """For each task how many changes its controller has heard; -1 before it has asked for any."""
+        self.leaving: deque[tuple[int, list[Block]]] = deque()
+        """Blocks that are free when every controller has heard so many changes."""
+        self.closed: dict[str, dict[int, None]] = {task: {} for task in self.tasks}
+        """For each task the last leases that are done: a client that was not told asks for them again."""
         self.noted: dict[str, int] = {}
         """How many changes had been made after a block was noted, or what else is asked for by name."""
         self.gone: OrderedDict[str, None] = OrderedDict()
         """The last blocks that were freed."""
         self.held: dict[str, Mapping[str, Any]] | None = {} if recovers else None
         """What controllers say was here, as long as not all have said so."""
-        self.server: QueueServer
+        self.server: Server
 
-    def begin(self, server: QueueServer) -> None:
+    def begin(self, server: Server) -> None:
         """Note the server, which wakes who waits."""
         self.server = server
 
@@ -91,7 +100,7 @@ class StorageUnit:
 
     def on_reserve(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
         """Keep bytes free for a put that follows."""
-        now, size = time.monotonic(), request["bytes"]
+        now, size = self.clock(), request["bytes"]
         self.reserved = {name: kept for name, kept in self.reserved.items() if kept[1] > now}
         if self.budget_bytes is not None:
             if size > self.budget_bytes:
@@ -178,14 +187,14 @@ class StorageUnit:
             elif not part.rows and part.block is not None and not self._is_known(part):
                 self.data.free([part.block])
         for number, rows in request["done"]:
+            close(self.closed[task], number)
             for row in map(row_name, rows):
                 if (state := self.rows.get(row)) is not None:
                     state.done[task] = number
                     if len(state.done) == len(self.tasks):
                         through.append(row)
         self._leave(through)
-        names = [message["block"][2] for message in request["parts"]]
-        return self._once_heard(*names)
+        return self._once_heard("left", *(message["block"][2] for message in request["parts"]))
 
     def on_hold(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Note what a controller says was here; when all have said so, go on with it."""
@@ -231,14 +240,12 @@ class StorageUnit:
         if not rows:
             return
         freed = self.table.evict(rows)
-        self.used_bytes -= sum(block.size for block in freed)
-        self.data.free(freed)
         for row in rows:
             del self.rows[row]
             self.lost.pop(row, None)
-        self._forget_blocks(freed)
         self._note({"kind": "left", "rows": rows}, "left")
-        self.server.wake(ROOM)
+        # Should this unit be killed now, another one will need them until it is told again.
+        self.leaving.append((self.next, freed))
 
     def _lose(self, parts: Sequence[StoredPart]) -> None:
         """Take columns off their rows; what a task wrote for rows it does again, anything else must be put again."""
@@ -275,6 +282,12 @@ class StorageUnit:
         while self.first < min(self.heard.values()):
             self.changes.popleft()
             self.first += 1
+        while self.leaving and self.leaving[0][0] <= self.first:
+            blocks = self.leaving.popleft()[1]
+            self.used_bytes -= sum(block.size for block in blocks)
+            self._forget_blocks(blocks)
+            self.data.free(blocks)
+            self.server.wake(ROOM)
         self.server.wake(HEARD)
 
     def _forget_blocks(self, blocks: Iterable[Block]) -> None:
@@ -296,25 +309,51 @@ class StorageUnit:
         """Return what a controller has to know that knows nothing of this unit."""
         done = [[state.done[task], row] for row, state in self.rows.items() if task in state.done]
         changes = [self._born(list(self.rows)), *map(written, self._parts())]
-        return {"all": True, "changes": changes, "done": done, "finished": self.finished}
+        return {
+            "all": True,
+            "changes": changes,
+            "done": done,
+            "finished": self.finished,
+            "closed": list(self.closed[task]),
+        }
 
     def _recover(self, held: Mapping[str, Mapping[str, Any]]) -> None:
-        """Put together what controllers say was here; of what has no payload any more, say so."""
+        """Go on with what the controller knows that has heard most, and what each says that its task is done with.
+
+        Of what has no payload any more, say so.
+        """
+        newest = max(held.values(), key=lambda told: (told["life"], told["heard"]))
+        self.life = newest["life"] + 1
+        self.finished = newest["finished"]
+        for change in newest["changes"]:
+            if change["kind"] == "born":
+                for row, (table, group, tokens) in zip(change["rows"], change["facts"], strict=True):
+                    self.rows[row_name(row)] = RowState(table, row_name(group), tokens)
+            else:
+                self._store(part_of(change))
         for task, told in held.items():
-            self.finished |= told["finished"]
-            for change in told["changes"]:
-                if change["kind"] == "born":
-                    for row, (table, group, tokens) in zip(change["rows"], change["facts"], strict=True):
-                        self.rows.setdefault(row_name(row), RowState(table, row_name(group), tokens))
-                elif not self._is_known(part := part_of(change)):
-                    self._store(part)
             for number, row in told["done"]:
-                self.rows[row_name(row)].done[task] = number
-        parts = {part.block.name: part for part in self._parts() if part.block}
-        self._lose([parts[name] for name in self.data.missing([part.block for part in parts.values() if part.block])])
+                if (state := self.rows.get(row_name(row))) is not None:
+                    state.done[task] = number
+            # What was not confirmed and is not here any more was done.
+            gone = [number for number, rows in told["closing"] if not self.rows.keys() & {*map(row_name, rows)}]
+            for number in (*told["closed"], *gone):
+                close(self.closed[task], number)
+            parts = [part_of(change) for change in told["changes"] if change["kind"] == "written"]
+            blocks = [part.block for part in parts if part.block and not self._is_known(part)]
+            self.data.free([*blocks, *(Block(*block) for block in told["freed"])])
+        here = {part.block.name: part for part in self._parts() if part.block}
+        self._lose([here[name] for name in self.data.missing([part.block for part in here.values() if part.block])])
         self._leave([row for row, state in self.rows.items() if len(state.done) == len(self.tasks)])
         self.changes.clear()
         self.first = self.next
+
+
+def close(closed: dict[int, None], number: int) -> None:
+    """Remember a lease that is done, and no more than CLOSED of them."""
+    closed[number] = None
+    if len(closed) > CLOSED:
+        del closed[next(iter(closed))]
 
 
 def part_of(message: Mapping[str, Any]) -> StoredPart:
