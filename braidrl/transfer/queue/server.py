@@ -20,10 +20,12 @@ import zmq
 
 from braidrl.data.frames import Frame
 from braidrl.transfer.queue.parking import Handler, Parking
-from braidrl.transfer.queue.transport import FRAME_BYTES, REPEAT_S, Answer, asking_socket, key_pair, pack, unpack
+from braidrl.transfer.queue.transport import REPEAT_S, Answer, asking_socket, key_pair, pack, unpack
 
 TICK_S = 0.1
 """How late an expired lease or a reader's limit may be noticed."""
+REQUEST_BYTES = 1 << 28
+"""Whoever sends a larger frame loses the connection: requests name rows and say where payload lies, and hold none."""
 REFUSED = 1024
 """How many senders of malformed messages are remembered."""
 FRAMES = 4096
@@ -76,7 +78,7 @@ class QueueServer:
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
-        self._router.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES)
+        self._router.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if secret is not None:
             self._router.curve_server, self._router.curve_secretkey = True, key_pair(secret)[1]

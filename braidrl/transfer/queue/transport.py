@@ -25,7 +25,7 @@ Answer = tuple[dict[str, Any], Sequence[Frame]]
 REPEAT_S = 1.0
 """How long a request may be unanswered before it is sent again: its server may have been replaced."""
 FRAME_BYTES = 1 << 31
-"""Whoever sends a larger frame loses the connection."""
+"""A server that answers with a larger frame loses the connection."""
 
 
 class QueueError(RuntimeError):

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import zmq
 from tensordict import TensorDict
 
 from braidrl.transfer.queue.storage import Block
@@ -115,12 +114,15 @@ def test_a_put_without_room_waits_and_names_who_holds_the_rows_when_its_limit_is
             queue.put({"x": torch.zeros(9000)}, rows=list(range(9000)))
 
 
-def test_a_writer_that_is_faster_than_its_reader_stays_within_the_budget_and_nothing_is_lost() -> None:
+@pytest.mark.parametrize(("batches", "pause_s"), [(40, 0.002), pytest.param(6_000, 0.01, marks=pytest.mark.soak)])
+def test_a_writer_ten_times_as_fast_as_its_reader_stays_within_the_budget_and_nothing_is_lost(
+    batches: int, pause_s: float
+) -> None:
     with TransferQueue.serve({"train": ["x"]}, budget_bytes=30_000) as queue:
-        most, seen = 0, Counter[int]()
+        most, seen, rows, began = 0, Counter[int](), 100 * batches, time.monotonic()
 
         def write() -> None:
-            for first in range(0, 4000, 100):
+            for first in range(0, rows, 100):
                 queue.put({"x": torch.zeros(100, 4)}, rows=list(range(first, first + 100)))
             queue.finish()
 
@@ -129,9 +131,10 @@ def test_a_writer_that_is_faster_than_its_reader_stays_within_the_budget_and_not
         for batch in queue.stream("train", 100):
             seen.update(batch.rows)
             most = max(most, queue.usage()["bytes"])
-            time.sleep(0.002)
+            time.sleep(pause_s)
         writer.join()
-        assert seen == Counter(range(4000)) and 0 < most <= 30_000
+        assert seen == Counter(range(rows)) and 0 < most <= 30_000
+        print(f"{rows} rows in {time.monotonic() - began:.0f} s, at most {most} of 30,000 bytes in the queue")
 
 
 def test_a_consumer_that_dies_loses_its_rows_to_another() -> None:
@@ -160,24 +163,6 @@ def test_an_event_loop_puts_and_takes_at_the_same_time() -> None:
 
     with TransferQueue.serve({"train": ["x"]}) as queue:
         assert sorted(asyncio.run(both(queue))) == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.soak)])
-def test_malformed_messages_harm_nobody(count: int) -> None:
-    chance = np.random.default_rng(0)
-    with TransferQueue.serve({"train": ["x"]}) as queue, zmq.Context() as context:
-        for number in range(count):
-            with context.socket(zmq.DEALER) as socket:
-                socket.setsockopt(zmq.LINGER, 1000)
-                socket.connect(queue.address)
-                garbage = [chance.bytes(int(chance.integers(0, 40))) for _ in range(int(chance.integers(1, 4)))]
-                if number % 3 == 0:
-                    garbage[0] = b"\x82\xa7request\xa3put\xa6number\x01"
-                socket.send_multipart(garbage)
-        queue.put({"x": torch.arange(2)}, rows=[0, 1])
-        batch = queue.get("train", 2)
-        assert batch is not None and batch["x"].tolist() == [0, 1]
-        assert queue.usage()["rows"] == 2
 
 
 def test_two_programs_that_are_no_braid_use_it(tmp_path: Path) -> None:
