@@ -347,7 +347,7 @@ class TaskController(Controller):
         changes = [{"kind": "born", "rows": rows, "facts": facts}, *map(written, parts)]
         return {
             "request": "hold", "task": self.name, "changes": changes, "done": done, "finished": unit.finished,
-            "life": unit.life, "heard": unit.heard, "closed": list(self.closed),
+            "life": unit.life, "heard": unit.heard, "closed": [*self.unit_closed, *self.closed],
             "closing": closing, "freed": unit.freed,
         }  # fmt: skip
 
