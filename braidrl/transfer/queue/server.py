@@ -20,7 +20,7 @@ import zmq
 
 from braidrl.data.frames import Frame
 from braidrl.transfer.queue.parking import Handler, Parking
-from braidrl.transfer.queue.transport import REPEAT_S, Answer, asking_socket, key_pair, pack, unpack
+from braidrl.transfer.queue.transport import Answer, asking_socket, key_pair, pack, unpack
 
 TICK_S = 0.1
 """How late an expired lease or a reader's limit may be noticed."""
@@ -30,6 +30,8 @@ REFUSED = 1024
 """How many senders of malformed messages are remembered."""
 FRAMES = 4096
 """A message of more frames is malformed."""
+CALL_AGAIN_S = 0.2
+"""How long one server waits for another before it repeats what it asked: it is soon known who was started again."""
 AT_ONCE = 100
 """How many requests are taken in before those that wait are looked at again."""
 
@@ -215,7 +217,7 @@ class Calls:
                     self._open.pop(line)[2](answer)
         now = time.monotonic()
         for line, (number, message, then, sent) in list(self._open.items()):
-            if now - sent > REPEAT_S:
+            if now - sent > CALL_AGAIN_S:
                 self._open[line] = (number, message, then, now)
                 self._lines[line].send_multipart(message, copy=False)
 

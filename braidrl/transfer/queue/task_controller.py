@@ -26,7 +26,7 @@ from braidrl.transfer.queue.storage import Block
 from braidrl.transfer.queue.table import Row, Table, home, row_name
 from braidrl.transfer.queue.tasks import LeaseLost, Tasks
 from braidrl.transfer.queue.transport import REPEAT_S, Answer
-from braidrl.transfer.queue.unit import close, part_of, written
+from braidrl.transfer.queue.unit import births, close, part_of, written
 
 HEARD = "heard"
 """What waits until all units have said what they hold."""
@@ -214,53 +214,59 @@ class TaskController(Controller):
                 ("follow", number), unit.address, self._held(number), (), lambda _: self._follow(number)
             )
             return
+        unit.life, unit.heard = answer["life"], answer["heard"]
+        # Asked at once: by this the unit knows that its changes are known here too.
+        self._follow(number)
         with self.changed:
             unit.freed = []
             if answer.get("all"):
                 self._compare(number, answer)
             for change in answer["changes"]:
-                self._note(unit, change)
+                self._note(number, change)
             for lease in answer.get("closed", ()):
                 close(self.unit_closed, lease)
             for lease, row in answer.get("done", ()):
                 self._learn_done(row_name(row), lease)
-            unit.life, unit.heard = answer["life"], answer["heard"]
             self.server.wake(HEARD)
             self.advance()
-        self._follow(number)
 
-    def _note(self, unit: Unit, change: Mapping[str, Any]) -> None:
-        if change["kind"] == "written":
-            self._write(change)
-            return
-        rows = [row_name(row) for row in change.get("rows", ())]
-        if change["kind"] == "born":
-            self._bear(rows, change["facts"])
-        elif change["kind"] == "left":
-            unit.freed += self._leave(rows)
-        elif change["kind"] == "lost":
-            self._lose([row for row in rows if row in self.tasks.rows], change["columns"], change["by"])
+    def _note(self, number: int, change: Mapping[str, Any]) -> None:
+        kind, unit = change["kind"], self.units[number]
+        if kind == "written":
+            self._write(number, change)
+        elif kind == "born":
+            self._bear(number, [row_name(row) for row in change["rows"]], change)
+        elif kind == "left":
+            unit.freed += self._leave([row_name(row) for row in change["rows"]])
+        elif kind == "lost":
+            rows = [row for row in map(row_name, change["rows"]) if row in self.tasks.rows]
+            self._lose(rows, change["columns"], change["by"])
         else:
             unit.finished = True
 
-    def _bear(self, rows: Sequence[Row], facts: Sequence[Sequence[Any]]) -> None:
-        for row, (table, group, tokens) in zip(rows, facts, strict=True):
-            self.tokens[row] = tokens
+    def _bear(self, number: int, rows: Sequence[Row], change: Mapping[str, Any]) -> None:
+        groups = {}
+        for row, group, tokens in births(rows, change):
+            if tokens:
+                self.tokens[row] = tokens
             if row not in self.tasks.rows:
-                # The rows of a lease are of one unit, which is told of all of them at once.
-                place = row_name(table), home(row, len(self.units))
-                self.tasks.admit([row], lambda _, group=group: row_name(group), place)
-                self.group_rows[self.task.group[row]] += 1
+                groups[row] = group
+        self.group_rows.update(groups.values())
+        # The rows of a lease are of one unit, which is told of all of them at once.
+        self.tasks.admit(groups, groups.__getitem__, (row_name(change["table"]), number))
 
-    def _write(self, change: Mapping[str, Any]) -> None:
+    def _write(self, number: int, change: Mapping[str, Any]) -> None:
         part = part_of(change)
+        if "table" in change:
+            self._bear(number, list(part.rows), change)
         known = self.table.parts.get(part.columns[0], {})
         part.rows = {row: place for row, place in part.rows.items() if row in self.tasks.rows and row not in known}
         if part.rows:
+            rows = list(part.rows)
             self.table.add(part, part.columns)
             for column in part.columns:
                 if column in self.columns:
-                    self.tasks.write(column, list(part.rows))
+                    self.tasks.write(column, rows)
 
     def _leave(self, rows: Sequence[Row]) -> list[Block]:
         """Let rows leave; return the blocks that held no others."""
@@ -338,13 +344,20 @@ class TaskController(Controller):
     def _held(self, number: int) -> dict[str, Any]:
         """Return all that is known of a unit, for one that was started again."""
         unit, rows = self.units[number], self._rows_of(number)
-        facts = [[self.task.table[row][0], self.task.group[row], self.tokens.get(row, 0)] for row in rows]
         mine = set(rows)
         # What is not confirmed is told again, with what was written.
         closing = [[lease, many] for lease, many in self.closing.items() if home(many[0], len(self.units)) == number]
         parts = {part: None for parts in self.table.parts.values() for row, part in parts.items() if row in mine}
         done = [[lease, row] for row, lease in self.done_by.items() if row in mine and lease not in self.closing]
-        changes = [{"kind": "born", "rows": rows, "facts": facts}, *map(written, parts)]
+        tables: dict[Any, list[Row]] = {}
+        for row in rows:
+            tables.setdefault(self.task.table[row][0], []).append(row)
+        born = [
+            {"kind": "born", "rows": many, "table": table, "groups": [self.task.group[row] for row in many],
+             "lengths": [self.tokens.get(row, 0) for row in many]}
+            for table, many in tables.items()
+        ]  # fmt: skip
+        changes = [*born, *map(written, parts)]
         return {
             "request": "hold", "task": self.name, "changes": changes, "done": done, "finished": unit.finished,
             "life": unit.life, "heard": unit.heard, "closed": [*self.unit_closed, *self.closed],

@@ -30,7 +30,7 @@ GONE = 65_536
 """How many freed blocks are remembered."""
 
 
-@dataclass
+@dataclass(slots=True)
 class RowState:
     """A row in work: its table, its group, how long it is, and under which lease each task was done with it."""
 
@@ -124,8 +124,8 @@ class StorageUnit:
                     f"a row of {list(part.rows)[:4]} has one of the columns {', '.join(part.columns)} already"
                 )
             self.reserved.pop(request["holder"], None)
-            self._bear(request)
-            self._store(part)
+            self._bear(part, request)
+            self._store(part, {name: request[name] for name in ("table", "groups", "lengths")})
         return self._once_heard(part.block.name)
 
     def on_finish(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
@@ -208,33 +208,23 @@ class StorageUnit:
 
     # Inside
 
-    def _bear(self, message: Mapping[str, Any]) -> None:
+    def _bear(self, part: StoredPart, message: Mapping[str, Any]) -> None:
         """Let those rows be born that nobody has written; note lengths of all."""
-        rows = [row_name(row) for row in message["rows"]]
-        groups = [row_name(group) for group in message["groups"]] if message["groups"] else rows
-        lengths, fresh = message["lengths"] or [0] * len(rows), []
-        for row, group, tokens in zip(rows, groups, lengths, strict=True):
+        for row, group, tokens in births(list(part.rows), message):
             if row not in self.rows:
                 self.rows[row] = RowState(message["table"], group)
-                fresh.append(row)
-            self.rows[row].tokens = tokens or self.rows[row].tokens
-        if told := rows if message["lengths"] else fresh:
-            self._note(self._born(told))
+            if tokens:
+                self.rows[row].tokens = tokens
 
-    def _born(self, rows: Sequence[Row]) -> dict[str, Any]:
-        states = [self.rows[row] for row in rows]
-        facts = [[state.table, state.group, state.tokens] for state in states]
-        return {"kind": "born", "rows": rows, "facts": facts}
-
-    def _store(self, part: StoredPart) -> None:
-        """Note what was written for some rows, under the name of each column."""
+    def _store(self, part: StoredPart, birth: Mapping[str, Any] | None = None) -> None:
+        """Note what was written for some rows, under the name of each column; with what is said of rows that may be new."""
         assert part.block is not None
         self.table.add(part, part.columns)
         self.used_bytes += part.block.size
         for row in part.rows if self.lost else ():
             self.lost[row] = [name for name in self.lost.pop(row, []) if name not in part.columns]
         self.lost = {row: names for row, names in self.lost.items() if names}
-        self._note(written(part), part.block.name)
+        self._note({**written(part), **(birth or {})}, part.block.name)
 
     def _leave(self, rows: Sequence[Row]) -> None:
         if not rows:
@@ -308,7 +298,11 @@ class StorageUnit:
     def _everything(self, task: str) -> dict[str, Any]:
         """Return what a controller has to know that knows nothing of this unit."""
         done = [[state.done[task], row] for row, state in self.rows.items() if task in state.done]
-        changes = [self._born(list(self.rows)), *map(written, self._parts())]
+        tables: dict[Any, list[Row]] = {}
+        for row, state in self.rows.items():
+            tables.setdefault(state.table, []).append(row)
+        born = [born_change(rows, table, self.rows) for table, rows in tables.items()]
+        changes = [*born, *map(written, self._parts())]
         return {
             "all": True,
             "changes": changes,
@@ -327,8 +321,8 @@ class StorageUnit:
         self.finished = newest["finished"]
         for change in newest["changes"]:
             if change["kind"] == "born":
-                for row, (table, group, tokens) in zip(change["rows"], change["facts"], strict=True):
-                    self.rows[row_name(row)] = RowState(table, row_name(group), tokens)
+                for row, group, tokens in births([row_name(row) for row in change["rows"]], change):
+                    self.rows[row] = RowState(change["table"], group, tokens)
             else:
                 self._store(part_of(change))
         for task, told in held.items():
@@ -347,6 +341,18 @@ class StorageUnit:
         self._leave([row for row, state in self.rows.items() if len(state.done) == len(self.tasks)])
         self.changes.clear()
         self.first = self.next
+
+
+def births(rows: Sequence[Row], message: Mapping[str, Any]) -> Iterable[tuple[Row, Any, int]]:
+    """Return each row with its group, which is itself where none is named, and its length, 0 where that is not known."""
+    groups = [row_name(group) for group in message["groups"]] if message["groups"] else rows
+    return zip(rows, groups, message["lengths"] or [0] * len(rows), strict=True)
+
+
+def born_change(rows: Sequence[Row], table: Any, facts: Mapping[Row, RowState]) -> dict[str, Any]:
+    """Return rows of one table as a change says that they are born."""
+    groups, lengths = [facts[row].group for row in rows], [facts[row].tokens for row in rows]
+    return {"kind": "born", "rows": rows, "table": table, "groups": groups, "lengths": lengths}
 
 
 def close(closed: dict[int, None], number: int) -> None:
