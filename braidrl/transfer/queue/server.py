@@ -39,7 +39,9 @@ AT_ONCE = 100
 class Server(Protocol):
     """What those that answer may ask of their server."""
 
-    calls: Calling
+    @property
+    def calls(self) -> Calling:
+        """Return what asks other servers."""
 
     def wake(self, key: Hashable) -> None:
         """Have requests asked again that wait for a key."""
