@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,10 @@ from tests.redis_server import redis_server  # noqa: F401 (a fixture for every t
 from tests.tiny import MODELS, Workshop, sums, write_jsonl, write_model
 
 torch.set_num_threads(1)
+# The one fork server of this process imports at its start whatever any test's ranks and workers run.
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(["braidrl.runtimes.streaming.processes", "braidrl.runtimes.distributed.launch"])
+forkserver.ensure_running()
 settings.register_profile("suite", deadline=None, max_examples=50)
 settings.load_profile("suite")
 

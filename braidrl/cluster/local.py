@@ -1,7 +1,7 @@
 """Processes of this machine: the three ways to start one, and the launcher that gives each its share of the machine.
 
-spawn        a fresh interpreter, perhaps of another environment                    ranks, engines, verifiers
-from_server  a copy of a process that has imported the code and computed nothing    workers that are there in a moment
+spawn        a fresh interpreter, perhaps of another environment                    engines, verifiers, whatever has devices
+from_server  a copy of a process that has imported the code and computed nothing    ranks and workers on CPUs, there in a moment
 fork         a copy of this process, which must have computed nothing yet           the followers of an engine
 
 starter ◀──connection──▶ process        whose end is the end of whoever is at its other end; output goes where the starter's goes
@@ -26,6 +26,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+import torch
 
 from braidrl.cluster.child import serve
 from braidrl.cluster.devices import Devices, assign_devices, device_count
@@ -147,6 +149,10 @@ class Forked(LocalProcess):
         return self._process.exitcode
 
     def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            # Copies of the fork server lead a group, as fresh interpreters do; copies of this process are in its own.
+            if self.alive and os.getpgid(self.pid) == self.pid:
+                os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
 
@@ -157,12 +163,15 @@ def spawn(spec: ProcessSpec) -> Spawned:
 
 
 def from_server(spec: ProcessSpec) -> Forked:
-    """Start a copy of the fork server, a process that has imported the module of the entry; no thread or device is copied."""
+    """Start a copy of the fork server, a process that has imported the modules of the entry; no thread or device is copied.
+
+    There is one server for a process and all that it starts, and it imports nothing after its own start.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([spec.entry.partition(":")[0]])
+    context.set_forkserver_preload(list(spec.modules()))
     ours, theirs = context.Pipe()
     own = {name: value for name, value in environment_of(spec, os.environ).items() if os.environ.get(name) != value}
-    process = context.Process(target=_copied, args=(theirs, own), name=spec.name, daemon=False)
+    process = context.Process(target=_copied, args=(theirs, own, spec.threads), name=spec.name, daemon=False)
     with _main_module_hidden():
         process.start()
     theirs.close()
@@ -201,9 +210,11 @@ def _main_module_hidden() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _copied(connection: Connection, environment: Mapping[str, str]) -> None:
+def _copied(connection: Connection, environment: Mapping[str, str], threads: int | None) -> None:
     os.setsid()
     os.environ.update(environment)
+    if threads is not None:  # OpenMP has read its variable when the fork server imported torch.
+        torch.set_num_threads(threads)
     serve(connection)
 
 
@@ -237,10 +248,11 @@ class LocalLauncher:
     def serve(self, service: type, *arguments: Any) -> list[Any]:
         return []
 
-    def start(self, pool: str, number: int, spec: ProcessSpec, copied: bool = False) -> Process:
+    def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
+        """Start a process; one that gets devices is a fresh interpreter, as it has to know them before it imports torch."""
         given = self._table.get(f"{pool}-{number}")
         spec = replace(spec, threads=self._threads, devices=given.every if given else None)
-        return from_server(spec) if copied else spawn(spec)
+        return from_server(spec) if given is None else spawn(spec)
 
     def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
         lines = {each.connection: each for each in processes if isinstance(each, LocalProcess)}

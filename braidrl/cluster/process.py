@@ -79,6 +79,12 @@ class ProcessSpec:
     devices: tuple[int, ...] | None = None
     """The CUDA devices that it sees, by their numbers among the starter's; None for all of those."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    also_calls: str = ""
+    """`module:function` that the entry calls, so that a fork server imports its module too."""
+
+    def modules(self) -> tuple[str, ...]:
+        """Return the names of the modules that the process runs."""
+        return tuple(name.partition(":")[0] for name in (self.entry, self.also_calls) if name)
 
     def task(self) -> bytes:
         """Return what `child` reads first."""
@@ -171,14 +177,13 @@ class Launcher(Protocol):
     def serve(self, service: type, *arguments: Any) -> list[Any]:
         """Make `service(node, ip, *arguments)` on every reserved node but this one, closed in the end; return what `place()` of each is."""
 
-    def start(self, pool: str, number: int, spec: ProcessSpec, copied: bool = False) -> Process:
+    def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
         """Start a process of a pool.
 
         Args:
             pool: The pool's name.
             number: The process's number there.
             spec: What it does, with `arguments`; threads and devices are the launcher's to say.
-            copied: The process may be a copy of one that has imported the code: it is there sooner.
         """
 
     def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:

@@ -62,7 +62,7 @@ def run_ranks(
                 own = {"RANK": str(rank), "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
                 spec = ProcessSpec(
                     f"rank {rank}", f"{__name__}:work", {"entry": entry, "task": task, "limit_s": limit_s, "rank": rank},
-                    environment={**meeting, **own},
+                    environment={**meeting, **own}, also_calls=entry,
                 )  # fmt: skip
                 ranks.append(launcher.start(pool.name, rank, spec))
             return supervise(launcher, ranks, interrupts)

@@ -137,7 +137,7 @@ class RayLauncher:
         found: list[Any] = ray.get(answers, timeout=self.cluster.config.start_limit_s)
         return found
 
-    def start(self, pool: str, number: int, spec: ProcessSpec, copied: bool = False) -> Process:
+    def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
         """Start a process; Ray has told its actor, and so tells it, its devices and its threads."""
         place = self._reserved[pool][number]
         none = self.cluster.kind == "GPU" and not place.gpus

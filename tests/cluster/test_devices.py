@@ -38,7 +38,7 @@ ray.shutdown()
 """
 
 
-def seen_by(launcher: Any, pools: list[Pool], copied: bool = False) -> list[str]:
+def seen_by(launcher: Any, pools: list[Pool]) -> list[str]:
     """Start every process of the pools and return the CUDA_VISIBLE_DEVICES that each reports."""
     launcher.reserve(pools)
     try:
@@ -47,7 +47,6 @@ def seen_by(launcher: Any, pools: list[Pool], copied: bool = False) -> list[str]
                 pool.name,
                 number,
                 ProcessSpec(f"{pool.name}-{number}", "tests.cluster.ranks:device_of_a_worker", {}),
-                copied,
             )
             for pool in pools
             for number in range(pool.workers)
@@ -135,17 +134,14 @@ def test_a_process_sees_its_devices_by_the_names_that_its_starter_sees_them_by(m
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
 
 
-@pytest.mark.parametrize("copied", [False, True])
-def test_processes_of_this_machine_report_the_devices_that_they_were_given(
-    monkeypatch: pytest.MonkeyPatch, copied: bool
-) -> None:
+def test_processes_of_this_machine_report_the_devices_that_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
     invent(monkeypatch, 4)
     pools = [
         Pool(("actor.generate",), 1, engines=1, engine_devices=2),
         Pool(("actor",), 1),
         Pool(("compute",), 1, device=False),
     ]
-    assert seen_by(LocalLauncher("cuda"), pools, copied) == ["0,1,2", "3", ""]
+    assert seen_by(LocalLauncher("cuda"), pools) == ["0,1,2", "3", ""]
 
 
 def test_ranks_of_this_machine_report_the_devices_that_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:

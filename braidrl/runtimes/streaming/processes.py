@@ -177,7 +177,7 @@ class Processes:
             "secret": self.secret, "place": self.places[self.launcher.node_of(group.name, number)],
         }  # fmt: skip
         spec = ProcessSpec(f"{group.name}-{number}", f"{__name__}:work", arguments, f"{__name__}:orphaned")
-        return self.launcher.start(group.name, number, spec, copied=True)
+        return self.launcher.start(group.name, number, spec)
 
 
 def failure_of(member: Member) -> Failure | None:
