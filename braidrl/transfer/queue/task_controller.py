@@ -11,22 +11,23 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
 
 from braidrl.data.frames import Frame
+from braidrl.transfer.queue.changes import close
 from braidrl.transfer.queue.controller import Controller, Holder
 from braidrl.transfer.queue.parking import Wait
-from braidrl.transfer.queue.samplers import Candidate, Sampler
+from braidrl.transfer.queue.samplers import Sampler
 from braidrl.transfer.queue.server import Server
 from braidrl.transfer.queue.storage import Block
-from braidrl.transfer.queue.table import Row, Table, home, row_name
+from braidrl.transfer.queue.table import Row, home, row_name
+from braidrl.transfer.queue.task_rows import TaskRows
 from braidrl.transfer.queue.tasks import LeaseLost, Tasks
 from braidrl.transfer.queue.transport import REPEAT_S, Answer
-from braidrl.transfer.queue.unit import births, close, part_of, written
 
 HEARD = "heard"
 """What waits until all units have said what they hold."""
@@ -67,18 +68,13 @@ class TaskController(Controller):
             clock: returns seconds.
         """
         super().__init__(lease_s, clock)
-        self.name, self.columns, self.sampler = name, frozenset(columns), sampler
-        self.tasks, self.table = Tasks({name: self.columns}), Table()
-        self.task = self.tasks.tasks[name]
-        self.tasks.facts = self._facts
+        self.name, self.sampler = name, sampler
+        self.rows = TaskRows(name, columns)
+        self.tasks, self.task = self.rows.tasks, self.rows.task
         # A lease of an earlier life of this controller has another number.
         self.tasks.leases.numbers = count(secrets.randbits(40) << 20)
         self.units = [Unit(address) for address in units]
         self.holders: dict[str, Holder] = {}
-        self.group_rows: Counter[Any] = Counter()
-        self.tokens: dict[Row, int] = {}
-        self.done_by: dict[Row, int] = {}
-        """For each row in work that the task is done with, the lease under which."""
         self.closing: dict[int, list[Row]] = {}
         """Leases that are done, with their rows, until the unit has confirmed it."""
         self.closed: dict[int, None] = {}
@@ -132,13 +128,13 @@ class TaskController(Controller):
         if not self.quiet_until:
             lease = self.tasks.take(
                 self.name, request["holder"], self.clock(), self.lease_s, request["most"], self.sampler,
-                request["ranks"], self._place(table),
+                request["ranks"], self.rows.place(table),
             )  # fmt: skip
         if lease is not None:
-            columns = request.get("columns") or sorted(self.columns)
+            columns = request.get("columns") or sorted(self.rows.columns)
             return {
                 "kind": "rows", "stage": self.name, "leases": [[lease.number, len(lease.rows)]], "rows": lease.rows,
-                "payload": self.table.columns(lease.rows, columns), "lost": lost, "state": {}, "iteration": 0,
+                "payload": self.rows.table.columns(lease.rows, columns), "lost": lost, "state": {}, "iteration": 0,
             }, ()  # fmt: skip
         if all(unit.finished for unit in self.units) and not any(self.task.undone.values()):
             return {"kind": "stop", "lost": lost}, ()
@@ -189,16 +185,10 @@ class TaskController(Controller):
     def _claim(self, number: int, rows: Sequence[Row], holder: str) -> None:
         """Give a client back the lease that it says it holds, unless it is done or its rows are another's by now."""
         known = [row for row in rows if row in self.tasks.rows]
-        if number in self.unit_closed or (known and all(self.done_by.get(row) == number for row in known)):
+        if number in self.unit_closed or (known and all(self.rows.done_by.get(row) == number for row in known)):
             close(self.closed, number)
-        elif number not in self.tasks.leases.held and rows and self._are_free(rows):
+        elif number not in self.tasks.leases.held and rows and self.rows.are_free(rows):
             self.tasks.lease(self.name, rows, holder, self.clock(), self.lease_s, number)
-
-    def _place(self, table: Any) -> tuple[Any, int] | None:
-        """Return a table, by default the first one that has ready rows, and the unit of its oldest ready row."""
-        first = min((place[0] for place in self.task.ready), default=None) if table is None else table
-        places = [place for place in self.task.ready if place[0] == first]
-        return min(places, key=lambda place: self.task.numbers[self.task.ready[place].first(1)[0]], default=None)
 
     # What units say
 
@@ -220,97 +210,30 @@ class TaskController(Controller):
         with self.changed:
             unit.freed = []
             if answer.get("all"):
-                self._compare(number, answer)
+                self.rows.compare(number, answer["changes"])
+                unit.finished = answer["finished"]
             for change in answer["changes"]:
                 self._note(number, change)
             for lease in answer.get("closed", ()):
                 close(self.unit_closed, lease)
             for lease, row in answer.get("done", ()):
-                self._learn_done(row_name(row), lease)
+                self.rows.learn_done(row_name(row), lease)
             self.server.wake(HEARD)
             self.advance()
 
     def _note(self, number: int, change: Mapping[str, Any]) -> None:
         kind, unit = change["kind"], self.units[number]
         if kind == "written":
-            self._write(number, change)
+            self.rows.write(number, change)
         elif kind == "born":
-            self._bear(number, [row_name(row) for row in change["rows"]], change)
+            self.rows.bear(number, [row_name(row) for row in change["rows"]], change)
         elif kind == "left":
-            unit.freed += self._leave([row_name(row) for row in change["rows"]])
+            unit.freed += self.rows.leave([row_name(row) for row in change["rows"]])
         elif kind == "lost":
             rows = [row for row in map(row_name, change["rows"]) if row in self.tasks.rows]
-            self._lose(rows, change["columns"], change["by"])
+            self.rows.lose(rows, change["columns"], change["by"])
         else:
             unit.finished = True
-
-    def _bear(self, number: int, rows: Sequence[Row], change: Mapping[str, Any]) -> None:
-        groups = {}
-        for row, group, tokens in births(rows, change):
-            if tokens:
-                self.tokens[row] = tokens
-            if row not in self.tasks.rows:
-                groups[row] = group
-        self.group_rows.update(groups.values())
-        # The rows of a lease are of one unit, which is told of all of them at once.
-        self.tasks.admit(groups, groups.__getitem__, (row_name(change["table"]), number))
-
-    def _write(self, number: int, change: Mapping[str, Any]) -> None:
-        part = part_of(change)
-        if "table" in change:
-            self._bear(number, list(part.rows), change)
-        known = self.table.parts.get(part.columns[0], {})
-        part.rows = {row: place for row, place in part.rows.items() if row in self.tasks.rows and row not in known}
-        if part.rows:
-            rows = list(part.rows)
-            self.table.add(part, part.columns)
-            for column in part.columns:
-                if column in self.columns:
-                    self.tasks.write(column, rows)
-
-    def _leave(self, rows: Sequence[Row]) -> list[Block]:
-        """Let rows leave; return the blocks that held no others."""
-        gone = [row for row in rows if row in self.tasks.rows]
-        groups = [self.task.group[row] for row in gone]
-        freed = self.table.evict(gone)
-        self.tasks.forget(gone)
-        for row, group in zip(gone, groups, strict=True):
-            self.group_rows[group] -= 1
-            if not self.group_rows[group]:
-                del self.group_rows[group]
-            self.tokens.pop(row, None)
-            self.done_by.pop(row, None)
-        return freed
-
-    def _lose(self, rows: Iterable[Row], columns: Sequence[str], by: str) -> None:
-        for row in rows:
-            for column in columns:
-                if self.table.parts.get(column, {}).pop(row, None) is not None and column in self.columns:
-                    self.tasks.unwrite(column, [row])
-            if by == self.name and self.done_by.pop(row, None) is not None:
-                self.task.reopen(row)
-
-    def _learn_done(self, row: Row, lease: int) -> None:
-        if row in self.tasks.rows and row not in self.done_by:
-            held = self.task.lease.get(row)
-            if held is not None:
-                self.tasks.give_up([self.tasks.leases.held[held]])
-            self.tasks.skip(self.name, [row])
-            self.done_by[row] = lease
-
-    def _compare(self, number: int, answer: Mapping[str, Any]) -> None:
-        """Let go what was known of an earlier life of a unit and is not there any more."""
-        there: dict[str, set[Row]] = {}
-        for change in answer["changes"]:
-            for name in change.get("columns", ("",)):
-                there.setdefault(name, set()).update(map(row_name, change["rows"]))
-        own = self._rows_of(number)
-        self._leave([row for row in own if row not in there.get("", ())])
-        for column, parts in self.table.parts.items():
-            lost = [row for row in parts if row not in there.get(column, ()) and home(row, len(self.units)) == number]
-            for row in lost:
-                self._lose([row], [column], parts[row].writer)
-        self.units[number].finished = answer["finished"]
 
     # What units are told
 
@@ -318,7 +241,7 @@ class TaskController(Controller):
         """Have the unit of some rows told that they are done."""
         number = home(rows[0], len(self.units))
         for row in rows:
-            self.done_by[row] = lease
+            self.rows.done_by[row] = lease
         self.closing[lease] = list(rows)
         self.units[number].done.append((lease, list(rows)))
         self.units[number].parts += [{**part, "by": self.name} for part in parts]
@@ -343,37 +266,13 @@ class TaskController(Controller):
 
     def _held(self, number: int) -> dict[str, Any]:
         """Return all that is known of a unit, for one that was started again."""
-        unit, rows = self.units[number], self._rows_of(number)
-        mine = set(rows)
+        unit = self.units[number]
         # What is not confirmed is told again, with what was written.
         closing = [[lease, many] for lease, many in self.closing.items() if home(many[0], len(self.units)) == number]
-        parts = {part: None for parts in self.table.parts.values() for row, part in parts.items() if row in mine}
-        done = [[lease, row] for row, lease in self.done_by.items() if row in mine and lease not in self.closing]
-        tables: dict[Any, list[Row]] = {}
-        for row in rows:
-            tables.setdefault(self.task.table[row][0], []).append(row)
-        born = [
-            {"kind": "born", "rows": many, "table": table, "groups": [self.task.group[row] for row in many],
-             "lengths": [self.tokens.get(row, 0) for row in many]}
-            for table, many in tables.items()
-        ]  # fmt: skip
-        changes = [*born, *map(written, parts)]
+        changes, done = self.rows.of_unit(number)
         return {
-            "request": "hold", "task": self.name, "changes": changes, "done": done, "finished": unit.finished,
+            "request": "hold", "task": self.name, "changes": changes,
+            "done": [[lease, row] for lease, row in done if lease not in self.closing], "finished": unit.finished,
             "life": unit.life, "heard": unit.heard, "closed": [*self.unit_closed, *self.closed],
             "closing": closing, "freed": unit.freed,
         }  # fmt: skip
-
-    # Inside
-
-    def _rows_of(self, number: int) -> list[Row]:
-        return [row for row in self.tasks.rows if home(row, len(self.units)) == number]
-
-    def _are_free(self, rows: Iterable[Row]) -> bool:
-        return all(
-            row in self.tasks.rows and row not in self.task.lease and row not in self.task.missing for row in rows
-        )
-
-    def _facts(self, row: Row) -> Candidate:
-        group = self.task.group[row]
-        return Candidate(row, group, self.group_rows[group], self.tokens.get(row, 0))

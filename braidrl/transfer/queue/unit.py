@@ -10,13 +10,12 @@ killed, the others know all that anybody was told. A unit that is started again 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from braidrl.data.frames import Frame
-from braidrl.data.rows import Rows
+from braidrl.transfer.queue.changes import ChangeLog, births, born, close, part_of, written
 from braidrl.transfer.queue.controller import handler_of
 from braidrl.transfer.queue.parking import Wait
 from braidrl.transfer.queue.server import Server
@@ -25,9 +24,6 @@ from braidrl.transfer.queue.table import Row, StoredPart, Table, row_name
 from braidrl.transfer.queue.transport import Answer
 
 HEARD, ROOM, RECOVERED = "heard", "room", "recovered"
-CLOSED = 4096
-GONE = 65_536
-"""How many freed blocks are remembered."""
 
 
 @dataclass(slots=True)
@@ -69,19 +65,9 @@ class StorageUnit:
         """Columns whose payload is gone, which whoever put them may put again."""
         self.life = 1
         """How often it was started, as far as anybody knows; with the number of a change it says which of two views is newer."""
-        self.changes: deque[dict[str, Any]] = deque()
-        self.first = self.next = 0
-        """The number of the first change that is kept, and of the next one."""
-        self.heard: dict[str, int] = dict.fromkeys(self.tasks, -1)
-        """For each task how many changes its controller has heard; -1 before it has asked for any."""
-        self.leaving: deque[tuple[int, list[Block]]] = deque()
-        """Blocks that are free when every controller has heard so many changes."""
+        self.log = ChangeLog(self.tasks)
         self.closed: dict[str, dict[int, None]] = {task: {} for task in self.tasks}
         """For each task the last leases that are done: a client that was not told asks for them again."""
-        self.noted: dict[str, int] = {}
-        """How many changes had been made after a block was noted, or what else is asked for by name."""
-        self.gone: OrderedDict[str, None] = OrderedDict()
-        """The last blocks that were freed."""
         self.held: dict[str, Mapping[str, Any]] | None = {} if recovers else None
         """What controllers say was here, as long as not all have said so."""
         self.server: Server
@@ -166,15 +152,13 @@ class StorageUnit:
         if self.held is not None:
             return Wait(RECOVERED, limited=False) if task in self.held else ({"tell": True}, ())
         if request["life"] != self.life:
-            self.heard[task] = -1
-            return {"life": self.life, "heard": self.next, **self._everything(task)}, ()
-        if since > self.heard[task]:
-            self.heard[task] = since
-            self._forget_changes()
-        if since == self.next:
+            self.log.heard[task] = -1
+            return {"life": self.life, "heard": self.log.next, **self._everything(task)}, ()
+        self._free(self.log.hear(task, since))
+        self.server.wake(HEARD)
+        if since == self.log.next:
             return Wait(("follow", task), limited=False)
-        found = [self.changes[place] for place in range(since - self.first, self.next - self.first)]
-        return {"life": self.life, "heard": self.next, "changes": found}, ()
+        return {"life": self.life, "heard": self.log.next, "changes": self.log.after(since)}, ()
 
     def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
         """Note leases whose rows a task is done with, and what it wrote for them; rows that all tasks are done with leave."""
@@ -233,9 +217,8 @@ class StorageUnit:
         for row in rows:
             del self.rows[row]
             self.lost.pop(row, None)
-        self._note({"kind": "left", "rows": rows}, "left")
-        # Should this unit be killed now, another one will need them until it is told again.
-        self.leaving.append((self.next, freed))
+        # Should this unit be killed now, whoever replaces it needs the blocks until it is told again.
+        self._note({"kind": "left", "rows": rows}, "left", freed)
 
     def _lose(self, parts: Sequence[StoredPart]) -> None:
         """Take columns off their rows; what a task wrote for rows it does again, anything else must be put again."""
@@ -250,47 +233,28 @@ class StorageUnit:
                 else:
                     self.lost[row] = [*self.lost.get(row, []), *part.columns]
             self.used_bytes -= part.block.size
-            self._forget_blocks([part.block])
+            self.log.forget([part.block])
             self._note({"kind": "lost", "rows": list(part.rows), "columns": part.columns, "by": part.writer}, "lost")
 
-    def _note(self, change: dict[str, Any], name: str = "") -> None:
-        """Add a change, which is asked for by this name, and tell the controllers."""
-        self.changes.append(change)
-        self.next += 1
-        if name:
-            self.noted[name] = self.next
+    def _note(self, change: dict[str, Any], name: str, leaving: Sequence[Block] = ()) -> None:
+        """Add a change to the log, and tell the controllers."""
+        self.log.note(change, name, leaving)
         for task in self.tasks:
             self.server.wake(("follow", task))
 
     def _once_heard(self, *names: str) -> Answer | Wait:
         """Answer when every controller has heard what is noted under these names."""
-        least = min(self.heard.values(), default=self.next)
-        return ({}, ()) if all(self.noted.get(name, 0) <= least for name in names) else Wait(HEARD, limited=False)
+        return ({}, ()) if self.log.is_heard(*names) else Wait(HEARD, limited=False)
 
-    def _forget_changes(self) -> None:
-        """Forget changes that every controller has heard, and answer who waits for that."""
-        while self.first < min(self.heard.values()):
-            self.changes.popleft()
-            self.first += 1
-        while self.leaving and self.leaving[0][0] <= self.first:
-            blocks = self.leaving.popleft()[1]
+    def _free(self, blocks: Sequence[Block]) -> None:
+        if blocks:
             self.used_bytes -= sum(block.size for block in blocks)
-            self._forget_blocks(blocks)
             self.data.free(blocks)
             self.server.wake(ROOM)
-        self.server.wake(HEARD)
-
-    def _forget_blocks(self, blocks: Iterable[Block]) -> None:
-        """Remember for a while that they were here: a put that is repeated does not bring its rows back."""
-        for block in blocks:
-            self.noted.pop(block.name, None)
-            self.gone[block.name] = None
-        while len(self.gone) > GONE:
-            self.gone.popitem(last=False)
 
     def _is_known(self, part: StoredPart) -> bool:
         assert part.block is not None
-        return part.block.name in self.noted or part.block.name in self.gone
+        return self.log.knows(part.block.name)
 
     def _parts(self) -> list[StoredPart]:
         return list({part: None for parts in self.table.parts.values() for part in parts.values()})
@@ -301,8 +265,11 @@ class StorageUnit:
         tables: dict[Any, list[Row]] = {}
         for row, state in self.rows.items():
             tables.setdefault(state.table, []).append(row)
-        born = [born_change(rows, table, self.rows) for table, rows in tables.items()]
-        changes = [*born, *map(written, self._parts())]
+        changes = [
+            born(table, rows, [self.rows[row].group for row in rows], [self.rows[row].tokens for row in rows])
+            for table, rows in tables.items()
+        ]
+        changes += map(written, self._parts())
         return {
             "all": True,
             "changes": changes,
@@ -339,43 +306,4 @@ class StorageUnit:
         here = {part.block.name: part for part in self._parts() if part.block}
         self._lose([here[name] for name in self.data.missing([part.block for part in here.values() if part.block])])
         self._leave([row for row, state in self.rows.items() if len(state.done) == len(self.tasks)])
-        self.changes.clear()
-        self.first = self.next
-
-
-def births(rows: Sequence[Row], message: Mapping[str, Any]) -> Iterable[tuple[Row, Any, int]]:
-    """Return each row with its group, which is itself where none is named, and its length, 0 where that is not known."""
-    groups = [row_name(group) for group in message["groups"]] if message["groups"] else rows
-    return zip(rows, groups, message["lengths"] or [0] * len(rows), strict=True)
-
-
-def born_change(rows: Sequence[Row], table: Any, facts: Mapping[Row, RowState]) -> dict[str, Any]:
-    """Return rows of one table as a change says that they are born."""
-    groups, lengths = [facts[row].group for row in rows], [facts[row].tokens for row in rows]
-    return {"kind": "born", "rows": rows, "table": table, "groups": groups, "lengths": lengths}
-
-
-def close(closed: dict[int, None], number: int) -> None:
-    """Remember a lease that is done, and no more than CLOSED of them."""
-    closed[number] = None
-    if len(closed) > CLOSED:
-        del closed[next(iter(closed))]
-
-
-def part_of(message: Mapping[str, Any]) -> StoredPart:
-    """Return what a put, a done or a change says was written."""
-    names = [row_name(row) for row in message["rows"]]
-    rows = dict(zip(names, message["places"] or range(len(names)), strict=True))
-    return StoredPart(
-        message["by"], Rows({}), Block(*message["block"]), tuple(message["columns"]), message["size"], rows
-    )  # fmt: skip
-
-
-def written(part: StoredPart) -> dict[str, Any]:
-    """Return a part as a change says it."""
-    rows, places = list(part.rows), list(part.rows.values())
-    whole = places == list(range(part.size))
-    return {
-        "kind": "written", "rows": rows, "places": None if whole else places, "columns": part.columns,
-        "block": part.block, "size": part.size, "by": part.writer,
-    }  # fmt: skip
+        self.log.begin()

@@ -296,7 +296,7 @@ class Network:
     def is_over(self) -> bool:
         counted = set(self.done) | self.uncertain
         return len(counted) == len(TASKS) * self.rows and not any(
-            self.nodes[name].answering.rows or self.nodes[name].answering.leaving for name in self.unit_names
+            self.nodes[name].answering.rows or not self.nodes[name].answering.log.is_over for name in self.unit_names
         )
 
 
