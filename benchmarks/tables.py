@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any
 
@@ -14,7 +16,14 @@ COLUMNS = ("tokens", "positions", "mask", "responses")
 DISPATCHED = 256
 WORKERS = (2, 8)
 TOKENS = (128, 8192)
-QUEUED = ((512, 8192), (8, 64))
+QUEUED = {"512 rows x 8192": (512, 8192), "128 ragged rows": (128, 0), "10000 rows x 64": (10_000, 64)}
+"""Rows and float32 values per row and column; 0 for rows of lengths of their own, 16 to 4,096."""
+SMALL = (8, 64)
+SMALL_REPEATS = 100
+AT_ONCE = (1, 4, 16)
+"""How many threads put and get at the same time."""
+BATCHES, BATCH = 10, (64, 64)
+"""What each of them passes through."""
 
 
 def dispatched(tokens: int) -> dict[str, Tensor]:
@@ -24,9 +33,56 @@ def dispatched(tokens: int) -> dict[str, Tensor]:
 
 
 def queued(rows: int, tokens: int) -> dict[str, Tensor]:
-    """Four columns (`rows`, `tokens`) float32 of whole numbers, whose sums are exact in double precision."""
+    """Four columns of float32 whole numbers, whose sums are exact in double precision: (`rows`, `tokens`), or jagged."""
     generator = torch.Generator().manual_seed(tokens)
-    return {name: torch.randint(0, 100, (rows, tokens), generator=generator).float() for name in COLUMNS}
+    if tokens:
+        return {name: torch.randint(0, 100, (rows, tokens), generator=generator).float() for name in COLUMNS}
+    offsets = torch.cat(
+        [torch.zeros(1, dtype=torch.int64), torch.randint(16, 4097, (rows,), generator=generator).cumsum(0)]
+    )
+    return {
+        name: torch.nested.nested_tensor_from_jagged(
+            torch.randint(0, 100, (int(offsets[-1]),), generator=generator).float(), offsets
+        )
+        for name in COLUMNS
+    }
+
+
+def values(column: Tensor) -> Tensor:
+    """The values of a column, jagged or not."""
+    return column.values() if column.is_nested else column
+
+
+def many_threads(threads: int, passage: Callable[[int], object]) -> float:
+    """Seconds in which so many threads, each with a number, do something at the same time."""
+    workers = [threading.Thread(target=passage, args=(number,)) for number in range(threads)]
+    start = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return time.perf_counter() - start
+
+
+def percentile(times: Sequence[float], share: float) -> float:
+    """The least of some seconds that so large a share of them does not exceed."""
+    return sorted(times)[min(len(times) - 1, math.ceil(share * len(times)) - 1)]
+
+
+def turn(once: Callable[[str, tuple[int, int]], tuple[float, float]]) -> dict[str, float]:
+    """What a queue's side does in a turn; `once` passes a table through and returns seconds of its put and of its get."""
+    found: dict[str, float] = {}
+    for name, shape in QUEUED.items():
+        times = [once(name, shape) for _ in range(3)]
+        found[f"put {name}"], found[f"get {name}"] = map(median, zip(*times, strict=True))
+    small = list(zip(*(once("small", SMALL) for _ in range(SMALL_REPEATS)), strict=True))
+    for way, times in zip(("put", "get"), small, strict=True):
+        found[f"{way} small, median"], found[f"{way} small, 99th percentile"] = median(times), percentile(times, 0.99)
+    for threads in AT_ONCE:
+        found[f"{threads} at once"] = many_threads(
+            threads, lambda number: [once(f"batch {number}", BATCH) for _ in range(BATCHES)]
+        )
+    return found
 
 
 def read(columns: Iterable[Tensor]) -> list[float]:

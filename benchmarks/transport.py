@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.case import Case, Found, Rates
 from benchmarks.duel import Side
-from benchmarks.tables import DISPATCHED, QUEUED, TOKENS, WORKERS
+from benchmarks.tables import AT_ONCE, BATCH, BATCHES, DISPATCHED, QUEUED, SMALL, TOKENS, WORKERS, queued, values
 
 THREADS = 1
 ROUNDS = 5
@@ -88,18 +88,20 @@ def dispatch_rows(found: Found) -> list[dict[str, Any]]:
 
 
 def queue_rows(found: Found) -> list[dict[str, Any]]:
+    """Each shape put and got, small ones with their percentiles, and many threads at once."""
+    cells = [(f"{way} {name}", name, shape, 1) for name, shape in QUEUED.items() for way in ("put", "get")]
+    for way in ("put", "get"):
+        cells += [(f"{way} small, {which}", "small", SMALL, 1) for which in ("median", "99th percentile")]
+    cells += [(f"{threads} at once", "batch", BATCH, threads * BATCHES) for threads in AT_ONCE]
     return [
-        row(
-            f"queue {way}, {rows} rows x {tokens}",
-            4 * 4 * rows * tokens,
-            found,
-            ("queue_braid", f"{way} {rows} rows"),
-            ("queue_transferqueue", f"{way} {rows} rows"),
-            f"copy {rows} rows",
-        )
-        for rows, tokens in QUEUED
-        for way in ("put", "get")
+        queue_row(key, copied, shape, times, found) | {"rows_per_second": shape[0] * times / found["queue_braid"][key]}
+        for key, copied, shape, times in cells
     ]
+
+
+def queue_row(key: str, copied: str, shape: tuple[int, int], times: int, found: Found) -> dict[str, Any]:
+    size = times * sum(values(column).nbytes for column in queued(*shape).values())
+    return row(f"queue {key}", size, found, ("queue_braid", key), ("queue_transferqueue", key), f"copy {copied}")
 
 
 def row(

@@ -10,14 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.tables import QUEUED, TOKENS, dispatched, queued, repeats, timed
+from benchmarks.tables import BATCH, QUEUED, SMALL, TOKENS, dispatched, queued, repeats, timed, values
 from benchmarks.turns import Turn
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:
     torch.set_num_threads(case["threads"])
     tables = {f"{tokens} tokens": (list(dispatched(tokens).values()), repeats(tokens)) for tokens in TOKENS}
-    tables |= {f"{rows} rows": (list(queued(rows, tokens).values()), repeats(tokens)) for rows, tokens in QUEUED}
+    shapes = {**QUEUED, "small": SMALL, "batch": BATCH}
+    tables |= {name: ([values(c) for c in queued(*shape).values()], 4) for name, shape in shapes.items()}
 
     def turn() -> dict[str, float]:
         return {

@@ -1,7 +1,7 @@
 """What the queue's bookkeeping costs: take and done of one row among many in work, and rows per second through one process's socket.
 
 in this process      take, done of one row ──▶ the schedule of a flow with 1,024 to 1,000,000 rows in work
-over a socket        clients: take 32 rows, done ──▶ a controller process with one core
+over a socket        clients: take 32 rows, done ──▶ a controller process ──▶ a storage unit's, each by its own CPU time
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.turns import Turn
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.stage import Signature
 from braidrl.flow.updates import Sizes
+from braidrl.transfer.queue.client import Client
 from braidrl.transfer.queue.transfer_queue import TransferQueue
 from braidrl.transfer.schedule import StreamSchedule
 
@@ -43,7 +45,11 @@ def prepare(case: Mapping[str, Any]) -> Turn:
 
     def turn() -> Mapping[str, float]:
         found = {f"take and done, {rows} rows in work": passage() for rows, passage in passages.items()}
-        return found | {f"rows per second, {clients} clients": over_sockets(clients) for clients in CLIENTS}
+        for clients in CLIENTS:
+            controller, unit = over_sockets(clients)
+            found[f"rows per second, {clients} clients"] = controller
+            found[f"rows per second of the unit, {clients} clients"] = unit
+        return found
 
     return turn
 
@@ -75,55 +81,55 @@ def of_one_row(rows: int) -> Callable[[], float]:
     return measured
 
 
-def over_sockets(clients: int) -> float:
-    """Return rows per CPU second of the controller's process, which clients in threads of up to 4 processes take and are done with."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    server = context.Process(target=serve, args=(theirs, clients))
-    server.start()
-    address, processes = ours.recv(), min(clients, 4)
-    consumers = [context.Process(target=consume, args=(address, clients // processes)) for _ in range(processes)]
-    for consumer in consumers:
-        consumer.start()
-    seconds: float = ours.recv()
-    for consumer in consumers:
-        consumer.join()
-    ours.send("end")
-    server.join()
-    return ROWS / seconds
+def over_sockets(clients: int) -> tuple[float, float]:
+    """Return rows per CPU second of the controller's process and of the storage unit's.
 
-
-def serve(pipe: Connection, clients: int) -> None:
-    """The controller: measures from when all clients wait and rows come in to the last acknowledgement."""
-    torch.set_num_threads(1)
+    Clients, which are threads of up to 4 processes, take the rows under leases and are done with them.
+    """
+    context, processes = multiprocessing.get_context("spawn"), min(clients, 4)
     with TransferQueue.serve({"train": ["x"]}) as queue:
-        controller = queue.controller
-        assert controller is not None
-        pipe.send(queue.address)
-        while len(controller.holders) <= clients:
-            time.sleep(0.01)
-        # The process's own time: one core's, whatever else the machine does.
-        start = time.process_time()
+        assert queue.service is not None
+        served = [psutil.Process(member.process.pid) for member in reversed(queue.service.members)]
+        ready = context.Barrier(processes + 1)
+        consumers = [
+            context.Process(target=consume, args=(queue.address, clients // processes, ready)) for _ in range(processes)
+        ]
+        for consumer in consumers:
+            consumer.start()
+        ready.wait()
+        before = [cpu_seconds(process) for process in served]
         queue.put({"x": torch.zeros(ROWS)}, rows=list(range(ROWS)))
         queue.finish()
-        while controller.tasks.rows:
-            time.sleep(0.01)
-        pipe.send(time.process_time() - start)
-        pipe.recv()
+        for consumer in consumers:
+            consumer.join()
+        assert queue.usage()["rows"] == 0
+        controller, unit = (ROWS / (cpu_seconds(p) - b) for p, b in zip(served, before, strict=True))
+        return controller, unit
 
 
-def consume(address: str, threads: int) -> None:
+def cpu_seconds(process: psutil.Process) -> float:
+    """The process's own time: one core's, whatever else the machine does."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def consume(address: str, threads: int, ready: Barrier) -> None:
     """Clients that take leases and are done with them, without reading what is in them."""
     torch.set_num_threads(1)
 
-    def client() -> None:
-        with TransferQueue.connect(address) as queue:
-            while (work := queue.client.take(["train"], LEASE, 1.0)).kind != "stop":
+    def client(number: int) -> None:
+        with TransferQueue.connect(address, f"{multiprocessing.current_process().name}.{number}") as queue:
+            worker = Client(queue.tasks["train"], queue.holder, queue.data)
+            connected.wait()
+            while (work := worker.take(["train"], LEASE, 1.0)).kind != "stop":
                 if work.kind == "rows":
-                    queue.client.done("train", [number for number, _ in work.leases], [], {})
+                    worker.done("train", [number for number, _ in work.leases], [], {})
 
-    workers = [threading.Thread(target=client) for _ in range(threads)]
+    connected = threading.Barrier(threads + 1)
+    workers = [threading.Thread(target=client, args=(number,)) for number in range(threads)]
     for worker in workers:
         worker.start()
+    connected.wait()
+    ready.wait()
     for worker in workers:
         worker.join()

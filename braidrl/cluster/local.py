@@ -243,7 +243,7 @@ class LocalLauncher:
     def node_of(self, pool: str, number: int) -> str:
         return self.node
 
-    def serve(self, service: type) -> list[Any]:
+    def serve(self, service: type, *arguments: Any) -> list[Any]:
         return []
 
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:

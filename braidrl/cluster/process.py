@@ -190,8 +190,8 @@ class Launcher(Protocol):
     def node_of(self, pool: str, number: int) -> str:
         """Return the name of the node on which a process of a pool will be."""
 
-    def serve(self, service: type) -> list[Any]:
-        """Make `service(node, ip)` on every reserved node but this one, closed in the end; return what `place()` of each is."""
+    def serve(self, service: type, *arguments: Any) -> list[Any]:
+        """Make `service(node, ip, *arguments)` on every reserved node but this one, closed in the end; return what `place()` of each is."""
 
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
         """Start a process of a pool.

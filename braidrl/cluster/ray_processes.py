@@ -122,11 +122,13 @@ class RayLauncher:
     def node_of(self, pool: str, number: int) -> str:
         return self.cluster.node_of(self._reserved[pool][number])
 
-    def serve(self, service: type) -> list[Any]:
+    def serve(self, service: type, *arguments: Any) -> list[Any]:
         ray, places = self.cluster.ray, [place for pool in self._reserved.values() for place in pool]
         affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         services = [
-            self.cluster.start(service, Reservation(affinity(node, soft=False), 0), node, self._reached_at(node))
+            self.cluster.start(
+                service, Reservation(affinity(node, soft=False), 0), node, self._reached_at(node), *arguments
+            )
             for node in sorted({self.cluster.node_of(place) for place in places} - {self.node})
         ]
         answers = [each.place.remote() for each in services]

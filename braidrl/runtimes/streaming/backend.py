@@ -6,6 +6,7 @@ run ──save, copy_for_saving, load──order──▶ queue ──▶ leader
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from braidrl.cluster.groups import LOOPBACK
 from braidrl.cluster.process import Launcher
 from braidrl.config import Config
 from braidrl.data.rows import Rows
@@ -30,10 +32,8 @@ from braidrl.runtimes.streaming.groups import check_streaming, samplers_of, work
 from braidrl.runtimes.streaming.processes import Processes, worker_launcher
 from braidrl.runtimes.streaming.stream import Stream
 from braidrl.transfer.queue.client import assembled
-from braidrl.transfer.queue.owner import Owner
-from braidrl.transfer.queue.storage import DataPlane, Place
-from braidrl.transfer.queue.storage_backends import open_storage
-from braidrl.transfer.queue.transport import QueueServer
+from braidrl.transfer.queue.owner import StorageNode
+from braidrl.transfer.queue.server import QueueServer
 
 LOOK_EVERY_S = 0.05
 ORDER_LIMIT_S = 600.0
@@ -72,24 +72,23 @@ class StreamingBackend:
         with ExitStack() as resources:
             launcher = worker_launcher(config)
             resources.callback(launcher.close)
-            self._open_queue(launcher, resources)
-            place = Place(launcher.node, self.owner.run, self.server.address, config.streaming.storage)
-            self.processes = Processes(config, folder, self.control, launcher, place)
+            # Where other machines can connect, whoever does must know what only this run's processes are told.
+            secret = None if launcher.ip == LOOPBACK else secrets.token_hex(32)
+            self._open_queue(launcher, secret, resources)
+            self.processes = Processes(config, folder, self.control, launcher, self.server.address, self.node, secret)
             resources.callback(self.processes.kill)
             self.processes.start(self.groups)
             self.resources = resources.pop_all()
 
-    def _open_queue(self, launcher: Launcher, resources: ExitStack) -> None:
+    def _open_queue(self, launcher: Launcher, secret: str | None, resources: ExitStack) -> None:
         streaming = self.config.streaming
-        self.owner = Owner(storage=streaming.storage)
-        resources.callback(self.owner.close)
-        self.data = DataPlane(open_storage(streaming.storage, self.owner.run, "main"), "", launcher.node)
-        resources.callback(self.data.close)
+        self.node = StorageNode(launcher.node, launcher.ip, secret, streaming.storage)
+        resources.callback(self.node.close)
+        self.data = self.node.data
         together = streaming.weights == "delayed"
         self.control = ControlPlane(self.stream, self.data, streaming.lease_s, self.exported, together)
-        self.server = QueueServer(self.control.handle, self.control.tick, f"tcp://{launcher.ip}:*")
+        self.server = QueueServer(self.control.handle, self.control.tick, f"tcp://{launcher.ip}:*", secret)
         resources.callback(self.server.close)
-        self.data.address = self.server.address
 
     # Rows
 

@@ -24,6 +24,7 @@ from braidrl.flow.flow import is_optimized
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
 from braidrl.runtimes.streaming.weights import Copies, Versions
 from braidrl.transfer.queue.controller import Controller, Holder
+from braidrl.transfer.queue.parking import Wait
 from braidrl.transfer.queue.storage import Block, DataPlane
 from braidrl.transfer.queue.table import StoredPart
 from braidrl.transfer.queue.tasks import Tasks
@@ -55,7 +56,8 @@ class ControlPlane(Controller):
             exported: the trained roles that also generate, whose weights must have come before a version is published.
             together: all engines load a version when a batch's generation is over; else each when it has no rows left.
         """
-        super().__init__(data, lease_s)
+        super().__init__(lease_s)
+        self.data = data
         self.training, self.together = stream, together
         self.exported = frozenset(exported)
         self.streams = [stream]
@@ -82,8 +84,8 @@ class ControlPlane(Controller):
 
     # Requests
 
-    def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
-        """Answer one request; None lets its sender wait. What is the user's mistake, and no worker's, ends the run."""
+    def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
+        """Answer one request, or let its sender wait. What is the user's mistake, and no worker's, ends the run."""
         try:
             return super().handle(request, frames)
         except UserError as error:
@@ -95,11 +97,11 @@ class ControlPlane(Controller):
     def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Note a worker that is there; an engine begins with the model's own weights."""
         name, version = request["holder"], 0 if request["generates"] else None
-        self.holders[name] = WorkerHolder(name, request["address"], version=version)
+        self.holders[name] = WorkerHolder(name, request["address"], time.monotonic(), version)
         return {}, ()
 
-    def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
-        """Return the next thing for a worker to do, or None."""
+    def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
+        """Return the next thing for a worker to do, or let it wait for any change."""
         holder = self.holders.get(request["holder"])
         if holder is None or self.stopping:
             return {"kind": "stop"}, ()
@@ -116,7 +118,7 @@ class ControlPlane(Controller):
                     answer = self._work(stream, stream.flow[name], request, holder.version)
                     if answer is not None:
                         return {**answer[0], "lost": lost}, answer[1]
-        return ({"kind": "lost", "lost": lost}, ()) if lost else None
+        return ({"kind": "lost", "lost": lost}, ()) if lost else Wait()
 
     def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Note leases that are done; what was written comes along as index columns, with the payload's whereabouts."""

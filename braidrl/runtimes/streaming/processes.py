@@ -78,10 +78,24 @@ def worker_launcher(config: Config) -> Launcher:
 class Processes:
     """All worker processes of a run."""
 
-    def __init__(self, config: Config, folder: Path, control: ControlPlane, launcher: Launcher, place: Place) -> None:
-        """Start nothing yet; `place` is the main program's, where the queue is."""
+    def __init__(
+        self, config: Config, folder: Path, control: ControlPlane, launcher: Launcher, queue: str, node: StorageNode,
+        secret: str | None,
+    ) -> None:  # fmt: skip
+        """Start nothing yet.
+
+        Args:
+            config: the run's.
+            folder: the run's, for what workers write.
+            control: answers the workers.
+            launcher: starts them.
+            queue: the address at which they are answered.
+            node: this node's memory.
+            secret: what they must know to connect to the queue and to one another's nodes.
+        """
         self.config, self.folder, self.control, self.launcher = config, folder, control, launcher
-        self.queue = place.address
+        self.queue, self.secret = queue, secret
+        place = node.place()
         self.places = {place.host: place}
         """Of every node that has workers, and of this one."""
         self.members: list[Member] = []
@@ -91,7 +105,7 @@ class Processes:
         """Start every process of these groups. Raises UserError where there is no room for them."""
         threads = self.launcher.reserve(pools_of(groups, self.config))
         self.config = self.config.model_copy(update={"threads": self.config.threads or threads})
-        self.places |= {place.host: place for place in self.launcher.serve(StorageNode)}
+        self.places |= {place.host: place for place in self.launcher.serve(StorageNode, self.secret)}
         self._store = open_store(self.launcher.ip, RANKS_LIMIT_S)
         for group in groups:
             for number in range(group.processes):
@@ -160,7 +174,7 @@ class Processes:
             "config": self.config.model_dump(mode="json"), "group": asdict(group), "rank": number if group.trained else 0,
             "name": f"{group.name}-{number}", "holder": f"{group.name}.{number}.{starts}", "queue": self.queue,
             "folder": str(self.folder.resolve()), "meeting": [self.launcher.ip, self._store.port],
-            "place": self.places[self.launcher.node_of(group.name, number)],
+            "secret": self.secret, "place": self.places[self.launcher.node_of(group.name, number)],
         }  # fmt: skip
         spec = ProcessSpec(f"{group.name}-{number}", f"{__name__}:work", arguments, f"{__name__}:orphaned")
         return self.launcher.start(group.name, number, spec)
@@ -183,7 +197,7 @@ def work(arguments: Mapping[str, Any]) -> None:
     evaluation = evaluation_flow(config, flow)
     tokenizer, progress = load_tokenizer(config.model), LeaseProgress()
     world = join_ranks(group, arguments["rank"], arguments["meeting"], choose_device(config.device).type == "cuda")
-    data = DataPlane.at(Place(*arguments["place"]), arguments["holder"])
+    data = DataPlane.at(Place(*arguments["place"]), arguments["holder"], CONNECT_LIMIT_S, arguments["secret"])
     executor = StageExecutor(
         config, flow, (group.role,) if group.role else (), tokenizer,
         rule_rewards(config, [*flow.stages, *evaluation.stages], tokenizer) if group.kind == "compute" else None,
@@ -217,7 +231,7 @@ def run_loop(context: WorkerContext, world: World, arguments: Mapping[str, Any])
         ModelLoop(context, world, None).follow()
         return
     generates = context.group.kind == "generate"
-    client = Client(arguments["queue"], arguments["holder"], context.data, CONNECT_LIMIT_S, generates)
+    client = Client(arguments["queue"], arguments["holder"], context.data, generates)
     try:
         if generates:
             GenerateLoop(context, client).run()

@@ -9,8 +9,8 @@ for work in StreamLoader(client, ["actor.log_probs"], most=64):
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from braidrl.data.frames import Frame
 from braidrl.data.rows import Column, Rows
 from braidrl.transfer.queue.storage import Block, DataPlane
 from braidrl.transfer.queue.table import Row, StoredPart, in_order
-from braidrl.transfer.queue.transport import Answer, Connection
+from braidrl.transfer.queue.transport import Answer
 
 
 @dataclass(frozen=True)
@@ -55,29 +55,27 @@ class WorkItem:
 
 
 class Client:
-    """One process's connections, one for each thread that asks at the same time."""
+    """One process at a controller. For several threads, each of which has a connection for itself while it asks."""
 
-    def __init__(
-        self, address: str, holder: str, data: DataPlane, limit_s: float = 60.0, generates: bool = False
-    ) -> None:
-        """Say hello. Raises QueueTimeout where no queue is at the address."""
-        self.address, self.holder, self.data, self.limit_s = address, holder, data, limit_s
-        self.held: set[int] = set()
-        self._idle: deque[Connection] = deque()
+    def __init__(self, address: str, holder: str, data: DataPlane, generates: bool = False) -> None:
+        """Say hello, over the connections of `data`. Raises QueueTimeout where no queue is at the address."""
+        self.address, self.holder, self.data, self.generates = address, holder, data, generates
+        self.held: dict[int, Sequence[Row]] = {}
+        """Leases, each with its rows where the controller asks for them when it is started again."""
         self._renewed = time.monotonic()
-        self.ask("hello", generates=generates, address=data.address)
+        self._hello()
 
     def ask(self, request: str, frames: Sequence[Frame] = (), wait_s: float = 0.0, **fields: Any) -> Answer:
         """Send one request of this process and return its answer; `wait_s` is how long the queue may park it."""
         message = {"request": request, "holder": self.holder, "wait_s": wait_s, **fields}
-        try:
-            connection = self._idle.pop()
-        except IndexError:
-            connection = Connection(self.address, self.limit_s)
-        try:
-            return connection.ask(message, frames, wait_s)
-        finally:
-            self._idle.append(connection)
+        while True:
+            answer = self.data.connections.ask(self.address, message, frames, wait_s)
+            if not answer[0].get("unknown"):
+                return answer
+            self._hello()
+
+    def _hello(self) -> None:
+        self.ask("hello", generates=self.generates, address=self.data.address, held=list(self.held.items()))
 
     def take(
         self, stages: Sequence[str], most: int, wait_s: float, single: bool = False, whole: Collection[str] = (),
@@ -99,10 +97,10 @@ class Client:
             held=sorted(self.held), **fields,
         )  # fmt: skip
         lost = tuple(answer.get("lost", ()))
-        self.held.difference_update(lost)
+        self.let_go(lost)
         kind = "wait" if answer.get("waited") else answer["kind"]
         if kind == "rows":
-            self.held.update(number for number, _ in answer["leases"])
+            self.held.update((number, answer.get("rows", ())) for number, _ in answer["leases"])
         return WorkItem(kind, self.data, answer, decode(frames) if frames else Rows({}), lost)
 
     def write(self, uids: Sequence[Row], columns: Mapping[str, Column]) -> StoredPart:
@@ -141,21 +139,24 @@ class Client:
             return []
         self._renewed = time.monotonic()
         lost = list(self.ask("renew", held=sorted(self.held))[0]["lost"])
-        self.held.difference_update(lost)
+        self.let_go(lost)
         return lost
 
     def close(self) -> None:
         """Close all connections."""
-        while self._idle:
-            self._idle.pop().close()
         self.data.close()
+
+    def let_go(self, leases: Iterable[int]) -> None:
+        """Forget leases that are done or lost."""
+        for number in leases:
+            self.held.pop(number, None)
 
     def _done(
         self, stage: str, leases: Sequence[int], content: Mapping[str, Any], report: Mapping[str, Any],
         frames: Sequence[Frame],
     ) -> list[int]:  # fmt: skip
         answer, _ = self.ask("done", frames, stage=stage, leases=list(leases), report=dict(report), **content)
-        self.held.difference_update(leases)
+        self.let_go(leases)
         return list(answer["lost"])
 
 

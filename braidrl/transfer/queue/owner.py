@@ -11,13 +11,17 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from braidrl.data.frames import Frame
 from braidrl.errors import UserError
+from braidrl.transfer.queue.server import QueueServer
 from braidrl.transfer.queue.storage import DataPlane, Place
 from braidrl.transfer.queue.storage_backends import PREFIX, Segments, open_storage, shared_folder
-from braidrl.transfer.queue.transport import QueueServer
+from braidrl.transfer.queue.transport import Answer
 
 
 class Owner:
@@ -84,21 +88,27 @@ def remove_abandoned(folder: Path) -> list[str]:
 
 
 class StorageNode:
-    """Lives as long as the run. Each node's memory has a name of its own, also where two of them are one machine."""
+    """The memory of a run on one node, and the thread that serves it to others; lives as long as the run.
 
-    def __init__(self, host: str, ip: str) -> None:
-        """Serve a node; `host` is what the run calls it, `ip` where others reach it."""
-        self.owner = Owner()
-        self.data = DataPlane(Segments(self.owner.run, "node"), "", host)
-        self.server = QueueServer(lambda request, frames: self.data.answer(request), address=f"tcp://{ip}:*")
+    Each node's memory has a name of its own, also where two of them are one machine.
+    """
+
+    def __init__(self, host: str, ip: str, secret: str | None = None, storage: str = "shared_memory") -> None:
+        """Serve a node; `host` is what the run calls it, `ip` where others reach it, who must know the secret."""
+        self.owner = Owner(storage=storage)
+        self.data = DataPlane(open_storage(storage, self.owner.run, "node"), "", host, secret=secret)
+        self.server = QueueServer(self._answer, address=f"tcp://{ip}:*", secret=secret, remembers=False)
         self.data.address = self.server.address
 
     def place(self) -> Place:
         """Return what processes of this node have to know."""
-        return Place(self.data.host, self.owner.run, self.server.address)
+        return Place(self.data.host, self.owner.run, self.server.address, self.owner.storage)
 
     def close(self) -> None:
         """Leave neither memory nor port. The run's processes on this node must have ended."""
         self.server.close()
         self.data.close()
         self.owner.close()
+
+    def _answer(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        return self.data.answer(request)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from braidrl.errors import UserError, suggest
-from braidrl.importing import import_function
+from braidrl.errors import UserError
+from braidrl.importing import PluginRegistry
 
 
 class Candidate(NamedTuple):
@@ -73,16 +73,13 @@ def oldest_version(ready: Sequence[Candidate], most: int, ranks: int) -> list[in
 
 
 FIRST_IN = Sampler("first_in", first_in, looks_at=1)
-SAMPLERS = {
-    sampler.name: sampler
-    for sampler in (
-        FIRST_IN,
-        Sampler("whole_groups", whole_groups),
-        Sampler("token_balanced", token_balanced),
-        Sampler("shortest_first", shortest_first),
-        Sampler("oldest_version", oldest_version),
-    )
-}
+SAMPLERS = PluginRegistry(
+    "queue sampler",
+    {
+        function.__name__: f"{__name__}:{function.__name__}"
+        for function in (first_in, whole_groups, token_balanced, shortest_first, oldest_version)
+    },
+)
 
 
 def sampler_named(name: str) -> Sampler:
@@ -90,11 +87,7 @@ def sampler_named(name: str) -> Sampler:
 
     Raises UserError where there is neither.
     """
-    if ":" in name:
-        return Sampler(name, import_function(name))
-    if name not in SAMPLERS:
-        raise UserError(f"streaming.sampler: no sampler is called {name!r}. {suggest(name, SAMPLERS)}")
-    return SAMPLERS[name]
+    return FIRST_IN if name == FIRST_IN.name else Sampler(name, SAMPLERS.find(name))
 
 
 def checked(sampler: Sampler, ready: Sequence[Candidate], most: int, ranks: int) -> list[int]:

@@ -16,10 +16,7 @@ from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame
 from braidrl.data.rows import Rows
 from braidrl.transfer.queue.storage_backends import StorageBackend, open_storage
-from braidrl.transfer.queue.transport import Answer, Peers
-
-REQUESTS = ("frames", "rows", "served", "free", "abandon")
-"""What a node's server answers by its data plane."""
+from braidrl.transfer.queue.transport import Answer, Connections
 
 
 class Block(NamedTuple):
@@ -47,17 +44,20 @@ class Evicted(LookupError):
 class DataPlane:
     """A process's view of the payload of all nodes. `host` names its own one, whose server is at `address`."""
 
-    def __init__(self, segments: StorageBackend, address: str, host: str = "here", limit_s: float = 60.0) -> None:
-        self.segments, self.address, self.host = segments, address, host
+    def __init__(
+        self, segments: StorageBackend, address: str, host: str = "here", limit_s: float = 60.0,
+        secret: str | None = None,
+    ) -> None:  # fmt: skip
+        self.segments, self.address, self.host, self.secret = segments, address, host, secret
         self.served = 0
         """Bytes that this node's server has given to other nodes."""
-        # Apart, so that whoever frees does not wait for a reader.
-        self._read_from, self._told = Peers(limit_s), Peers(limit_s)
+        self.connections = Connections(limit_s, secret)
+        """To other nodes' servers, and to whoever else this process asks."""
 
     @staticmethod
-    def at(place: Place, writer: str) -> DataPlane:
+    def at(place: Place, writer: str, limit_s: float = 60.0, secret: str | None = None) -> DataPlane:
         """Return the view of a process at a place."""
-        return DataPlane(open_storage(place.storage, place.run, writer), place.address, place.host)
+        return DataPlane(open_storage(place.storage, place.run, writer), place.address, place.host, limit_s, secret)
 
     def write(self, frames: Sequence[Frame]) -> Block:
         """Put frames into a segment of this node. Raises OSError where memory is full."""
@@ -91,7 +91,12 @@ class DataPlane:
             else:
                 by_address[block.address].append(block.name)
         for address, names in by_address.items():
-            self._told.tell(address, {"request": "free", "names": names})
+            self.connections.tell(address, {"request": "free", "names": names})
+
+    def missing(self, blocks: Iterable[Block]) -> set[str]:
+        """Return the names of those blocks that should be on this node and are not."""
+        wanted = {block.name for block in blocks if block.host == self.host}
+        return wanted - set(self.segments.names()) if wanted else wanted
 
     def abandon(self, address: str, writer: str, known: Collection[str]) -> None:
         """Free what a process of the node at `address` has written, but for the segments that are `known`: it is gone."""
@@ -99,15 +104,13 @@ class DataPlane:
         if address == self.address:
             self.answer(request)
         else:
-            self._told.tell(address, request)
+            self.connections.tell(address, request)
 
     def served_by(self, address: str) -> int:
         """Return the bytes that the node at `address` has given to others so far."""
-        return (
-            self.served
-            if address == self.address
-            else int(self._read_from.ask(address, {"request": "served"})[0]["bytes"])
-        )
+        if address == self.address:
+            return self.served
+        return int(self.connections.ask(address, {"request": "served"})[0]["bytes"])
 
     def answer(self, request: dict[str, Any]) -> Answer:
         """Answer another node: with frames or rows of a block, or that blocks are freed."""
@@ -129,9 +132,8 @@ class DataPlane:
         return {}, frames
 
     def close(self) -> None:
-        """Close the connections to other nodes."""
-        self._read_from.close()
-        self._told.close()
+        """Close all connections."""
+        self.connections.close()
 
     def _here(self, name: str) -> Sequence[Frame]:
         try:
@@ -140,7 +142,7 @@ class DataPlane:
             raise Evicted(f"{name} was evicted") from None
 
     def _from(self, block: Block, request: dict[str, Any]) -> Sequence[Frame]:
-        answer, frames = self._read_from.ask(block.address, request)
+        answer, frames = self.connections.ask(block.address, request)
         if "missing" in answer:
             raise Evicted(f"{block.name} was evicted from {block.host}")
         return frames

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
+from zlib import crc32
+
+import msgpack
 
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame
@@ -53,6 +56,11 @@ class StoredPart:
 def row_name(name: Any) -> Row:
     """Return a row's name from what came over the wire, where tuples are lists."""
     return tuple(name) if isinstance(name, list) else name
+
+
+def home(row: Row, units: int) -> int:
+    """Return which of so many storage units a row belongs to; of names that are tuples the first part decides."""
+    return crc32(msgpack.packb(row[0] if isinstance(row, tuple) else row)) % units if units > 1 else 0
 
 
 Detached = list[tuple[Row, StoredPart]]

@@ -20,17 +20,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import encode
+from braidrl.data.frames import Frame
 from braidrl.data.rows import Rows
-from braidrl.transfer.queue.client import Client, assembled
+from braidrl.errors import UserError
+from braidrl.transfer.queue.client import Client, WorkItem, assembled
 from braidrl.transfer.queue.columns import Batch, as_rows
-from braidrl.transfer.queue.controller import QueueController
-from braidrl.transfer.queue.owner import Owner, StorageNode
+from braidrl.transfer.queue.owner import StorageNode
 from braidrl.transfer.queue.samplers import sampler_named
-from braidrl.transfer.queue.storage import DataPlane, Place
-from braidrl.transfer.queue.storage_backends import open_storage
-from braidrl.transfer.queue.table import StoredPart
-from braidrl.transfer.queue.transport import Connection, QueueServer
+from braidrl.transfer.queue.service import Service
+from braidrl.transfer.queue.storage import DataPlane, Evicted, Place
+from braidrl.transfer.queue.table import home, row_name
+from braidrl.transfer.queue.transport import Connection, QueueTimeout
 
 LOOPBACK = "127.0.0.1"
 ASK_AGAIN_S = 5.0
@@ -44,16 +46,24 @@ class QueueFull(TimeoutError):
 class TransferQueue:
     """One process's view of a queue. May be used by several threads."""
 
-    def __init__(self, client: Client, resources: ExitStack, controller: QueueController | None = None) -> None:
+    def __init__(
+        self, address: str, holder: str, directory: Mapping[str, Any], data: DataPlane, resources: ExitStack
+    ) -> None:
         """Use `serve` or `connect`; `resources` is closed with this object."""
-        self.client, self.controller, self._resources = client, controller, resources
+        self.address, self.holder, self.data = address, holder, data
+        self.units, self.tasks = directory["units"], directory["tasks"]
+        self._has_budget, self._resources = directory["budget"], resources
+        self._clients: dict[str, Client] = {}
+        self.service: Service | None = None
+        """The queue's processes, in the process that serves it."""
 
     @classmethod
     def serve(
         cls, tasks: Mapping[str, Collection[str]], *, samplers: Mapping[str, str] | None = None, lease_s: float = 60.0,
-        budget_bytes: int | None = None, ip: str = LOOPBACK, storage: str = "shared_memory",
+        budget_bytes: int | None = None, ip: str = LOOPBACK, storage: str = "shared_memory", units: int = 1,
+        secret: str | None = None,
     ) -> TransferQueue:  # fmt: skip
-        """Start a queue in this process, which must live as long as anybody uses it.
+        """Start a queue: its processes end with this one.
 
         Args:
             tasks: for each consuming task the columns that a row must have before it is given to it.
@@ -62,24 +72,32 @@ class TransferQueue:
             budget_bytes: payload that may lie in the queue; a put waits until there is room. None is as much as there is memory.
             ip: the address to listen on; other machines reach any but the loopback.
             storage: where payload lies: `shared_memory`, `file:/path` or `redis://host:port/0`.
+            units: storage units, which share the rows.
+            secret: what everybody must know who connects; all that travels is encrypted then. Needed off the loopback.
+
+        Raises:
+            UserError: a sampler or a storage that there is none of, or no secret where others can connect.
         """
+        chosen = dict(samplers or {})
+        for name in chosen.values():
+            sampler_named(name)
+        if ip != LOOPBACK and secret is None:
+            raise UserError(f"a queue at {ip} can be reached by others: write serve(ip=..., secret=...)")
         with ExitStack() as resources:
-            owner = Owner(storage=storage)
-            resources.callback(owner.close)
-            data = DataPlane(open_storage(storage, owner.run, "server"), "", node_name())
+            node = StorageNode(node_name(), ip, secret, storage)
+            resources.callback(node.close)
+            service = Service(tasks, chosen, lease_s, budget_bytes, units, node.place(), ip, secret)
+            resources.callback(service.close)
+            data = DataPlane.at(node.place(), "owner", secret=secret)
             resources.callback(data.close)
-            chosen = {name: sampler_named((samplers or {}).get(name, "first_in")) for name in tasks}
-            controller = QueueController(tasks, data, lease_s, chosen, budget_bytes)
-            server = QueueServer(controller.handle, controller.tick, f"tcp://{ip}:*")
-            resources.callback(server.close)
-            data.address = server.address
-            controller.place = Place(data.host, owner.run, server.address, storage)
-            client = Client(server.address, "owner", DataPlane.at(controller.place, "owner"))
-            resources.callback(client.close)
-            return cls(client, resources.pop_all(), controller)
+            queue = cls(service.server.address, "owner", service.directory, data, resources.pop_all())
+            queue.service = service
+            return queue
 
     @classmethod
-    def connect(cls, address: str, name: str | None = None, ip: str = LOOPBACK, limit_s: float = 60.0) -> TransferQueue:
+    def connect(
+        cls, address: str, name: str | None = None, ip: str = LOOPBACK, limit_s: float = 60.0, secret: str | None = None
+    ) -> TransferQueue:
         """Join a queue that another process serves.
 
         Args:
@@ -87,27 +105,24 @@ class TransferQueue:
             name: of this process, for messages; by default machine and process number.
             ip: where others reach this machine, if it is not the server's.
             limit_s: seconds to wait for an answer.
+            secret: the queue's, where it has one.
 
         Raises:
-            QueueTimeout: no queue answers at the address.
+            QueueTimeout: no queue answers at the address, or it has another secret.
         """
         holder = name or f"{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
         with ExitStack() as resources:
-            connection = Connection(address, limit_s)
+            connection = Connection(address, limit_s, secret)
             resources.callback(connection.close)
-            place = Place(*connection.ask({"request": "place"})[0]["place"])
+            directory = connection.ask({"request": "directory"})[0]
+            place = Place(*directory["place"])
             if place.host != node_name():
-                node = StorageNode(node_name(), ip)
+                node = StorageNode(node_name(), ip, secret)
                 resources.callback(node.close)
                 place = node.place()
-            client = Client(address, holder, DataPlane.at(place, holder), limit_s)
-            resources.callback(client.close)
-            return cls(client, resources.pop_all())
-
-    @property
-    def address(self) -> str:
-        """Return what others connect to."""
-        return self.client.address
+            data = DataPlane.at(place, holder, limit_s, secret)
+            resources.callback(data.close)
+            return cls(address, holder, directory, data, resources.pop_all())
 
     def put(
         self,
@@ -134,17 +149,18 @@ class TransferQueue:
         content = as_rows(columns)
         if len(content) != len(rows):
             raise ValueError(f"{len(rows)} rows are named and the columns have {len(content)}")
-        frames = encode(content)
-        size = sum(memoryview(frame).nbytes for frame in frames)
-        self._reserve(size, wait_s)
-        block = self.client.data.write(frames)
         lengths = next(
-            (column.lengths.tolist() for _, column in content.payload.items() if hasattr(column, "lengths")), None
+            (column.lengths.tolist() for _, column in content.payload.items() if isinstance(column, Ragged)), None
         )
-        self.client.ask(
-            "put", rows=list(rows), columns=list(content), block=block, table=table, lengths=lengths,
-            groups=None if groups is None else list(groups),
-        )  # fmt: skip
+        for unit, places in self._shares(rows):
+            share = content if len(places) == len(rows) else content.take(places)
+            frames = encode(share)
+            if self._has_budget:
+                self._reserve(unit, sum(memoryview(frame).nbytes for frame in frames), wait_s)
+            part = self._written(frames, share, [rows[place] for place in places])
+            self._ask(
+                unit, "put", **part, table=table, by="", lengths=chosen(lengths, places), groups=chosen(groups, places)
+            )
 
     def get(
         self, task: str, rows: int, *, columns: Sequence[str] | None = None, table: Any = None, ranks: int = 1,
@@ -163,16 +179,14 @@ class TransferQueue:
         Raises:
             TimeoutError: nothing was ready in time.
         """
-        until = time.monotonic() + wait_s
+        client, until = self._client(task), time.monotonic() + wait_s
         while True:
             left = max(0.0, until - time.monotonic())
-            work = self.client.take([task], rows, min(left, ASK_AGAIN_S), ranks=ranks, columns=columns, table=table)
+            work = client.take([task], rows, min(left, ASK_AGAIN_S), ranks=ranks, columns=columns, table=table)
             if work.kind == "stop":
                 return None
-            if work.kind == "rows":
-                names = [tuple(row) if isinstance(row, list) else row for row in work.message["rows"]]
-                read = assembled(self.client.data, Rows({}), work.message["payload"], range(len(names)))
-                return Batch(names, read, task, [number for number, _ in work.leases])
+            if work.kind == "rows" and (batch := self._read(client, work)) is not None:
+                return batch
             if not left:
                 raise TimeoutError(f"no row was ready for task {task} within {wait_s:g} s")
 
@@ -186,12 +200,18 @@ class TransferQueue:
         Returns:
             The leases that were lost: their rows are somebody else's by now, and what was written for them is not kept.
         """
-        written = []
+        parts = []
         if columns is not None:
-            content, places = as_rows(columns), {row: place for place, row in enumerate(batch.rows)}
-            block = self.client.data.write(encode(content))
-            written = [StoredPart("", Rows({}), block, tuple(content), len(places), places)]
-        return self.client.done(batch.task, batch.leases, written, {})
+            content = as_rows(columns)
+            for _, places in self._shares(batch.rows):
+                share = content if len(places) == len(batch.rows) else content.take(places)
+                parts.append(self._written(encode(share), share, [batch.rows[place] for place in places]))
+        client = self._client(batch.task)
+        lost: list[int] = client.ask("done", leases=batch.leases, parts=parts)[0]["lost"]
+        client.let_go(batch.leases)
+        if lost:
+            self.data.free([part["block"] for part in parts])
+        return lost
 
     def stream(self, task: str, rows: int, **options: Any) -> Iterator[Batch]:
         """Yield batches until no more rows will come, as `get` with the same options; each is done when the next is asked for."""
@@ -201,19 +221,32 @@ class TransferQueue:
 
     def clear(self, rows: Sequence[Any] | None = None, table: Any = None) -> None:
         """Let rows leave, done or not: those named, those of a table, or all."""
-        self.client.ask("clear", rows=None if rows is None else list(rows), table=table)
+        for unit in range(len(self.units)):
+            self._ask(unit, "clear", rows=None if rows is None else list(rows), table=table)
 
     def finish(self) -> None:
         """Say that no more rows will come: whoever waits for some ends when those that are there are done."""
-        self.client.ask("finish")
+        for unit in range(len(self.units)):
+            self._ask(unit, "finish")
 
     def renew(self) -> list[int]:
         """Say that this process is alive and slow; return the leases that were lost nevertheless."""
-        return self.client.renew()
+        return [lease for client in list(self._clients.values()) for lease in client.renew()]
 
     def usage(self) -> dict[str, Any]:
         """Return bytes and rows in the queue, rows that each task is not done with, and who holds how many of them."""
-        return self.client.ask("usage")[0]
+        units = [self._ask(unit, "usage") for unit in range(len(self.units))]
+        tasks = {name: self._client(name).ask("usage")[0] for name in self.tasks}
+        return {
+            "bytes": sum(unit["bytes"] for unit in units), "rows": sum(unit["rows"] for unit in units),
+            "undone": {name: found["undone"] for name, found in tasks.items()},
+            "held": [[name, *held] for name, found in tasks.items() for held in found["held"]],
+        }  # fmt: skip
+
+    def lost(self) -> dict[Any, list[str]]:
+        """Return by row the columns whose payload is gone, with the machine or the file that held it; they may be put again."""
+        units = [self._ask(unit, "usage") for unit in range(len(self.units))]
+        return {row_name(row): columns for unit in units for row, columns in unit["lost"]}
 
     async def put_async(self, columns: Any, rows: Sequence[Any], **options: Any) -> None:
         """Do as `put` without blocking the event loop."""
@@ -239,9 +272,50 @@ class TransferQueue:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _reserve(self, size: int, wait_s: float) -> None:
-        if self.client.ask("reserve", wait_s=wait_s, bytes=size)[0].get("waited"):
+    def _client(self, task: str) -> Client:
+        if task not in self.tasks:
+            raise ValueError(f"there is no task {task!r} among {', '.join(self.tasks)}")
+        if task not in self._clients:
+            self._clients[task] = Client(self.tasks[task], self.holder, self.data)
+        return self._clients[task]
+
+    def _ask(self, unit: int, request: str, wait_s: float = 0.0, **fields: Any) -> dict[str, Any]:
+        message = {"request": request, "holder": self.holder, "wait_s": wait_s, **fields}
+        return self.data.connections.ask(self.units[unit], message, wait_s=wait_s)[0]
+
+    def _shares(self, rows: Sequence[Any]) -> list[tuple[int, list[int]]]:
+        """Return each unit with the places of its rows."""
+        shares: dict[int, list[int]] = {}
+        for place, row in enumerate(rows):
+            shares.setdefault(home(row, len(self.units)), []).append(place)
+        return list(shares.items())
+
+    def _written(self, frames: Sequence[Frame], columns: Rows, rows: Sequence[Any]) -> dict[str, Any]:
+        """Put payload where others can read it; return what the queue is told of it."""
+        block = self.data.write(frames)
+        return {"rows": rows, "places": None, "columns": list(columns), "block": block, "size": len(rows)}
+
+    def _reserve(self, unit: int, size: int, wait_s: float) -> None:
+        if self._ask(unit, "reserve", wait_s, bytes=size).get("waited"):
             raise QueueFull(f"{size} bytes found no room within {wait_s:g} s: {described(self.usage())}")
+
+    def _read(self, client: Client, work: WorkItem) -> Batch | None:
+        """Return the rows of a lease; None where their payload is gone, which the queue is told."""
+        names, leases = [row_name(row) for row in work.message["rows"]], [number for number, _ in work.leases]
+        try:
+            read = assembled(self.data, Rows({}), work.message["payload"], range(len(names)))
+        except (Evicted, QueueTimeout):
+            for unit in range(len(self.units)):
+                self._ask(unit, "missing", blocks=[piece["block"] for piece in work.message["payload"]])
+            client.ask("give_back", leases=leases)
+            client.let_go(leases)
+            return None
+        return Batch(names, read, work.stage, leases)
+
+
+def chosen(values: Sequence[Any] | None, places: Sequence[int]) -> list[Any] | None:
+    """Return the values at some places, where there are any."""
+    return None if values is None else [values[place] for place in places]
 
 
 def described(usage: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgpack
 import torch
 
 from braidrl.algorithms.ragged import Ragged
@@ -18,10 +19,9 @@ from braidrl.flow.updates import Sizes
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.stream import Stream
 from braidrl.transfer.queue.client import Client
-from braidrl.transfer.queue.owner import Owner
+from braidrl.transfer.queue.owner import StorageNode
+from braidrl.transfer.queue.server import QueueServer
 from braidrl.transfer.queue.storage import DataPlane
-from braidrl.transfer.queue.storage_backends import Segments
-from braidrl.transfer.queue.transport import QueueServer
 
 SAMPLES = 2
 LOADED: dict[str, int] = {}
@@ -72,26 +72,23 @@ def queue(
     lease_s: float = 30.0,
     staleness: int = 0,
     host: str = "here",
-) -> Iterator[tuple[ControlPlane, QueueServer, Owner]]:
+) -> Iterator[tuple[ControlPlane, QueueServer, StorageNode]]:
     """A queue that serves a flow from a thread of this process."""
-    owner = Owner()
+    node = StorageNode(host, "127.0.0.1")
     LOADED.clear()
     sizes = Sizes(iterations, prompts, SAMPLES, prompts * SAMPLES, max_staleness=staleness)
-    data = DataPlane(Segments(owner.run, "main"), "", host)
-    control = ControlPlane(Stream(flow, sizes), data, lease_s)
+    control = ControlPlane(Stream(flow, sizes), node.data, lease_s)
     server = QueueServer(control.handle, control.tick)
-    data.address = server.address
     try:
-        yield control, server, owner
+        yield control, server, node
     finally:
         server.close()
-        data.close()
-        owner.close()
+        node.close()
     assert server.failure is None, server.failure
 
 
-def client(server: QueueServer, owner: Owner, name: str, host: str = "here", generates: bool = False) -> Client:
-    return Client(server.address, name, DataPlane(Segments(owner.run, name), server.address, host), 10.0, generates)
+def client(server: QueueServer, node: StorageNode, name: str, generates: bool = False) -> Client:
+    return Client(server.address, name, DataPlane.at(node.place(), name, 10.0), generates)
 
 
 def work_once(
@@ -138,10 +135,10 @@ def serve(pipe: Any, arguments: Mapping[str, Any]) -> None:
     with queue(iterations=arguments["iterations"], prompts=arguments["prompts"], lease_s=arguments["lease_s"]) as (
         control,
         server,
-        owner,
+        node,
     ):
         control.allowed = arguments["iterations"]
-        pipe.send_bytes(f"{server.address} {owner.run}".encode())
+        pipe.send_bytes(msgpack.packb([server.address, node.place()]))
         pipe.recv_bytes()
 
 

@@ -19,7 +19,7 @@ from braidrl.placement.simulation import Streaming
 from braidrl.placement.workload import Workload
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.transfer.queue.client import Client
-from braidrl.transfer.queue.transport import QueueServer
+from braidrl.transfer.queue.server import QueueServer
 from tests.placement.durations import long_tailed
 from tests.transfer.queue.made_up import GENERATE, SAMPLES, client, made_from, main_program, queue, stage
 
@@ -67,10 +67,10 @@ def train(worker: Client, work: Workload) -> None:
 def measured(work: Workload) -> float:
     """Seconds of all iterations on the clock."""
     iterations = work.sizes.iterations
-    with queue(FLOW, iterations, ROWS // SAMPLES, staleness=work.sizes.max_staleness) as (control, server, owner):
-        workers = [client(server, owner, f"generate.{n}", generates=True) for n in range(GENERATING)]
+    with queue(FLOW, iterations, ROWS // SAMPLES, staleness=work.sizes.max_staleness) as (control, server, node):
+        workers = [client(server, node, f"generate.{n}", generates=True) for n in range(GENERATING)]
         threads = [threading.Thread(target=generate, args=(worker, work)) for worker in workers]
-        trainer = client(server, owner, "update.0")
+        trainer = client(server, node, "update.0")
         threads.append(threading.Thread(target=train, args=(trainer, work)))
         for thread in threads:
             thread.start()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgpack
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ from braidrl.flow.stage import Signature
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.transfer.queue.client import Client, assembled
 from braidrl.transfer.queue.owner import Owner, StorageNode, owner_path, remove_abandoned
-from braidrl.transfer.queue.storage import Block, DataPlane, Evicted
+from braidrl.transfer.queue.storage import Block, DataPlane, Evicted, Place
 from braidrl.transfer.queue.storage_backends import Segments, shared_folder
 from braidrl.transfer.queue.transport import Connection, QueueError, QueueTimeout
 from tests.transfer.queue.made_up import (
@@ -45,8 +46,8 @@ from tests.transfer.queue.made_up import (
 
 
 def test_every_column_of_every_stage_comes_back_as_it_was_put() -> None:
-    with queue(iterations=2) as (control, server, owner):
-        worker = client(server, owner, "worker", generates=True)
+    with queue(iterations=2) as (control, server, node):
+        worker = client(server, node, "worker", generates=True)
         stop = threading.Event()
         thread = threading.Thread(target=lambda: [work_once(worker, wait_s=0.05) for _ in iter(stop.is_set, True)])
         thread.start()
@@ -71,8 +72,8 @@ def test_every_column_of_every_stage_comes_back_as_it_was_put() -> None:
 
 
 def test_a_stage_gets_the_payload_that_it_reads_and_no_other() -> None:
-    with queue() as (control, server, owner):
-        worker = client(server, owner, "worker", generates=True)
+    with queue() as (control, server, node):
+        worker = client(server, node, "worker", generates=True)
         control.training.schedule.groups_wanted(0)
         control.admit(control.training, born([0, 1]))
         work = worker.take(["generate"], 8, 0.0)
@@ -88,8 +89,8 @@ def test_a_stage_gets_the_payload_that_it_reads_and_no_other() -> None:
 
 
 def test_a_reader_that_waits_blocks_nobody_and_is_served_as_soon_as_there_is_something() -> None:
-    with queue() as (control, server, owner):
-        reader, writer = client(server, owner, "reader"), client(server, owner, "writer", generates=True)
+    with queue() as (control, server, node):
+        reader, writer = client(server, node, "reader"), client(server, node, "writer", generates=True)
         got: list[tuple[str, float]] = []
         thread = threading.Thread(target=lambda: got.append((reader.take(["check"], 8, 5.0).kind, time.monotonic())))
         thread.start()
@@ -107,8 +108,8 @@ def test_a_reader_that_waits_blocks_nobody_and_is_served_as_soon_as_there_is_som
 
 
 def test_a_reader_is_answered_when_it_has_waited_as_long_as_it_said() -> None:
-    with queue() as (_, server, owner):
-        worker = client(server, owner, "worker")
+    with queue() as (_, server, node):
+        worker = client(server, node, "worker")
         start = time.monotonic()
         assert worker.take(["check"], 8, 0.3).kind == "wait"
         assert 0.3 <= time.monotonic() - start < 2.0
@@ -116,8 +117,8 @@ def test_a_reader_is_answered_when_it_has_waited_as_long_as_it_said() -> None:
 
 
 def test_a_lease_that_runs_out_goes_to_another_and_the_late_answer_is_refused() -> None:
-    with queue(lease_s=0.2) as (control, server, owner):
-        slow, quick = client(server, owner, "slow", generates=True), client(server, owner, "quick", generates=True)
+    with queue(lease_s=0.2) as (control, server, node):
+        slow, quick = client(server, node, "slow", generates=True), client(server, node, "quick", generates=True)
         control.training.schedule.groups_wanted(0)
         control.admit(control.training, born([0, 1]))
         work = slow.take(["generate"], 8, 0.0)
@@ -127,7 +128,7 @@ def test_a_lease_that_runs_out_goes_to_another_and_the_late_answer_is_refused() 
         assert again.rows().uids() == rows.uids()
         leases = [number for number, _ in work.leases]
         assert slow.done("generate", leases, [slow.write(rows.uids(), made_from("generate", rows))], {}) == leases
-        assert owner_names(owner, "slow") == [], "what came too late takes no memory"
+        assert owner_names(node, "slow") == [], "what came too late takes no memory"
         assert (
             quick.done(
                 "generate", [n for n, _ in again.leases], [quick.write(rows.uids(), made_from("generate", rows))], {}
@@ -139,8 +140,8 @@ def test_a_lease_that_runs_out_goes_to_another_and_the_late_answer_is_refused() 
 
 
 def test_a_worker_that_renews_keeps_its_rows() -> None:
-    with queue(lease_s=0.3) as (control, server, owner):
-        slow, quick = client(server, owner, "slow", generates=True), client(server, owner, "quick", generates=True)
+    with queue(lease_s=0.3) as (control, server, node):
+        slow, quick = client(server, node, "slow", generates=True), client(server, node, "quick", generates=True)
         control.training.schedule.groups_wanted(0)
         control.admit(control.training, born([0, 1]))
         rows = (work := slow.take(["generate"], 8, 0.0)).rows()
@@ -159,39 +160,39 @@ def test_a_worker_that_renews_keeps_its_rows() -> None:
 
 
 def test_a_worker_that_renews_too_late_hears_what_it_has_lost() -> None:
-    with queue(lease_s=0.02) as (control, server, owner):
-        slow = client(server, owner, "slow", generates=True)
+    with queue(lease_s=0.02) as (control, server, node):
+        slow = client(server, node, "slow", generates=True)
         control.training.schedule.groups_wanted(0)
         control.admit(control.training, born([0, 1]))
         leases = [number for number, _ in slow.take(["generate"], 8, 0.0).leases]
         time.sleep(0.03)
-        assert slow.renew() == leases and slow.held == set()
+        assert slow.renew() == leases and not slow.held
         slow.close()
 
 
 def test_what_a_dead_worker_held_is_given_on_and_what_it_wrote_untold_is_unlinked() -> None:
-    with queue() as (control, server, owner):
-        dead, other = client(server, owner, "dead", generates=True), client(server, owner, "other", generates=True)
+    with queue() as (control, server, node):
+        dead, other = client(server, node, "dead", generates=True), client(server, node, "other", generates=True)
         control.training.schedule.groups_wanted(0)
         control.admit(control.training, born([0, 1]))
         rows = dead.take(["generate"], 8, 0.0).rows()
         dead.write(rows.uids(), made_from("generate", rows))
-        assert len(owner_names(owner, "dead")) == 1
+        assert len(owner_names(node, "dead")) == 1
         control.fail("dead")
-        assert owner_names(owner, "dead") == []
+        assert owner_names(node, "dead") == []
         assert other.take(["generate"], 8, 2.0).rows().uids() == rows.uids()
         assert dead.take(["generate"], 8, 0.0).kind == "stop", "a dead worker's last request is given no rows"
         dead.close()
         other.close()
 
 
-def owner_names(owner: Owner, writer: str) -> list[str]:
-    return Segments(owner.run, "looker").names(writer)
+def owner_names(node: StorageNode, writer: str) -> list[str]:
+    return Segments(node.owner.run, "looker").names(writer)
 
 
 def test_eviction_frees_the_memory_of_rows_that_are_done() -> None:
-    with queue(iterations=4) as (control, server, owner):
-        worker = client(server, owner, "worker", generates=True)
+    with queue(iterations=4) as (control, server, node):
+        worker = client(server, node, "worker", generates=True)
         stop = threading.Event()
         thread = threading.Thread(target=lambda: [work_once(worker, wait_s=0.05) for _ in iter(stop.is_set, True)])
         thread.start()
@@ -199,11 +200,11 @@ def test_eviction_frees_the_memory_of_rows_that_are_done() -> None:
         stop.set()
         thread.join()
         assert control.training.table.parts and not any(control.training.table.parts.values())
-        names = Segments(owner.run, "looker").names()
+        names = Segments(node.owner.run, "looker").names()
         assert names, "finished iterations keep their payload until it has been read"
         for iteration in finished:
             control.release(iteration)
-        assert Segments(owner.run, "looker").names() == []
+        assert Segments(node.owner.run, "looker").names() == []
         worker.close()
 
 
@@ -221,10 +222,10 @@ def test_views_outlive_the_eviction_of_what_they_show() -> None:
 @contextmanager
 def two_nodes() -> Iterator[tuple[ControlPlane, Client, Client, StorageNode]]:
     """A queue on one node, with a worker there and an engine on another one."""
-    with queue(iterations=1, host="node-a") as (control, server, owner):
+    with queue(iterations=1, host="node-a") as (control, server, own):
         node = StorageNode("node-b", "127.0.0.1")
-        near = client(server, owner, "near", "node-a")
-        far = Client(server.address, "far", DataPlane.at(node.place(), "far"), 10.0, generates=True)
+        near = client(server, own, "near")
+        far = Client(server.address, "far", DataPlane.at(node.place(), "far", 10.0), generates=True)
         control.training.schedule.groups_wanted(0)
         control.admit(control.training, born([0, 1]))
         yield control, near, far, node
@@ -253,7 +254,7 @@ def test_rows_that_lie_on_ones_own_node_do_not_travel() -> None:
     with two_nodes() as (_, near, far, node):
         assert work_once(far, ["generate"]) == "rows"
         before = node.data.served
-        other = Client(near.address, "beside", DataPlane.at(node.place(), "beside"), 10.0)
+        other = Client(near.address, "beside", DataPlane.at(node.place(), "beside"))
         assert len(other.take(["check"], 8, 1.0).rows()["tokens"].values) == len(born([0, 1])["prompt"].values)
         assert node.data.served == before
         other.close()
@@ -281,8 +282,8 @@ def wait_until(what: Callable[[], bool], limit_s: float = 10.0) -> None:
 
 
 def test_a_name_from_the_network_cannot_lead_out_of_shared_memory() -> None:
-    with queue() as (_, server, _):
-        connection = Connection(server.address, 5.0)
+    with queue() as (_, _, node):
+        connection = Connection(node.server.address, 5.0)
         with pytest.raises(QueueError, match="no segment's name"):
             connection.ask({"request": "frames", "name": "../etc/passwd"})
         with pytest.raises(QueueError, match="no segment's name"):
@@ -291,13 +292,13 @@ def test_a_name_from_the_network_cannot_lead_out_of_shared_memory() -> None:
 
 
 def test_a_bad_request_gets_an_answer_and_harms_nobody() -> None:
-    with queue() as (_, server, owner):
+    with queue() as (_, server, node):
         connection = Connection(server.address, 5.0)
         for request in ({"request": "nonsense"}, {"request": "done", "stage": "generate"}, {"request": "stepped"}):
             with pytest.raises(QueueError):
                 connection.ask(request)
         connection._socket.send_multipart([b"\x93not msgpack of ours"])
-        client(server, owner, "worker").close()
+        client(server, node, "worker").close()
         connection.close()
 
 
@@ -312,8 +313,8 @@ def test_a_selected_group_goes_on_and_a_dropped_one_leaves_with_its_memory() -> 
     flow = Flow(
         "selecting", [GENERATE, stage("choose", Kind.SELECT, ("length",), (), Scope.GROUP), CHECK, NORMALISE, UPDATE]
     )
-    with queue(flow, iterations=1, prompts=1) as (control, server, owner):
-        worker = client(server, owner, "worker", generates=True)
+    with queue(flow, iterations=1, prompts=1) as (control, server, node):
+        worker = client(server, node, "worker", generates=True)
         control.training.schedule.groups_wanted(0)
         control.admit(control.training, born([0]))
         assert work_once(worker, ["generate"]) == "rows"
@@ -327,7 +328,7 @@ def test_a_selected_group_goes_on_and_a_dropped_one_leaves_with_its_memory() -> 
         assert control.training.records[1].outcome is not None
         assert control.training.records[1].outcome.dropped == {"dull": 1}
         assert {uid[1] for uid in control.training.table.parts["generate"]} == {1}
-        assert len(Segments(owner.run, "looker").names()) == 2, "prompt and tokens of the group that was kept"
+        assert len(Segments(node.owner.run, "looker").names()) == 2, "prompt and tokens of the group that was kept"
         worker.close()
 
 
@@ -365,22 +366,22 @@ def test_with_workers_that_die_or_answer_late_each_row_is_trained_once(
     arguments = {"iterations": iterations, "prompts": prompts, "lease_s": 0.15}
     process = context.Process(target=serve, args=(theirs, arguments))
     process.start()
-    address, run = ours.recv_bytes().decode().split()
-    trained = play(address, run, iterations, prompts, workers, random.Random(seed))
+    address, place = msgpack.unpackb(ours.recv_bytes())
+    trained = play(address, Place(*place), iterations, prompts, workers, random.Random(seed))
     ours.send_bytes(b"end")
     process.join(10)
     assert process.exitcode == 0
     assert trained == Counter({(0, g, s): 1 for g in range(iterations * prompts) for s in range(2)})
-    assert Segments(run, "looker").names() == []
+    assert Segments(place[1], "looker").names() == []
 
 
 def play(
-    address: str, run: str, iterations: int, prompts: int, workers: int, chance: random.Random
+    address: str, where: Place, iterations: int, prompts: int, workers: int, chance: random.Random
 ) -> Counter[tuple[int, int, int]]:
     """Workers in turn: most do their work, some forget it, some are late. Returns how often each row was trained."""
 
     def join(number: int) -> Client:
-        return Client(address, f"w{number}", DataPlane(Segments(run, f"w{number}"), address), 10.0, generates=True)
+        return Client(address, f"w{number}", DataPlane.at(where, f"w{number}", 10.0), generates=True)
 
     trained: Counter[tuple[int, int, int]] = Counter()
     crew, joined, steps, admitted = [join(n) for n in range(workers)], workers, 0, -1
@@ -423,8 +424,8 @@ def play(
 def test_columns_of_one_name_are_read_in_the_version_that_a_stage_asks_for() -> None:
     shaped = stage("shape", Kind.COMPUTE, ("reward",), ("reward",))
     flow = Flow("versions", [GENERATE, CHECK, shaped, NORMALISE, UPDATE])
-    with queue(flow, iterations=1) as (control, server, owner):
-        worker = client(server, owner, "worker", generates=True)
+    with queue(flow, iterations=1) as (control, server, node):
+        worker = client(server, node, "worker", generates=True)
         control.training.schedule.groups_wanted(0)
         control.admit(control.training, born([0, 1]))
         assert work_once(worker, ["generate"]) == "rows" and work_once(worker, ["check"]) == "rows"
@@ -443,10 +444,10 @@ def test_a_role_that_follows_another_is_sent_its_weights_also_when_the_first_tha
     with queue(Flow("following", [GENERATE, CHECK, NORMALISE, UPDATE, follow]), iterations=1) as (
         control,
         server,
-        owner,
+        node,
     ):
-        first, second = client(server, owner, "first", generates=True), client(server, owner, "second")
-        follower = client(server, owner, "follower")
+        first, second = client(server, node, "first", generates=True), client(server, node, "second")
+        follower = client(server, node, "follower")
         control.allowed = 1
         control.training.schedule.groups_wanted(0)
         control.admit(control.training, born([0, 1]))
@@ -462,7 +463,7 @@ def test_a_role_that_follows_another_is_sent_its_weights_also_when_the_first_tha
         step = follower.take(["follow"], 8, 0.0)
         assert step.kind == "step" and [Block(*found) for found in step.message["weights"]] == [block]
         follower.ask("stepped", stage="follow", report={})
-        assert owner_names(owner, "second") == [], "weights that were taken over are still kept"
+        assert owner_names(node, "second") == [], "weights that were taken over are still kept"
         assert control.finished[0].iteration == 1
         for worker in (first, second, follower):
             worker.close()

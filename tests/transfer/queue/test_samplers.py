@@ -28,8 +28,8 @@ candidates = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 99), st.intege
 def test_whatever_is_ready_some_rows_of_it_are_chosen_once_each(
     name: str, ready: Sequence[Candidate], most: int, ranks: int
 ) -> None:
-    chosen = checked(SAMPLERS[name], ready, most, ranks)
-    assert chosen == checked(SAMPLERS[name], ready, most, ranks)
+    chosen = checked(sampler_named(name), ready, most, ranks)
+    assert chosen == checked(sampler_named(name), ready, most, ranks)
 
 
 def rows(
@@ -42,7 +42,7 @@ def rows(
 
 
 def chosen(name: str, ready: Sequence[Candidate], most: int, ranks: int = 1) -> list[int]:
-    return list(SAMPLERS[name].choose(ready, most, ranks))
+    return list(sampler_named(name).choose(ready, most, ranks))
 
 
 def test_built_in_samplers_choose_what_their_names_say() -> None:

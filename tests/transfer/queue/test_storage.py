@@ -27,7 +27,7 @@ def test_every_storage_keeps_the_contract(storage: str) -> None:
 
 def test_a_queue_on_any_storage_gives_what_was_put_and_leaves_nothing(storage: str) -> None:
     with TransferQueue.serve({"train": ["x"]}, storage=storage) as queue:
-        run = queue.client.data.segments.run
+        run = queue.data.segments.run
         with TransferQueue.connect(queue.address) as other:
             queue.put({"x": [torch.arange(3), torch.arange(1)]}, rows=[0, 1])
             queue.put({"x": [torch.arange(2)]}, rows=[2])

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from braidrl.transfer.queue.samplers import SAMPLERS, Candidate, Sampler
-from braidrl.transfer.queue.tasks import PATIENCE, LeaseLost, Task, Tasks
+from braidrl.transfer.queue.samplers import SAMPLERS, Candidate, Sampler, sampler_named
+from braidrl.transfer.queue.task import PATIENCE, Task
+from braidrl.transfer.queue.tasks import LeaseLost, Tasks
 
 Row = tuple[int, int]
 ROWS = [(group, sample) for group in range(3) for sample in range(2)]
@@ -60,7 +61,7 @@ class TaskMachine(RuleBasedStateMachine):
     )  # fmt: skip
     def take(self, name: str, holder: str, most: int, ranks: int, sampler: str) -> None:
         ready = self.ready(name)
-        lease = self.tasks.take(name, holder, self.now, 10.0, most, SAMPLERS[sampler], ranks)
+        lease = self.tasks.take(name, holder, self.now, 10.0, most, sampler_named(sampler), ranks)
         assert (lease is not None) == bool(ready), "there is work exactly where something is ready"
         if lease is not None:
             assert len(set(lease.rows)) == len(lease.rows) and set(lease.rows) <= set(ready)

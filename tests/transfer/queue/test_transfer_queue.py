@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import zmq
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from braidrl.transfer.queue.samplers import SAMPLERS
+from braidrl.transfer.queue.storage import Block
 from braidrl.transfer.queue.storage_backends import Segments
 from braidrl.transfer.queue.transfer_queue import QueueFull, TransferQueue
 from braidrl.transfer.queue.transport import QueueError
@@ -29,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def segments(queue: TransferQueue) -> list[str]:
-    return Segments(queue.client.data.segments.run, "looker").names()
+    return Segments(queue.data.segments.run, "looker").names()
 
 
 def test_a_row_is_given_when_its_last_column_has_come_whoever_wrote_it() -> None:
@@ -89,11 +84,11 @@ def test_a_column_cannot_be_written_twice_and_repeating_a_request_changes_nothin
         with pytest.raises(QueueError, match="has one of the columns x already"):
             queue.put({"x": torch.ones(1)}, rows=[0])
         assert len(segments(queue)) == 1
-        assert queue.controller is not None
-        (part,) = set(queue.controller.table.parts["x"].values())
-        again = {"rows": [0], "columns": ["x"], "block": part.block, "table": 0, "lengths": None, "groups": None}
-        queue.client.ask("put", **again)
-        assert queue.usage()["rows"] == 1 and queue.usage()["bytes"] == part.block.size
+        (name,) = segments(queue)
+        block = Block(queue.data.host, queue.data.address, name, 64)
+        again = {"rows": [0], "places": None, "columns": ["x"], "block": block, "size": 1, "by": "", "table": 0}
+        queue._ask(0, "put", **again, lengths=None, groups=None)
+        assert queue.usage()["rows"] == 1 and len(segments(queue)) == 1
 
 
 def test_a_put_without_room_waits_and_names_who_holds_the_rows_when_its_limit_is_over() -> None:
@@ -119,12 +114,15 @@ def test_a_put_without_room_waits_and_names_who_holds_the_rows_when_its_limit_is
             queue.put({"x": torch.zeros(9000)}, rows=list(range(9000)))
 
 
-def test_a_writer_that_is_faster_than_its_reader_stays_within_the_budget_and_nothing_is_lost() -> None:
+@pytest.mark.parametrize(("batches", "pause_s"), [(40, 0.002), pytest.param(6_000, 0.01, marks=pytest.mark.soak)])
+def test_a_writer_ten_times_as_fast_as_its_reader_stays_within_the_budget_and_nothing_is_lost(
+    batches: int, pause_s: float
+) -> None:
     with TransferQueue.serve({"train": ["x"]}, budget_bytes=30_000) as queue:
-        most, seen = 0, Counter[int]()
+        most, seen, rows, began = 0, Counter[int](), 100 * batches, time.monotonic()
 
         def write() -> None:
-            for first in range(0, 4000, 100):
+            for first in range(0, rows, 100):
                 queue.put({"x": torch.zeros(100, 4)}, rows=list(range(first, first + 100)))
             queue.finish()
 
@@ -133,9 +131,10 @@ def test_a_writer_that_is_faster_than_its_reader_stays_within_the_budget_and_not
         for batch in queue.stream("train", 100):
             seen.update(batch.rows)
             most = max(most, queue.usage()["bytes"])
-            time.sleep(0.002)
+            time.sleep(pause_s)
         writer.join()
-        assert seen == Counter(range(4000)) and 0 < most <= 30_000
+        assert seen == Counter(range(rows)) and 0 < most <= 30_000
+        print(f"{rows} rows in {time.monotonic() - began:.0f} s, at most {most} of 30,000 bytes in the queue")
 
 
 def test_a_consumer_that_dies_loses_its_rows_to_another() -> None:
@@ -164,49 +163,6 @@ def test_an_event_loop_puts_and_takes_at_the_same_time() -> None:
 
     with TransferQueue.serve({"train": ["x"]}) as queue:
         assert sorted(asyncio.run(both(queue))) == [0, 1, 2, 3, 4]
-
-
-@settings(max_examples=20)
-@given(seed=st.integers(0, 10_000), samplers=st.tuples(*[st.sampled_from(list(SAMPLERS))] * 2))
-def test_under_every_sampler_and_any_interleaving_each_row_is_done_once(seed: int, samplers: tuple[str, str]) -> None:
-    tasks, chance = {"score": ["x"], "train": ["x", "score"]}, random.Random(seed)
-    left, done, held = list(range(12)), Counter[tuple[str, int]](), []
-    with TransferQueue.serve(tasks, samplers=dict(zip(tasks, samplers, strict=True))) as queue:
-        while sum(done.values()) < 24:
-            choice = chance.choices(["put", "score", "train", "done", "dies"], [3, 3, 3, 6, 1])[0]
-            if choice == "put" and left:
-                rows, left = left[:3], left[3:]
-                queue.put({"x": torch.tensor(rows)}, rows=rows, groups=[row // 2 for row in rows])
-            elif choice in tasks:
-                with suppress(TimeoutError):
-                    held.append((choice, queue.get(choice, chance.randint(1, 4), wait_s=0.0)))
-            elif choice == "done" and held:
-                task, batch = held.pop(chance.randrange(len(held)))
-                assert batch is not None
-                lost = queue.done(batch, {"score": batch["x"] + 1} if task == "score" else None)
-                done.update((task, row) for row in batch.rows if not lost)
-            elif choice == "dies" and queue.controller is not None:
-                queue.controller.fail("owner")
-        assert done == Counter({(task, row): 1 for task in tasks for row in range(12)})
-        assert queue.usage()["bytes"] == 0
-
-
-@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.soak)])
-def test_malformed_messages_harm_nobody(count: int) -> None:
-    chance = np.random.default_rng(0)
-    with TransferQueue.serve({"train": ["x"]}) as queue, zmq.Context() as context:
-        for number in range(count):
-            with context.socket(zmq.DEALER) as socket:
-                socket.setsockopt(zmq.LINGER, 1000)
-                socket.connect(queue.address)
-                garbage = [chance.bytes(int(chance.integers(0, 40))) for _ in range(int(chance.integers(1, 4)))]
-                if number % 3 == 0:
-                    garbage[0] = b"\x82\xa7request\xa3put\xa6number\x01"
-                socket.send_multipart(garbage)
-        queue.put({"x": torch.arange(2)}, rows=[0, 1])
-        batch = queue.get("train", 2)
-        assert batch is not None and batch["x"].tolist() == [0, 1]
-        assert queue.usage()["rows"] == 2
 
 
 def test_two_programs_that_are_no_braid_use_it(tmp_path: Path) -> None:
