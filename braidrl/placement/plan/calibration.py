@@ -4,8 +4,6 @@ run/trace ──seconds of each stage──┐
 run/config, rollouts ──Work──▶ quantities ──least squares, nothing negative──▶ unit costs ──▶ Rates
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +19,7 @@ from braidrl.flow import Kind
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.trace import Span
 from braidrl.placement.plan.configured import deployment, devices_of, predicted
-from braidrl.placement.plan.devices import Kind as DeviceKind
+from braidrl.placement.plan.devices import DeviceKind
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Phase, PhaseRates, Rates, RuntimeRates, Work, rates_for
 from braidrl.placement.plan.work import Lengths

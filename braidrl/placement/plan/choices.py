@@ -3,8 +3,6 @@
 layouts × micro-batch tokens × checkpointing × engine ──memory, seconds──▶ Choice
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +13,7 @@ from typing import Literal
 from braidrl.flow import Kind
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.placement.memory import CACHE, ENGINE, Deployment, EngineUse, assets, role_memory
-from braidrl.placement.plan.devices import USABLE, Group
+from braidrl.placement.plan.devices import USABLE, NodeGroup
 from braidrl.placement.plan.layouts import activations, divisors, layouts
 from braidrl.placement.plan.problem import Model, Problem
 from braidrl.placement.plan.rates import Cost
@@ -80,7 +78,7 @@ class Choices:
         self.layouts_tried = 0
         self._roles: dict[tuple[str, str, int, str], list[Choice]] = {}
 
-    def of_role(self, role: str, group: Group, devices: int, part: Part = "all") -> list[Choice]:
+    def of_role(self, role: str, group: NodeGroup, devices: int, part: Part = "all") -> list[Choice]:
         """Return the choices of a role that fit so many devices alone, those never better than another left out.
 
         Args:
@@ -94,7 +92,7 @@ class Choices:
         return self._roles[key]
 
     def every_choice(
-        self, model: Model, group: Group, devices: int, part: Part = "all",
+        self, model: Model, group: NodeGroup, devices: int, part: Part = "all",
         keep: Callable[[Iterable[Choice]], list[Choice]] = list,
     ) -> Iterator[Choice]:  # fmt: skip
         """Yield each choice of a role that fits its devices alone.
@@ -127,7 +125,7 @@ class Choices:
             yield from (self._joined(one, other) for one in models for other in decoders)
 
     def _fitting(
-        self, model: Model, group: Group, uses: Iterable[Deployment], devices: int, part: Part, apart: bool = False
+        self, model: Model, group: NodeGroup, uses: Iterable[Deployment], devices: int, part: Part, apart: bool = False
     ) -> Iterator[Choice]:
         """The choices that fit their devices alone, with the seconds of the stages of this part."""
         room = self.problem.kind(group).memory * USABLE
@@ -157,7 +155,7 @@ class Choices:
         for tokens, again, inference in itertools.product(self._tokens(), checkpointing, copies):
             yield replace(self.problem.use(model.role, layout, tokens, again), inference=inference)
 
-    def _engines_alone(self, model: Model, group: Group, devices: int) -> Iterator[Deployment]:
+    def _engines_alone(self, model: Model, group: NodeGroup, devices: int) -> Iterator[Deployment]:
         """Engines on devices of their own, with weights of their own."""
         use = self.problem.use(
             model.role, ParallelLayout(data=devices), self.problem.config.trainer.max_tokens_per_device
@@ -167,7 +165,7 @@ class Choices:
             whole = replace(engine, shape=replace(model.plain, dtype=engine.shape.dtype))
             yield replace(use, engine=whole)
 
-    def engines(self, model: Model, group: Group, devices: int, own_weights: bool) -> Iterator[EngineUse]:
+    def engines(self, model: Model, group: NodeGroup, devices: int, own_weights: bool) -> Iterator[EngineUse]:
         for divisor in self._engine_ranks(model, group, devices):
             for slots in self._slots(devices // divisor):
                 yield self.problem.engine(model, slots, divisor, own_weights)
@@ -183,7 +181,7 @@ class Choices:
         enough = -(-rows // 16) * 16
         return sorted({min(self.problem.config.rollout.slots, enough), enough, max(16, enough // 4)})
 
-    def _engine_ranks(self, model: Model, group: Group, devices: int) -> list[int]:
+    def _engine_ranks(self, model: Model, group: NodeGroup, devices: int) -> list[int]:
         if not self.laid_out:
             return [1]
         config = model.shape.sizes

@@ -3,8 +3,6 @@
 configuration ──runtime, workers, placement──▶ pools ──layouts──▶ a choice for each role ──▶ Plan
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from braidrl.flow import Kind, Stage

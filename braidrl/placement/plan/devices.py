@@ -4,8 +4,6 @@
 "devices.yaml"   {kinds: {...}, groups: [{kind: H100-80GB, nodes: 8, devices: 8}]}
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ USABLE = 0.92
 FORM = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w.-]*)")
 
 
-class Kind(Section):
+class DeviceKind(Section):
     """One kind of device, as its maker states it."""
 
     source: str
@@ -55,7 +53,7 @@ class Kind(Section):
         return value
 
 
-class Group(Section):
+class NodeGroup(Section):
     """Nodes of one kind of device."""
 
     kind: str
@@ -74,9 +72,9 @@ class Group(Section):
 class ClusterFile(Section):
     """What a YAML file of devices holds."""
 
-    kinds: dict[str, Kind] = Field(default_factory=dict)
+    kinds: dict[str, DeviceKind] = Field(default_factory=dict)
     """Kinds beside those that are known, or in their place."""
-    groups: list[Group] = Field(min_length=1)
+    groups: list[NodeGroup] = Field(min_length=1)
     """The cluster."""
 
 
@@ -84,8 +82,8 @@ class ClusterFile(Section):
 class Cluster:
     """Groups of devices with what their kinds can do."""
 
-    groups: tuple[Group, ...]
-    kinds: dict[str, Kind]
+    groups: tuple[NodeGroup, ...]
+    kinds: dict[str, DeviceKind]
 
     @property
     def size(self) -> int:
@@ -102,10 +100,10 @@ class Cluster:
 
 
 @cache
-def known_kinds() -> dict[str, Kind]:
+def known_kinds() -> dict[str, DeviceKind]:
     """Return the kinds that come with the package."""
     tree = yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text())
-    return {name: Kind.model_validate(value) for name, value in tree.items()}
+    return {name: DeviceKind.model_validate(value) for name, value in tree.items()}
 
 
 def read_cluster(text: str) -> Cluster:
@@ -132,7 +130,7 @@ def read_cluster_file(path: Path) -> Cluster:
     return _checked(read.groups, {**known_kinds(), **read.kinds})
 
 
-def _group(text: str) -> Group:
+def _group(text: str) -> NodeGroup:
     match = FORM.fullmatch(text)
     if match is None:
         raise UserError(
@@ -140,14 +138,14 @@ def _group(text: str) -> Group:
         )
     first, second, kind = match.groups()
     if kind == "cpu" and first is None:
-        return Group(kind=kind, devices=os.cpu_count() or 1)
+        return NodeGroup(kind=kind, devices=os.cpu_count() or 1)
     nodes, devices = (int(first), int(second)) if second else (1, int(first or 1))
     if nodes < 1 or devices < 1:
         raise UserError(f"--devices: {text!r} has no devices; write numbers of at least 1, as in 1x8x{kind}")
-    return Group(kind=kind, nodes=nodes, devices=devices)
+    return NodeGroup(kind=kind, nodes=nodes, devices=devices)
 
 
-def _checked(groups: list[Group], kinds: dict[str, Kind]) -> Cluster:
+def _checked(groups: list[NodeGroup], kinds: dict[str, DeviceKind]) -> Cluster:
     for group in groups:
         if group.kind not in kinds:
             raise UserError(f"--devices: no kind of device is called {group.kind!r}. {suggest(group.kind, kinds)}")

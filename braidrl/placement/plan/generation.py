@@ -3,8 +3,6 @@
 rows' lengths ──slots──▶ steps until the last row ends ──▶ operations, bytes of weights, keys and values
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from typing import NamedTuple

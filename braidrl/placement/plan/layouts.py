@@ -1,7 +1,5 @@
 """List the layouts of a model on so many devices, and count what a micro-batch keeps on each of them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator
@@ -9,7 +7,7 @@ from functools import cache
 
 from braidrl.models.memory.footprint import Shape, saved_bytes
 from braidrl.models.parallel.layout import ParallelLayout
-from braidrl.placement.plan.devices import Group
+from braidrl.placement.plan.devices import NodeGroup
 
 LONG = 8192
 """Tokens of rows that are worth dividing among devices."""
@@ -17,7 +15,7 @@ AT_ONCE = 2048
 """Tokens at which activations are counted; they grow in proportion."""
 
 
-def layouts(shape: Shape, devices: int, group: Group, trained: bool, longest: int) -> Iterator[ParallelLayout]:
+def layouts(shape: Shape, devices: int, group: NodeGroup, trained: bool, longest: int) -> Iterator[ParallelLayout]:
     """Yield the layouts of a model on so many devices, `data` filled in: axes that divide it, matrices and rows within a node.
 
     Rows are divided where the longest has many tokens.

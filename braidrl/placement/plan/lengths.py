@@ -4,8 +4,6 @@
 --lengths 300:2000   log-normal, with this median and longest         nothing                  prompts of the data, the longest responses
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ nemo-aligner     actor and reference on one half, critic and reward on the other
 verl             all roles on all devices; layouts to train, infer and generate chosen apart                 arXiv 2409.19256
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from braidrl.errors import UserError, suggest

@@ -3,8 +3,6 @@
 Plan ──▶ {runtime, workers, placement, streaming.workers, roles.ROLE.layout ..., rollout.slots, trainer.resident_gib}
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from braidrl.models.parallel.layout import ParallelLayout

@@ -3,8 +3,6 @@
 configuration + flow + Lengths + Cluster + Rates ──▶ Problem ──stage_cost──▶ Cost
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,8 +17,7 @@ from braidrl.models.memory.footprint import Shape, model_shape
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.role_settings import DTYPES, lora_of, model_path
 from braidrl.placement.memory import Deployment, EngineUse, shape_of
-from braidrl.placement.plan.devices import Cluster, Group
-from braidrl.placement.plan.devices import Kind as DeviceKind
+from braidrl.placement.plan.devices import Cluster, DeviceKind, NodeGroup
 from braidrl.placement.plan.generation import generate_work
 from braidrl.placement.plan.rates import Cost, Rates, RuntimeRates, Work, price, rates_for
 from braidrl.placement.plan.work import Lengths, Nodes, infer_work, reshard_bytes, train_work
@@ -98,11 +95,11 @@ class Problem:
         """Return the rows of a batch."""
         return self.config.trainer.prompts_per_step * self.config.rollout.samples_per_prompt
 
-    def kind(self, group: Group) -> DeviceKind:
+    def kind(self, group: NodeGroup) -> DeviceKind:
         """Return what a group's devices are."""
         return self.cluster.kinds[group.kind]
 
-    def rates_of(self, group: Group) -> Rates:
+    def rates_of(self, group: NodeGroup) -> Rates:
         """Return what programs reach of a group's devices."""
         return rates_for(group.kind, self.rates)
 
@@ -140,13 +137,13 @@ class Problem:
             )
         return self.lengths
 
-    def compute_cost(self, stage: Stage, group: Group) -> Cost:
+    def compute_cost(self, stage: Stage, group: NodeGroup) -> Cost:
         """Return the seconds of a stage that uses no model."""
         if stage.name in self.seconds:
             return Cost(overhead=self.seconds[stage.name])
         return Cost(overhead=self.rates_of(group).stages.get(stage.type, 0.0) * len(self.rows_of(stage)))
 
-    def stage_cost(self, stage: Stage, use: Deployment, group: Group, devices: int, apart: bool = False) -> Cost:
+    def stage_cost(self, stage: Stage, use: Deployment, group: NodeGroup, devices: int, apart: bool = False) -> Cost:
         """Return the seconds of a stage of a model.
 
         Args:
@@ -178,7 +175,7 @@ class Problem:
     def _generation(self) -> dict[Any, Cost]:
         return {}
 
-    def works(self, stage: Stage, use: Deployment, group: Group, devices: int) -> list[Work]:
+    def works(self, stage: Stage, use: Deployment, group: NodeGroup, devices: int) -> list[Work]:
         """Return the work of a stage of a model on its busiest device; of generation that of prompts, and of decoding."""
         model, nodes, config = self.models[str(stage.role)], Nodes(group.devices), self.config
         if stage.kind is Kind.GENERATE:
@@ -200,7 +197,7 @@ class Problem:
             config.trainer.epochs,
         )]  # fmt: skip
 
-    def publication_seconds(self, model: Model, use: Deployment, group: Group, apart: bool) -> float:
+    def publication_seconds(self, model: Model, use: Deployment, group: NodeGroup, apart: bool) -> float:
         """Return the seconds until engines have new weights: none where they decode with the trainer's own."""
         engine = use.engine
         if engine is None or not (engine.own_weights or apart):
@@ -210,7 +207,7 @@ class Problem:
         within = not apart and use.layout.ranks_per_replica * (use.layout.data or 1) <= group.devices
         return moved / (kind.link * rates.link if within else kind.network * rates.network)
 
-    def price(self, model: Model, work: Work, group: Group) -> Cost:
+    def price(self, model: Model, work: Work, group: NodeGroup) -> Cost:
         """Return the seconds of some work of a model."""
         return price(work, self.kind(group), self.rates_of(group), model.dtype)
 

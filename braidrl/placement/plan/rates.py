@@ -4,8 +4,6 @@ Work ──price(kind, rates)──▶ Cost        compute = operations / (peak 
                                          communication = what computing waits for, and what does not fit behind it
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -17,7 +15,7 @@ from pydantic import Field, ValidationError
 from braidrl.config.reading import explain
 from braidrl.config.section import Section
 from braidrl.errors import UserError
-from braidrl.placement.plan.devices import Kind
+from braidrl.placement.plan.devices import DeviceKind
 
 Phase = Literal["train", "infer", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("train", "infer", "prefill", "decode")
@@ -74,7 +72,7 @@ class Cost(NamedTuple):
         """Return the name of the largest part."""
         return max(zip(self, self._fields, strict=True))[1]
 
-    def plus(self, other: Cost) -> Cost:
+    def plus(self, other: "Cost") -> "Cost":
         """Return the sum by part."""
         return Cost(*(a + b for a, b in zip(self, other, strict=True)))
 
@@ -163,7 +161,7 @@ def rates_for(kind: str, known: Mapping[str, Rates]) -> Rates:
     return known.get(kind) or default_rates().get(kind) or Rates()
 
 
-def price(work: Work, kind: Kind, rates: Rates, dtype: str) -> Cost:
+def price(work: Work, kind: DeviceKind, rates: Rates, dtype: str) -> Cost:
     """Return the seconds of some work on a kind of device.
 
     Args:

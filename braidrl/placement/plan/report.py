@@ -3,8 +3,6 @@
 plans ──▶ table, breakdown, reasons ──▶ terminal          best plan ──spans──▶ the page that `braid timeline` draws
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich.console import Console

@@ -7,8 +7,6 @@ The paper adds seconds within a set and takes the largest across sets, phase by 
 hybrid runtime makes them, which comes to the same where phases do not overlap.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time
@@ -18,7 +16,7 @@ from functools import cached_property
 
 from braidrl.errors import UserError
 from braidrl.placement.plan.choices import Choice
-from braidrl.placement.plan.devices import Group
+from braidrl.placement.plan.devices import NodeGroup
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Cost
 from braidrl.placement.plan.sets import SetChoice, Sets
@@ -144,7 +142,7 @@ class Search:
                 quickest = plan or quickest
         return quickest
 
-    def _sizes(self, groups: Sequence[Group]) -> Iterator[tuple[int, ...]]:
+    def _sizes(self, groups: Sequence[NodeGroup]) -> Iterator[tuple[int, ...]]:
         """Devices of each set, where each has its group's kind: all devices of every kind that is used."""
         by_group = {group: [i for i, other in enumerate(groups) if other == group] for group in groups}
         ways = [
@@ -155,7 +153,9 @@ class Search:
             sizes = {place: size for one in picked for place, size in one.items()}
             yield tuple(sizes[i] for i in range(len(groups)))
 
-    def _quickest(self, partition: Partition, groups: Sequence[Group], sizes: Sequence[int], bar: float) -> Plan | None:
+    def _quickest(
+        self, partition: Partition, groups: Sequence[NodeGroup], sizes: Sequence[int], bar: float
+    ) -> Plan | None:
         sets: list[SetChoice] = []
         for roles, group, size in zip(partition, groups, sizes, strict=True):
             found = self.sets.of_set(roles, group, size)
@@ -213,7 +213,7 @@ class Search:
         )
 
 
-def unit_of(group: Group) -> int:
+def unit_of(group: NodeGroup) -> int:
     """Return the devices that allocations of a group are multiples of: the least that divide it into no more than FINEST parts."""
     return next(n for n in range(1, group.size + 1) if group.size % n == 0 and group.size // n <= FINEST)
 

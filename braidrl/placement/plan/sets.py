@@ -3,8 +3,6 @@
 choices of each role (choices.py) ──in the order of their seconds──▶ together: residency ──▶ SetChoice, kept for each set and size
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +12,7 @@ from functools import cached_property
 from braidrl.errors import UserError
 from braidrl.placement.memory import assets
 from braidrl.placement.plan.choices import Choice, Choices, Part
-from braidrl.placement.plan.devices import USABLE, Group
+from braidrl.placement.plan.devices import USABLE, NodeGroup
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Cost
 from braidrl.placement.residency import PUBLISH, residency_plan
@@ -27,7 +25,7 @@ MOST_TRIED = 20_000
 class SetChoice:
     """A choice for each role of a set that shares devices. `budget` is what may be resident at a time, where not all has room."""
 
-    group: Group
+    group: NodeGroup
     devices: int
     roles: Mapping[str, Choice]
     costs: Mapping[str, Cost]
@@ -49,7 +47,7 @@ class Sets:
         self.choices = Choices(problem, allowed=allowed)
         self._known: dict[tuple[tuple[str, ...], str, int], SetChoice | None] = {}
 
-    def of_set(self, roles: tuple[str, ...], group: Group, devices: int) -> SetChoice | None:
+    def of_set(self, roles: tuple[str, ...], group: NodeGroup, devices: int) -> SetChoice | None:
         """Return the choices of roles that share so many devices with which these are done soonest; None where there is no room.
 
         Combinations come in the order of their seconds; once one needs no moves, or all that follow take longer than the best one with
@@ -60,7 +58,7 @@ class Sets:
             self._known[key] = self._soonest(roles, group, devices)
         return self._known[key]
 
-    def _soonest(self, roles: tuple[str, ...], group: Group, devices: int) -> SetChoice | None:
+    def _soonest(self, roles: tuple[str, ...], group: NodeGroup, devices: int) -> SetChoice | None:
         options = [self.choices.of_role(role, group, devices, self.part) for role in roles]
         quickest: SetChoice | None = None
         for tried, (busy, picked) in enumerate(in_order(options)):
@@ -73,7 +71,7 @@ class Sets:
         return quickest
 
     def together(
-        self, roles: Mapping[str, Choice], group: Group, devices: int, limit: float = math.inf
+        self, roles: Mapping[str, Choice], group: NodeGroup, devices: int, limit: float = math.inf
     ) -> SetChoice | None:
         """Return these choices side by side, with the moves that memory asks for.
 
@@ -96,7 +94,7 @@ class Sets:
         self,
         roles: Mapping[str, Choice],
         costs: Mapping[str, Cost],
-        group: Group,
+        group: NodeGroup,
         devices: int,
         budget: int,
         working: int,
@@ -118,7 +116,7 @@ class Sets:
                 moved[name] = moved[name].plus(Cost(moves=seconds))
         return SetChoice(group, devices, roles, moved, budget + working, budget)
 
-    def _host(self, group: Group) -> float:
+    def _host(self, group: NodeGroup) -> float:
         return self.problem.kind(group).host * self.problem.rates_of(group).host
 
 

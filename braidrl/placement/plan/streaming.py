@@ -3,8 +3,6 @@
 devices of each group ──bound: its busiest group──▶ in order of the bound ──simulation──▶ seconds per iteration
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from braidrl.flow import Kind, Stage
 from braidrl.flow.readiness import Uid
 from braidrl.flow.updates import Sizes
 from braidrl.placement.plan.choices import Choice, Choices, Part
-from braidrl.placement.plan.devices import USABLE, Group
+from braidrl.placement.plan.devices import USABLE, NodeGroup
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Cost
 from braidrl.placement.plan.search import Plan, allocations, unit_of
@@ -30,7 +28,7 @@ MOST_SIMULATED = 24
 
 
 @dataclass(frozen=True)
-class Member:
+class PlannedMember:
     """A worker group that needs devices: a role's model, or its engines."""
 
     name: str
@@ -38,14 +36,14 @@ class Member:
     part: Part
 
 
-def members(problem: Problem) -> list[Member]:
+def members(problem: Problem) -> list[PlannedMember]:
     """Return the worker groups of a flow that need devices."""
     found = []
     for model in problem.models.values():
         if model.generates:
-            found.append(Member(f"{model.role}.generate", model.role, "generate"))
+            found.append(PlannedMember(f"{model.role}.generate", model.role, "generate"))
         if model.computes:
-            found.append(Member(model.role, model.role, "model"))
+            found.append(PlannedMember(model.role, model.role, "model"))
     return found
 
 
@@ -81,7 +79,7 @@ class StreamingSearch:
                 if all(one is not None for one in sets):
                     yield [one for one in sets if one is not None]
 
-    def member_set(self, member: Member, group: Group, devices: int) -> SetChoice | None:
+    def member_set(self, member: PlannedMember, group: NodeGroup, devices: int) -> SetChoice | None:
         """Return a worker group on so many devices, as quick as memory lets it be."""
         room = self.problem.kind(group).memory * USABLE
         options = self.choices.of_role(member.role, group, devices, member.part)

@@ -8,8 +8,6 @@ gathers and scatters tokens twice per layer and pass (Korthikanti et al., arXiv 
 idles (p - 1) of n + p - 1 turns; a ring of g ranks carries (g - 1) / g of the bytes for each of gather and scatter.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -96,7 +94,7 @@ class Nodes(NamedTuple):
 
     devices: int
 
-    def sent(self, inner: int, ranks: int, moved: float) -> Roads:
+    def sent(self, inner: int, ranks: int, moved: float) -> "Roads":
         """Return by which road each of `ranks` ranks, at intervals of `inner` devices, sends so many bytes.
 
         A group that has several devices of each node sends over the network adapters of all of them at once, a part of the bytes over each.
@@ -112,7 +110,7 @@ class Roads(NamedTuple):
     link: float = 0.0
     network: float = 0.0
 
-    def plus(self, other: Roads) -> Roads:
+    def plus(self, other: "Roads") -> "Roads":
         """Return the sum by road."""
         return Roads(self.link + other.link, self.network + other.network)
 

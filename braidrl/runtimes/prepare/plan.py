@@ -3,8 +3,6 @@
 config ──flow, lengths──▶ Problem ──search──▶ plans ──▶ table, overlay.yaml, timeline          runs ──calibrate──▶ rates.yaml
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ run ──read, run──▶ an evaluation's rows into the queue ──workers�
 run ──save, copy_for_saving, load──order──▶ queue ──▶ leaders of trained roles ──ordered, result──▶ queue ──▶ run
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable

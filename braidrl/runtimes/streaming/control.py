@@ -6,8 +6,6 @@ done, stepped, given, weights, loaded, ordered, renew ─▶ noted, then: close 
 Every method may be called by the server's thread and by the main program: one lock guards all of it.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque
@@ -23,7 +21,7 @@ from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
 from braidrl.runtimes.streaming.weights import Copies, Versions
-from braidrl.transfer.queue.controller import Controller, Holder
+from braidrl.transfer.queue.controller import Holder, QueueController
 from braidrl.transfer.queue.parking import Wait
 from braidrl.transfer.queue.storage import Block, DataPlane
 from braidrl.transfer.queue.table import StoredPart
@@ -41,7 +39,7 @@ class WorkerHolder(Holder):
     orders: deque[dict[str, Any]] = field(default_factory=deque)
 
 
-class ControlPlane(Controller):
+class ControlPlane(QueueController):
     """All streams of a run: the training flow, and an evaluation's while there is one."""
 
     def __init__(

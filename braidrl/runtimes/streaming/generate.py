@@ -7,8 +7,6 @@ take ──lease per row──▶ engine ──step──▶ finished rows ─�
 Episodes of several turns are played to their ends, those that were taken together at the same time.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress

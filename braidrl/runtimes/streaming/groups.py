@@ -6,8 +6,6 @@ actor, critic     the model of a role that changes: its inference and its update
 reference         a frozen role's model: workers that know nothing of each other
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

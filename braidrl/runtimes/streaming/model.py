@@ -5,8 +5,6 @@ The leader takes leases and orders; every rank does its part of a lease, by the 
 leader: take ──▶ share ──▶ each rank: its rows ──▶ columns in shared memory, loss sums ──▶ gather ──▶ leader: done, stepped
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path

@@ -3,8 +3,6 @@
 main program ──start──▶ work: model, executor, connection to the queue ──▶ generate, compute or model loop, until the run ends
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

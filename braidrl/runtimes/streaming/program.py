@@ -5,8 +5,6 @@ loader ──admit──▶ queue ◀──take, done── workers
                     └──finished iteration──▶ rows as recorded, metrics ──▶ whoever writes the run's files
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 admit ──▶ table ◀──take: index columns, where the payload lies──▶ acknowledge ──▶ close the batch ──▶ publish ──▶ record
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

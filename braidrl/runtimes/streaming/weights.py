@@ -7,8 +7,6 @@ Every tensor travels under its own name, tied ones too, so that nothing depends 
 version between two decode steps, all tensors at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 

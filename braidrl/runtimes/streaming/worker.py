@@ -3,8 +3,6 @@
 take ──▶ rows ──executor──▶ columns ──▶ written and acknowledged, with a report of seconds and metric sums
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress

@@ -4,8 +4,6 @@ unit ──note──▶ log: change, change, ... ──after(what a controller 
                 └── is_heard(block)? then whoever put it is answered; left rows' blocks are free
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any

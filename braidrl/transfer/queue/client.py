@@ -6,8 +6,6 @@ for work in StreamLoader(client, ["actor.log_probs"], most=64):
     client.done(work.stage, [number for number, _ in work.leases], [written], report={})
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ jagged nested tensor, list of 1-d tensors       ──▶ Ragged       a number 
 list of anything that is JSON                   ──▶ Objects
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 request ──▶ handle ──▶ on_take, on_done, on_renew, ... ──▶ answer, or Wait        after what changes something: advance
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -29,7 +27,7 @@ class Holder:
     """When it last asked for anything."""
 
 
-class Controller(ABC):
+class QueueController(ABC):
     """Answers requests. May be called by several threads: one lock guards all of it."""
 
     holders: Mapping[str, Any]

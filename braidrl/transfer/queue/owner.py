@@ -6,8 +6,6 @@ A segment carries its run in its name, so that the owner can remove all of them 
 finding an owner file that nobody locks, removes what a killed run left.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets

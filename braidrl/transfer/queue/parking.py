@@ -4,8 +4,6 @@ receive ──▶ handle ──▶ answer                 the last answer to eac
               └── Wait(key) ──▶ parked[key] ──wake(key)──▶ handle again, the oldest first, until one must go on waiting
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence

@@ -5,8 +5,6 @@ rows that are ready, oldest first ──sampler(ready, most, ranks)──▶ pos
 A sampler changes which worker does a row and when, and so how fast a run is; without staleness it never changes a result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 

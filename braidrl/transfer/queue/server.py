@@ -6,8 +6,6 @@ router ──request──▶ parking: handle, wait, wake ──▶ answer
 Nothing is unpickled. What is no request costs its sender the right to be read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
@@ -40,7 +38,7 @@ class Server(Protocol):
     """What those that answer may ask of their server."""
 
     @property
-    def calls(self) -> Calling:
+    def calls(self) -> "Calling":
         """Return what asks other servers."""
 
     def wake(self, key: Hashable) -> None:

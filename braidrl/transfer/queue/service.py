@@ -4,8 +4,6 @@ serving process ──starts──▶ unit, unit │ controller, controller     
    └── directory: where everything is         one that is gone is started again at the same address, and asks the others
 """
 
-from __future__ import annotations
-
 import atexit
 import random
 import socket
@@ -36,7 +34,7 @@ DEATHS = 5
 
 
 @dataclass
-class Member:
+class QueueProcess:
     """One process of the queue."""
 
     name: str
@@ -104,9 +102,9 @@ class Service:
             member.process.kill()
             member.process.close(0.0)
 
-    def _member(self, name: str, entry: str, address: str, arguments: Mapping[str, Any]) -> Member:
+    def _member(self, name: str, entry: str, address: str, arguments: Mapping[str, Any]) -> QueueProcess:
         arguments = {**arguments, "address": address, "recovers": False}
-        return Member(name, entry, arguments, start(name, entry, arguments))
+        return QueueProcess(name, entry, arguments, start(name, entry, arguments))
 
     def _keep_alive(self) -> None:
         while not self._closing:
@@ -119,7 +117,7 @@ class Service:
         return self.directory, ()
 
 
-def replace(member: Member) -> None:
+def replace(member: QueueProcess) -> None:
     """Start a process again that is gone. Raises WorkerError for one that does not live."""
     young = time.monotonic() - member.started < YOUNG_S
     member.died_young = member.died_young + 1 if young else 0

@@ -6,8 +6,6 @@ another node  read ──▶ that node's server ──▶ the named columns of t
 What a node keeps it in is its storage backend's business.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -55,7 +53,7 @@ class DataPlane:
         """To other nodes' servers, and to whoever else this process asks."""
 
     @staticmethod
-    def at(place: Place, writer: str, limit_s: float = 60.0, secret: str | None = None) -> DataPlane:
+    def at(place: Place, writer: str, limit_s: float = 60.0, secret: str | None = None) -> "DataPlane":
         """Return the view of a process at a place."""
         return DataPlane(open_storage(place.storage, place.run, writer), place.address, place.host, limit_s, secret)
 

@@ -8,8 +8,6 @@ A segment is written once, whole, by whoever makes it, and can be read until it 
 the run and the process that wrote it, so that all that either has left can be found.
 """
 
-from __future__ import annotations
-
 import itertools
 import mmap
 import os

@@ -4,8 +4,6 @@ A column version is known by (name, writer), and a writer's columns of one row c
 writer wrote for some rows at once, and looks columns up by writer. A part's memory is freed when its last row leaves.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +42,7 @@ class StoredPart:
         return {"uids": list(self.rows), "block": self.block, "columns": self.columns, "frames": [first, len(own)]}
 
     @staticmethod
-    def received(writer: str, message: Mapping[str, Any], frames: Sequence[Frame]) -> StoredPart:
+    def received(writer: str, message: Mapping[str, Any], frames: Sequence[Frame]) -> "StoredPart":
         """Return the part that a message with these frames holds."""
         first, count = message["frames"]
         rows = {row_name(uid): place for place, uid in enumerate(message["uids"])}

@@ -7,8 +7,6 @@ write ──▶ the writers that the task waits for ──none left──▶ rea
 What is ready is kept up as it changes and never searched for: one row costs the logarithm of the rows in work.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush

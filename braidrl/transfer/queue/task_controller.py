@@ -6,8 +6,6 @@ It owns nothing that others do not know: one that is started again learns from t
 done with, and from clients which leases they hold.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections import Counter
@@ -19,7 +17,7 @@ from typing import Any
 
 from braidrl.data.frames import Frame
 from braidrl.transfer.queue.changes import close
-from braidrl.transfer.queue.controller import Controller, Holder
+from braidrl.transfer.queue.controller import Holder, QueueController
 from braidrl.transfer.queue.parking import Wait
 from braidrl.transfer.queue.samplers import Sampler
 from braidrl.transfer.queue.server import Server
@@ -49,7 +47,7 @@ class Unit:
     """Leases of which it is being told."""
 
 
-class TaskController(Controller):
+class TaskController(QueueController):
     """One task's rows. Everything is called by its server's thread."""
 
     def __init__(

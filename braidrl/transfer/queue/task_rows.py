@@ -3,8 +3,6 @@
 changes: born, written, left, lost ──▶ tasks: what is ready; table: where columns lie; done_by: under which lease each row was done
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any

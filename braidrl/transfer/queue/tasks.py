@@ -5,8 +5,6 @@ admit, write ──▶ task: ready rows ──take──▶ lease ──acknowle
                          └──── give up ──────┘   expired, its holder is gone, or one of its rows left
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ for batch in queue.stream("train", rows=32):                      # done with a 
     train(batch["tokens"], batch["reward"])
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
@@ -62,7 +60,7 @@ class TransferQueue:
         cls, tasks: Mapping[str, Collection[str]], *, samplers: Mapping[str, str] | None = None, lease_s: float = 60.0,
         budget_bytes: int | None = None, ip: str = LOOPBACK, storage: str = "shared_memory", units: int = 1,
         secret: str | None = None,
-    ) -> TransferQueue:  # fmt: skip
+    ) -> "TransferQueue":  # fmt: skip
         """Start a queue: its processes end with this one.
 
         Args:
@@ -97,7 +95,7 @@ class TransferQueue:
     @classmethod
     def connect(
         cls, address: str, name: str | None = None, ip: str = LOOPBACK, limit_s: float = 60.0, secret: str | None = None
-    ) -> TransferQueue:
+    ) -> "TransferQueue":
         """Join a queue that another process serves.
 
         Args:
@@ -266,7 +264,7 @@ class TransferQueue:
         """Leave the queue; the serving process ends it, and frees all of its memory."""
         self._resources.close()
 
-    def __enter__(self) -> TransferQueue:
+    def __enter__(self) -> "TransferQueue":
         return self
 
     def __exit__(self, *_: object) -> None:

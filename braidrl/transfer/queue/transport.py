@@ -5,8 +5,6 @@ client ────┤    again after REPEAT_S, same number   └── Wait ─
            └◀──── {"waited": true} once it has waited as long as it said                       (server.py is the other end)
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time

@@ -7,8 +7,6 @@ A change is a fact only when every controller has heard of it: until then who ma
 killed, the others know all that anybody was told. A unit that is started again asks the controllers what it held.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

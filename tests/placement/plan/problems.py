@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from braidrl.config import parse_config
 from braidrl.flow.recipes import load_flow
-from braidrl.placement.plan.devices import Cluster, Group, Kind
+from braidrl.placement.plan.devices import Cluster, DeviceKind, NodeGroup
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Rates
 from braidrl.placement.plan.work import Lengths
@@ -29,11 +29,11 @@ def write_sizes(folder: Path, width: int = 64, layers: int = 4, heads: int = 4, 
 
 def cluster(nodes: int, devices: int, memory: int = 80 * GIB, speed: float = 1e12, name: str = "test") -> Cluster:
     """Return devices with round figures."""
-    kind = Kind(
+    kind = DeviceKind(
         source="made up", peak={"float32": speed, "bfloat16": 2 * speed}, memory=memory, bandwidth=1e11, link=1e10,
         network=2e9, host=1e9,
     )  # fmt: skip
-    return Cluster((Group(kind=name, nodes=nodes, devices=devices),), {name: kind})
+    return Cluster((NodeGroup(kind=name, nodes=nodes, devices=devices),), {name: kind})
 
 
 def problem(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from braidrl.errors import UserError
 from braidrl.flow.updates import Sizes
 from braidrl.placement.plan.choices import Choice
-from braidrl.placement.plan.devices import Cluster, Group
+from braidrl.placement.plan.devices import Cluster, NodeGroup
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Cost
 from braidrl.placement.plan.search import FINEST, Search, allocations, partitions, unit_of
@@ -46,7 +46,7 @@ def test_allocations_are_all_ways_to_divide_the_devices(devices: int, sets: int)
 
 @given(st.integers(1, 200), st.integers(1, 16))
 def test_allocations_are_of_at_most_so_many_equal_parts(nodes: int, devices: int) -> None:
-    group = Group(kind="test", nodes=nodes, devices=devices)
+    group = NodeGroup(kind="test", nodes=nodes, devices=devices)
     unit = unit_of(group)
     assert group.size % unit == 0 and group.size // unit <= FINEST
     assert all(group.size % finer or group.size // finer > FINEST for finer in range(1, unit))
