@@ -18,7 +18,7 @@ import zmq
 
 from braidrl.data.frames import Frame
 from braidrl.transfer.queue.parking import Handler, Parking
-from braidrl.transfer.queue.transport import Answer, asking_socket, key_pair, pack, unpack
+from braidrl.transfer.queue.transport import Answer, asking_socket, key_pair, pack, send, unpack
 
 TICK_S = 0.1
 """How late an expired lease or a reader's limit may be noticed."""
@@ -206,7 +206,7 @@ class Calls:
         self._numbers += 1
         message = [pack({**request, "number": self._numbers}), *frames]
         self._open[line] = (self._numbers, message, then, time.monotonic())
-        self._lines[line].send_multipart(message, copy=False)
+        send(self._lines[line], message)
 
     def receive(self, ready: dict[Any, int]) -> None:
         """Take in answers, and repeat what has waited too long for one."""
@@ -219,7 +219,7 @@ class Calls:
         for line, (number, message, then, sent) in list(self._open.items()):
             if now - sent > CALL_AGAIN_S:
                 self._open[line] = (number, message, then, now)
-                self._lines[line].send_multipart(message, copy=False)
+                send(self._lines[line], message)
 
     def close(self) -> None:
         """Close all lines."""

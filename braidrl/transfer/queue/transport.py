@@ -5,6 +5,7 @@ client ────┤    again after REPEAT_S, same number   └── Wait ─
            └◀──── {"waited": true} once it has waited as long as it said                       (server.py is the other end)
 """
 
+import contextlib
 import secrets
 import threading
 import time
@@ -72,6 +73,12 @@ def asking_socket(context: zmq.Context[Any], address: str, secret: str | None) -
     return socket
 
 
+def send(socket: zmq.Socket[Any], message: Sequence[Frame]) -> None:
+    """Send a message without waiting. Where no server can be spoken to, as one with another secret, it is dropped: it will be repeated."""
+    with contextlib.suppress(zmq.Again):
+        socket.send_multipart(message, zmq.NOBLOCK, copy=False)
+
+
 class Connection:
     """One side of a conversation in which each request waits for its answer. For one thread at a time."""
 
@@ -97,7 +104,7 @@ class Connection:
         message, limit = [pack({**request, "number": self._number}), *frames], self.limit_s + wait_s
         until = time.monotonic() + limit
         while (left := until - time.monotonic()) > 0:
-            self._socket.send_multipart(message, copy=False)
+            send(self._socket, message)
             if (answer := self._answer(min(left, REPEAT_S))) is not None:
                 if "error" in answer[0]:
                     raise QueueError(answer[0]["error"])
@@ -119,7 +126,7 @@ class Connection:
         while self._socket.poll(0):
             self._socket.recv_multipart(copy=False)
         self._number += 1
-        self._socket.send_multipart([pack({**request, "number": self._number})])
+        send(self._socket, [pack({**request, "number": self._number})])
 
     def close(self) -> None:
         """Close the socket."""
