@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -16,12 +17,17 @@ import pytest
 import torch
 from hypothesis import settings
 
+from braidrl.transfer.queue.storage_backends import shared_folder
+
 if TYPE_CHECKING:
     from tests.runtimes.hybrid.warm import WarmCluster
 
 from tests.redis_server import redis_server  # noqa: F401 (a fixture for every test)
 from tests.tiny import MODELS, Workshop, sums, write_jsonl, write_model
 
+# Runs of other tests, and of whoever else uses this machine, have their shared memory elsewhere.
+OWN_MEMORY = tempfile.TemporaryDirectory(prefix="braid-tests-", dir=shared_folder())
+os.environ["BRAID_SHARED_MEMORY"] = OWN_MEMORY.name
 torch.set_num_threads(1)
 # The one fork server of this process imports at its start whatever any test's ranks and workers run.
 FORK_SERVER = multiprocessing.get_context("forkserver")

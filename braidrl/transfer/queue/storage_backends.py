@@ -20,7 +20,7 @@ from typing import Protocol
 from braidrl.data.frames import Frame, join, laid_out, split
 from braidrl.errors import UserError
 
-SHARED = Path("/dev/shm")
+SHARED = "/dev/shm"
 PREFIX = "braid-"
 NAME = re.compile(r"braid-[0-9a-f]+-[A-Za-z0-9_.]+-[0-9]+")
 
@@ -44,8 +44,9 @@ class StorageBackend(Protocol):
 
 
 def shared_folder() -> Path:
-    """Return where files live in memory; a system without such a place has them on disk."""
-    return SHARED if SHARED.is_dir() else Path(tempfile.gettempdir())
+    """Return where files live in memory: the folder that BRAID_SHARED_MEMORY names, else /dev/shm; without such a place, on disk."""
+    folder = Path(os.environ.get("BRAID_SHARED_MEMORY", SHARED))
+    return folder if folder.is_dir() else Path(tempfile.gettempdir())
 
 
 def open_storage(storage: str, run: str, writer: str) -> StorageBackend:
