@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
+# Many tests wait for processes to start: two files of tests at a time keep two cores busy.
+TEST_PROCESSES ?= 2
 
 .PHONY: demo test same docs vllm lint format soak bench clean
 
@@ -26,7 +28,7 @@ format: .venv/installed
 # Where vLLM cannot be installed, its tests say so and are skipped.
 test: lint
 	-$(MAKE) vllm
-	$(BIN)/pytest -m "not soak"
+	$(BIN)/pytest -m "not soak" -n $(TEST_PROCESSES) --dist loadfile
 
 # The documentation as a site, in build/site; a warning is an error.
 docs: .venv/installed

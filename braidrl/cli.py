@@ -1,7 +1,5 @@
 """The `braid` command: a thin face over the runtimes. A user's mistake ends in one line; `--debug` shows the traceback."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys
@@ -35,6 +33,12 @@ def train(
     config: ConfigFile = None,
     overrides: Overrides = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run from its latest checkpoint.")] = None,
+    newest_whole: Annotated[
+        bool,
+        typer.Option(
+            "--newest-whole", help="Where the latest checkpoint is damaged, go on from the newest that is not."
+        ),
+    ] = False,
     replay: Annotated[Path | None, typer.Option(help="Train on the rollouts that this run recorded.")] = None,
     rollout_only: Annotated[bool, typer.Option("--rollout-only", help="Record rollouts; train nothing.")] = False,
     dry: Annotated[
@@ -57,7 +61,9 @@ def train(
 
         dry_run(settings)
         return
-    run_training(settings, resume=resume, replay=replay, rollout_only=rollout_only)
+    if newest_whole and resume is None:
+        raise UserError("--newest-whole is for --resume; a new run has no checkpoint")
+    run_training(settings, resume=resume, newest_whole=newest_whole, replay=replay, rollout_only=rollout_only)
 
 
 @app.command(name="eval")
@@ -162,6 +168,21 @@ def export(
     from braidrl.runtimes.saving.export import export_model
 
     typer.echo(export_model(run, folder, role))
+
+
+@app.command()
+def verify(run: RunFolder) -> None:
+    """Check every file of a run's checkpoints against their checksums; ends with 1 where one is damaged."""
+    from braidrl.runtimes.saving.checkpoints import checkpoint_damage
+    from braidrl.runtimes.saving.folders import checkpoints_of
+
+    troubles = {folder: checkpoint_damage(folder) for folder in checkpoints_of(run)}
+    if not troubles:
+        raise UserError(f"{run} has no checkpoint")
+    for folder, trouble in troubles.items():
+        typer.echo(f"{folder}: {trouble or 'whole'}")
+    if any(troubles.values()):
+        raise typer.Exit(1)
 
 
 @app.command()

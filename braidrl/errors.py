@@ -1,10 +1,8 @@
 """How a run fails: by a mistake of the user's, told in one line, or in a worker process."""
 
-from __future__ import annotations
-
 from braidrl.algorithms.registry import suggest
 
-__all__ = ["LostPeers", "UserError", "WorkerError", "suggest"]
+__all__ = ["LostPeers", "UserError", "WorkerError", "first_line", "suggest"]
 
 
 class UserError(Exception):
@@ -17,3 +15,8 @@ class WorkerError(RuntimeError):
 
 class LostPeers(RuntimeError):
     """Other ranks did not come to a meeting: what a rank sees of another's failure."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the error's own words, without what libraries add in further lines."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

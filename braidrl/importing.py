@@ -5,8 +5,6 @@ ENGINES.find("embedded")           what comes with Braid, imported only now
 ENGINES.find("engine.py:Plain")    a user's own
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util
@@ -31,10 +29,12 @@ class PluginRegistry:
     """What it is called in a message, as in `rollout engine`."""
     built_in: Mapping[str, str]
     """Short name to `module:name`, which is imported when it is asked for."""
+    type: Any = Callable
+    """What each of them is an instance of."""
 
     def find(self, name: str) -> Any:
         """Return what `name` stands for. Raises UserError, which names the nearest known one, where there is none."""
-        return import_function(self.place(name))
+        return import_object(self.place(name), self.type)
 
     def check(self, name: str, load: bool = True) -> None:
         """Raise UserError where nothing has this name. Ours is not imported: it may need packages that only another process has.
@@ -45,7 +45,7 @@ class PluginRegistry:
         """
         place = self.place(name)
         if load and name not in self.built_in:
-            import_function(place)
+            import_object(place, self.type)
 
     def check_settings(self, name: str, settings: Mapping[str, Any]) -> None:
         """Raise UserError for a setting that what `name` stands for has no parameter for; its first one is not a setting."""
@@ -72,14 +72,22 @@ class PluginRegistry:
 
 def import_function(name: str) -> Callable[..., Any]:
     """Return the function or class that `module:name` or `file.py:name` names. Raises UserError when there is none."""
+    function: Callable[..., Any] = import_object(name, Callable)
+    return function
+
+
+def import_object(name: str, type: Any) -> Any:
+    """Return what `module:name` or `file.py:name` names, an instance of `type`. Raises UserError when there is none."""
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise UserError(f"{name!r} names no function; write module:function or path/to/file.py:function")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise UserError(f"{place} has no function {attribute!r}. {suggest(attribute, _functions(module))}")
-    return function
+    found = getattr(module, attribute, None)
+    if not isinstance(found, type):
+        what = "function" if type is Callable else type.__name__
+        known = [n for n, value in vars(module).items() if isinstance(value, type) and not n.startswith("_")]
+        raise UserError(f"{place} has no {what} {attribute!r}. {suggest(attribute, known)}")
+    return found
 
 
 def relative_to(folder: Path, name: str) -> str:
@@ -88,10 +96,6 @@ def relative_to(folder: Path, name: str) -> str:
     if place.endswith(".py") and (folder / place).is_file():
         return f"{(folder / place).resolve()}{colon}{attribute}"
     return name
-
-
-def _functions(module: ModuleType) -> list[str]:
-    return [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
 
 
 def _load_module(name: str) -> ModuleType:

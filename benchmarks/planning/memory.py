@@ -1,12 +1,13 @@
 """Compare the memory that a plan says with what a process takes, beyond what it takes before it loads a model.
 
-python -m benchmarks.planning.memory
+python -m benchmarks.planning.memory [FILE]    writes FILE, or benchmarks/results/plan_memory.json
 """
 
 from __future__ import annotations
 
 import json
 import resource
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,11 +17,11 @@ import psutil
 
 from benchmarks.planning.machine import RESULTS, SHAPES, Case, configuration, write_model
 from braidrl.config import load_config
+from braidrl.placement.plan.configured import predicted
 from braidrl.placement.plan.devices import read_cluster
 from braidrl.placement.plan.lengths import batch_lengths
 from braidrl.placement.plan.problem import Problem
 from braidrl.runtimes.prepare.flow import build_flow
-from braidrl.runtimes.prepare.plan import predicted
 from braidrl.runtimes.run import TrainingRun
 from tests.tiny import sums, write_jsonl
 
@@ -29,13 +30,15 @@ MIB = 1 << 20
 
 
 def main() -> None:
-    """Train two steps of GRPO in this process, and print both figures."""
+    """Train two steps of GRPO in this process, and write both figures."""
     root = Path(mkdtemp())
     write_jsonl(root / "sums.jsonl", sums(80))
     # What a process takes without a model of any size: libraries that are loaded when first used among it.
     small = root / "small.yaml"
     write_model(root / "model-a", "a")
-    small.write_text(json.dumps(configuration(Case("small", "a", 2), root)))
+    tree = configuration(Case("small", "a", 2), root)
+    tree["trainer"]["steps"] = 1
+    small.write_text(json.dumps(tree))
     with TrainingRun(load_config(small)) as warm:
         warm.train()
     write_model(root / "model-wide", "wide")
@@ -55,7 +58,8 @@ def main() -> None:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"), "said_mib": round(said / MIB), "taken_mib": round(taken / MIB),
         "ratio": round(said / taken, 3),
     }  # fmt: skip
-    (RESULTS / "plan_memory.json").write_text(json.dumps(result, indent=1) + "\n")
+    file = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "plan_memory.json"
+    file.write_text(json.dumps(result, indent=1) + "\n")
     print(result)
 
 

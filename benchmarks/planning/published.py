@@ -26,16 +26,18 @@ from transformers import LlamaConfig
 
 from braidrl.config import parse_config
 from braidrl.errors import UserError
-from braidrl.placement.plan.choices import Choice, Choices
-from braidrl.placement.plan.devices import read_cluster
+from braidrl.placement.plan.choices import Choice
+from braidrl.placement.plan.devices import Cluster, read_cluster
 from braidrl.placement.plan.named import fixed, halves
 from braidrl.placement.plan.problem import Problem
-from braidrl.placement.plan.search import Search
+from braidrl.placement.plan.search import Plan, Search
+from braidrl.placement.plan.sets import Sets
 from braidrl.placement.plan.work import Lengths
 from braidrl.runtimes.prepare.flow import build_flow
 
 ROOT = Path(__file__).parent.parent
-QUERIES = 131_900
+QUERIES = 264_292
+"""Prompts of DeepSpeed-Chat's epoch, as its page of benchmark settings says."""
 PROMPT, DEVIATION = 128, 0.5
 LLAMA = {
     "7b": (4096, 11008, 32, 32, 32, 128, 32000, False), "13b": (5120, 13824, 40, 40, 40, 128, 32000, False),
@@ -47,6 +49,7 @@ PAPER = {
     ("34b", 16): "colocate", ("34b", 32): "colocate", ("34b", 64): "colocate", ("34b", 96): "split", ("34b", 128): "split",
 }  # fmt: skip
 """HybridFlow, arXiv 2409.19256, section 8.3 on figure 12."""
+PIPELINES = {"7b": 1, "13b": 1, "34b": 4, "70b": 8}
 
 
 def write_sizes(folder: Path, sizes: Any) -> Path:
@@ -75,7 +78,7 @@ def lengths_of(run: dict[str, Any]) -> Lengths:
     return Lengths(np.full(rows, prompt), drawn.round().astype(np.int64))
 
 
-def problem_of(run: dict[str, Any], folders: dict[str, Path]) -> Problem:
+def problem_of(run: dict[str, Any], folders: dict[str, Path], cluster: Cluster) -> Problem:
     """Return a published run as a problem."""
     scalar = folders[run.get("critic", run["actor"])]
     tree: dict[str, Any] = {
@@ -91,8 +94,10 @@ def problem_of(run: dict[str, Any], folders: dict[str, Path]) -> Problem:
     }  # fmt: skip
     if run["flow"] == "ppo":
         tree["roles"] = {"critic": {"model": str(scalar)}, "reward": {"model": str(scalar)}}
+        if "lora" in run:
+            tree["roles"]["actor"] = {"lora": {"rank": run["lora"]}}
     config = parse_config(tree)
-    return Problem(config, build_flow(config), read_cluster(run["devices"]), lengths_of(run))
+    return Problem(config, build_flow(config), cluster, lengths_of(run))
 
 
 def allowed_by(run: dict[str, Any]) -> Callable[[Choice], bool]:
@@ -105,22 +110,23 @@ def allowed_by(run: dict[str, Any]) -> Callable[[Choice], bool]:
         if "shard" in wanted:
             lies = lies and layout.tensor == layout.pipeline == 1
         decodes = use.engine is None or engine is None or use.engine.divisor == engine
-        return decodes and use.inference is None and (lies or not use.trained)
+        again = not use.trained or run.get("checkpointing") in (None, use.checkpointing)
+        return decodes and again and use.inference is None and (lies or not use.trained)
 
     return allowed
 
 
 def predict(run: dict[str, Any], folders: dict[str, Path]) -> tuple[float, dict[str, float]]:
     """Return a published run's predicted seconds, nan where it has no room, and those of each stage."""
-    problem = problem_of(run, folders)
+    problem = problem_of(run, folders, read_cluster(run["devices"]))
     group, roles, allowed = problem.cluster.groups[0], tuple(problem.flow.roles), allowed_by(run)
     if "apart" not in run:
         plan = fixed(Search(problem), (roles,), allowed)
         if plan is None:
             return math.nan, {}
         return plan.seconds, {name: round(float(cost.seconds), 1) for name, cost in plan.costs.items()}
-    engines = Choices(problem, allowed=allowed, part="generate").of_set(("actor",), group, run["apart"])
-    models = Choices(problem, allowed=allowed, part="model").of_set(roles, group, group.size - run["apart"])
+    engines = Sets(problem, allowed, "generate").of_set(("actor",), group, run["apart"])
+    models = Sets(problem, allowed, "model").of_set(roles, group, group.size - run["apart"])
     assert engines is not None and models is not None, run["name"]
     costs = {name: round(float(cost.seconds), 1) for name, cost in {**engines.costs, **models.costs}.items()}
     # One step off: generation goes on beside training.
@@ -145,7 +151,7 @@ def published() -> list[dict[str, Any]]:
     return lines
 
 
-def ppo(model: Path, devices: str) -> Problem:
+def ppo(model: Path, cluster: Cluster) -> Problem:
     """Return HybridFlow's experiment: 1,024 prompts and responses of 1,024 tokens each, eight updates."""
     run = {
         "flow": "ppo",
@@ -157,32 +163,58 @@ def ppo(model: Path, devices: str) -> Problem:
         "mean": 2048,
         "longest": 2048,
     }
-    return problem_of({**run, "devices": devices}, {"m": model})
+    return problem_of(run, {"m": model}, cluster)  # fmt: skip
+
+
+def testbed(devices: int) -> Cluster:
+    """Return HybridFlow's machines: eight A100-80GB that share 200 Gb/s to the others (section 8.1)."""
+    cluster = read_cluster(f"{devices // 8}x8xA100-80GB")
+    kinds = {name: kind.model_copy(update={"network": 200e9 / 8 / 8}) for name, kind in cluster.kinds.items()}
+    return Cluster(cluster.groups, kinds)
+
+
+def megatron(pipeline: int) -> Callable[[Choice], bool]:
+    """Return whether a choice lies as HybridFlow's runs do: Megatron-core 0.6, matrices over the eight devices of a node to train.
+
+    Args:
+        pipeline: the most pipeline ranks (figure 14 has 1 for 7B and 13B, 4 for 34B, 8 for 70B).
+    """
+
+    def allowed(choice: Choice) -> bool:
+        layout, use = choice.use.layout, choice.use
+        grouped = not use.trained or (layout.tensor == 8 and layout.pipeline <= pipeline)
+        # Without shards: gradients of copies are summed after the backward pass.
+        return grouped and layout.shard == "none" and layout.sequence == 1 and use.inference is None
+
+    return allowed
+
+
+def named_placements(problem: Problem, allowed: Callable[[Choice], bool] | None) -> dict[str, Plan]:
+    """Return the best plan of each of HybridFlow's named placements that has room."""
+    search, roles = Search(problem, keep=1, allowed=allowed), tuple(problem.flow.roles)
+    plans = {
+        "colocate": search.best_of((roles,)), "split": fixed(search, halves(problem), allowed or (lambda choice: True)),
+        "standalone": search.best_of(tuple((role,) for role in roles)),
+    }  # fmt: skip
+    return {name: plan for name, plan in plans.items() if plan}
 
 
 def hybridflow() -> list[dict[str, Any]]:
-    """Return which of HybridFlow's placements is quickest for each model and number of devices."""
+    """Return which of HybridFlow's placements is quickest for each model and number of devices, with its layouts and with all of ours."""
     folder, lines = Path(mkdtemp()), []
     for name, sizes in LLAMA.items():
         model = write_sizes(folder / name, sizes)
         for count in (8, 16, 32, 64, 96, 128):
-            problem = ppo(model, f"{count // 8}x8xA100-80GB")
-            search, roles = Search(problem, keep=1), tuple(problem.flow.roles)
-            plans = {
-                "colocate": search.best_of((roles,)), "split": fixed(search, halves(problem), lambda choice: True),
-                "standalone": search.best_of(tuple((role,) for role in roles)),
-            }  # fmt: skip
-            try:
-                plans["best"] = search.hybrid()[0]
-            except UserError:
-                plans["best"] = None
-            seconds = {which: round(float(plan.seconds), 1) for which, plan in plans.items() if plan}
-            named = {which: value for which, value in seconds.items() if which != "best"}
-            winner = min(named, key=lambda which: named[which]) if named else None
-            found = plans["best"].name if plans["best"] else None
-            line = {"model": name, "devices": count, "seconds": seconds, "winner": winner, "best": found}
-            lines.append({**line, "paper": PAPER.get((name, count))})
-            print(f"{name:5}{count:5}  {winner!s:12}{PAPER.get((name, count), '')!s:12}{seconds}  {found}", flush=True)
+            line: dict[str, Any] = {"model": name, "devices": count, "paper": PAPER.get((name, count), "")}
+            for layouts, allowed in (("theirs", megatron(PIPELINES[name])), ("all", None)):
+                plans = named_placements(ppo(model, testbed(count)), allowed)
+                seconds = {which: round(float(plan.seconds), 1) for which, plan in plans.items()}
+                line[layouts] = {
+                    "seconds": seconds,
+                    "quickest": min(seconds, key=lambda which: seconds[which], default="none"),
+                }
+            lines.append(line)
+            print(line, flush=True)
     return lines
 
 
@@ -190,7 +222,11 @@ def scale() -> list[dict[str, Any]]:
     """Return the best plan of four 70B roles on 8 to 1,024 devices, and what finding it took."""
     model, lines = write_sizes(Path(mkdtemp()) / "70b", LLAMA["70b"]), []
     for count in (8, 16, 32, 64, 128, 256, 512, 1024):
-        search, began, cpu = Search(ppo(model, f"{count // 8}x8xH100-80GB")), time.perf_counter(), time.process_time()
+        search, began, cpu = (
+            Search(ppo(model, read_cluster(f"{count // 8}x8xH100-80GB"))),
+            time.perf_counter(),
+            time.process_time(),
+        )
         line: dict[str, Any] = {"devices": count}
         try:
             plan = search.hybrid()[0]

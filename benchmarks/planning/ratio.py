@@ -20,9 +20,9 @@ from braidrl.flow import Flow, Kind, Stage, actor, reward
 from braidrl.flow.readiness import Uid
 from braidrl.flow.stage import Scope, Signature
 from braidrl.flow.updates import Sizes
-from braidrl.placement.simulate_streaming import SimulatedWorker, Streaming
-from braidrl.placement.simulator import simulate
-from braidrl.placement.workload import Simulation, Workload, long_tailed
+from braidrl.placement.simulation import SimulatedWorker, Streaming
+from braidrl.placement.workload import Simulation, Workload
+from tests.placement.durations import long_tailed
 
 WORKERS = 12
 ITERATIONS = 4
@@ -133,7 +133,7 @@ def main() -> None:
     for balance in (0.35, 1.0, 2.0):
         predicted, measured = {}, {}
         for generating in range(2, WORKERS - 1):
-            predicted[generating] = simulate("streaming", workload(generating, 1.0, balance)).seconds_per_iteration(1)
+            predicted[generating] = Streaming(workload(generating, 1.0, balance)).simulate().seconds_per_iteration(1)
             scale = 0.25
             measured[generating] = timed(workload(generating, scale, balance)).seconds_per_iteration(1) / scale
         best, found = min(predicted, key=lambda n: predicted[n]), min(measured, key=lambda n: measured[n])

@@ -27,7 +27,7 @@ def prepare(case: Mapping[str, Any]) -> Turn:
             logits = worker.model.lm_head(worker.hidden_states(packed)[packed.predictors])
             logits.log_softmax(-1).gather(-1, packed.targets[:, None])
         else:
-            worker.log_probs(rows)
+            worker.forward("log_probs", rows)
         return {"tokens": tokens, "peak_mebibytes": peak_mebibytes(), "mebibytes_before": before}
 
     return turn

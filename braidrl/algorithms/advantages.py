@@ -4,8 +4,6 @@
 rows get the advantage 0.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

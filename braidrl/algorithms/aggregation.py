@@ -7,8 +7,6 @@ An aggregation registers its denominator: `tokens` (action tokens), `rows` or `g
 are float64, so that they are exact for any loss; cast them to the loss's dtype.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 At level `token` ρ is each token's own, at `sequence` the product over its row, at `geometric` the row's geometric mean.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import Tensor

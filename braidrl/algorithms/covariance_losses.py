@@ -6,8 +6,6 @@ from sums alone, so that the answer does not depend on how the batch is split or
     shape.covariance ──covariance──▶ shape.highest_covariance ──high_covariance──▶ actor.update(loss=clip_cov)
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ A row's action tokens follow each other in order, across its sequences; what was
 part, so δ_t looks from one action token to the row's next one.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ group   7 3 7 3 3      rows of unfinished or mixed batches may come in any order
 index   1 0 1 0 0      the same, counted from 0
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +18,7 @@ class Groups:
     index: Tensor
 
     @staticmethod
-    def of(group: Tensor) -> Groups:
+    def of(group: Tensor) -> "Groups":
         """Return groups of the rows whose group numbers are `group` (B,) int64."""
         numbers, index = torch.unique(group, return_inverse=True)
         return Groups(numbers, index)

@@ -4,8 +4,6 @@ With x = log π − log π_ref: k1 = x, k2 = x²/2, k3 = e^(−x) + x − 1, aft
 with `+` has that value and the gradient of k2, whose expectation under π is the gradient of the divergence itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

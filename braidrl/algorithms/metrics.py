@@ -1,7 +1,5 @@
 """What is reported about a batch: pure functions of columns, or of means that were summed where the rows are."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ the loss is not a sum over rows, and half a pair says nothing. ValueError tells 
 over rows, as the loss is, and not over tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -4,8 +4,6 @@ A loss takes flat action tokens and returns `(loss, metrics)`: the loss of each 
 (N,), detached, to be averaged over tokens; one whose name ends in `_max` is reduced by its maximum. r = π/π_old.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

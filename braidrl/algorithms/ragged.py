@@ -4,8 +4,6 @@ values_N   x0 x0 x0 | x1 | x2 x2          N = all entries, joined
 offsets    0          3    4       6      B + 1 numbers; row b is values[offsets[b]:offsets[b + 1]]
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,12 +26,12 @@ class Ragged:
             raise ValueError(f"offsets end at {int(self.offsets[-1])} but there are {len(self.values)} values")
 
     @staticmethod
-    def from_lengths(values: Tensor, lengths: Tensor) -> Ragged:
+    def from_lengths(values: Tensor, lengths: Tensor) -> "Ragged":
         """Return rows of `lengths` (B,) laid one after the other in `values` (N, ...)."""
         return Ragged(values, offsets_of(lengths))
 
     @staticmethod
-    def from_rows(rows: Sequence[Tensor | Sequence[float]], dtype: torch.dtype) -> Ragged:
+    def from_rows(rows: Sequence[Tensor | Sequence[float]], dtype: torch.dtype) -> "Ragged":
         """Make one row of each tensor or list; `dtype` also decides when there are none."""
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         lengths = torch.tensor([len(row) for row in tensors], dtype=torch.int64)
@@ -73,11 +71,11 @@ class Ragged:
         lengths = self.lengths.clamp(min=1).to(self.values.dtype)
         return self.row_sums() / lengths.reshape(-1, *[1] * (self.values.dim() - 1))
 
-    def with_values(self, values: Tensor) -> Ragged:
+    def with_values(self, values: Tensor) -> "Ragged":
         """Return other values at the same offsets."""
         return Ragged(values, self.offsets)
 
-    def take(self, rows: Tensor) -> Ragged:
+    def take(self, rows: Tensor) -> "Ragged":
         """Return the rows of these numbers (K,) int64, in the order given and with repetitions. A run of neighbours is not copied."""
         if len(rows) and rows.device.type == "cpu" and bool((rows.diff() == 1).all()) and int(rows[0]) >= 0:
             first, end = int(rows[0]), int(rows[-1]) + 1
@@ -88,14 +86,14 @@ class Ragged:
         shift = (self.offsets[:-1][rows] - offsets[:-1]).repeat_interleave(lengths)
         return Ragged(self.values[torch.arange(len(shift), device=shift.device) + shift], offsets)
 
-    def to(self, device: torch.device | str) -> Ragged:
+    def to(self, device: torch.device | str) -> "Ragged":
         return Ragged(self.values.to(device), self.offsets.to(device))
 
     def tolist(self) -> list[list[float]]:
         return [self[row].tolist() for row in range(len(self))]
 
     @staticmethod
-    def cat(parts: Sequence[Ragged]) -> Ragged:
+    def cat(parts: "Sequence[Ragged]") -> "Ragged":
         """Return the rows of all parts, one part after the other."""
         return Ragged.from_lengths(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
 

@@ -5,8 +5,6 @@
 Only int64 arithmetic that wraps around and exact conversions are used, so that CPU and CUDA agree to the bit.
 """
 
-from __future__ import annotations
-
 import hashlib
 from functools import cache
 

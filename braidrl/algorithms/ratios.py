@@ -1,7 +1,5 @@
 """Importance ratios from log-probs, for a token or a whole row."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -9,12 +9,10 @@ are its settings. `writes` names what it returns.
 A positional parameter with the default None is a column that is read when an earlier stage writes it.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 Scope = Literal["row", "group", "batch"]
@@ -129,9 +127,18 @@ class Registry:
         needs: Needs | None = None,
         denominator: str = "tokens",
     ) -> Callable[[F], F]:
-        """Return a decorator; the name defaults to the function's own. Raises ValueError if another function has the name.
+        """Return a decorator that registers a function. Raises ValueError if another function has the name.
 
-        `columns` renames parameters that are no Python names: `{"baseline": "greedy.reward"}`.
+        Args:
+            name: By default the function's own.
+            writes: Columns that it returns.
+            scope: How many rows it must see at once.
+            sums: Of scope `batch`: what is added up over all rows.
+            columns: Columns of parameters that are no Python names: `{"baseline": "greedy.reward"}`.
+            state: Initial values of the state that its stage owns.
+            update_state: Makes the next state, once per iteration.
+            needs: What it asks of a flow.
+            denominator: Of an aggregation: the count that its sums are divided by.
         """
         if bool(state) != bool(update_state) or (state and sums is None):
             raise ValueError("a state needs its initial values, the function that updates it and the sums for that")
@@ -139,8 +146,10 @@ class Registry:
             raise ValueError(f"a denominator is one of {', '.join(DENOMINATORS)}, not {denominator!r}")
 
         def add(function: F) -> F:
-            entry = describe(name or function.__name__, function, tuple(writes), scope, sums, columns, needs)
-            entry = replace(entry, state=state or {}, update_state=update_state, denominator=denominator)
+            entry = describe(
+                name or function.__name__, function, writes=tuple(writes), scope=scope, sums=sums, columns=columns or {},
+                state=state or {}, update_state=update_state, needs=needs or Needs(), denominator=denominator,
+            )  # fmt: skip
             if both := set(entry.state) & set(entry.settings):
                 raise ValueError(f"{entry.name}: {sorted(both)} are in the state and among the settings")
             known = self.entries.get(entry.name)
@@ -163,16 +172,8 @@ class Registry:
         return iter(sorted(self.entries))
 
 
-def describe(
-    name: str,
-    function: Callable[..., Any],
-    writes: tuple[str, ...] = (),
-    scope: Scope = "row",
-    sums: Callable[..., Any] | None = None,
-    columns: dict[str, str] | None = None,
-    needs: Needs | None = None,
-) -> Entry:
-    """Read columns and settings off the function's signature."""
+def describe(name: str, function: Callable[..., Any], **about: Any) -> Entry:
+    """Read columns and settings off the function's signature; `about` are the entry's other fields."""
     reads: list[str] = []
     optional: list[str] = []
     required: list[str] = []
@@ -189,19 +190,7 @@ def describe(
             (optional if has_default else reads).append(parameter.name)
         else:
             raise ValueError(f"{name}: columns are plain parameters and settings keyword-only, not {parameter}")
-    return Entry(
-        name,
-        function,
-        tuple(reads),
-        tuple(optional),
-        settings,
-        tuple(required),
-        writes,
-        scope,
-        sums,
-        columns=columns or {},
-        needs=needs or Needs(),
-    )
+    return Entry(name, function, tuple(reads), tuple(optional), settings, tuple(required), **about)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

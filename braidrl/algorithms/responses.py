@@ -1,7 +1,5 @@
 """Rows made from given responses instead of sampled ones: for SFT, reward models and DPO."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Policy losses whose ratio belongs to the whole row: GSPO and GMPO."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

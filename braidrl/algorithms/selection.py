@@ -1,7 +1,5 @@
 """Which groups a batch is made of: dynamic sampling. Each function returns the groups to drop, with the reason."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from braidrl.algorithms.groups import Groups

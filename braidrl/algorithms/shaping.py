@@ -1,7 +1,5 @@
 """Rewards made from rewards: length penalties, masks for rows cut off, and the KL penalty inside the reward."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Advantages per action token that are not GAE, and whitening over the batch from two passes: sums, then apply."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """A process from its inside: does the one task that comes over the connection, and says how it ended."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

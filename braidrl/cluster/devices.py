@@ -8,8 +8,6 @@ Ray the cluster chooses which devices these are, by the counts that are computed
 of their node, and take their share by LOCAL_RANK.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ join_group ──▶ the group of all               its limit is that of all gro
 subgroup, mesh_of, background_group, group_apart
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from datetime import timedelta

@@ -7,8 +7,6 @@ fork         a copy of this process, which must have computed nothing yet       
 starter ◀──connection──▶ process        whose end is the end of whoever is at its other end; output goes where the starter's goes
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

@@ -3,8 +3,6 @@
 rank 0 ──tell──▶ list ◀──tell── rank 1        hear ──▶ what is new in it, at once
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

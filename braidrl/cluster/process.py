@@ -3,14 +3,16 @@
 Launcher ──ProcessSpec──▶ Process: works ──▶ Outcome: a result, or a Failure        or it is killed, and has none
 """
 
-from __future__ import annotations
-
 import json
 import os
+import signal
 import sys
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from types import FrameType
 from typing import Any, Protocol
 
 from braidrl.errors import UserError, WorkerError
@@ -55,7 +57,7 @@ class Outcome:
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
-    def decode(message: bytes) -> Outcome:
+    def decode(message: bytes) -> "Outcome":
         """Return what `encode` has written."""
         plain = json.loads(message)
         return Outcome(plain["result"], Failure(**plain["failure"]) if plain["failure"] else None)
@@ -68,7 +70,7 @@ class ProcessSpec:
     name: str
     entry: str
     """`module:function`. With `arguments` it is called with them, and what it returns is the process's result; without, it is
-    called with the descriptor of its end of the connection, over which it speaks as it likes."""
+    called with the descriptor of its end of the connection, whose messages are its own."""
     arguments: Mapping[str, Any] | None = None
     """A JSON object."""
     orphaned: str = ""
@@ -90,6 +92,20 @@ class ProcessSpec:
         """Return what `child` reads first."""
         own = {"name": self.name, "entry": self.entry, "arguments": self.arguments, "orphaned": self.orphaned}
         return json.dumps(own).encode()
+
+
+@contextmanager
+def interrupts_handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call `handle` for SIGINT and SIGTERM inside; Python allows it in the main thread alone, in others nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def environment_of(spec: ProcessSpec, starter: Mapping[str, str]) -> dict[str, str]:

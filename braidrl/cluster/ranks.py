@@ -6,11 +6,7 @@ run_ranks ──task──▶ rank 0 ... rank N-1        by the launcher: on thi
 A failure in one rank stops the others; what the user sees is the failure that came first and not what followed from it.
 """
 
-from __future__ import annotations
-
 import contextlib
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +16,7 @@ from typing import Any
 from braidrl.cluster.child import TaskFailed, failure_of, function_of
 from braidrl.cluster.groups import open_store
 from braidrl.cluster.local import LocalLauncher
-from braidrl.cluster.process import Failure, Launcher, Outcome, Process, ProcessSpec
+from braidrl.cluster.process import Failure, Launcher, Outcome, Process, ProcessSpec, interrupts_handled
 from braidrl.cluster.world import World, join
 from braidrl.errors import UserError
 from braidrl.placement.pools import Pool
@@ -74,7 +70,7 @@ def run_ranks(
 
 
 @dataclass
-class Interrupts:
+class InterruptCount:
     """How often Ctrl-C came, and how often it was passed on."""
 
     asked: int = 0
@@ -88,7 +84,7 @@ class Interrupts:
                 rank.interrupt()
 
 
-def supervise(launcher: Launcher, ranks: Sequence[Process], interrupts: Interrupts) -> Any:
+def supervise(launcher: Launcher, ranks: Sequence[Process], interrupts: InterruptCount) -> Any:
     """Wait until every rank is done and return rank 0's result. Raises the first failure."""
     silent, outcomes = list(ranks), dict[str, Outcome]()
     deadline = float("inf")
@@ -127,24 +123,17 @@ def end(ranks: Sequence[Process]) -> None:
 
 
 @contextlib.contextmanager
-def counted_interrupts() -> Iterator[Interrupts]:
+def counted_interrupts() -> Iterator[InterruptCount]:
     """Count Ctrl-C and SIGTERM, for the ranks to save and end together; then the launcher ends as they did."""
-    interrupts = Interrupts()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupts
-        return
+    interrupts = InterruptCount()
 
     def count(number: int, frame: FrameType | None) -> None:
         interrupts.asked += 1
         if interrupts.asked > PATIENCE:
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with interrupts_handled(count):
         yield interrupts
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def work(arguments: Mapping[str, Any]) -> Any:
@@ -165,5 +154,4 @@ def work(arguments: Mapping[str, Any]) -> Any:
 
 def rank_failure(world: World, error: BaseException) -> Failure:
     """Return how a rank reports an error: where it happened and on which rows, with the traceback."""
-    rows = f" on rows {world.rows}" if world.rows else ""
-    return failure_of(f"rank {world.rank} failed in {world.place}{rows}", error)
+    return failure_of(f"rank {world.rank} failed in {world.place}{world.rows}", error)

@@ -1,7 +1,5 @@
 """A Ray cluster: the connection to it, a placement group for each pool, an actor in each place that it reserves."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util
@@ -106,12 +104,12 @@ class RayCluster:
         return actor
 
     def end(self, actor: Any) -> None:
-        """Ends one actor at once; its seat is free again."""
+        """End one actor at once; its place is free again."""
         self.ray.kill(actor)
         self.actors = [other for other in self.actors if other is not actor]
 
     def close(self) -> None:
-        """Lets every worker clean up for a moment, ends it, and frees its device."""
+        """Let every worker clean up for a moment, end it, and free its device."""
         if not self.ray.is_initialized():
             return
         leaving = [actor.close.options(concurrency_group="aside").remote() for actor in self.actors]

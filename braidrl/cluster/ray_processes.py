@@ -4,8 +4,6 @@ RayLauncher ──▶ ProcessActor ──spawn──▶ process        the proce
             └─▶ on each node beside this one a service, which needs no device
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The processes of one run as one of them sees the others. All walk the same way, so each call here is made by every rank.
+"""The processes of one run as one of them sees the others. All make the same calls in the same order.
 
 gather      every rank's bytes, on every rank                 (index columns: a few numbers per row)
 exchange    to each rank what is meant for it, and no more    (payload)
@@ -6,8 +6,6 @@ share       rank 0's JSON value, on every rank
 
 Each wait has a limit. Before it waits, a rank notes in the store where it is; whoever waits in vain reads there for whom.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -27,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from braidrl.cluster.devices import own_devices
 from braidrl.cluster.groups import join_group
 from braidrl.cluster.notices import Notices
-from braidrl.errors import LostPeers
+from braidrl.errors import LostPeers, first_line
 from braidrl.models.parallel.replicated import DataParallel
 
 STORE_LIMIT_S = 5.0
@@ -152,7 +150,7 @@ class World:
         dist.all_to_all_single(received, sent, group=self.group)
         strangers = (received[:, 1] != sign).nonzero().flatten().tolist()
         if strangers:
-            raise RuntimeError(f"ranks {strangers} came to another meeting: the ranks have not walked the same way")
+            raise RuntimeError(f"ranks {strangers} came to another meeting: the ranks have not made the same calls")
         return received[:, 0]
 
     def share(self, purpose: str, value: Any) -> Any:
@@ -210,8 +208,3 @@ def as_tensor(message: bytes | bytearray | memoryview) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     buffer = message if isinstance(message, bytearray) else bytearray(message)
     return torch.frombuffer(buffer, dtype=torch.uint8)
-
-
-def first_line(error: BaseException) -> str:
-    """The error's own words, without what the library adds in further lines."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -5,25 +5,24 @@ model: /models/Qwen2.5-0.5B     # any Hugging Face directory
 data: {train: data/train.parquet, eval: {test: data/test.parquet}}
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from braidrl.config.data import DataConfig, RewardConfig, short_names
-from braidrl.config.processes import ClusterConfig, PlacementConfig, StreamingConfig, short_placement
+from braidrl.config.data import DataConfig, RewardConfig
+from braidrl.config.processes import ClusterConfig, PlacementConfig, StreamingConfig
 from braidrl.config.rollout import RolloutConfig
-from braidrl.config.section import DType, Section
+from braidrl.config.section import ONE_OR_MORE, DType, Section
 from braidrl.config.training import EvaluationConfig, RoleConfig, TrainerConfig
 
 
 class TrackerConfig(Section):
     """One place to which a run's metrics go beside `metrics.jsonl`."""
 
+    short_for = {str: "name"}
     name: str
     """`tensorboard`, `wandb`, or `module:name` or `file.py:name` of your own."""
     params: dict[str, Any] = {}
@@ -57,7 +56,7 @@ class Config(Section):
     """When and how held-out sets are measured."""
     roles: dict[str, RoleConfig] = {}
     """Settings of single roles by name, as in `roles.critic.learning_rate=1e-5`."""
-    trackers: list[TrackerConfig] = Field(default_factory=default_trackers)
+    trackers: Annotated[list[TrackerConfig], ONE_OR_MORE] = Field(default_factory=default_trackers)
     """Where metrics go beside `metrics.jsonl`; by default also to `wandb` where it is installed and WANDB_PROJECT is set."""
     runtime: Literal["eager", "hybrid", "distributed", "streaming"] = "eager"
     """Who decides what runs next: a loop in this process, a controller on Ray, nobody, or a queue."""
@@ -87,13 +86,3 @@ class Config(Section):
         """Tokens of a sequence, its prompt and all that follows it."""
         both = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         return self.rollout.max_sequence_tokens or both
-
-    @field_validator("placement", mode="before")
-    @classmethod
-    def _short_placement(cls, value: Any) -> Any:
-        return short_placement(value)
-
-    @field_validator("trackers", mode="before")
-    @classmethod
-    def _short_trackers(cls, value: Any) -> Any:
-        return short_names(value)

@@ -1,18 +1,17 @@
 """Where prompts come from, and how answers are checked."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from braidrl.config.section import Section
+from braidrl.config.section import ONE_OR_MORE, Section
 
 
 class VerifierConfig(Section):
     """One rule reward."""
 
+    short_for = {str: "name"}
     name: str
     """A verifier (exact, gsm8k, math, format) or `module:function`."""
     weight: float = 1.0
@@ -24,11 +23,12 @@ class VerifierConfig(Section):
 class SourceConfig(Section):
     """One data file."""
 
+    short_for = {str: "path", Path: "path"}
     path: Path
     """A .jsonl or .parquet file."""
     weight: float = Field(1.0, gt=0)
     """How often a prompt is drawn from this source, relative to the others."""
-    verify: list[VerifierConfig] | None = None
+    verify: Annotated[list[VerifierConfig] | None, ONE_OR_MORE] = None
     """This source's own verifiers, in place of `reward.verify`."""
     prompt_field: str = "prompt"
     """Field with the prompt, text or chat messages. A dot enters nested fields."""
@@ -41,16 +41,11 @@ class SourceConfig(Section):
     rejected_field: str = "rejected"
     """Field with the worse one."""
 
-    @field_validator("verify", mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return short_names(value)
-
 
 class DataConfig(Section):
     """Where prompts come from."""
 
-    train: list[SourceConfig] = []
+    train: Annotated[list[SourceConfig], ONE_OR_MORE] = []
     """One file, or several with weights."""
     eval: dict[str, SourceConfig] = {}
     """Held-out sets by name."""
@@ -65,27 +60,11 @@ class DataConfig(Section):
     shuffle: bool = True
     """A new seeded order each epoch; off keeps the file's."""
 
-    @field_validator("train", mode="before")
-    @classmethod
-    def _one_or_more(cls, value: Any) -> Any:
-        many = value if isinstance(value, list) else [value]
-        return [short_source(item) for item in many]
-
-    @field_validator("ptx", mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return short_source(value)
-
-    @field_validator("eval", mode="before")
-    @classmethod
-    def _named(cls, value: Any) -> Any:
-        return {name: short_source(item) for name, item in value.items()} if isinstance(value, dict) else value
-
 
 class RewardConfig(Section):
     """How answers are checked."""
 
-    verify: list[VerifierConfig] = [VerifierConfig(name="exact")]
+    verify: Annotated[list[VerifierConfig], ONE_OR_MORE] = [VerifierConfig(name="exact")]
     """One verifier or several; `reward` is their weighted sum."""
     correct_score: float | None = None
     """Score of a right answer where a verifier gives only right or wrong; by default the recipe's (GRPO 1, DAPO 1)."""
@@ -95,21 +74,3 @@ class RewardConfig(Section):
     """Seconds for one verifier on one row; after them that check counts as failed and its process is replaced."""
     processes: int = Field(1, ge=1)
     """Processes that check answers beside generation."""
-
-    @field_validator("verify", mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return short_names(value)
-
-
-def short_names(value: Any) -> Any:
-    """`gsm8k` and `[gsm8k, {name: format, weight: 0.1}]` are short for a list of verifiers."""
-    if value is None:
-        return None
-    many = value if isinstance(value, list) else [value]
-    return [{"name": item} if isinstance(item, str) else item for item in many]
-
-
-def short_source(value: Any) -> Any:
-    """Return a path is short for a source with nothing else set."""
-    return {"path": value} if isinstance(value, str | Path) else value

@@ -1,8 +1,6 @@
 """Which processes a run has, where roles live in them, and how long they wait for each other."""
 
-from __future__ import annotations
-
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -40,6 +38,7 @@ class StreamingConfig(Section):
 class PoolConfig(Section):
     """Roles that share their processes."""
 
+    short_for = {list: "roles"}
     roles: list[str] = Field(min_length=1)
     """Their names."""
     workers: int | None = Field(None, ge=1)
@@ -49,6 +48,7 @@ class PoolConfig(Section):
 class PlacementConfig(Section):
     """Which roles share processes: a name (colocate, standalone, split), or the pools themselves."""
 
+    short_for = {str: "name", list: "pools"}
     name: str = "colocate"
     """`colocate`: one pool for all; `standalone`: one for each role; `split`: one for the roles that generate, one for the others."""
     pools: list[PoolConfig] = []
@@ -69,12 +69,3 @@ class ClusterConfig(Section):
     """Seconds for workers to start and load their models."""
     wait_limit_s: float = Field(3600.0, gt=0)
     """Seconds without a word from a worker after which the run ends."""
-
-
-def short_placement(value: Any) -> Any:
-    """`split` is short for a name, `[[actor, reference], [critic]]` for pools."""
-    if isinstance(value, str):
-        return {"name": value}
-    if isinstance(value, list):
-        return {"pools": [{"roles": item} if isinstance(item, list) else item for item in value]}
-    return value

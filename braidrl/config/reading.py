@@ -3,8 +3,6 @@
 file ──YAML──▶ tree ◀── key=value        tree ──checked──▶ Config
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

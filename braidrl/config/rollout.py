@@ -1,19 +1,18 @@
 """How responses are sampled, and what trajectories of several turns are played in."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from braidrl.algorithms.metrics import REFLECTION_PHRASES
-from braidrl.config.section import DType, Section
+from braidrl.config.section import ONE_OR_MORE, DType, Section
 
 
 class EnvironmentConfig(Section):
     """What trajectories of several turns are played in."""
 
+    short_for = {str: "name"}
     name: str | None = None
     """`module:Class`, `module:function`, `gem:name` or `agent:module:function`, for the generate stages that name none themselves.
     What it gives is the score and the reward: the flow's `verify` is then left out."""
@@ -30,7 +29,8 @@ class EnvironmentConfig(Section):
 class ServersConfig(Section):
     """Servers of somebody else's that generate, with `rollout.engine: http`."""
 
-    urls: list[str] = []
+    short_for = {str: "urls", list: "urls"}
+    urls: Annotated[list[str], ONE_OR_MORE] = []
     """Their addresses, as in `http://127.0.0.1:8000`; a router spreads rows over them."""
     dialect: str = "vllm"
     """What they are: `vllm` or `sglang`."""
@@ -39,11 +39,6 @@ class ServersConfig(Section):
     folder: Path | None = None
     """Where weights are put for them to read: a folder that they and the run see under one name. By default this machine's place for
     temporary files."""
-
-    @field_validator("urls", mode="before")
-    @classmethod
-    def _one_or_more(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
 
 class RolloutConfig(Section):
@@ -98,16 +93,5 @@ class RolloutConfig(Section):
     With an environment `max_response_tokens` is the limit of one turn, and this one that of all turns."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """A name is short for an environment with nothing else set."""
-
-    @field_validator("environment", mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-    @field_validator("servers", mode="before")
-    @classmethod
-    def _addresses(cls, value: Any) -> Any:
-        return {"urls": value} if isinstance(value, str | list) else value
-
     reflection_phrases: list[str] = list(REFLECTION_PHRASES)
     """Phrases of a response that reconsiders itself, counted in `response/reflections`, per response."""

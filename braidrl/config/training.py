@@ -1,7 +1,5 @@
 """How long, how much at once, with which optimizer and layout, and how held-out sets are measured."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

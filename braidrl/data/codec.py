@@ -7,11 +7,8 @@ Encoding refers to the columns' memory and decoding refers to the frames': neith
 tensors may lie in read-only memory, as everything in `Rows` is never written to.
 """
 
-from __future__ import annotations
-
 import json
 import math
-import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +20,7 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.data.frames import CodecError, Frame
+from braidrl.data.frames import CodecError, Frame, join, split
 from braidrl.data.rows import Column, Objects, Rows
 
 MARK = b"braidrow"
@@ -51,29 +48,18 @@ class ColumnHeader(NamedTuple):
     shape: tuple[int, ...]
 
 
-class PayloadGuard:
-    """Counts who forbids payload, for all threads of the process: a driver's callbacks run in other threads."""
-
-    def __init__(self) -> None:
-        self.holders = 0
-        self.lock = threading.Lock()
-
-    def change(self, by: int) -> None:
-        with self.lock:
-            self.holders += by
-
-
-_guard = PayloadGuard()
+_forbidding: list[object] = []
+"""Who forbids payload, for all threads of the process: a driver's callbacks run in other threads."""
 
 
 @contextmanager
 def payload_forbidden() -> Iterator[None]:
     """Make `decode` raise PayloadForbidden for payload columns inside the context, in every thread of this process."""
-    _guard.change(+1)
+    _forbidding.append(None)
     try:
         yield
     finally:
-        _guard.change(-1)
+        _forbidding.pop()
 
 
 def encode(rows: Rows) -> list[Frame]:
@@ -109,6 +95,16 @@ def decode(frames: Sequence[Frame], columns: Sequence[str] | None = None) -> Row
             decoded[header.name] = _decode_column(header, size, frames[position : position + count])
         position += count
     return Rows({name: decoded[name] for name in wanted})
+
+
+def pack_rows(rows: Rows) -> bytes:
+    """Encode rows as one message."""
+    return bytes(join(encode(rows)))
+
+
+def unpack_rows(message: Frame) -> Rows:
+    """Decode what `pack_rows` returned; an empty message is no rows."""
+    return decode(split(message)) if len(message) else Rows({})
 
 
 def read_header(frames: Sequence[Frame]) -> tuple[int, list[ColumnHeader]]:
@@ -187,7 +183,7 @@ def _decode_column(header: ColumnHeader, size: int, frames: Sequence[Frame]) -> 
     if header.kind == "index":
         values = _tensor(header, header.dtype, header.shape, frames[0])
         return _of_size(header, values, size)
-    if _guard.holders:
+    if _forbidding:
         raise PayloadForbidden(
             f"column {header.name!r} is payload, and this process schedules: it carries index columns only"
         )

@@ -3,8 +3,6 @@
 mark, total bytes, number of frames, length of each │ frame 0 │ frame 1 │ ...      each begins at a multiple of 64 bytes
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from itertools import accumulate

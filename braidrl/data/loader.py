@@ -8,8 +8,6 @@ Everything follows from the admission number: `peek` answers for any number with
 distributed run draws only its slice under one global shuffle, and a resumed run goes on where the other stopped.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +43,7 @@ class Admitted:
     rejected: Tensor | None = None
 
     @staticmethod
-    def of(source: LoadedSource, number: int, position: int, epoch: int, index: int) -> Admitted:
+    def of(source: LoadedSource, number: int, position: int, epoch: int, index: int) -> "Admitted":
         """Make the admission of example `index` of a source, which is the run's `position`-th."""
         response, rejected = source.response(index), source.rejected_response(index)
         return Admitted(
@@ -71,12 +69,6 @@ class PromptLoader:
         """Prompts of all sources together: so many admissions are one pass, if each weight is as large as its source."""
         return sum(len(source) for source in self.sources)
 
-    @property
-    def epochs(self) -> list[int]:
-        """How often each source has been drawn from end to end."""
-        drawn = self._draw.counts(self.admitted)
-        return [count // len(source) for count, source in zip(drawn, self.sources, strict=True)]
-
     def take(self, count: int) -> list[Admitted]:
         """Return the next `count` prompts."""
         return self.peek(self.advance(count))
@@ -101,8 +93,7 @@ class PromptLoader:
 
     def state(self) -> dict[str, Any]:
         """Return a JSON value from which a loader over the same data continues exactly."""
-        drawn = self._draw.counts(self.admitted)
-        return {"admitted": self.admitted, "drawn": drawn, "epochs": self.epochs, "data": self._identity()}
+        return {"admitted": self.admitted, "data": self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue after the admissions of `state`. Raises UserError when seed, sources or weights differ."""
@@ -196,14 +187,6 @@ class WeightedDraw:
                 return source, before
             number -= before
         return len(self.shares), number
-
-    def counts(self, numbers: int) -> list[int]:
-        """Return how many of the first `numbers` each source has."""
-        counts = []
-        for share, phase in zip(self.shares, self.phases, strict=True):
-            counts.append((numbers * share + phase) // UNIT)
-            numbers -= counts[-1]
-        return [*counts, numbers]
 
 
 # A step may straddle the end of an epoch in each source; older orders are not needed again.

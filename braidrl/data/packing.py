@@ -7,8 +7,6 @@ The number of micro-batches follows RL2's rule: the first multiple of the data-p
 first: a rank that has the longest row gets less beside it, which micro-batches of one size could not make up for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

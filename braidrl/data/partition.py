@@ -9,8 +9,6 @@ Where every part must have as many items, the method's variant for that cannot m
 lengths: 16% over the mean). There the largest item left goes to the part with the least cost that has room (0.2% on the same).
 """
 
-from __future__ import annotations
-
 import heapq
 from bisect import insort
 from collections.abc import Sequence

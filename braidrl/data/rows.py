@@ -9,8 +9,6 @@ about actions (`rollout_log_probs`, `old_log_probs`, `ref_log_probs`, `values`, 
 holds one entry per *action token*, in order: what was not sampled takes no place and needs no mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -22,6 +20,7 @@ from torch import Tensor
 from braidrl.algorithms.ragged import Ragged
 
 IDENTITY = ("source", "group", "sample")
+ROWS_SHOWN = 8
 
 
 class FinishReason(IntEnum):
@@ -45,7 +44,7 @@ class Objects:
     def __getitem__(self, row: int) -> Any:
         return self.values[row]
 
-    def take(self, rows: Tensor) -> Objects:
+    def take(self, rows: Tensor) -> "Objects":
         return Objects(tuple(self.values[row] for row in rows.tolist()))
 
 
@@ -87,28 +86,28 @@ class Rows:
         """Return the column, or None where there is none of that name."""
         return self._columns.get(name)
 
-    def with_columns(self, columns: Mapping[str, Column]) -> Rows:
+    def with_columns(self, columns: Mapping[str, Column]) -> "Rows":
         """Return the same rows with these columns added, or replaced by their next version."""
         return Rows({**self._columns, **columns})
 
-    def only(self, names: Sequence[str]) -> Rows:
+    def only(self, names: Sequence[str]) -> "Rows":
         """Return the named columns. Raises KeyError for one that is not there."""
         return Rows({name: self[name] for name in names})
 
-    def without(self, names: Sequence[str]) -> Rows:
+    def without(self, names: Sequence[str]) -> "Rows":
         return Rows({name: column for name, column in self._columns.items() if name not in names})
 
     @property
-    def index(self) -> Rows:
+    def index(self) -> "Rows":
         """The index columns alone."""
         return Rows({name: column for name, column in self._columns.items() if isinstance(column, Tensor)})
 
     @property
-    def payload(self) -> Rows:
+    def payload(self) -> "Rows":
         """The payload columns alone."""
         return Rows({name: column for name, column in self._columns.items() if not isinstance(column, Tensor)})
 
-    def take(self, rows: Tensor | Sequence[int] | Sequence[bool]) -> Rows:
+    def take(self, rows: Tensor | Sequence[int] | Sequence[bool]) -> "Rows":
         """Return rows by number (K,) in the order given, or by a boolean mask (B,)."""
         chosen = torch.as_tensor(rows)
         if chosen.dtype == torch.bool:
@@ -125,13 +124,13 @@ class Rows:
         """Return (source, group, sample) of each row: its identity through the whole run."""
         return list(zip(*(self[name].tolist() for name in IDENTITY), strict=True))
 
-    def ordered(self) -> Rows:
+    def ordered(self) -> "Rows":
         """Return the rows by (group, sample): the one order in which a batch is trained on, whoever finished first."""
         keys = list(zip(self["group"].tolist(), self["sample"].tolist(), strict=True))
         return self.take(sorted(range(len(self)), key=keys.__getitem__))
 
     @staticmethod
-    def cat(parts: Sequence[Rows]) -> Rows:
+    def cat(parts: "Sequence[Rows]") -> "Rows":
         """Concatenate rows. Raises ValueError when a part lacks a column that another has."""
         parts = [part for part in parts if len(part)] or list(parts[:1])
         if not parts:
@@ -150,6 +149,40 @@ def _cat(columns: Sequence[Any]) -> Column:
     if isinstance(columns[0], Objects):
         return Objects(tuple(value for column in columns for value in column.values))
     return torch.cat(list(columns))
+
+
+def merged_rows(size: int, segments: Sequence[tuple[Tensor, Rows]]) -> Rows:
+    """Return one table of `size` rows from segments (positions, rows), of which later ones win, without columns that a row lacks."""
+    by_name: dict[str, list[tuple[Tensor, Column]]] = {}
+    for positions, rows in segments:
+        for name, column in rows.items():
+            by_name.setdefault(name, []).append((positions, column))
+    columns = {name: merged_column(size, found) for name, found in by_name.items()}
+    return Rows({name: column for name, column in columns.items() if column is not None})
+
+
+def merged_column(size: int, segments: Sequence[tuple[Tensor, Column]]) -> Column | None:
+    """Return one column of `size` rows, or None where a row is in no segment."""
+    if len(segments) == 1 and torch.equal(segments[0][0], torch.arange(size)):
+        # All rows in their order, as where one worker has written what another one gets.
+        return segments[0][1]
+    place, start = torch.full((size,), -1), 0
+    for positions, column in segments:
+        place[positions] = torch.arange(start, start + len(column))
+        start += len(column)
+    if bool((place < 0).any()):
+        return None
+    whole: Column = Rows.cat([Rows({"": column}) for _, column in segments])[""]
+    return Rows({"": whole}).take(place)[""]
+
+
+def named_rows(uids: Sequence[tuple[int, int, int]]) -> str:
+    """Return ` on 12 rows (source, group, sample): (0, 3, 0) (0, 3, 1) ...` for a message; nothing for no rows."""
+    if not uids:
+        return ""
+    shown = " ".join(str(tuple(uid)) for uid in uids[:ROWS_SHOWN])
+    more = " ..." if len(uids) > ROWS_SHOWN else ""
+    return f" on {len(uids)} rows (source, group, sample): {shown}{more}"
 
 
 def tokens_of(rows: Rows) -> int:

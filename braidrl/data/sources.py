@@ -8,8 +8,6 @@ field of the file                              part of the example
 all others                                     metadata    JSON values, kept as they are
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 from collections.abc import Iterator, Mapping
@@ -157,7 +155,8 @@ def find_answer(where: str, source: SourceConfig, record: Mapping[str, Any]) -> 
     if answer is ABSENT:
         answer = find(record, GROUND_TRUTH)
     if answer is not ABSENT:
-        return as_answer(answer)
+        # Verifiers compare text.
+        return str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
     # Not `model_fields_set`: a resolved configuration that is read again sets every field.
     if source.answer_field != SourceConfig.model_fields["answer_field"].default:
         return find_required(where, "answer", source.answer_field, record)
@@ -185,11 +184,6 @@ def find(record: Mapping[str, Any], field: str) -> Any:
             return ABSENT
         value = value[part]
     return value
-
-
-def as_answer(answer: Any) -> Any:
-    """Convert numbers to text, because verifiers compare text."""
-    return str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
 
 
 def check_prompt(where: str, field: str, prompt: Any) -> Prompt:

@@ -1,7 +1,5 @@
 """Prompt templates. This is the only place where prompt text is tokenised, and each text is tokenised once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

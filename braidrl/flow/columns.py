@@ -6,8 +6,6 @@ latest in serial order. A version is never changed, so nobody who reads an earli
     reward.verify ──reward──▶ shape.overlong_penalty ──reward──▶ advantage.group_normalized
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ stage ──with_state──▶ runs on rows ──▶ columns
 A state is a KL coefficient or a multiplier. It changes once per iteration, from sums over the whole batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A flow for the eye: as text for a terminal, the same as SVG, and as a Mermaid flowchart for pages that render it."""
 
-from __future__ import annotations
-
 import io
 import re
 import textwrap

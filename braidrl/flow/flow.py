@@ -5,22 +5,13 @@ admission ──prompt──▶ actor.generate ──tokens──▶ reward.veri
                            └──────────────────── weights of the actor ────────────────────────┘
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from braidrl.algorithms import registry
 from braidrl.errors import UserError, suggest
-from braidrl.flow.columns import (
-    ADMISSION,
-    ADMITTED,
-    ADMITTED_IF_GIVEN,
-    ColumnVersion,
-    Inputs,
-    resolve_columns,
-)
+from braidrl.flow.columns import ADMISSION, ADMITTED, ADMITTED_IF_GIVEN, ColumnVersion, Inputs, resolve_columns
 from braidrl.flow.lookup import entry_of
 from braidrl.flow.order import check_selects, serial_order, unique_names
 from braidrl.flow.stage import Kind, Stage

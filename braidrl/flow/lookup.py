@@ -1,7 +1,5 @@
 """Finding a registered function by the name that a flow gives it, and the name by which another process finds it again."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 

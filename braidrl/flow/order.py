@@ -1,10 +1,9 @@
 """Names that are unique, and the order in which one process would run the stages."""
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
 
 from braidrl.errors import UserError, suggest
 from braidrl.flow.stage import Kind, Stage
@@ -30,35 +29,27 @@ def unique_names(stages: Sequence[Stage]) -> list[Stage]:
 def serial_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """Return the stages in list order, moved only as far as `after` asks. Raises UserError for an unknown name or a cycle."""
     position = {stage.name: i for i, stage in enumerate(stages)}
+    sorter = TopologicalSorter({stage.name: stage.after for stage in stages})
     for stage in stages:
         for name in stage.after:
             if name not in position:
                 raise UserError(f"stage {stage.name}: after: no stage is called {name!r}. {suggest(name, position)}")
-    order = first_ready([stage.name for stage in stages], {stage.name: set(stage.after) for stage in stages})
-    if len(order) < len(stages):
-        stuck = [stage.name for stage in stages if stage.name not in order]
-        raise UserError(f"`after` makes a cycle of the stages {', '.join(stuck)}; remove one of the `after` entries")
-    return tuple(stages[position[name]] for name in order)
-
-
-def first_ready(names: Sequence[str], before: Mapping[str, set[str]]) -> list[str]:
-    """Return the names such that each follows all that are `before` it, always the earliest listed one of those that may come next.
-
-    Names on a cycle, or behind one, are left out.
-    """
-    waiting = {name: set(before[name]) for name in names}
-    position = {name: i for i, name in enumerate(names)}
-    ready = [i for i, name in enumerate(names) if not waiting[name]]
-    order: list[str] = []
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        stuck = sorted(set(error.args[1]), key=position.__getitem__)
+        raise UserError(
+            f"`after` makes a cycle of the stages {', '.join(stuck)}; remove one of the `after` entries"
+        ) from None
+    ready, order = [position[name] for name in sorter.get_ready()], list[Stage]()
+    heapq.heapify(ready)
     while ready:
-        chosen = names[heapq.heappop(ready)]
-        order.append(chosen)
-        for name, still in waiting.items():
-            if chosen in still:
-                still.discard(chosen)
-                if not still:
-                    heapq.heappush(ready, position[name])
-    return order
+        # Always the earliest listed of those that may come next.
+        order.append(stages[heapq.heappop(ready)])
+        sorter.done(order[-1].name)
+        for name in sorter.get_ready():
+            heapq.heappush(ready, position[name])
+    return tuple(order)
 
 
 def check_selects(stages: Sequence[Stage]) -> None:

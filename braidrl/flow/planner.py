@@ -1,7 +1,5 @@
 """What a runtime wants to know of a flow before it starts: one serial chain, and what may run at the same time."""
 
-from __future__ import annotations
-
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.flow import Flow, touched_weights
 from braidrl.flow.stage import Stage

@@ -1,7 +1,5 @@
 """What a stage of a flow waits for: of each row the stages that write its columns, of a whole batch those that use the same weights."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from braidrl.flow.flow import ADMISSION, Flow

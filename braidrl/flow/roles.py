@@ -1,7 +1,5 @@
 """Roles: named models. Each method makes a stage; the same methods run at once on a `Session`'s roles."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +10,10 @@ from braidrl.flow.stages import make_stage
 
 @dataclass(frozen=True)
 class Role:
-    """A model by name. Any name is allowed: a flow may have several actors, or several references."""
+    """A model by name. Any name is allowed: a flow may have several actors, or several references.
+
+    Every method takes the stage's `id`, by default its role and type, `when` it runs, and the names of stages that it comes `after`.
+    """
 
     name: str
 
@@ -20,7 +21,17 @@ class Role:
                  top_p: float | None = None, top_k: int | None = None, purpose: str | None = None,
                  environment: str | None = None,
                  id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
-        """Sample one trajectory per row; with an environment, `module:Class`, `module:function` or `gem:name`, play an episode."""
+        """Sample one trajectory per row; with an environment, play an episode.
+
+        Args:
+            into: Namespace of a second trajectory's columns, as in `greedy.tokens`.
+            greedy: Take the likeliest token.
+            temperature: Divides the logits; by default this and what follows are as the configuration's `rollout` says.
+            top_p: Share of the likeliest tokens that are drawn from.
+            top_k: Number of them; 0 for all.
+            purpose: Keys the random numbers.
+            environment: `module:Class`, `module:function`, `gem:name` or `agent:module:function`.
+        """
         params = {
             "into": into, "greedy": greedy, "temperature": temperature, "top_p": top_p, "top_k": top_k, "purpose": purpose,
             "environment": environment,
@@ -30,13 +41,25 @@ class Role:
     def verify(self, *, correct_score: float | None = None, wrong_score: float | None = None,
                weight: float | None = None, of: str | None = None,
                id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
-        """Score rows by rules, in a process pool."""
+        """Score rows by rules, in a process pool.
+
+        Args:
+            correct_score: Score of a right answer.
+            wrong_score: Score of a wrong one.
+            weight: Its share of `score` and `reward`, to which it is added.
+            of: Namespace of the responses.
+        """
         params = {"correct_score": correct_score, "wrong_score": wrong_score, "weight": weight, "of": of}
         return make_stage("verify", self.name, params, id=id, when=when, after=after)
 
     def score(self, *, weight: float | None = None, of: str | None = None,
               id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
-        """Score rows by a model with a scalar head."""
+        """Score rows by a model with a scalar head.
+
+        Args:
+            weight: Its share of `score` and `reward`; without one only the reward role's score, with 1, is part of them.
+            of: Namespace of the responses.
+        """
         return make_stage("score", self.name, {"weight": weight, "of": of}, id=id, when=when, after=after)
 
     def log_probs(self, *, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:
@@ -49,10 +72,23 @@ class Role:
 
     def update(self, *, loss: Mapping[str, Any] | None = None, aggregate: str | Mapping[str, Any] | None = None, old: str | None = None,
                kl: Mapping[str, Any] | None = None, entropy_coef: float | None = None,
-               correction: Mapping[str, Any] | None = None, source: str | Role | None = None, decay: float | None = None,
+               correction: Mapping[str, Any] | None = None, source: "str | Role | None" = None, decay: float | None = None,
                ptx_coef: float | None = None, positive_coef: float | None = None,
                id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
-        """Train on the batch: a loss, how it is aggregated, and what is added to it; or with `source` copy its weights."""
+        """Train on the batch, or with `source` take another role's weights.
+
+        Args:
+            loss: What is minimised, as in `loss.clip(low=0.2)`.
+            aggregate: How tokens are averaged, as in `token-mean`.
+            old: Where log-probs before the update come from: `recompute`, `rollout` (the engine's) or `self` (this very pass).
+            kl: A KL term, as in `kl.k3(coef=0.001)`.
+            entropy_coef: Weight of the entropy bonus.
+            correction: A correction for tokens that other numerics or older weights drew.
+            source: The role whose weights are copied.
+            decay: Share of the own weights that stay in each copy.
+            ptx_coef: Weight of the likelihood of pre-training text.
+            positive_coef: Weight of the likelihood of right answers.
+        """
         source = source.name if isinstance(source, Role) else source
         params = {
             "loss": loss, "aggregate": aggregate, "old": old, "kl": kl, "entropy_coef": entropy_coef,

@@ -1,7 +1,5 @@
 """What the stages of a role read and write, by type. Each function's keyword parameters are the type's parameters in YAML."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -50,11 +48,7 @@ def generate(
     purpose: str = "train",
     environment: str | None = None,
 ) -> Signature:
-    """Return the signature of generation: `into` names the namespace of a second trajectory, `greedy` takes the likeliest token.
-
-    With an `environment` it is an episode of turns, and what the environment gives is the row's score and reward. Sampling is as
-    `rollout` of the configuration says, where the stage does not say otherwise; `purpose` keys its random numbers.
-    """
+    """Return the signature of `Role.generate`; of an episode what the environment gives is the row's score and reward."""
     if into is not None and not into.isidentifier():
         raise UserError(f"{role}.generate: into must be a plain name, as in `into: greedy`, got {into!r}")
     writes = GENERATED if environment is None else PLAYED
@@ -68,7 +62,7 @@ def verify(
     weight: float = 1.0,
     of: str | None = None,
 ) -> Signature:
-    """Return the signature of rule rewards: `correct`, and the verifiers' scores, times `weight`, added to `score` and `reward`."""
+    """Return the signature of `Role.verify`: `correct`, and scores that are added to `score` and `reward`."""
     reads = ("prompt", "metadata", *in_namespace(of, ("tokens", "action_mask")))
     writes = in_namespace(of, ("score", "correct", "reward"))
     return Signature(Kind.COMPUTE, reads, writes, optional=in_namespace(of, SUMMED))
@@ -114,11 +108,7 @@ def update(
     ptx_coef: float = 0.0,
     positive_coef: float = 0.0,
 ) -> Signature:
-    """Return the signature of one pass over the batch in `rows_per_update` steps, or with `source` a copy of another role's weights.
-
-    `old` says where the log-probs before the update come from: the stage `actor.log_probs`, the engine, or this very pass. `ptx_coef`
-    weighs the likelihood of pre-training text, `positive_coef` that of right answers; both are added to the loss.
-    """
+    """Return the signature of `Role.update`: one pass over the batch in `rows_per_update` steps, or a copy of weights."""
     if source is not None:
         if loss is not None:
             raise UserError(f"{role}.update takes a loss or a source, not both")

@@ -1,7 +1,5 @@
 """A stage: what it is called, who does it, which columns it reads and which it writes. Immutable, plain data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -48,7 +46,7 @@ class When:
         in_time = self.start <= iteration and (self.until is None or iteration <= self.until)
         return in_time and (iteration - self.start) % self.every == 0
 
-    def covers(self, other: When) -> bool:
+    def covers(self, other: "When") -> bool:
         """Return True if this includes every iteration that `other` includes."""
         last = None if other.until is None else other.until - (other.until - other.start) % other.every
         ends_first = self.until is not None and (last is None or self.until < last)
@@ -124,7 +122,7 @@ class Stage:
         """Return the parameters that the stage's function takes by keyword: all but the initial values of its state."""
         return {name: value for name, value in self.params.items() if name not in self.state}
 
-    def renamed(self, name: str) -> Stage:
+    def renamed(self, name: str) -> "Stage":
         return replace(self, name=name)
 
     def __str__(self) -> str:

@@ -8,9 +8,8 @@ advantage.gae ...    the function registered in braidrl.algorithms
 module:function      the user's registered function, or file.py:function
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from braidrl.algorithms import registry
@@ -30,7 +29,16 @@ def make_stage(
     when: When = ALWAYS,
     after: Sequence[str] = (),
 ) -> Stage:
-    """Return a stage by its type's name. Raises UserError for a type, role or parameter that does not exist."""
+    """Return a stage by its type's name. Raises UserError for a type, role or parameter that does not exist.
+
+    Args:
+        type: As in the table above.
+        role: Of a type that is a model's.
+        params: Parameters of the type; those that are None are left out.
+        id: The stage's name; by default its role and type.
+        when: The iterations in which it runs.
+        after: Names of stages that it comes after, where no column says so.
+    """
     params = {name: plain(type, value) for name, value in (params or {}).items() if value is not None}
     if type in ROLE_TYPES:
         if role is None:
@@ -72,48 +80,41 @@ def plain(type: str, value: Any) -> Any:
     )
 
 
-class StageFamily:
-    """`advantage.gae(gamma=1.0)` makes the stage of type `advantage.gae`; any registered name is an attribute."""
+class RegisteredNames:
+    """`advantage.gae(gamma=1.0)`: every registered name is an attribute, which makes something of settings by keyword."""
 
-    def __init__(self, family: str) -> None:
-        self._family = family
+    def __init__(self, registered: Registry, make: Callable[..., Any]) -> None:
+        self._registered, self._make = registered, make
 
-    def __getattr__(self, name: str) -> Callable[..., Stage]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
             raise AttributeError(name)
-
-        def stage(*, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = (), **params: Any) -> Stage:
-            return make_stage(f"{self._family}.{name}", None, params, id=id, when=when, after=after)
-
-        return stage
-
-    def __dir__(self) -> list[str]:
-        return list(FAMILIES[self._family])
-
-
-class ValueFamily:
-    """`loss.clip(low=0.2)` is the value `{"name": "clip", "low": 0.2}`, the same that YAML spells out."""
-
-    def __init__(self, registered: Registry) -> None:
-        self._registered = registered
-
-    def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def value(**settings: Any) -> dict[str, Any]:
-            return {"name": name, **settings}
-
-        return value
+        return partial(self._make, name)
 
     def __dir__(self) -> list[str]:
         return list(self._registered)
 
 
-advantage = StageFamily("advantage")
-shape = StageFamily("shape")
-select = StageFamily("select")
-data = StageFamily("data")
-loss = ValueFamily(registry.losses)
-kl = ValueFamily(registry.divergences)
-correction = ValueFamily(registry.corrections)
+def stage_family(family: str) -> RegisteredNames:
+    """Return what makes stages: `advantage.gae(gamma=1.0)` is the stage of type `advantage.gae`."""
+
+    def make(
+        name: str, *, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = (), **params: Any
+    ) -> Stage:
+        return make_stage(f"{family}.{name}", None, params, id=id, when=when, after=after)
+
+    return RegisteredNames(FAMILIES[family], make)
+
+
+def value_family(registered: Registry) -> RegisteredNames:
+    """Return what makes values: `loss.clip(low=0.2)` is `{"name": "clip", "low": 0.2}`, the same that YAML spells out."""
+    return RegisteredNames(registered, lambda name, **settings: {"name": name, **settings})
+
+
+advantage = stage_family("advantage")
+shape = stage_family("shape")
+select = stage_family("select")
+data = stage_family("data")
+loss = value_family(registry.losses)
+kl = value_family(registry.divergences)
+correction = value_family(registry.corrections)

@@ -8,8 +8,6 @@ batch is trained on less that of the oldest token. A role that skips an iteratio
 iteration keep step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -86,8 +84,16 @@ def update_plan(
 ) -> list[list[int]]:
     """Return the row positions of each optimizer step, epoch after epoch; rows of one step are in the order of (group, sample).
 
-    `groups` and `samples` are the index columns of the batch, in any order. Raises ValueError when the rows are no whole number of
-    updates or when two rows have one identity.
+    Args:
+        groups: Group of each row of the batch, in any order.
+        samples: Sample of each row.
+        rows_per_update: Rows of one step.
+        epochs: Passes over the batch.
+        seed: The run's.
+        iteration: Number of the batch.
+
+    Raises:
+        ValueError: The rows are no whole number of updates, or two rows have one identity.
     """
     identities = list(zip(groups, samples, strict=True))
     if len(set(identities)) < len(identities):
@@ -112,28 +118,26 @@ def trained_on(iteration: int) -> int:
     return iteration - 1
 
 
-def latest_admissible(engine_version: int, max_staleness: int) -> int:
-    """Return the last iteration for which prompts may be admitted while the engine holds `engine_version`.
+def admissible(iteration: int, engine_version: int, max_staleness: int) -> bool:
+    """Return whether prompts for the batch of `iteration` may be admitted while the engine holds `engine_version`.
 
     A row begun now has tokens of this version or later ones, whatever is loaded while it is generated.
     """
-    return engine_version + max_staleness + 1
-
-
-def admissible(iteration: int, engine_version: int, max_staleness: int) -> bool:
-    """Return whether prompts for the batch of `iteration` may be admitted while the engine holds `engine_version`."""
-    return iteration <= latest_admissible(engine_version, max_staleness)
-
-
-def staleness(iteration: int, versions: Sequence[int]) -> list[int]:
-    """Return for each row of the batch of `iteration` how many versions lie between its oldest token (`versions`) and its training."""
-    return [trained_on(iteration) - version for version in versions]
+    return trained_on(iteration) - engine_version <= max_staleness
 
 
 def check_staleness(iteration: int, versions: Sequence[int], max_staleness: int, uids: Sequence[Any]) -> int:
-    """Return the largest staleness in a batch. Raises TooStale, naming the row, if it is over the bound or a version not yet published."""
+    """Return the largest staleness in a batch. Raises TooStale, naming the row, if it is over the bound or a version not yet published.
+
+    Args:
+        iteration: Number of the batch, from 1.
+        versions: The version of each row's oldest token.
+        max_staleness: The bound.
+        uids: Names of the rows.
+    """
     oldest = 0
-    for uid, behind, version in zip(uids, staleness(iteration, versions), versions, strict=True):
+    for uid, version in zip(uids, versions, strict=True):
+        behind = trained_on(iteration) - version
         if not 0 <= behind <= max_staleness:
             raise TooStale(
                 f"row {uid} has tokens of version {version}, and iteration {iteration} trains on version "

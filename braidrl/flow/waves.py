@@ -9,8 +9,6 @@ groups by number. Who finishes first changes nothing, which would favour short a
 group, so that its first wave is its batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -173,7 +171,7 @@ class GroupSelector:
         return {**state, "expired": list(self.expired)}
 
     @staticmethod
-    def restored(state: Mapping[str, Any]) -> GroupSelector:
+    def restored(state: Mapping[str, Any]) -> "GroupSelector":
         """Return what `state` describes."""
         verdicts = {group: Verdict(**verdict) for group, verdict in state["verdicts"]}
         changed = {"waiting": dict(state["waiting"]), "verdicts": verdicts, "expired": tuple(state["expired"])}

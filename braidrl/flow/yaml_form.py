@@ -15,8 +15,6 @@ stages:
 first, then in the current one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -61,7 +59,7 @@ class _Place:
     text: str
     folder: Path
 
-    def at(self, more: str) -> _Place:
+    def at(self, more: str) -> "_Place":
         return _Place(f"{self.text}: {more}", self.folder)
 
     def error(self, message: object) -> UserError:

@@ -8,8 +8,6 @@ forward_backward ─┴─▶ optim_step ─▶ forward           a batch may ar
 `braidrl.models.contract` holds the checks that a backend must pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,17 +86,30 @@ class TrainingBackend(Protocol):
         """Load weights and optimizer state as `export` wrote them under any layout. Raises UserError for another model's."""
 
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """Predict `log_probs`, `values` or `scores` (`name`) of this rank's rows, possibly none.
+        """Predict something of this rank's rows.
 
-        Returns one number per action token (of `scores`, per row), in the order of `rows`.
+        Args:
+            name: `log_probs`, `values` or `scores`.
+            rows: Any number of rows, also none.
+            advance: Called after each micro-batch.
+
+        Returns:
+            One number per action token (of `scores`, per row), in the order of `rows`.
         """
 
     def forward_backward(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
     ) -> dict[str, float]:
-        """Accumulate the gradients of a loss over this rank's rows, possibly none, without dividing them.
+        """Accumulate the gradients of a loss over this rank's rows, without dividing them.
 
-        Returns this rank's loss sums by denominator; metrics are added to `sums`.
+        Args:
+            objective: The loss.
+            rows: Any number of rows, also none.
+            sums: Where metrics are added, under the role's name.
+            advance: Called after each micro-batch.
+
+        Returns:
+            This rank's loss sums by denominator.
         """
 
     def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:

@@ -8,17 +8,17 @@
 Either form of the optimizer's state is read under any layout.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -29,17 +29,18 @@ from braidrl.cluster.groups import background_group
 from braidrl.errors import UserError
 from braidrl.models.lora import (
     ADAPTER,
+    WEIGHTS,
     adapter_name,
     adapter_parameters,
     is_adapter,
     merged,
     plain_names,
-    read_adapters,
     save_adapters,
 )
 from braidrl.models.optimizer import MasterOptimizer
 from braidrl.models.parallel.shards import as_dtensor, full_tensor, local_shard, shard_of
 from braidrl.models.roles.model import RoleModel
+from braidrl.models.tensor_reader import TensorReader
 from braidrl.models.weight_files import WeightFiles, shapes_in
 
 OPTIMIZER = "optimizer.safetensors"
@@ -62,16 +63,16 @@ def save_worker(worker: RoleModel, folder: Path, write: bool = True) -> None:
         part()
 
 
-def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, beside: bool = False) -> list[Write]:
+def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, copy: bool = False) -> list[Write]:
     """Return the writes of `save_worker` as calls, in order.
 
     Args:
         worker: The role's worker on this rank.
         folder: The directory to make.
         write: True on the one rank that writes what all ranks have in full.
-        beside: Copy the tensors to host memory first, so that a thread may make the calls while the worker trains on.
+        copy: Copy the tensors to host memory first, so that a thread may make the calls while the worker trains on.
     """
-    kept = copied if beside else dict[str, Tensor]
+    kept = copied if copy else dict[str, Tensor]
     weights = full_state_dict(worker, wanted=write)
     adapters = full_adapters(worker) if worker.lora else {}
     parts: list[Write] = []
@@ -79,7 +80,7 @@ def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, beside: bo
         parts.append(partial(write_model, worker, folder, kept(weights), kept(adapters)))
     if worker.optimizer is not None and worker.ranks.is_sharded:
         state, place = divided_state(worker.optimizer), folder / PARTS
-        if beside:
+        if copy:
             # Threads of several roles meet their ranks at once: each role in a group of its own.
             worker.background = worker.background or background_group()
             begun = dcp.async_save(state, checkpoint_id=place, process_group=worker.background)
@@ -160,16 +161,14 @@ def kept_shapes(worker: RoleModel) -> dict[str, torch.Size]:
 
 
 def saved_parameters(worker: RoleModel, folder: Path) -> Mapping[str, Tensor]:
-    """Return the saved counterpart of `kept_parameters`. Raises UserError where adapters were trained before and are not now, or vice
-    versa.
-    """
+    """Return the saved counterpart of `kept_parameters`. Raises UserError where adapters alone were trained before or are now, not both."""
     if (folder / ADAPTER).is_dir() != bool(worker.lora):
         how, now = ("without", "remove it") if worker.lora else ("with", "set it as it was")
         raise UserError(
             f"{folder} was trained {how} trainer.lora or roles.{worker.role}.lora; {now} to go on from there"
         )
     if worker.lora:
-        return read_adapters(folder / ADAPTER)
+        return load_file(folder / ADAPTER / WEIGHTS)
     return WeightFiles(folder) if worker.ranks.is_sharded else dict(worker.load_model(folder).named_parameters())
 
 
@@ -177,21 +176,24 @@ def optimizer_state(worker: RoleModel, folder: Path) -> dict[str, Tensor]:
     """Return this rank's shards of a saved optimizer state, whichever layout wrote it."""
     optimizer = worker.optimizer
     assert optimizer is not None
-    if (folder / OPTIMIZER).is_file():
-        tensors = {key: tensor for key, tensor in load_file(folder / OPTIMIZER).items() if ours(worker, key)}
-        return {key: shard_of(tensor, owner(optimizer, key, tensor)) for key, tensor in tensors.items()}
     try:
-        known = dcp.FileSystemReader(folder / PARTS).read_metadata().state_dict_metadata
+        if (folder / OPTIMIZER).is_file():
+            tensors = {key: tensor for key, tensor in load_file(folder / OPTIMIZER).items() if ours(worker, key)}
+            check_shapes(optimizer, {key: tensor.shape for key, tensor in tensors.items()})
+            return {key: shard_of(tensor, owner(optimizer, key, tensor)) for key, tensor in tensors.items()}
+        reader = TensorReader(folder / PARTS)
+        known = reader.read_metadata().state_dict_metadata
+        check_shapes(optimizer, {key: size_of(about) for key, about in known.items() if ours(worker, key)})
         wanted = {key: empty_part(optimizer, key, about) for key, about in known.items() if ours(worker, key)}
         with warnings.catch_warnings():
             # That each rank reads for itself what it needs is meant, and nothing to warn of.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(wanted, checkpoint_id=folder / PARTS, no_dist=True)
+            dcp.load(wanted, storage_reader=reader, no_dist=True)
     except LookupError as error:
         raise another_model(worker, folder) from error
-    except (CheckpointException, OSError, EOFError, RuntimeError) as error:
+    except (CheckpointException, SafetensorError, OSError, EOFError, RuntimeError, UnpicklingError) as error:
         raise UserError(
-            f"{folder / PARTS} is damaged or incomplete; resume from an older checkpoint, or copy it whole"
+            f"the optimizer in {folder} is damaged or incomplete; resume from an older checkpoint, or copy it whole"
         ) from error
     return {key: local_shard(tensor) for key, tensor in wanted.items()}
 
@@ -217,14 +219,32 @@ def owner(optimizer: MasterOptimizer, key: str, tensor: Tensor) -> Tensor:
     return optimizer.by_number[int(key.split(".")[0])] if tensor.dim() else tensor
 
 
+def check_shapes(optimizer: MasterOptimizer, saved: Mapping[str, torch.Size]) -> None:
+    """Raise LookupError where saved state, by name and global shape, is not that of each of the optimizer's parameters."""
+    names: dict[int, set[str]] = {number: set() for number in optimizer.by_number}
+    for key, shape in saved.items():
+        number, _, name = key.partition(".")
+        if name:
+            names[int(number)].add(name)
+            if shape and shape != optimizer.by_number[int(number)].shape:
+                raise LookupError(f"{key} is {tuple(shape)}, and not {tuple(optimizer.by_number[int(number)].shape)}")
+    if len(set(map(frozenset, names.values()))) > 1:
+        raise LookupError(f"parameters have different state: {names}")
+
+
+def size_of(about: object) -> torch.Size:
+    """Return the global shape of a saved tensor. Raises LookupError for anything but a tensor."""
+    if not isinstance(about, TensorStorageMetadata):
+        raise LookupError(f"{type(about).__name__} is no tensor")
+    return about.size
+
+
 def empty_part(optimizer: MasterOptimizer, key: str, about: object) -> Tensor:
-    """Return an empty local shard to read a saved tensor into. Raises LookupError where the shape is not that of this model's parameter."""
+    """Return an empty local shard to read a saved tensor into."""
     assert isinstance(about, TensorStorageMetadata)
     if not about.size:
         return torch.empty((), dtype=about.properties.dtype)
     parameter = optimizer.by_number[int(key.split(".")[0])]
-    if parameter.shape != about.size:
-        raise LookupError(f"{key} is {tuple(about.size)} and the parameter {tuple(parameter.shape)}")
     return as_dtensor(torch.empty_like(local_shard(parameter), dtype=about.properties.dtype), parameter)
 
 

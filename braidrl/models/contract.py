@@ -6,8 +6,6 @@
 A check fails by AssertionError.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

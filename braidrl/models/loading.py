@@ -1,7 +1,5 @@
 """Loading a decoder and its tokenizer from a Hugging Face directory; nothing is ever downloaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from braidrl.errors import UserError
+from braidrl.errors import UserError, first_line
 from braidrl.models.compute.attention import ATTENTION
 from braidrl.models.cpu.linear import use_fast_products
 from braidrl.models.weight_files import HEAD, WeightFiles
@@ -127,7 +125,7 @@ def _load(auto: Any, folder: Path, config: Any, dtype: torch.dtype, on_meta: boo
             local_files_only=True, output_loading_info=True,
         )  # fmt: skip
     except (ValueError, OSError, RuntimeError) as error:
-        raise UserError(f"model: {folder} cannot be loaded: {_first_line(error)}") from error
+        raise UserError(f"model: {folder} cannot be loaded: {first_line(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
     use_fast_products(model)
@@ -155,7 +153,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError) as error:
-        raise UserError(f"model: the tokenizer in {folder} cannot be loaded: {_first_line(error)}") from error
+        raise UserError(f"model: the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
 
 
 def _model_folder(path: str | Path) -> Path:
@@ -176,7 +174,7 @@ def _config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError) as error:
-        raise UserError(f"model: {folder}/config.json cannot be read: {_first_line(error)}") from error
+        raise UserError(f"model: {folder}/config.json cannot be read: {first_line(error)}") from error
     for name, nothing in UNSUPPORTED.items():
         value = getattr(config, name, nothing)
         if value is not None and value != nothing:
@@ -184,10 +182,6 @@ def _config(folder: Path) -> Any:
                 f"model: {folder} sets {name} to {value}, which is not supported; use Qwen2, Qwen3 or Llama"
             )
     return config
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _some(names: Any) -> str:

@@ -4,15 +4,13 @@ training     y = x Wᵀ + α/r · (x Aᵀ) Bᵀ          W frozen, A and B train
 elsewhere    W + α/r · B A                        exports, engines, and roles that take this one's weights
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from braidrl.config import LoraConfig
@@ -25,6 +23,7 @@ ADAPTER = "adapter"
 """Folder in a role's checkpoint with the adapters as peft writes them."""
 NAME = "default"
 WEIGHTS = "adapter_model.safetensors"
+"""Their tensors in that folder."""
 PREFIX = "base_model.model."
 """The prefix of tensor names in peft's files."""
 
@@ -147,12 +146,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_adapters(folder: Path, lora: LoraConfig, tensors: Mapping[str, Tensor], base: Path) -> None:
-    """Write adapters of the model in `base` in peft's format, which `read_adapters` reads too."""
+    """Write adapters of the model in `base` in peft's format."""
     folder.mkdir(parents=True, exist_ok=True)
     peft_config(lora, base, PREFIX + HEAD in tensors).save_pretrained(folder)
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
-
-
-def read_adapters(folder: Path) -> dict[str, Tensor]:
-    """Read the adapter tensors that `save_adapters` wrote."""
-    return load_file(folder / WEIGHTS)

@@ -8,8 +8,6 @@ Auxiliary likelihood terms have sums and denominators of their own. All tensors 
 `offsets` (B + 1,) says which row each belongs to.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,7 +43,7 @@ class Objective:
     auxiliary: tuple[Likelihood, ...] = ()
 
     @staticmethod
-    def of(role: str, params: Mapping[str, Any]) -> Objective:
+    def of(role: str, params: Mapping[str, Any]) -> "Objective":
         """Resolve the parameters of a role's `update` stage."""
         loss, aggregate = name_and_settings(params["loss"]), name_and_settings(params.get("aggregate", "token-mean"))
         return Objective(
@@ -122,7 +120,7 @@ class Objective:
         weights = entry.function(*look.arguments(entry), **self.aggregate_settings)
         return {self.denominator: weighted_sum(per_token, weights)}, metrics
 
-    def _monitors(self, look: Lookup) -> dict[str, Tensor]:
+    def _monitors(self, look: "Lookup") -> dict[str, Tensor]:
         if "log_probs" not in look.predicted:
             return {}
         current = look.predicted["log_probs"].detach()

@@ -6,8 +6,6 @@ Where ranks divide a parameter, each has the gradient, master and moments of its
 `braidrl.models.optimizer_contract` holds the checks that an optimizer must pass.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial

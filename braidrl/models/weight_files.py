@@ -3,8 +3,6 @@
 skeleton on the meta device ──split──▶ own layers ──read one──▶ shard it ──▶ read the next ...        a rank holds its shards and one layer
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,11 +1,10 @@
 """JSON lines that survive a kill: a line is whole or it is the last one and ignored."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,17 @@ class LineFile:
         self._file.close()
 
 
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield where to write a file that appears at `path` when the block ends without an error, and not at all otherwise."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 def whole_lines(content: bytes) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
@@ -50,10 +60,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
     """Rewrite the file with the lines that `keep` accepts, and return them; a kill in between leaves the old file whole."""
     kept = [record for record in read_lines(path) if keep(record)]
-    text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(text)
-    os.replace(unfinished, path)
+    with whole_file(path) as unfinished:
+        unfinished.write_text("".join(json.dumps(record, allow_nan=False) + "\n" for record in kept))
     return kept
 
 

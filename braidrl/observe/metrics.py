@@ -3,8 +3,6 @@
 workers ──Sums──▶ merge ──means──▶ MetricsWriter ──▶ metrics.jsonl, trackers
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,16 +42,10 @@ REQUIRED_KEYS = (
 class MetricsWriter:
     """Writes each step's metrics once, in order of steps."""
 
-    def __init__(
-        self,
-        folder: Path,
-        resume_step: int | None = None,
-        stages: Sequence[str] = (),
-        trackers: Trackers | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, resume_step: int | None = None, trackers: Trackers | None = None) -> None:
         """Start `folder`/metrics.jsonl, or go on after `resume_step`, the checkpoint's: lines after it are cut off.
 
-        Each line must then hold `time/<stage>` for the `stages`. Raises UserError where metrics exist and nothing is resumed.
+        Raises UserError where metrics exist and nothing is resumed.
         """
         path = folder / FILE_NAME
         if resume_step is None and path.exists():
@@ -61,8 +53,9 @@ class MetricsWriter:
                 f"{folder} holds the metrics of an earlier run; go on with it by --resume, or choose another name"
             )
         kept = keep_lines(path, lambda line: line["step"] <= (resume_step or 0)) if path.exists() else []
+        self.lacking = sorted(set(range(1, (resume_step or 0) + 1)) - {line["step"] for line in kept})
+        """The steps before the checkpoint's that have no line."""
         self.last: Mapping[str, Any] = kept[-1] if kept else {"step": -1}
-        self._required = (*REQUIRED_KEYS, *(f"time/{stage}" for stage in stages))
         self._lines = LineFile(path)
         self._trackers = trackers
 
@@ -71,14 +64,14 @@ class MetricsWriter:
 
         Raises ValueError naming the keys that are missing, a value that is no number, or a step that was written before.
         """
-        missing = [key for key in self._required if key not in metrics]
+        missing = [key for key in REQUIRED_KEYS if key not in metrics]
         if missing:
             raise ValueError(f"metrics of step {metrics.get('step')} lack {', '.join(missing)}")
         self._append({key: checked_number(key, value) for key, value in metrics.items()})
 
     def write_evaluation(self, step: int, version: int, metrics: Mapping[str, Any]) -> None:
         """Write an evaluation outside of any training step (before the first); the keys of training are null."""
-        self.write({**dict.fromkeys(self._required), **metrics, "step": step, "version": version})
+        self.write({**dict.fromkeys(REQUIRED_KEYS), **metrics, "step": step, "version": version})
 
     def close(self) -> None:
         self._lines.close()
@@ -137,7 +130,7 @@ class Sums:
             else:
                 self.add(f"{role}/{name}", values.sum(), len(values))
 
-    def merge(self, other: Sums) -> None:
+    def merge(self, other: "Sums") -> None:
         """Add everything that `other` holds."""
         for name, (total, count) in other._pairs.items():
             if name.endswith("_max"):
@@ -146,7 +139,7 @@ class Sums:
                 self.add(name, total, count)
 
     @staticmethod
-    def merged(parts: Iterable[Sums]) -> Sums:
+    def merged(parts: "Iterable[Sums]") -> "Sums":
         """Return the sums of all workers, added in the order given."""
         result = Sums()
         for part in parts:

@@ -4,8 +4,6 @@ On a terminal the lines are redrawn in place, and only when somebody reports pro
 Elsewhere (a log file, a pipe) every ten seconds one plain line is written, without control characters.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 import threading

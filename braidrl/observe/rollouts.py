@@ -8,10 +8,7 @@ prompt_text, response_text   for people and other programs; left out when rows a
 The exact types are kept in the file's own metadata, so that a replay trains on the very numbers that the run saw.
 """
 
-from __future__ import annotations
-
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +24,7 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import DTYPES as CODEC_DTYPES
 from braidrl.data.rows import Column, Objects, Rows
 from braidrl.errors import UserError
+from braidrl.observe.lines import whole_file
 
 PROMPT_TEXT = "prompt_text"
 RESPONSE_TEXT = "response_text"
@@ -69,16 +67,15 @@ def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response
             raise ValueError(f"a column may not be called {name}: the text is written under this name")
     arrays = {name: to_arrow(name, column) for name, column in rows.items()}
     texts_by_name = {PROMPT_TEXT: prompt_texts, RESPONSE_TEXT: response_texts}
-    arrays |= {name: pa.array(map(printable, texts), pa.large_string()) for name, texts in texts_by_name.items()}
+    for name, texts in texts_by_name.items():
+        # Halves of surrogate pairs, which UTF-8 cannot hold, go; the tokens keep what was really there.
+        printable = (text.encode("utf-8", "replace").decode() for text in texts)
+        arrays[name] = pa.array(printable, pa.large_string())
     described = json.dumps({name: describe(column) for name, column in rows.items()})
     table = pa.table(arrays).replace_schema_metadata({SCHEMA_KEY: described.encode()})
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
+    with whole_file(path) as unfinished:
         pq.write_table(table, unfinished, **FILE_OPTIONS)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def part_path(path: Path, rank: int) -> Path:
@@ -91,18 +88,13 @@ def join_parts(path: Path, parts: Sequence[Path]) -> None:
 
     Raises ValueError where parts differ in their columns.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     schema = pq.read_schema(parts[0])
-    try:
-        with pq.ParquetWriter(unfinished, schema, **FILE_OPTIONS) as writer:
-            for part in parts:
-                table = pq.read_table(part)
-                if sorted(table.column_names) != sorted(schema.names):
-                    raise ValueError(f"{part} has other columns than {parts[0]}: {table.column_names}, {schema.names}")
-                writer.write_table(table.select(schema.names).replace_schema_metadata(schema.metadata))
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(path) as unfinished, pq.ParquetWriter(unfinished, schema, **FILE_OPTIONS) as writer:
+        for part in parts:
+            table = pq.read_table(part)
+            if sorted(table.column_names) != sorted(schema.names):
+                raise ValueError(f"{part} has other columns than {parts[0]}: {table.column_names}, {schema.names}")
+            writer.write_table(table.select(schema.names).replace_schema_metadata(schema.metadata))
     for part in parts:
         part.unlink()
 
@@ -164,11 +156,6 @@ def from_arrow(array: Any, kind: str, dtype: str = "", shape: Sequence[int] = ()
     width = int(np.prod(shape, dtype=np.int64))
     lengths = array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64) // width
     return Ragged.from_lengths(values, torch.from_numpy(lengths))
-
-
-def printable(text: str) -> str:
-    """Remove halves of surrogate pairs, which UTF-8 cannot hold; the tokens keep what was really there."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def to_numpy(values: Tensor) -> Any:

@@ -1,14 +1,11 @@
 """The recorded responses of a report: the same held-out prompts over time, and of some steps the best and the worst row."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from braidrl.data.rows import FinishReason
-from braidrl.observe.page import escape
 from braidrl.observe.rollouts import (
     PROMPT_TEXT,
     RESPONSE_TEXT,
@@ -35,6 +32,14 @@ class Sample:
     score: float | None
     correct: bool | None
     finish_reason: str | None
+
+
+class SampleGroup(NamedTuple):
+    """Samples that are shown together: all of one prompt, or for None each with its own."""
+
+    title: str
+    samples: list[Sample]
+    prompt: str | None = None
 
 
 def sample_of(step: int, row: dict[str, Any]) -> Sample:
@@ -80,42 +85,14 @@ def best_and_worst(samples: Sequence[Sample]) -> list[Sample]:
     return [samples[i] for i in dict.fromkeys((scores.index(max(scores)), scores.index(min(scores))))]
 
 
-def samples_html(run: Path) -> str:
-    """Make the report's section on responses; empty where nothing was recorded."""
-    groups = []
-    for name in recorded_evaluations(run):
-        for prompt, samples in over_time(run, name).items():
-            title = f"{name}: the same prompt over time"
-            groups.append(group_html(title, [text_html("prompt", prompt), *(sample_html(s, False) for s in samples)]))
+def sample_groups(run: Path) -> list[SampleGroup]:
+    """Return the recorded responses that the report shows; none where nothing was recorded."""
+    groups = [
+        SampleGroup(f"{name}: the same prompt over time", samples, prompt)
+        for name in recorded_evaluations(run)
+        for prompt, samples in over_time(run, name).items()
+    ]
     for step in spread(recorded_steps(run), MOST_STEPS):
         chosen = best_and_worst(read_samples(rollout_path(run, step), step))
-        if chosen:
-            groups.append(group_html(f"Training, step {step}", [sample_html(sample, True) for sample in chosen]))
-    if not groups:
-        return ""
-    return f'<section><h2>Responses over time</h2><div class="samples">{"".join(groups)}</div></section>'
-
-
-def group_html(title: str, parts: Iterable[str]) -> str:
-    return f'<div class="card sample-group"><h3>{escape(title)}</h3>{"".join(parts)}</div>'
-
-
-def sample_html(sample: Sample, with_prompt: bool) -> str:
-    """Show a response with its score and why it ended, and either its prompt or its step."""
-    told = [] if with_prompt else [f"<b>step {sample.step}</b>"]
-    if sample.correct is not None:
-        told.append('<div class="right">correct</div>' if sample.correct else '<div class="wrong">wrong</div>')
-    if sample.score is not None:
-        told.append(f"<div>score {sample.score:.3g}</div>")
-    if sample.finish_reason is not None:
-        told.append(f"<div>ended by {escape(sample.finish_reason)}</div>")
-    texts = (text_html("prompt", sample.prompt) if with_prompt else "") + text_html("response", sample.response)
-    return f'<div class="sample"><div class="told">{"".join(told)}</div><div>{texts}</div></div>'
-
-
-def text_html(kind: str, text: str) -> str:
-    if not text.strip():
-        return f'<pre class="{kind} empty">({"only white space" if text else "empty"})</pre>'
-    rest = len(text) - SHOWN_CHARACTERS
-    cut = f"\n… and {rest:,} more characters" if rest > 0 else ""
-    return f'<pre class="{kind}">{escape(text[:SHOWN_CHARACTERS] + cut)}</pre>'
+        groups += [SampleGroup(f"Training, step {step}", chosen)] if chosen else []
+    return groups

@@ -1,7 +1,5 @@
 """`braid timeline`: the trace as a table of who was busy and who waited, and as a Chrome trace, which Perfetto draws."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -9,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from braidrl.observe.page import escape, page, tile
+from braidrl.observe.page import Tile, page
 from braidrl.observe.progress import spell_seconds
 from braidrl.observe.trace import Span, State, read_trace
 
@@ -140,44 +138,13 @@ def busy_lines(run: Path) -> list[str]:
 
 
 def timeline_page(name: str, spans: Sequence[Span]) -> str:
-    """The page with headline numbers and the table."""
+    """Return the page with headline numbers and the table."""
     table = busy_table(spans)
     whole = [line for line in table if line.stage == ALL_STAGES]
-    iterations = {span.iteration for span in spans}
     tiles = [
-        tile("Time in the run", spell_seconds(covered(spans, LONGEST_GAP))),
-        tile("Iterations", f"{len(iterations):,}"),
-        tile("Workers", f"{len({span.worker for span in spans}):,}"),
-        *(tile(f"{line.role} busy", f"{line.busy_share:.0%}", f"waiting {line.waiting_share:.0%}") for line in whole),
+        Tile("Time in the run", spell_seconds(covered(spans, LONGEST_GAP))),
+        Tile("Iterations", f"{len({span.iteration for span in spans}):,}"),
+        Tile("Workers", f"{len({span.worker for span in spans}):,}"),
+        *(Tile(f"{line.role} busy", f"{line.busy_share:.0%}", f"waiting {line.waiting_share:.0%}") for line in whole),
     ]
-    body = f"""<header><h1>Timeline</h1><p>{escape(name)}</p></header>
-<section class="tiles">{"".join(tiles)}</section>
-<section><h2>Who was busy, who waited</h2>{table_html(table)}
-<p class="hint">Shares are of the time that a role's workers had in the run; what is neither busy nor waiting is idle, or spent in
-other roles of the same workers. For every span on its worker's line, open timeline.json in Perfetto (ui.perfetto.dev, which reads it
-in the browser) or at chrome://tracing.</p></section>"""
-    return page(f"{name}: timeline", body)
-
-
-def table_html(table: Sequence[Busy]) -> str:
-    """The busy table; a role's own line stands above those of its stages."""
-    names = ("Role", "Stage", "Workers", "Rows", "Tokens", "Busy", "Waiting", "Share of the workers' time")
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(map(row_html, table))}</tbody></table></div>'
-
-
-def row_html(line: Busy) -> str:
-    """One line of the busy table, with its shares as a bar."""
-    of_role = line.stage == ALL_STAGES
-    name = f"<td>{escape(line.role)}</td><td></td>" if of_role else f"<td></td><td>{escape(line.stage)}</td>"
-    numbers = (f"{line.workers:,}", f"{line.rows:,}", f"{line.tokens:,}", f"{line.busy_seconds:,.2f} s",
-               f"{line.waiting_seconds:,.2f} s")  # fmt: skip
-    cells = "".join(f'<td class="number">{number}</td>' for number in numbers)
-    bar = (
-        f'<span class="share"><i class="busy" style="width:{min(line.busy_share, 1):.2%}"></i>'
-        f'<i class="waiting" style="width:{min(line.waiting_share, 1):.2%}"></i></span>'
-    )
-    said = f"{line.busy_share:.1%} busy, {line.waiting_share:.1%} waiting"
-    return (
-        f'<tr class="{"role" if of_role else "stage"}">{name}{cells}<td>{bar}<span class="said">{said}</span></td></tr>'
-    )
+    return page("timeline", name, tiles=tiles, table=table, all_stages=ALL_STAGES)

@@ -8,16 +8,14 @@ process they advance by its monotonic clock, so that a corrected wall clock make
 start of the run zero.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from braidrl.errors import UserError
 from braidrl.observe.lines import LineFile, read_lines
@@ -89,6 +87,13 @@ class TraceWriter:
     def close(self) -> None:
         with self._lock:
             self._lines.close()
+
+
+def traced(
+    trace: TraceWriter | None, role: str, stage: str, iteration: int, **about: Any
+) -> AbstractContextManager[Done]:
+    """Do as `TraceWriter.span`; without a trace nothing is recorded."""
+    return trace.span(role, stage, iteration, **about) if trace else nullcontext(Done())
 
 
 def read_trace(run: Path) -> list[Span]:

@@ -5,8 +5,6 @@ config.trackers ──factory(run, **params)──▶ tracker ◀──write(ste
 `check_tracker` says whether a tracker of your own does what a run needs.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,10 +41,7 @@ class Tracker(Protocol):
 
 TRACKERS = PluginRegistry(
     "tracker",
-    {
-        "tensorboard": "braidrl.observe.trackers:TensorboardTracker",
-        "wandb": "braidrl.observe.trackers:WandbTracker",
-    },
+    {"tensorboard": "braidrl.observe.trackers:TensorboardTracker", "wandb": "braidrl.observe.trackers:WandbTracker"},
 )
 """What opens a tracker: called with a `TrackedRun` and the `params` of the configuration, it returns a `Tracker`."""
 

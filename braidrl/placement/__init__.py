@@ -1,1 +1,1 @@
-"""Where roles live and when they run: residency of several roles in one process, and a simulator of all runtimes."""
+"""Where roles live and when they run: residency of several roles in one process, simulation, and plans."""

@@ -3,8 +3,6 @@
 configuration or candidate ──▶ Deployment ──role_memory──▶ Footprint(resident, working) ──peak──▶ bytes of a device
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,6 +23,7 @@ from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.role_settings import (
     DTYPES,
     checkpoints_activations,
+    dtype_of,
     inference_layouts,
     layout_of,
     lora_of,
@@ -84,7 +83,7 @@ class Deployment:
 class Footprint:
     """What a role takes of its device, in bytes by part: all the time, and while it works."""
 
-    seat: RoleUse
+    use: RoleUse
     shape: Shape
     resident: dict[str, int]
     working: dict[str, int]
@@ -120,7 +119,7 @@ def working_bytes(use: Deployment, activations: ActivationBytes = activation_byt
     if gathered := gathered_bytes(shape, layout):
         working["weights gathered"] = gathered
     if messages := message_bytes(shape, tokens, use.trained, layout):
-        working["messages between stages"] = messages
+        working["messages between pipeline ranks"] = messages
     if use.trained:
         working["activations"] = activations(shape, tokens, use.checkpointing, layout)
     if not use.scalar:
@@ -128,7 +127,7 @@ def working_bytes(use: Deployment, activations: ActivationBytes = activation_byt
     return working
 
 
-def footprint(seat: RoleUse, config: Config, flow: Flow, devices: int, decoding_ranks: int = 1) -> Footprint:
+def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_ranks: int = 1) -> Footprint:
     """Return one role's parts on each of its devices.
 
     Args:
@@ -137,28 +136,27 @@ def footprint(seat: RoleUse, config: Config, flow: Flow, devices: int, decoding_
     Raises:
         UserError: for a layout that does not fit the devices or the model.
     """
-    role, rollout, own = seat.role, config.rollout, config.roles.get(seat.role)
-    dtype = DTYPES[(own and own.dtype) or config.dtype]
+    role, rollout, dtype = use.role, config.rollout, dtype_of(use.role, config)
     scalar = role in flow.scalar_roles
     plain = shape_of(model_path(role, config), dtype, scalar)
-    lora = lora_of(role, config) if seat.trained else None
+    lora = lora_of(role, config) if use.trained else None
     shape = model_shape(model_path(role, config), dtype, scalar, lora) if lora else plain
     layout = layout_of(role, config).resolve(devices)
     sizes = shape.sizes
     layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
-    other = inference_layouts(config, flow).get(role) if seat.trained else None
+    other = inference_layouts(config, flow).get(role) if use.trained else None
     engine = None
     # Servers have devices of their own.
-    if seat.generates and rollout.engine != "http":
+    if use.generates and rollout.engine != "http":
         decoder = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
         own_weights = decoder.dtype != dtype or bool(lora) or not layout.is_replicated or decoding_ranks > 1
         engine = EngineUse(decoder, rollout.slots, config.max_sequence_tokens, decoding_ranks, own_weights)
     computes = any(stage.role == role and stage.kind in (Kind.INFER, Kind.TRAIN) for stage in flow.stages)
-    use = Deployment(
-        shape, plain, layout, seat.trained, scalar, computes, max_tokens_of(role, config),
+    deployed = Deployment(
+        shape, plain, layout, use.trained, scalar, computes, max_tokens_of(role, config),
         checkpoints_activations(role, config), other and other.resolve(devices), engine,
     )  # fmt: skip
-    return Footprint(seat, shape, *role_memory(use))
+    return Footprint(use, shape, *role_memory(deployed))
 
 
 def peak(footprints: Sequence[Footprint], resident: int | None = None) -> int:

@@ -5,8 +5,6 @@ standalone   [actor] [reference] [critic]         each works as soon as its inpu
 split        [actor] [reference critic]           who generates, and the others
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ Derived from the order of stages alone: an asset is brought before the first of 
 last; the runs go on from one iteration to the next. What has room beside every stage's needs is kept and never moves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

@@ -1,15 +1,10 @@
 """What a simulation runs, and what it leaves behind: made-up durations and verdicts in, a timeline and an account of rows out."""
 
-from __future__ import annotations
-
-import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist
 from typing import Literal, NamedTuple
 
-from braidrl.algorithms.random import uniform
 from braidrl.flow.flow import Flow
 from braidrl.flow.readiness import Consumer, Uid
 from braidrl.flow.updates import Sizes
@@ -83,27 +78,3 @@ class Simulation:
     def seconds_per_iteration(self, skip: int = 2) -> float:
         """Mean over the iterations after the first `skip`, in which a pipeline fills; there must be more than those."""
         return (self.ends[-1] - self.ends[skip - 1]) / (len(self.ends) - skip)
-
-    def busy(self) -> dict[str, float]:
-        """The share of the whole time that each worker worked."""
-        seconds: defaultdict[str, float] = defaultdict(float)
-        for span in self.spans:
-            seconds[span.worker] += span.end - span.start
-        return {worker: total / self.ends[-1] for worker, total in seconds.items()}
-
-
-def long_tailed(seed: int, median: float, longest: float, among: int) -> Callable[[Uid], float]:
-    """Log-normal durations by row, with the given median, whose largest among so many rows is typically `longest`.
-
-    The scale follows from the normal distribution's upper quantile 1 - 1/among; larger draws are cut off there.
-    """
-    sigma = math.log(longest / median) / NormalDist().inv_cdf(1 - 1 / among)
-    known: dict[Uid, float] = {}
-
-    def seconds(uid: Uid) -> float:
-        if uid not in known:
-            number = float(uniform(seed, "length", uid[0], uid[1], uid[2]))
-            known[uid] = min(longest, median * math.exp(sigma * NormalDist().inv_cdf(max(number, 1e-12))))
-        return known[uid]
-
-    return seconds

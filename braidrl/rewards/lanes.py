@@ -5,8 +5,6 @@ Concurrent    many calls of one async verifier at a time; if its process hangs o
               so all that were in flight are called again one by one
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -1,7 +1,5 @@
 """Mathematical equivalence of answers, by math-verify. In a file of its own because importing sympy takes long."""
 
-from __future__ import annotations
-
 import logging
 import re
 from typing import Any

@@ -4,8 +4,6 @@ submit ──> one queue ──────────────────�
    └─────> a queue per async verifier ───> one lane: a thread and a process, many calls at a time
 """
 
-from __future__ import annotations
-
 import itertools
 import queue
 import threading

@@ -3,8 +3,6 @@
 What a verifier started is killed with the process, and Ctrl-C reaches the run alone.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import struct

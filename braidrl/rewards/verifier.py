@@ -1,7 +1,5 @@
 """A verifier by name with its settings, checked against the function's signature before anything runs."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

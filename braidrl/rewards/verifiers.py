@@ -6,8 +6,6 @@
 It returns right or wrong (bool), a score (float), or both (`Score`). A user's own is made in the same way.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from decimal import Decimal

@@ -3,8 +3,6 @@
 rows ──submit──> one check per row and verifier ──> pool (beside generation) ──> Pending ──result──> index columns
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -53,7 +51,7 @@ class Pending:
     """Checks in flight for some rows, in the rows' order."""
 
     def __init__(
-        self, rewards: RuleRewards, checks: list[list[tuple[Weighted, Future[CallOutcome]]]], prefix: str
+        self, rewards: "RuleRewards", checks: list[list[tuple[Weighted, Future[CallOutcome]]]], prefix: str
     ) -> None:
         self._rewards = rewards
         self._checks = checks

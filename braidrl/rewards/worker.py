@@ -6,8 +6,6 @@
 One at a time, an ordinary function may block as it likes. Concurrently, the calls of one `async` function share an event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -7,8 +7,6 @@ A check fails by AssertionError. `subject.make()` gives an engine with weights o
 must be random enough that greedy tokens differ between prompts.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -52,13 +50,16 @@ async def all_of(engine: Engine, wanted: Sequence[Request]) -> list[Response]:
     return list(await asyncio.gather(*(engine.submit(request) for request in wanted)))
 
 
-async def some_tokens_later(engine: Engine, rows: int) -> None:
-    """Wait until so many rows are being decoded."""
-    for _ in range(10_000):
-        if engine.load().running >= rows:
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError(f"{rows} rows were submitted and {engine.load()} is under way")
+async def under_way(engine: Engine, request: Request) -> asyncio.Task[Response]:
+    """Submit a request and return when it is being decoded; again, where on a busy machine it is over before that is heard of."""
+    for _ in range(100):
+        task = asyncio.ensure_future(engine.submit(request))
+        while not task.done():
+            if engine.load().running:
+                return task
+            await asyncio.sleep(0.001)
+        await task
+    raise AssertionError(f"no row of 100 was ever seen under way: {engine.load()}")
 
 
 async def every_request_is_answered_once_with_what_it_asked_for(subject: EngineUnderTest) -> None:
@@ -141,8 +142,8 @@ async def abort_gives_what_there_is(subject: EngineUnderTest) -> None:
     engine, (request, other, *_) = subject.make(), requests(subject, 2)
     free = await engine.submit(replace(request, sampling=replace(request.sampling, max_tokens=subject.long)))
     endless = replace(request, sampling=replace(request.sampling, max_tokens=subject.long))
-    task, beside = asyncio.ensure_future(engine.submit(endless)), asyncio.ensure_future(engine.submit(other))
-    await some_tokens_later(engine, 1)
+    task = await under_way(engine, endless)
+    beside = asyncio.ensure_future(engine.submit(other))
     await engine.abort(request.uid)
     ended = await task
     assert ended.finish_reason is FinishReason.ABORT
@@ -161,8 +162,7 @@ async def a_pause_changes_nothing_but_the_time(subject: EngineUnderTest) -> None
     wanted = requests(subject, 4, tokens=subject.long)
     straight = await all_of(subject.make(), wanted)
     engine = subject.make()
-    tasks = [asyncio.ensure_future(engine.submit(request)) for request in wanted[:3]]
-    await some_tokens_later(engine, 1)
+    tasks = [await under_way(engine, wanted[0]), *(asyncio.ensure_future(engine.submit(r)) for r in wanted[1:3])]
     await engine.pause()
     late = asyncio.ensure_future(engine.submit(wanted[3]))
     await asyncio.sleep(0.05)
@@ -176,8 +176,7 @@ async def new_weights_draw_the_tokens_after_them(subject: EngineUnderTest) -> No
     (request, *_) = requests(subject, 1, tokens=subject.long)
     engine = subject.make()
     old = await engine.submit(request)
-    task = asyncio.ensure_future(engine.submit(request))
-    await some_tokens_later(engine, 1)
+    task = await under_way(engine, request)
     update = asyncio.ensure_future(engine.update_weights(3, subject.other_weights()))
     # On a busy machine a row may be over before the weights are there; the row that they reach is the one that tells.
     for _ in range(100):
@@ -207,8 +206,7 @@ async def weights_that_lack_a_tensor_are_refused(subject: EngineUnderTest) -> No
 async def an_engine_sleeps_when_idle_and_requests_wait_for_it(subject: EngineUnderTest) -> None:
     engine, (request, other, *_) = subject.make(), requests(subject, 2)
     endless = replace(request, sampling=replace(request.sampling, max_tokens=subject.long))
-    task = asyncio.ensure_future(engine.submit(endless))
-    await some_tokens_later(engine, 1)
+    task = await under_way(engine, endless)
     try:
         await engine.sleep()
     except RuntimeError:

@@ -6,8 +6,6 @@ abort  ──▶ the same, at once, with what there is
 `braidrl.rollout.contract` holds the checks that an engine must pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -136,9 +134,8 @@ class RoleEngine(Protocol):
     def in_flight(self) -> int:
         """Return how many rows are being decoded."""
 
-    @property
-    def is_collective(self) -> bool:
-        """True where ranks decode together: those without rows call `generate` too, and it takes no turns in an environment."""
+    is_collective: bool
+    """True where ranks decode together: those without rows call `generate` too, and it takes no turns in an environment."""
 
     @property
     def memory(self) -> EngineMemory | None:
@@ -153,9 +150,14 @@ class RoleEngine(Protocol):
         """Return all responses, in the order of `requests`.
 
         Args:
-            requests: one per row.
-            on_finished: told each response that ends by itself.
-            rows_to_end: asked now and then for rows that are to end with what they have; it may name some that have ended.
+            requests: One per row.
+            on_finished: Called with each response that ends by itself.
+            rows_to_end: Asked after each step, or every few milliseconds, for rows to end with what they have; it may name some that
+                have ended.
+
+        Raises:
+            UserError: For a prompt that leaves no room for a response.
+            RuntimeError: While rows are in flight.
         """
 
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:

@@ -21,7 +21,7 @@ class EngineReplica:
     """Belongs to the event loop in which it is used first. Steps run in the loop itself, so that a breakpoint stops there."""
 
     def __init__(self, engine: SteppingEngine, name: str = "this process's engine") -> None:
-        self.engine, self.name = engine, name
+        self.engine, self.name, self.max_sequence_tokens = engine, name, engine.max_sequence_tokens
         self._answers: dict[Uid, asyncio.Future[Response]] = {}
         self._running, self._awake = asyncio.Event(), asyncio.Event()
         self._running.set()
@@ -29,16 +29,10 @@ class EngineReplica:
         self._driver: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
 
-    @property
-    def max_sequence_tokens(self) -> int:
-        """Return the tokens of prompt and response together."""
-        return self.engine.max_sequence_tokens
-
     async def start(self) -> None:
         """Return at once: the engine is there."""
 
     async def close(self) -> None:
-        """End whatever the engine has started."""
         self.engine.close()
 
     async def submit(self, request: Request) -> Response:

@@ -1,7 +1,5 @@
 """Requests to an engine and its responses: plain values, the same for every engine; and how a row continues elsewhere or later."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -41,7 +39,7 @@ class SamplingParams:
             raise ValueError("a stop text is empty")
 
     @staticmethod
-    def of(plain: Mapping[str, Any]) -> SamplingParams:
+    def of(plain: Mapping[str, Any]) -> "SamplingParams":
         """Restore settings from JSON or msgpack, which turn tuples into lists."""
         settings: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()}
         return SamplingParams(**settings)

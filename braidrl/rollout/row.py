@@ -1,7 +1,5 @@
 """A request on its way through an engine, as the host tracks it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

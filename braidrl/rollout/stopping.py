@@ -1,7 +1,5 @@
 """What ends a response: the model's end of sequence, and stop texts, found wherever tokens end within them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase

@@ -1,7 +1,5 @@
 """Requests and responses between a run and an engine's process: msgpack messages behind their length. Nothing is unpickled."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import socket

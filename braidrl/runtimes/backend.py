@@ -7,8 +7,6 @@ run ──read, run, record, save──▶ Backend: all four
 T is the backend's table: the rows themselves, a rank's shard of them, or handles to where they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

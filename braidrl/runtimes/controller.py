@@ -4,8 +4,6 @@
 admit ─▶ generate ─▶ verify ─▶ select ──▶ the rest of the stages ──▶ updates ──▶ publish
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -44,11 +42,6 @@ class SerialController(Generic[T]):
         train: bool = True,
         before_training: Callable[[], object] = lambda: None,
     ) -> IterationResult[T]:
-        """Run every stage that is due in this iteration on one batch; the weights of trained roles become `version` + 1.
-
-        `recorded` rows take the place of those that would be generated; without `train` the weights stay as they are.
-        `before_training` is called before each train stage: from the first one on, the iteration cannot be taken back.
-        """
         self.seconds, sums = {stage.name: 0.0 for stage in self.flow.stages}, Sums()
         result = self.replayed(recorded, sums) if recorded is not None else self.sample(iteration, version, sums)
         table = result.table = self.ordered(result.table)
@@ -74,7 +67,6 @@ class SerialController(Generic[T]):
         return result
 
     def position(self) -> Position:
-        """Return where a run resumes from after the last iteration."""
         return Position(self.loader.state(), self.sampling.state(), list(self.surplus), dict(self.states))
 
     def run_with_state(self, stage: Stage, table: T, iteration: int, sums: Sums) -> tuple[T, State]:
@@ -89,7 +81,6 @@ class SerialController(Generic[T]):
         return done, next_state(stage, state, self.backend.totals(stage, table))
 
     def restore(self, position: Position) -> None:
-        """Go on from a checkpoint's loader, selection, surplus rows and stages' states."""
         self.loader.restore(position.loader)
         self.sampling, self.surplus = GroupSelector.restored(position.sampling), list(position.surplus)
         self.states |= {name: dict(state) for name, state in position.stages.items() if name in self.states}

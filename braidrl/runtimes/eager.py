@@ -3,19 +3,18 @@
 loader ──▶ Rows ──▶ stage ──▶ Rows + columns ──▶ stage ──▶ ... ──▶ optimizer steps
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows, tokens_of
 from braidrl.flow import Stage
+from braidrl.flow.compute import dropped, summed
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
-from braidrl.observe.trace import Done, TraceWriter
+from braidrl.observe.trace import Done, TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.saving.row_store import Admission, Origin, RowStore, with_added
@@ -50,15 +49,14 @@ class EagerBackend:
         return self.run(segment.generate, table, iteration, sums, stop)
 
     def _traced(self, stage: Stage, iteration: int, rows: int) -> AbstractContextManager[Done]:
-        if self.trace is None:
-            return nullcontext(Done())
-        return self.trace.span(stage.role or "compute", stage.name, iteration, rows=rows, version=self.version)
+        role = stage.role or "compute"
+        return traced(self.trace, role, stage.name, iteration, rows=rows, version=self.version)
 
     def totals(self, stage: Stage, table: Rows) -> dict[str, float]:
-        return {name: float(total) for name, total in self.executor.sums(stage, table).items()}
+        return {name: float(total) for name, total in summed(stage, table).items()}
 
     def select(self, stage: Stage, table: Rows) -> dict[int, str]:
-        return self.executor.select(stage, table.index)
+        return dropped(stage, table.index)
 
     def train(self, stage: Stage, table: Rows, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         parts = (self._update(stage, table.take(update), iteration) for update in updates)

@@ -1,7 +1,5 @@
 """Evaluation: a second flow (generate, verify) with its own sampling and random numbers, on one version of the weights."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

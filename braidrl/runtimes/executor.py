@@ -5,8 +5,6 @@ rows ──select(stage)──▶ dropped groups
 rows ──train(stage)──▶ for each update: forward_backward ──loss sums──▶ optim_step       or a copy of another role's weights
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from braidrl.config import Config
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Flow, Kind, Scope, Stage
-from braidrl.flow.compute import computed, dropped, of_namespace, summed
+from braidrl.flow.compute import computed, of_namespace, summed
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.signatures import is_reward
 from braidrl.models.backend import TrainingBackend
@@ -100,8 +98,8 @@ class StageExecutor:
         """
         self.residency.before(stage)
         if stage.scope is Scope.BATCH:
-            totals = reduce(self.sums(stage, rows) if len(rows) else {})
-            return self.apply(stage, rows, totals) if len(rows) else {}
+            totals = reduce(summed(stage, rows) if len(rows) else {})
+            return computed(stage, rows, totals) if len(rows) else {}
         if not len(rows) and not self.is_collective(stage):
             return {}
         if stage.kind is Kind.GENERATE:
@@ -120,18 +118,6 @@ class StageExecutor:
         rewarding = is_reward(role, stage.params.get("weight"))
         added = added_scores(self.flow, stage, rows, found.values) if rewarding else {}
         return {stage.writes[0]: found.values, **added}
-
-    def sums(self, stage: Stage, rows: Rows) -> dict[str, Tensor]:
-        """Return what a stage of scope batch, or a stage's state, needs to have added up over all rows."""
-        return summed(stage, rows)
-
-    def apply(self, stage: Stage, rows: Rows, totals: Totals) -> Mapping[str, Column]:
-        """Return the columns of a stage of scope batch, by the totals over all rows."""
-        return computed(stage, rows, totals)
-
-    def select(self, stage: Stage, index: Rows) -> dict[int, str]:
-        """Return the groups that a select stage drops, with its reason."""
-        return dropped(stage, index)
 
     def is_collective(self, stage: Stage) -> bool:
         """Return True where a rank without rows takes part in a stage, because ranks sum, infer or generate together."""
@@ -231,7 +217,7 @@ class StageExecutor:
         calls: list[Write] = []
         for worker in self._changed(write):
             with self.residency.all_of(worker.role):
-                calls += saving_tasks(torch_worker(worker), folder / worker.role, write, beside=True)
+                calls += saving_tasks(torch_worker(worker), folder / worker.role, write, copy=True)
         return calls
 
     def load(self, folder: Path) -> None:

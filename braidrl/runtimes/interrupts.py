@@ -1,53 +1,41 @@
 """Ctrl-C at a moment when the run can be saved: at once while rows are being made, after the iteration while weights change."""
 
-from __future__ import annotations
-
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from braidrl.cluster.process import interrupts_handled
+
 
 class Interrupts:
     """While active, SIGINT and SIGTERM raise KeyboardInterrupt, except inside `hold()`: then when the hold ends."""
 
+    ALONE = True
+    """Whether this process stops by itself."""
+
     def __init__(self) -> None:
         self._holds = 0
-        self._waiting = False
+        self.asked = False
+        """True while this process was asked to stop and has not yet."""
         self.torn = False
         """True once a second signal broke into a hold: weights may be half changed and must not be saved."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Install the handlers; in another thread than the main one Python allows none, and nothing changes."""
-        if threading.current_thread() is not threading.main_thread():
+        with interrupts_handled(self._handle):
             yield
-            return
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep an interrupt waiting until the outermost hold ends; a second Ctrl-C is not kept waiting."""
+        """Keep an interrupt waiting until the outermost hold ends, or of several ranks until they meet after it; a second Ctrl-C is not."""
         self._holds += 1
         try:
             yield
         finally:
             self._holds -= 1
-        if self._waiting and not self._holds:
-            self._waiting = False
-            raise KeyboardInterrupt
-
-    @property
-    def asked(self) -> bool:
-        """Return whether this process was asked to stop and has not yet."""
-        return self._waiting
+        if self.ALONE:
+            self.agree(self.asked)
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -57,12 +45,12 @@ class Interrupts:
     def agree(self, anybody: bool) -> None:
         """Raise KeyboardInterrupt, on every rank that calls this, if `anybody` was asked to stop and nothing holds it."""
         if anybody and not self._holds:
-            self._waiting = False
+            self.asked = False
             raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._holds and not self._waiting:
-            self._waiting = True
+        if self._holds and not self.asked:
+            self.asked = True
             return
         self.torn = self._holds > 0
         raise KeyboardInterrupt
@@ -71,6 +59,7 @@ class Interrupts:
 class AgreedInterrupts(Interrupts):
     """For ranks that must all stop at the same place: a signal counts when they meet, and at once only in work of one's own."""
 
+    ALONE = False
     REPEATED_S = 1.0
     """A second signal within this time is the first one, which came from the terminal and from the launcher."""
 
@@ -78,15 +67,6 @@ class AgreedInterrupts(Interrupts):
         super().__init__()
         self._first: float | None = None
         self._local = False
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Let no meeting inside stop the ranks; they stop at the first one after it."""
-        self._holds += 1
-        try:
-            yield
-        finally:
-            self._holds -= 1
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -104,6 +84,6 @@ class AgreedInterrupts(Interrupts):
             self.torn = True
             raise KeyboardInterrupt
         if self._first is None:
-            self._first, self._waiting = now, True
+            self._first, self.asked = now, True
             if self._local:
                 raise KeyboardInterrupt

@@ -3,12 +3,9 @@
 configuration ──prepare──▶ flow, data, models ──▶ each step: run the flow ─▶ rollouts ─▶ evaluate? ─▶ metrics ─▶ checkpoint?
 """
 
-from __future__ import annotations
-
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from braidrl.cluster.world import World
@@ -26,8 +23,8 @@ from braidrl.runtimes.evaluation import evaluated_sets, good_enough
 from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 from braidrl.runtimes.prepare.checks import rows_may_be_stale, without_effect
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
-from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint
-from braidrl.runtimes.saving.folders import latest_checkpoint, new_run_folder
+from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint, resume_point
+from braidrl.runtimes.saving.folders import held_alone, new_run_folder
 from braidrl.runtimes.saving.row_store import Recording, Surplus
 from braidrl.runtimes.start import RunContext, check_runtime, start_controller
 from braidrl.runtimes.step_metrics import GapWatch, step_metrics, summary
@@ -35,7 +32,7 @@ from braidrl.runtimes.step_metrics import GapWatch, step_metrics, summary
 Metrics = dict[str, float | int | None]
 
 
-class TrainingRun:
+class TrainingRun(AbstractContextManager["TrainingRun"]):
     """Use as a context: leaving it, by whatever way, closes files and ends processes."""
 
     def __init__(
@@ -45,6 +42,7 @@ class TrainingRun:
         resume: Path | None = None,
         replay: Path | None = None,
         rollout_only: bool = False,
+        newest_whole: bool = False,
         world: World | None = None,
     ) -> None:
         """Checks everything that can be checked before a model loads. Raises UserError for what could not run.
@@ -73,33 +71,38 @@ class TrainingRun:
         self.saved_step: int | None = None
         self.checkpoints = Checkpoints(self.folder, config, self.world.first)
         self.good_enough = False
-        self.controller = start_controller(
-            RunContext(self.prepared, self.progress, self.loader, self.folder, self.world, self.interrupts)
-        )
-        self.backend = self.controller.backend
-        try:
-            checkpoint = latest_checkpoint(resume) if resume else None
+        with ExitStack() as resources:
+            if self.world.first:
+                resources.enter_context(held_alone(self.folder))
+            checkpoint = self._checkpoint(newest_whole) if resume else None
+            self.controller = start_controller(
+                RunContext(self.prepared, self.progress, self.loader, self.folder, self.world, self.interrupts)
+            )
+            self.backend = self.controller.backend
+            resources.callback(self.backend.close)
             if checkpoint is not None:
                 self._restore(load_checkpoint(checkpoint))
             self.metrics = self._open_metrics(self.step if resume else None) if self.world.first else None
-        except BaseException:
-            self.backend.close()
-            raise
+            self.resources = resources.pop_all()
 
-    def __enter__(self) -> TrainingRun:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.backend.close()
+    def __exit__(self, *_: object) -> None:
+        self.resources.close()
         if self.metrics:
             self.metrics.close()
+
+    def _checkpoint(self, newest_whole: bool) -> Path | None:
+        """Return where the run goes on, whose files the first rank has checked."""
+        found = self.world.from_first("checkpoint", lambda: str(resume_point(self.folder, newest_whole) or ""))
+        return Path(found) if found else None
 
     def _open_metrics(self, resume_step: int | None) -> MetricsWriter:
         run = TrackedRun(self.folder, self.config.model_dump(mode="json"), resume_step)
         trackers = Trackers(self.config.trackers, run, self.progress.print)
-        return MetricsWriter(self.folder, resume_step, trackers=trackers)
+        writer = MetricsWriter(self.folder, resume_step, trackers=trackers)
+        if resume_step and writer.lacking:
+            steps = ", ".join(map(str, writer.lacking[:5])) + (", ..." if len(writer.lacking) > 5 else "")
+            self.progress.print(f"metrics.jsonl lacks steps that this run has made: {steps}; it goes on without them")
+        return writer
 
     def train(self) -> None:
         """Run to `trainer.steps`. On Ctrl-C the last complete step is saved, then KeyboardInterrupt goes on."""

@@ -10,13 +10,11 @@ with Session(config) as session:
         print(session.metrics())
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, cast
 
 from braidrl.config import Config
@@ -37,7 +35,7 @@ Table = Any
 """Rows under eager, a handle to them under hybrid."""
 
 
-class Session:
+class Session(AbstractContextManager["Session"]):
     """The models, data and processes of a configuration, without its loop. Its flow says which roles there are and which are trained."""
 
     def __init__(self, config: Config) -> None:
@@ -56,7 +54,7 @@ class Session:
         self.sums = Sums()
         self.trained = False
 
-    def __getattr__(self, role: str) -> SessionRole:
+    def __getattr__(self, role: str) -> "SessionRole":
         """`session.actor`, `session.critic`, ... Raises AttributeError for a role that the flow does not have."""
         known = {stage.role for stage in self.prepared.flow.stages} | set(self.prepared.roles())
         if role not in known:
@@ -94,7 +92,16 @@ class Session:
         self.trained = True
 
     def call(self, role: str, method: str, *arguments: Any) -> Any:
-        """Call a method of the class that `roles.ROLE.methods` names; returns what its protocol collects."""
+        """Call a method of the class that `roles.ROLE.methods` names.
+
+        Args:
+            role: The role whose workers have it.
+            method: Its name.
+            arguments: What its protocol distributes.
+
+        Returns:
+            What its protocol collects.
+        """
         if self.config.runtime != "hybrid":
             raise UserError(
                 f"{role}.{method} is called on workers, and runtime={self.config.runtime} has none; write runtime=hybrid"
@@ -125,12 +132,7 @@ class Session:
     def close(self) -> None:
         self.backend.close()
 
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

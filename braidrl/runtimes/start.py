@@ -1,7 +1,5 @@
 """From a checked configuration to the backend that does the work and the controller that drives it: the place that knows all runtimes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,29 +101,13 @@ def start_backend(context: RunContext) -> SerialBackend[Any]:
     return BACKENDS[context.prepared.config.runtime](context)
 
 
-def start_serial(context: RunContext) -> Controller[Any]:
-    """Return the serial controller, with the runtime's backend started."""
-    assert context.loader is not None, "an iteration begins with prompts"
-    return SerialController(context.prepared.config, context.flow, start_backend(context), context.loader)
-
-
-def start_streaming(context: RunContext) -> Controller[Any]:
-    """Return the program of the queue, with its workers started."""
-    assert context.loader is not None and context.folder is not None, "workers write into a run's folder"
-    return StreamingProgram(context.prepared, context.loader, context.folder)
-
-
-CONTROLLERS: dict[str, Callable[[RunContext], Controller[Any]]] = {
-    "eager": start_serial,
-    "hybrid": start_serial,
-    "distributed": start_serial,
-    "streaming": start_streaming,
-}
-
-
 def start_controller(context: RunContext) -> Controller[Any]:
-    """Return whoever drives the iterations of `config.runtime`, with its backend started."""
-    return CONTROLLERS[context.prepared.config.runtime](context)
+    """Return whoever drives the iterations of `config.runtime`, with its backend and workers started."""
+    assert context.loader is not None, "an iteration begins with prompts"
+    if context.prepared.config.runtime != "streaming":
+        return SerialController(context.prepared.config, context.flow, start_backend(context), context.loader)
+    assert context.folder is not None, "workers write into a run's folder"
+    return StreamingProgram(context.prepared, context.loader, context.folder)
 
 
 def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool) -> None:

@@ -4,8 +4,6 @@
 `actor` and `tokens/trained` of the batch that was trained on.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -5,8 +5,6 @@ from braidrl.transfer.contract import check_protocol
 check_protocol(IN_TURN)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from braidrl.transfer.protocols import Mesh, TransferProtocol
@@ -15,15 +13,15 @@ from braidrl.transfer.protocols import Mesh, TransferProtocol
 class Numbered(tuple[int, ...]):
     """Row numbers, in the place of a table."""
 
-    def divide(self, parts: int) -> list[Numbered]:
+    def divide(self, parts: int) -> "list[Numbered]":
         edges = [len(self) * n // parts for n in range(parts + 1)]
         return [Numbered(self[edges[n] : edges[n + 1]]) for n in range(parts)]
 
-    def take(self, positions: Sequence[int]) -> Numbered:
+    def take(self, positions: Sequence[int]) -> "Numbered":
         return Numbered(self[position] for position in positions)
 
     @staticmethod
-    def cat(tables: Sequence[Numbered]) -> Numbered:
+    def cat(tables: "Sequence[Numbered]") -> "Numbered":
         return Numbered(row for table in tables for row in table)
 
 

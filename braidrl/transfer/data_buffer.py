@@ -6,8 +6,6 @@ take(step, edge)  the rows that this rank is to have  else one all-to-all: to ea
 Rows travel by the codec that they always travel by, in one message of bytes from rank to rank.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,8 +14,8 @@ import torch
 from torch import Tensor
 
 from braidrl.cluster.world import World
-from braidrl.data.codec import decode, encode
-from braidrl.data.frames import join, split
+from braidrl.data.codec import encode, unpack_rows
+from braidrl.data.frames import join
 from braidrl.data.partition import balanced_partition, imbalance
 from braidrl.data.rows import Rows
 
@@ -61,7 +59,7 @@ class DataBuffer:
             b"" if to == rank else encoded(rows, (wanted == to).nonzero().flatten()) for to in range(self.world.size)
         ]
         received = self.world.exchange(f"rows for {key.edge} of step {key.step}", messages)
-        parts = [decode(split(message)) for message in received if len(message)]
+        parts = [unpack_rows(message) for message in received if len(message)]
         self.moved_rows += sum(map(len, parts))
         parts.append(rows.take((wanted == rank).nonzero().flatten()))
         sources = [*(r for r, message in enumerate(received) if len(message)), rank]

@@ -7,18 +7,18 @@ A protocol is a pair of pure functions of the group's mesh. `@register(protocol=
 called; `docs/add-a-protocol.md` shows how to write one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from braidrl.errors import UserError, suggest
+from braidrl.importing import PluginRegistry
 
 Arguments = tuple[Any, ...]
 Calls = list[Arguments | None]
 """For each rank the arguments that it is called with, or None where it is not called."""
 F = TypeVar("F", bound=Callable[..., Any])
+BUILT_IN = ("ONE_TO_ALL", "RANK_ZERO", "ALL_TO_ALL", "DP")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Mesh:
 
 
 @runtime_checkable
-class Table(Protocol):
+class DivisibleTable(Protocol):
     """What a protocol may ask of rows; under hybrid it is a handle, so that none of this moves them."""
 
     def __len__(self) -> int:
@@ -64,6 +64,9 @@ class TransferProtocol:
     collect: Callable[[Mesh, Calls, list[Any]], Any]
 
 
+PROTOCOLS = PluginRegistry("transfer protocol", {name: f"{__name__}:{name}" for name in BUILT_IN}, TransferProtocol)
+
+
 @dataclass(frozen=True)
 class Registration:
     """How a worker's method is called: its protocol, and the columns that it reads and writes."""
@@ -79,16 +82,14 @@ def register(
     """Mark a worker's method as one that the driver calls.
 
     Args:
-        protocol: The name of a protocol in `PROTOCOLS`, or one of your own.
+        protocol: The name of a protocol in `PROTOCOLS`, `module:name` or `file.py:name` of one of your own, or that itself.
         reads: The columns that the method needs of its rows, as a stage has them; no other payload is fetched.
         writes: The columns that it returns as a mapping, which stay with the worker; without any, its result goes to the driver.
 
     Raises:
         UserError: No protocol has this name.
     """
-    if isinstance(protocol, str) and protocol not in PROTOCOLS:
-        raise UserError(f"no transfer protocol is called {protocol!r}. {suggest(protocol, PROTOCOLS)}")
-    registration = Registration(PROTOCOLS[protocol] if isinstance(protocol, str) else protocol, reads, writes)
+    registration = Registration(PROTOCOLS.find(protocol) if isinstance(protocol, str) else protocol, reads, writes)
 
     def mark(method: F) -> F:
         method.registration = registration  # type: ignore[attr-defined]
@@ -130,14 +131,14 @@ def one_each(mesh: Mesh, *lists: Sequence[Any]) -> Calls:
     return list(zip(*lists, strict=True))
 
 
-def by_rows(mesh: Mesh, rows: Table, *arguments: Any) -> Calls:
+def by_rows(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> Calls:
     """Call each data rank with its part of the rows, which may be empty, and the same other arguments."""
     return [(part, *arguments) for part in rows.divide(mesh.data)]
 
 
 def in_order_of_ranks(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
     """Return the rows of all ranks as one table where the results are tables, else the list of results."""
-    return results[0].cat(results) if results and isinstance(results[0], Table) else results
+    return results[0].cat(results) if results and isinstance(results[0], DivisibleTable) else results
 
 
 def of_rank_zero(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
@@ -145,12 +146,7 @@ def of_rank_zero(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
     return results[0]
 
 
-PROTOCOLS = {
-    protocol.name: protocol
-    for protocol in (
-        TransferProtocol("ONE_TO_ALL", to_everyone, in_order_of_ranks),
-        TransferProtocol("RANK_ZERO", to_rank_zero, of_rank_zero),
-        TransferProtocol("ALL_TO_ALL", one_each, in_order_of_ranks),
-        TransferProtocol("DP", by_rows, in_order_of_ranks),
-    )
-}
+ONE_TO_ALL = TransferProtocol("ONE_TO_ALL", to_everyone, in_order_of_ranks)
+RANK_ZERO = TransferProtocol("RANK_ZERO", to_rank_zero, of_rank_zero)
+ALL_TO_ALL = TransferProtocol("ALL_TO_ALL", one_each, in_order_of_ranks)
+DP = TransferProtocol("DP", by_rows, in_order_of_ranks)

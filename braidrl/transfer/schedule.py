@@ -7,8 +7,6 @@
 The runtime and the simulator drive the same object; time is an argument.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,7 +20,7 @@ from braidrl.transfer.queue.tasks import Lease, Tasks
 
 
 @dataclass
-class Batch:
+class TrainingBatch:
     """A batch whose groups are known, and for each train stage that runs in its iteration the updates that are left."""
 
     iteration: int
@@ -45,7 +43,7 @@ class StreamSchedule:
         self.sampling = sizes.sampling()
         self.weights_wait = weights_wait_for(flow)
         self.selects = [stage.name for stage in flow.stages if stage.kind is Kind.SELECT]
-        self.batches: dict[int, Batch] = {}
+        self.batches: dict[int, TrainingBatch] = {}
         self.rows_of: dict[int, list[Uid]] = {}
         self.iteration_of: dict[int, int] = {}
         """Of each group: the batch that it was admitted for, then the one that it is in."""
@@ -112,7 +110,7 @@ class StreamSchedule:
         self.released = {group: self.rows_of[group] for group in outcome.released}
         self._forget(outcome.released)
         self.iteration_of.update(dict.fromkeys(outcome.groups, self.opened))
-        batch = Batch(self.opened, [uid for group in outcome.groups for uid in self.rows_of[group]])
+        batch = TrainingBatch(self.opened, [uid for group in outcome.groups for uid in self.rows_of[group]])
         for stage in self.flow.stages:
             if stage.kind is Kind.TRAIN and stage.when.includes(batch.iteration):
                 updates = self.sizes.updates(batch.iteration, batch.uids) if is_optimized(stage) else []
@@ -235,20 +233,20 @@ class StreamSchedule:
             return None
         return batch.iteration if all(self._is_through(stage.name, batch) for stage in self.flow.stages) else None
 
-    def publish(self) -> Batch:
+    def publish(self) -> TrainingBatch:
         """Publish the due version; its batch is over and its rows are forgotten."""
         self.published += 1
         batch = self.batches.pop(self.published)
         self._forget(dict.fromkeys(uid[1] for uid in batch.uids))
         return batch
 
-    def _is_due(self, name: str, batch: Batch) -> bool:
+    def _is_due(self, name: str, batch: TrainingBatch) -> bool:
         if not all(self._is_through(before, batch) for before in self.weights_wait[name]):
             return False
         left = batch.updates[name]
         return not left or not self.tasks.tasks[Consumer(name, left[0].epoch)].undone[batch.iteration, 1 + len(left)]
 
-    def _is_through(self, name: str, batch: Batch) -> bool:
+    def _is_through(self, name: str, batch: TrainingBatch) -> bool:
         """Return whether a stage has done, or leaves out, all rows of a batch."""
         if name in self.trained:
             return self.trained[name] >= batch.iteration or name not in batch.updates
@@ -276,7 +274,7 @@ class StreamSchedule:
                 return None
         return (consumer, tables[0], ()) if tables else None
 
-    def _taken_at_once(self, stage: Stage, batch: Batch) -> range:
+    def _taken_at_once(self, stage: Stage, batch: TrainingBatch) -> range:
         """Return how many rows, or groups, of a batch must be ready for a stage to take some."""
         rows = len(batch.uids)
         return range(rows, rows + 1) if stage.scope is Scope.BATCH else range(1, rows + 1)

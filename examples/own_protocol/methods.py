@@ -11,10 +11,10 @@ from typing import Any
 
 from braidrl.data.rows import Column, Rows
 from braidrl.models.roles.decoder import DecoderWorker
-from braidrl.transfer.protocols import Calls, Mesh, Table, TransferProtocol, register
+from braidrl.transfer.protocols import Calls, DivisibleTable, Mesh, TransferProtocol, register
 
 
-def in_turn(mesh: Mesh, rows: Table, *arguments: Any) -> Calls:
+def in_turn(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> Calls:
     """Give row i to worker i modulo the number of workers: those of a group go to different ones."""
     return [(rows.take(range(rank, len(rows), mesh.size)), *arguments) for rank in range(mesh.size)]
 
@@ -38,7 +38,7 @@ class Surprise:
     @register(protocol=IN_TURN, reads=("tokens", "action_mask", "sequence_lengths"), writes=("surprise",))
     def surprise(self, rows: Rows, scale: float) -> dict[str, Column]:
         """Return the mean of -scale * log-probability over each row's action tokens (B,)."""
-        return {"surprise": -scale * self.worker.log_probs(rows).row_means()}
+        return {"surprise": -scale * self.worker.forward("log_probs", rows).row_means()}
 
     @register(protocol="ONE_TO_ALL")
     def process_id(self) -> int:

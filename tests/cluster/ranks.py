@@ -83,7 +83,7 @@ def failing(world: World, task: dict[str, Any]) -> None:
     Path(task["folder"], f"rank-{world.rank}").write_text(str(os.getpid()))
     world.gather("everybody is there", b"")
     if world.rank == 1:
-        world.rows = "(0, 7, 1)"
+        world.rows = " on rows (0, 7, 1)"
         match task["how"]:
             case "raise":
                 raise ValueError("no such luck")

@@ -140,7 +140,7 @@ def test_a_cost_by_rules_is_a_function_of_the_users(tmp_path):
     assert "too_long" in names(flow) and "cost" not in flow.roles
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", list(RECIPES))
 @pytest.mark.parametrize("old", [None, "recompute", "rollout", "self"])
 def test_recipe_comes_back_from_its_yaml(name, old):
     model = parameter_model(name, RECIPES.find(name))
@@ -214,7 +214,7 @@ def test_recipe_that_cannot_be_is_refused_with(given, message):
     assert message_of(lambda: load_flow(*given)).startswith(message)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", list(RECIPES))
 def test_every_parameter_is_explained(name):
     model = parameter_model(name, RECIPES.find(name))
     assert model is not None

@@ -48,7 +48,7 @@ def worker_of(folder: Path) -> DecoderWorker:
 def test_a_mean_is_over_the_global_count_and_not_over_the_means_of_its_parts(aggregate: str, folder: Path) -> None:
     rows, worker = random_rows(6), worker_of(folder)
     objective = Objective.of("actor", {"loss": "sft", "aggregate": aggregate})
-    log_probs = worker.log_probs(rows)
+    log_probs = worker.forward("log_probs", rows)
     per_row = {
         "token-mean": -log_probs.row_sums() * len(rows) / int(rows["action_tokens"].sum()),
         "seq-mean-token-sum": -log_probs.row_sums(),
@@ -78,7 +78,7 @@ def test_the_baseline_of_remax_is_greedy_and_a_misspelt_switch_is_refused(folder
 @pytest.mark.parametrize("name", list(registry.divergences))
 def test_every_kl_variant_that_can_be_named_works_in_the_loss_and_in_the_reward(name: str, folder: Path) -> None:
     rows, worker = random_rows(3), worker_of(folder)
-    log_probs = worker.log_probs(rows)
+    log_probs = worker.forward("log_probs", rows)
     rows = rows.with_columns(
         {
             "ref_log_probs": log_probs.with_values(log_probs.values - 0.3),

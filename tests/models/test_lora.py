@@ -83,10 +83,11 @@ def test_an_export_is_a_plain_model_that_says_the_same_and_peft_reads_the_adapte
     source = AutoModelForCausalLM.from_pretrained(tiny_models["qwen2"], dtype=torch.float64)
     merged = DecoderWorker("reference", config_of(str(tmp_path)), train=False)
     assert merged.model.state_dict().keys() == source.state_dict().keys()
-    expected = worker.log_probs(rows).values
-    torch.testing.assert_close(merged.log_probs(rows).values, expected, rtol=0, atol=1e-9)
+    expected = worker.forward("log_probs", rows).values
+    torch.testing.assert_close(merged.forward("log_probs", rows).values, expected, rtol=0, atol=1e-9)
     assert not torch.allclose(
-        DecoderWorker("reference", config_of(str(tiny_models["qwen2"])), train=False).log_probs(rows).values, expected
+        DecoderWorker("reference", config_of(str(tiny_models["qwen2"])), train=False).forward("log_probs", rows).values,
+        expected,
     )
     by_peft = PeftModel.from_pretrained(source, str(tmp_path / ADAPTER)).double().merge_and_unload()
     for name, tensor in merged.model.state_dict().items():
@@ -160,7 +161,9 @@ def test_a_critics_head_is_trained_beside_its_adapters(tiny_models: dict[str, Pa
     load_worker(again, tmp_path)
     assert torch.equal(again.model.score.weight, head)
     scorer = ScalarWorker("reward", config_of(str(tmp_path)), train=False)
-    torch.testing.assert_close(scorer.scores(make_rows()), worker.scores(make_rows()), rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        scorer.forward("scores", make_rows()).values, worker.forward("scores", make_rows()).values, rtol=0, atol=1e-9
+    )
 
 
 def test_a_copied_reference_takes_the_merged_weights(tiny_models: dict[str, Path]) -> None:

@@ -35,13 +35,6 @@ def test_a_step_that_lacks_a_required_key_is_refused_by_its_name(key: str, tmp_p
     assert read_metrics(tmp_path) == []
 
 
-def test_a_flow_stage_without_a_time_is_refused(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, stages=["actor.generate", "critic.values"])
-    with pytest.raises(ValueError, match=r"lack time/critic\.values"):
-        writer.write(metrics_of(1))
-    writer.close()
-
-
 def test_numbers_of_all_kinds_are_written_and_what_is_not_finite_becomes_null(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     odd = {"actor/kl_old": math.nan, "actor/grad_norm": math.inf, "loss/actor": torch.tensor(0.5), "extra": 3}

@@ -14,9 +14,10 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.readiness import Consumer, Uid
 from braidrl.flow.stage import Signature, When
 from braidrl.flow.updates import Sizes
-from braidrl.placement.simulate_streaming import Deadlock
-from braidrl.placement.simulator import Runtime, simulate
-from braidrl.placement.workload import Fate, Simulation, Workload, long_tailed
+from braidrl.placement.simulation import Deadlock, Runtime
+from braidrl.placement.workload import Fate, Simulation, Workload
+from tests.placement.durations import busy_shares, long_tailed
+from tests.placement.simulator import simulate
 
 
 def compute(
@@ -201,7 +202,7 @@ def test_one_version_of_staleness_is_half_again_as_fast_where_answers_have_a_lon
     assert (on_policy.staleness, ahead.staleness) == (0, 1)
     # And this is why: who generates no longer waits for the longest answer.
     engines = [f"actor.generate/{number}" for number in range(8)]
-    shares = [sum(result.busy()[name] for name in engines) / 8 for result in (on_policy, ahead)]
+    shares = [sum(busy_shares(result)[name] for name in engines) / 8 for result in (on_policy, ahead)]
     assert shares[1] > 1.5 * shares[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from braidrl.transfer.protocols import (
     register,
     registered,
 )
+
+OWN = Path(__file__).parents[2] / "examples" / "own_protocol" / "methods.py"
 
 
 class Worker:
@@ -66,11 +69,19 @@ def test_all_to_all_gives_each_rank_its_own() -> None:
 def test_data_parallel_divides_rows_among_all_ranks_and_joins_what_they_return() -> None:
     assert called("double", 2, Numbered([1, 2, 3]), 5) == (5, 10, 15)
     assert called("double", 4, Numbered([7]), 2) == (14,)
-    assert PROTOCOLS["DP"].distribute(Mesh(2), Numbered([7]), 2) == [((), 2), ((7,), 2)]
+    assert PROTOCOLS.find("DP").distribute(Mesh(2), Numbered([7]), 2) == [((), 2), ((7,), 2)]
 
 
 def test_data_parallel_keeps_the_contract() -> None:
-    check_protocol(PROTOCOLS["DP"])
+    check_protocol(PROTOCOLS.find("DP"))
+
+
+def test_a_protocol_of_your_own_is_named_by_its_file_and_keeps_the_contract() -> None:
+    check_protocol(PROTOCOLS.find(f"{OWN}:IN_TURN"))
+    with pytest.raises(UserError, match=r"no transfer protocol is called 'DB'.*DP.*Your own is written module:name"):
+        register(protocol="DB")
+    with pytest.raises(UserError, match="has no TransferProtocol 'in_turn'"):
+        register(protocol=f"{OWN}:in_turn")
 
 
 def twice(mesh: Mesh, rows: Numbered, *arguments: Any) -> Calls:

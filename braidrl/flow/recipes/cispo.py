@@ -1,7 +1,5 @@
 """CISPO, MiniMax-M1, arXiv 2506.13585: the importance weight is clipped, so that no token loses its gradient."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from braidrl.flow import Flow, actor, advantage, loss

@@ -1,7 +1,5 @@
 """DAPO, arXiv 2503.14476: GRPO with a higher upper clip, dynamic sampling, token-level loss and overlong reward shaping, without KL."""
 
-from __future__ import annotations
-
 from typing import Self
 
 from pydantic import Field, model_validator

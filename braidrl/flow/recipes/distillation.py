@@ -1,7 +1,5 @@
 """On-policy distillation, arXiv 2306.13649: the student learns from what the teacher thinks of the student's own responses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from braidrl.flow import Flow, actor, loss, reference

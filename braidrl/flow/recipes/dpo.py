@@ -1,7 +1,5 @@
 """DPO, arXiv 2305.18290: preferences learned by the policy itself, without a reward model and without sampling."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from braidrl.flow import Flow, actor, data, loss, reference

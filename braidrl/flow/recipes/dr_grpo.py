@@ -1,7 +1,5 @@
 """Dr. GRPO, arXiv 2503.20783: GRPO without the two divisions that favour some responses, by length and by deviation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field

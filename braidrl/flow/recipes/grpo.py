@@ -1,7 +1,5 @@
 """GRPO, arXiv 2402.03300: the advantage of a response is its reward relative to the others of its prompt."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field

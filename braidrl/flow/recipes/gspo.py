@@ -1,7 +1,5 @@
 """GSPO, arXiv 2507.18071: GRPO whose ratio and clipping belong to the whole response."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """From the name in a configuration to a flow: a recipe of ours, a YAML file, or a user's own function."""
 
-from __future__ import annotations
-
 import inspect
 import typing
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """MaxRL, arXiv 2602.02710: rewards centred and divided by the group's success rate, so that hard prompts weigh more."""
 
-from __future__ import annotations
-
 from braidrl.flow import Flow, actor, advantage
 from braidrl.flow.recipes.parameters import ClippedParameters
 from braidrl.flow.recipes.parts import policy_update, rewarded, surrogate

@@ -1,7 +1,5 @@
 """What the parameters of recipes have in common."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field

@@ -1,7 +1,5 @@
 """Stages that several recipes have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """PPO, arXiv 1707.06347, as in RLHF, arXiv 2203.02155: a critic, and the KL divergence from the reference in the reward."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from braidrl.flow import Flow, Stage, When, actor, advantage, critic, loss, shape

@@ -1,7 +1,5 @@
 """PPO-ptx, InstructGPT, arXiv 2203.02155: PPO whose actor also keeps the likelihood of pre-training text."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from braidrl.flow import Flow

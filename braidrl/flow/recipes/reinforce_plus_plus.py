@@ -1,7 +1,5 @@
 """REINFORCE++, arXiv 2501.03262: returns whitened over the whole batch in place of a critic or a group."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from braidrl.flow import Flow, actor, advantage, shape

@@ -1,7 +1,5 @@
 """ReMax, arXiv 2310.10505: the baseline of a response is the reward of its prompt's greedy response, so that no critic is needed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from braidrl.flow import Flow, actor, advantage, loss, shape

@@ -1,7 +1,5 @@
 """A reward model from preferences, as in InstructGPT, arXiv 2203.02155, equation 1: Bradley-Terry on pairs of responses."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from braidrl.flow import Flow, Role, data, loss

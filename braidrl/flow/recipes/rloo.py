@@ -1,7 +1,5 @@
 """RLOO, arXiv 2402.14740: REINFORCE on whole responses, with the mean reward of the prompt's other samples as baseline."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from braidrl.flow import Flow, actor, advantage, loss, shape

@@ -1,7 +1,5 @@
 """Safe-RLHF, arXiv 2310.12773: PPO-Lagrangian. The highest reward whose mean cost stays below a limit."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from braidrl.flow import Flow, Stage, actor, advantage, cost, cost_critic, critic, loss, shape

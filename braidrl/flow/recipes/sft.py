@@ -1,7 +1,5 @@
 """Supervised fine-tuning on given responses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from braidrl.flow import Flow, actor, data, loss

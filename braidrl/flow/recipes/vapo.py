@@ -1,7 +1,5 @@
 """VAPO, arXiv 2504.05118: PPO for long reasoning, with a warmed-up critic and a λ for each length."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from braidrl.flow import Flow, actor, advantage, critic, loss

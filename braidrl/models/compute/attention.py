@@ -10,8 +10,6 @@ itself alone. The rollout engine has a context of its own for decoding from slot
 Shapes: N tokens packed, S sequences of one length, L that length, H query heads, K key/value heads, D head width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,9 +37,7 @@ class AttentionContext(Protocol):
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """Attend with queries (1, H, N, D) to keys and values (1, K, N, D); returns (1, N, H, D). `window` limits how far back a query
-        sees.
-        """
+        """Attend with queries (1, H, N, D) to keys and values (1, K, N, D), at most `window` tokens back; returns (1, N, H, D)."""
 
 
 def braid_attention(
@@ -76,7 +72,7 @@ class PackedSequences:
     keep_scores: bool = False
 
     @staticmethod
-    def of(lengths: Iterable[int], device: torch.device | str = "cpu", keep_scores: bool = False) -> PackedSequences:
+    def of(lengths: Iterable[int], device: torch.device | str = "cpu", keep_scores: bool = False) -> "PackedSequences":
         """Make the context of sequences of these lengths; empty ones are left out."""
         kept = tuple(int(length) for length in lengths if length)
         offsets = torch.tensor([0, *accumulate(kept)], dtype=torch.int32, device=device)

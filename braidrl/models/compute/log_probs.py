@@ -8,8 +8,6 @@ N action tokens, D model width, V vocabulary. Where the vocabulary is sharded, V
 exponentials, the target's logit, the entropy) are reduced over the ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +54,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy_grad: bool,
-        parts: list[slice], vocabulary: Vocabulary,
+        parts: list[slice], vocabulary: "Vocabulary",
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype = torch.promote_types(weight.dtype, torch.float32)
         log_probs = hidden.new_empty(len(hidden), dtype=dtype)
@@ -100,7 +98,7 @@ class Vocabulary:
     group: dist.ProcessGroup | None = None
 
     @staticmethod
-    def of(weight: DTensor) -> Vocabulary:
+    def of(weight: DTensor) -> "Vocabulary":
         """Return the shard of an output layer that is sharded by rows."""
         _, (start, _) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
         return Vocabulary(start, weight.device_mesh.get_group())

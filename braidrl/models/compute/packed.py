@@ -4,8 +4,6 @@ tokens      p p p a a | p p a a a | p a          rows, or sequences of a row, jo
 actions           ^ ^       ^ ^ ^     ^          what was sampled; each is predicted from the position before it
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 

@@ -9,8 +9,6 @@ the sum of theirs. The token after the prompt is predicted from the prompt's las
 Shapes: N tokens packed, P of a prompt, R of the responses to it, H query heads, K key/value heads, D head width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,3 +1,1 @@
-"""Fast paths on a CPU: compiled kernels (`native`) behind `layers` and `attention`, matrix products (`linear`), and how the C library
-keeps memory (`malloc`).
-"""
+"""Fast paths on a CPU: compiled kernels (`native`) behind `layers` and `attention`, matrix products (`linear`), memory (`malloc`)."""

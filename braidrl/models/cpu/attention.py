@@ -5,8 +5,6 @@ It reads queries, keys and values in place, keeps no scores, and gives a sequenc
 Shapes: N tokens packed, H query heads, K key/value heads, D head width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path

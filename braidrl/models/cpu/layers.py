@@ -3,8 +3,6 @@
 The modules stay transformers' own, with their parameters and names; on another device or in another dtype they compute as before.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

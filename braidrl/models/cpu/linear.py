@@ -4,8 +4,6 @@ For float32 torch calls MKL, which leaves the 512-bit units of processors that a
 twice as fast there. Both give a row the same bits whatever the number of rows, from 16 on.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

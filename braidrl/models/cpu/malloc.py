@@ -4,8 +4,6 @@ glibc by default returns the top of the heap when a step ends. The next one then
 fills with zeros first: a step of 4,096 tokens through four layers of width 256 took a quarter more time.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from functools import cache

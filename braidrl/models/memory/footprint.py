@@ -8,8 +8,6 @@ A layout's axes are taken to divide everything evenly; norms, which no axis divi
 ranks the fullest is counted, which is the first or the last: they have the vocabulary.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,7 +33,7 @@ MOMENTS = 2
 ALONE = ParallelLayout(data=1)
 
 
-class Sizes(NamedTuple):
+class ModelSizes(NamedTuple):
     """What a model's configuration says of its sizes, under the same names: asking transformers' object takes microseconds."""
 
     num_hidden_layers: int
@@ -49,7 +47,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """Sizes of a role's model."""
+    """Size of a role's model."""
 
     name: str
     config: Any
@@ -67,11 +65,11 @@ class Shape:
         return self.dtype.itemsize
 
     @cached_property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> ModelSizes:
         """Return the sizes that its configuration says."""
         config = self.config
         tied = bool(getattr(config, "tie_word_embeddings", False))
-        return Sizes(
+        return ModelSizes(
             config.num_hidden_layers, config.hidden_size, config.vocab_size, config.num_attention_heads,
             config.num_key_value_heads, head_width(config), tied,
         )  # fmt: skip
@@ -130,9 +128,8 @@ def gathered_bytes(shape: Shape, layout: ParallelLayout) -> int:
     if layout.shard == "none":
         return 0
     layers = shape.sizes.num_hidden_layers // layout.pipeline
-    held = beside_layers(shape, layout) + (
-        (layers if layout.shard == "optimizer" else min(2, layers)) * shape.layer_parameters
-    )
+    gathered = layers if layout.shard == "optimizer" else min(2, layers)
+    held = beside_layers(shape, layout) + gathered * shape.layer_parameters
     return held * shape.element_bytes // layout.tensor
 
 
@@ -142,7 +139,7 @@ def beside_layers(shape: Shape, layout: ParallelLayout) -> int:
     if layout.pipeline == 1:
         return both
     embedding = shape.sizes.vocab_size * shape.sizes.hidden_size
-    # With tied weights the last stage has the embedding too.
+    # With tied weights the last pipeline rank has the embedding too.
     return both if both < 2 * embedding else both - embedding
 
 
@@ -171,12 +168,10 @@ def logits_bytes(shape: Shape, tokens: int, layout: ParallelLayout = ALONE) -> i
 
 
 def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: ParallelLayout = ALONE) -> int:
-    """Return the bytes kept for the backward pass of a micro-batch: every layer's, or with checkpointing each layer's input and one full
-    layer.
-    """
+    """Return the bytes kept for the backward pass of a micro-batch: of every layer, or with checkpointing of one and all layers' inputs."""
     share = -(-tokens // (layout.sequence * layout.tensor))
     one, two = (saved_bytes(shape, layers, share * layout.tensor, layout.tensor) for layers in (1, 2))
-    # A pipeline's stage has fewer layers, and as many times more micro-batches under way.
+    # A pipeline rank has fewer layers, and as many times more micro-batches under way.
     layer, layers = two - one, shape.sizes.num_hidden_layers
     if not checkpointing:
         return one + (layers - 1) * layer
@@ -243,7 +238,6 @@ class FusedAttention:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """Queries (1, H, N, D), keys and values (1, K, N, D) to outputs (1, N, H, D)."""
         output: Tensor = _Shapes.apply(query, key, value)
         return output
 
@@ -254,7 +248,3 @@ class _Shapes(torch.autograd.Function):
         output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
         ctx.save_for_backward(query, key, value, output)
         return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        raise RuntimeError("shapes alone have no gradients")

@@ -6,8 +6,6 @@ CPU     memory        ──▶ an unnamed file    ──▶ memory             
 Only storages are emptied: every parameter, view and optimizer that refers to one finds it again as it was.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

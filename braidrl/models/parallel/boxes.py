@@ -1,7 +1,5 @@
 """Blocks of a tensor: what a rank holds of it, and what one rank sends to another."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +15,7 @@ class Box:
     sizes: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
+    def whole(cls, shape: Sequence[int]) -> "Box":
         """Return the box of the full tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
@@ -34,17 +32,17 @@ class Box:
         """Return the block as a view of the global tensor."""
         return whole[self.slices]
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
+    def within(self, outer: "Box") -> tuple[slice, ...]:
         """Return the block as an index of a tensor that holds only the block `outer`, which contains it."""
         inside = tuple(at - start for at, start in zip(self.offsets, outer.offsets, strict=True))
         return Box(inside, self.sizes).slices
 
-    def along(self, axis: int, start: int, end: int) -> Box:
+    def along(self, axis: int, start: int, end: int) -> "Box":
         """Return the same block, narrowed to `start` to `end` along one dimension."""
         offsets = (*self.offsets[:axis], start, *self.offsets[axis + 1 :])
         return replace(self, offsets=offsets, sizes=(*self.sizes[:axis], end - start, *self.sizes[axis + 1 :]))
 
-    def overlap(self, other: Box) -> Box | None:
+    def overlap(self, other: "Box") -> "Box | None":
         """Return the intersection, or None where it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = [
@@ -53,7 +51,7 @@ class Box:
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
-    def without(self, other: Box) -> list[Box]:
+    def without(self, other: "Box") -> "list[Box]":
         """Return disjoint blocks that together are this one less its overlap with `other`."""
         inner = self.overlap(other)
         if inner is None:
@@ -65,7 +63,7 @@ class Box:
             rest = rest.along(axis, at, at + size)
         return found
 
-    def cut(self, elements: int) -> list[Box]:
+    def cut(self, elements: int) -> "list[Box]":
         """Return blocks of at most so many elements that together are this one, in memory order."""
         if self.elements <= max(1, elements):
             return [self]

@@ -8,8 +8,6 @@ All ranks compute the same rows, with hidden states that are bitwise equal. For 
 Shapes: V vocabulary, D model width; `...` are rows and tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

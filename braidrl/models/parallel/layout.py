@@ -3,8 +3,6 @@
 rank = ((pipeline · data + data rank) · sequence + sequence rank) · tensor + tensor rank          tensor varies fastest
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -44,7 +42,7 @@ class ParallelLayout(BaseModel):
         """True where every device has a full replica of the model."""
         return self.ranks_per_replica == 1 and self.shard == "none"
 
-    def resolve(self, devices: int, key: str = "trainer.layout") -> ParallelLayout:
+    def resolve(self, devices: int, key: str = "trainer.layout") -> "ParallelLayout":
         """Return the layout with `data` filled in. Raises UserError, naming `key`, where the axes do not multiply to the devices."""
         data = self.data or max(1, devices // self.ranks_per_replica)
         filled = self.model_copy(update={"data": data})

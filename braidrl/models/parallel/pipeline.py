@@ -8,8 +8,6 @@ all of them, so a run has at most `RUN` micro-batches for each pipeline rank. A 
 place of other ranks' layers.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

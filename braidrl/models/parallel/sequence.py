@@ -7,8 +7,6 @@ Everything but attention is computed token by token. Predictions are gathered, s
 takes the gradients of the local tokens, and their sum over the ranks is the gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

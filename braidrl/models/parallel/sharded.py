@@ -12,8 +12,6 @@ shards      upper       upper           lower       lower             FSDP2, wit
 The ranks of one replica compute the same rows: each contributes the rows that it was given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -26,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from braidrl.cluster.groups import mesh_of, subgroup
-from braidrl.data.codec import decode, encode
-from braidrl.data.frames import join, split
+from braidrl.data.codec import encode, unpack_rows
+from braidrl.data.frames import join
 from braidrl.data.rows import Rows
 from braidrl.models.compute.packed import Packed
 from braidrl.models.parallel import tensor as tensor_parallel
@@ -148,7 +146,7 @@ class Sharded(DataParallel):
             return rows, slice(0, len(rows))
         assert self.replica_group is not None
         with self.meeting("rows of one copy of the model"):
-            parts = [decode(split(part)) for part in all_gather_bytes(join(encode(rows)), self.replica_group)]
+            parts = [unpack_rows(part) for part in all_gather_bytes(join(encode(rows)), self.replica_group)]
         before = sum(len(part) for part in parts[: self.replica_group.rank()])
         filled = [part for part in parts if len(part)]
         return Rows.cat(filled) if filled else rows, slice(before, before + len(rows))

@@ -1,7 +1,5 @@
 """Local shards of parameters that may be DTensors; a plain tensor is its own and only shard."""
 
-from __future__ import annotations
-
 import math
 
 import torch

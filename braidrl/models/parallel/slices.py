@@ -5,8 +5,6 @@ o down                                    divided by columns: each rank's produc
 norms, biases of o and down               replicated on every rank
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

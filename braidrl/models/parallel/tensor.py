@@ -16,8 +16,6 @@ one by its columns. The other one every rank has: of `down` it finds what its co
 make of it, so that here, too, the gradient is a sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -52,9 +50,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def plan_of(model: Any, key: str = "trainer.layout.tensor", remedy: str = "tensor=1 and shard=full") -> dict[str, str]:
-    """Return the style of each module of a decoder or a scorer. Raises UserError, naming `key`, where there is no plan, or an unknown
-    style.
-    """
+    """Return the style of each module of a decoder or a scorer. Raises UserError, naming `key`, for no plan and for an unknown style."""
     # Some versions of transformers have the embedding in the plan of a tied model, none in that of others.
     plan = {**(model.config.base_model_tp_plan or {}), "embed_tokens": "embedding_rowwise"}
     unknown = sorted(set(plan.values()) - {*STYLES, COPIED})

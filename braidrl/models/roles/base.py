@@ -3,8 +3,6 @@
 rows ──plan──▶ micro-batches ──pack──▶ hidden states ──predict──▶ per action or row ──objective──▶ sums ──backward──▶ optim_step
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +72,6 @@ class RoleWorker(RoleModel, TrainingBackend):
 
     @torch.no_grad()
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """Predict `name` for each row's actions (`scores`: one number per row), in the order of `rows`."""
         rows, own = self.ranks.gather_rows(rows)
         batches = self.padded_micro_batches(rows)
         offsets = [torch.arange(len(b.rows) + 1) if name == "scores" else b.packed.offsets.to("cpu") for b in batches]
@@ -97,10 +94,6 @@ class RoleWorker(RoleModel, TrainingBackend):
     def forward_backward(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
     ) -> dict[str, float]:
-        """Accumulate the gradient sums of `rows`; may be called many times before `optim_step`.
-
-        Returns the loss sums by denominator; metrics per token are added to `sums` under the role's name.
-        """
         totals: dict[str, float] = {}
         rows, _ = self.ranks.gather_rows(rows)
         self.model.train()
@@ -157,7 +150,6 @@ class RoleWorker(RoleModel, TrainingBackend):
         save_worker(self, folder, write)
 
     def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
-        """Divide the accumulated sums by their global counts and update; returns the gradient norm, or None if nothing was accumulated."""
         assert self.optimizer is not None, f"{self.role} is not trained"
         self.ranks.reshard(self.model)
         norm = self.optimizer.step(denominators, iteration)

@@ -1,15 +1,10 @@
 """The worker of an actor or a reference: a causal decoder that gives the log-probability of each action."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from braidrl.algorithms.ragged import Ragged
-from braidrl.data.rows import Rows
-from braidrl.models.backend import Advance
 from braidrl.models.compute.log_probs import linear_log_probs
 from braidrl.models.compute.packed import Packed
 from braidrl.models.loading import load_decoder
@@ -31,7 +26,3 @@ class DecoderWorker(RoleWorker):
         temperature = self.config.rollout.temperature
         log_probs, entropy = linear_log_probs(hidden, weight, packed.targets, temperature, with_entropy_grad)
         return {"log_probs": log_probs, "entropy": entropy}
-
-    def log_probs(self, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """Return the log-probabilities of each row's action tokens, in the order of `rows`."""
-        return self.forward("log_probs", rows, advance)

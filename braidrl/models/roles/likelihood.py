@@ -3,8 +3,6 @@
 loss = policy sums / their count + ptx_coef · Σ −log π(text) / ptx tokens + positive_coef · Σ −log π(right answers) / their tokens
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What trains and infers a role: the backend that the configuration names."""
 
-from __future__ import annotations
-
 from braidrl.config import Config
 from braidrl.flow import Flow
 from braidrl.models.backend import BACKENDS, BackendSpec, TrainingBackend

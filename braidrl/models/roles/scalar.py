@@ -5,16 +5,11 @@ values           v1 v2 v3            of the state before each action: read where
 score                     s          of the row: read at its last token
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from braidrl.algorithms.ragged import Ragged
-from braidrl.data.rows import Rows
-from braidrl.models.backend import Advance
 from braidrl.models.compute.packed import Packed
 from braidrl.models.loading import load_scorer
 from braidrl.models.objective import Objective
@@ -40,11 +35,3 @@ class ScalarWorker(RoleWorker):
         weight = self.model.score.weight
         dtype = hidden.dtype if hidden.element_size() >= 4 else hidden.float().dtype
         return (hidden.to(dtype) @ weight.to(dtype).T).squeeze(-1)
-
-    def values(self, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """Return the value of the state before each action token."""
-        return self.forward("values", rows, advance)
-
-    def scores(self, rows: Rows, advance: Advance | None = None) -> Tensor:
-        """Return the score at each row's end, (B,)."""
-        return self.forward("scores", rows, advance).values

@@ -7,8 +7,6 @@ another layout                 infer ─ infer       infer
 A role that follows has own = decay · own + (1 - decay) · source: a reference that is copied now and then, or a moving average.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial

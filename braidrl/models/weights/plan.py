@@ -8,8 +8,6 @@ rounds     the same in order, cut where a rank would have more than `limit` byte
 A rank copies locally what it has; replicas of a block take turns in sending it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

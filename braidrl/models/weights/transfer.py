@@ -7,8 +7,6 @@ model ──parts──▶ what each rank has ╮
 Ranks exchange once which blocks they have; from then on every rank knows every move of every version.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -131,7 +129,7 @@ class Round:
     own: list[Move]
 
     @classmethod
-    def of(cls, moves: Sequence[Move], rank: int) -> Round:
+    def of(cls, moves: Sequence[Move], rank: int) -> "Round":
         names = list(dict.fromkeys(move.name for move in moves))
         own = [move for move in moves if rank in (move.source, move.target)]
         return cls(names, not all(move.stays for move in moves), own)

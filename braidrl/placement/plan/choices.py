@@ -1,11 +1,10 @@
-"""List the ways in which a role, and a set of roles that share devices, can lie on so many devices; keep those worth trying.
+"""List the ways in which a role can lie on so many devices, and keep those worth trying.
 
-layouts × micro-batch tokens × checkpointing × engine ──memory, seconds──▶ Choice ──of each role, residency──▶ SetChoice
+layouts × micro-batch tokens × checkpointing × engine ──memory, seconds──▶ Choice
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from braidrl.errors import UserError
 from braidrl.flow import Kind
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.placement.memory import CACHE, ENGINE, Deployment, EngineUse, assets, role_memory
@@ -21,18 +19,11 @@ from braidrl.placement.plan.devices import USABLE, Group
 from braidrl.placement.plan.layouts import activations, divisors, layouts
 from braidrl.placement.plan.problem import Model, Problem
 from braidrl.placement.plan.rates import Cost
-from braidrl.placement.residency import PUBLISH, Asset, residency_plan
+from braidrl.placement.residency import Asset
 from braidrl.placement.residency import Part as MovedPart
 
 Part = Literal["all", "model", "generate"]
-PARTS: tuple[MovedPart, ...] = (
-    "weights",
-    "optimizer",
-    "engine",
-    "inference",
-)
-MOST_TRIED = 20_000
-"""Combinations of roles' choices that are looked at for one set on so many devices; a tenth of them once one has room."""
+PARTS: tuple[MovedPart, ...] = ("weights", "optimizer", "engine", "inference")
 
 
 @dataclass(frozen=True)
@@ -65,23 +56,6 @@ class Choice:
         return (self.busy, *(held.get(Asset("", part), 0) for part in PARTS), self.working)
 
 
-@dataclass(frozen=True)
-class SetChoice:
-    """A choice for each role of a set that shares devices. `budget` is what may be resident at a time, where not all has room."""
-
-    group: Group
-    devices: int
-    roles: Mapping[str, Choice]
-    costs: Mapping[str, Cost]
-    memory: int
-    budget: int | None = None
-
-    @cached_property
-    def busy(self) -> float:
-        """Return the seconds that the devices work in an iteration."""
-        return sum(cost.seconds for cost in self.costs.values())
-
-
 def best(choices: Iterable[Choice]) -> list[Choice]:
     """Return the choices that no other equals or betters in every number (the Pareto front), the quickest first."""
     front: list[tuple[tuple[float, ...], Choice]] = []
@@ -92,24 +66,19 @@ def best(choices: Iterable[Choice]) -> list[Choice]:
 
 
 class Choices:
-    """The choices of a problem's roles and sets, each computed once. `layouts_tried` counts them."""
+    """The choices of a problem's roles, each computed once. `layouts_tried` counts them."""
 
     def __init__(
-        self,
-        problem: Problem,
-        laid_out: bool = True,
-        allowed: Callable[[Choice], bool] | None = None,
-        part: Part = "all",
+        self, problem: Problem, laid_out: bool = True, allowed: Callable[[Choice], bool] | None = None
     ) -> None:
         """Without `laid_out` every device has a copy of the model: eager and streaming.
 
         Args:
-            allowed: which choices may be taken, where a named placement has not all of them. part: what sets consist of.
+            allowed: which choices may be taken, where a named placement has not all of them.
         """
-        self.problem, self.laid_out, self.allowed, self.part = problem, laid_out, allowed, part
+        self.problem, self.laid_out, self.allowed = problem, laid_out, allowed
         self.layouts_tried = 0
         self._roles: dict[tuple[str, str, int, str], list[Choice]] = {}
-        self._sets: dict[tuple[tuple[str, ...], str, int], SetChoice | None] = {}
 
     def of_role(self, role: str, group: Group, devices: int, part: Part = "all") -> list[Choice]:
         """Return the choices of a role that fit so many devices alone, those never better than another left out.
@@ -125,13 +94,9 @@ class Choices:
         return self._roles[key]
 
     def every_choice(
-        self,
-        model: Model,
-        group: Group,
-        devices: int,
-        part: Part = "all",
+        self, model: Model, group: Group, devices: int, part: Part = "all",
         keep: Callable[[Iterable[Choice]], list[Choice]] = list,
-    ) -> Iterator[Choice]:
+    ) -> Iterator[Choice]:  # fmt: skip
         """Yield each choice of a role that fits its devices alone.
 
         Args:
@@ -233,95 +198,6 @@ class Choices:
             return [None]
         pure = [one for one in found if one.shard == "none" and one.pipeline == one.sequence == 1]
         return [None, *pure[:2]]
-
-    def of_set(self, roles: tuple[str, ...], group: Group, devices: int) -> SetChoice | None:
-        """Return the choices of roles that share so many devices with which these are done soonest; None where there is no room.
-
-        Combinations come in the order of their seconds; once one needs no moves, or all that follow take longer than the best one with
-        its moves, the rest is cut. Where memory is so tight that it is not cut, the first MOST_TRIED are looked at.
-        """
-        key = (roles, group.kind, devices)
-        if key not in self._sets:
-            self._sets[key] = self._soonest(roles, group, devices)
-        return self._sets[key]
-
-    def _soonest(self, roles: tuple[str, ...], group: Group, devices: int) -> SetChoice | None:
-        options = [self.of_role(role, group, devices, self.part) for role in roles]
-        quickest: SetChoice | None = None
-        for tried, (busy, picked) in enumerate(in_order(options)):
-            if tried >= MOST_TRIED or (quickest is not None and (busy >= quickest.busy or tried >= MOST_TRIED // 10)):
-                break
-            limit = quickest.busy - busy if quickest else math.inf
-            found = self.together(dict(zip(roles, picked, strict=True)), group, devices, limit)
-            if found is not None and (quickest is None or found.busy < quickest.busy):
-                quickest = found
-        return quickest
-
-    def together(
-        self, roles: Mapping[str, Choice], group: Group, devices: int, limit: float = math.inf
-    ) -> SetChoice | None:
-        """Return these choices side by side, with the moves that memory asks for.
-
-        None where a stage alone has no room, and where the moves take more than `limit` seconds for certain.
-        """
-        room = int(self.problem.kind(group).memory * USABLE)
-        working = max(choice.working for choice in roles.values())
-        resident = sum(choice.bytes for choice in roles.values())
-        costs = {name: cost for choice in roles.values() for name, cost in choice.costs.items()}
-        if resident + working <= room:
-            return SetChoice(group, devices, roles, costs, resident + working)
-        if max(choice.largest for choice in roles.values()) + working > room:
-            return None
-        # What has no room leaves and comes back at least once.
-        if 2 * (resident + working - room) / self._host(group) >= limit:
-            return None
-        return self._in_turns(roles, costs, group, devices, room - working, working)
-
-    def _in_turns(
-        self,
-        roles: Mapping[str, Choice],
-        costs: Mapping[str, Cost],
-        group: Group,
-        devices: int,
-        budget: int,
-        working: int,
-    ) -> SetChoice | None:
-        problem = self.problem
-        sizes = {a: size for role, one in roles.items() for a, size in assets(role, dict(one.resident)).items()}
-        shared = frozenset(r for r, one in roles.items() if one.use.engine and not one.use.engine.own_weights)
-        copied = frozenset(r for r, one in roles.items() if one.use.inference is not None)
-        try:
-            plan = residency_plan(problem.flow, sizes, budget, shared, copied)
-        except UserError:
-            return None
-        moved = dict(costs)
-        for step, moves in plan.before.items():
-            # What is brought for publication is the trainers'; the engines' next stage pays for it.
-            name = next(iter(costs)) if step == PUBLISH else step
-            seconds = sum(sizes[move.asset] for move in moves) / self._host(group)
-            if name in moved and seconds:
-                moved[name] = moved[name].plus(Cost(moves=seconds))
-        return SetChoice(group, devices, roles, moved, budget + working, budget)
-
-    def _host(self, group: Group) -> float:
-        return self.problem.kind(group).host * self.problem.rates_of(group).host
-
-
-def in_order(options: Sequence[Sequence[Choice]]) -> Iterator[tuple[float, tuple[Choice, ...]]]:
-    """Yield every combination of one choice from each list, in the order of their seconds together; the lists are in that order."""
-    if not all(options):
-        return
-    first = (0,) * len(options)
-    waiting = [(sum(own[0].busy for own in options), first)]
-    seen = {first}
-    while waiting:
-        busy, places = heapq.heappop(waiting)
-        yield busy, tuple(own[place] for own, place in zip(options, places, strict=True))
-        for i, own in enumerate(options):
-            later = (*places[:i], places[i] + 1, *places[i + 1 :])
-            if later[i] < len(own) and later not in seen:
-                seen.add(later)
-                heapq.heappush(waiting, (sum(o[p].busy for o, p in zip(options, later, strict=True)), later))
 
 
 def largest_stage(role: str, resident: Mapping[str, int]) -> int:

@@ -92,5 +92,6 @@ def spread(lengths: Numbers, rows: int) -> Numbers:
 
 
 def places(known: int, rows: int) -> Numbers:
-    """Return `rows` places spread evenly over `known`, the last among them."""
-    return np.linspace(0, known - 1, rows).round().astype(np.int64) if rows > 1 else np.array([known - 1])
+    """Return the middles of `rows` equal parts of `known` places: of many steps' rows the longest is not in every one."""
+    found: Numbers = ((np.arange(rows) + 0.5) * known / rows).astype(np.int64)
+    return found

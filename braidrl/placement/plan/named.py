@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from braidrl.errors import UserError, suggest
-from braidrl.placement.plan.choices import Choice, Choices
+from braidrl.placement.plan.choices import Choice
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.search import Partition, Plan, Search, allocations, unit_of
+from braidrl.placement.plan.sets import Sets
 
 NAMES = ("deepspeed-chat", "openrlhf", "nemo-aligner", "verl")
 Allowed = Callable[[Choice], bool]
@@ -66,11 +67,21 @@ def halves(problem: Problem) -> Partition:
 
 
 def fixed(search: Search, partition: Partition, allowed: Allowed) -> Plan | None:
-    """Return the best plan of one partition among choices that are allowed; sets have equal shares of the devices."""
+    """Return the best plan of one partition among choices that are allowed; sets have equal shares of the devices.
+
+    Raises:
+        UserError: for devices that do not divide among the sets.
+    """
     group = max(search.problem.cluster.groups, key=lambda group: group.size)
-    size = group.size // len(partition)
-    choices = Choices(search.problem, allowed=allowed)
-    sets = [choices.of_set(roles, group, size) for roles in partition]
+    size, left = divmod(group.size, len(partition))
+    if left:
+        names = " | ".join("+".join(roles) for roles in partition)
+        raise UserError(
+            f"--devices: {group.size} devices do not divide into {len(partition)} equal parts for {names}; "
+            f"write a multiple of {len(partition)}"
+        )
+    known = Sets(search.problem, allowed)
+    sets = [known.of_set(roles, group, size) for roles in partition]
     if any(one is None for one in sets):
         return None
     return search.plan("hybrid", [one for one in sets if one is not None])
@@ -82,7 +93,7 @@ def apart(search: Search) -> Plan | None:
     group = max(problem.cluster.groups, key=lambda group: group.size)
     members = [(role, False) for role in problem.models]
     members += [(role, True) for role, model in problem.models.items() if model.generates]
-    models, engines = Choices(problem, allowed=sharded, part="model"), Choices(problem, part="generate")
+    models, engines = Sets(problem, sharded, "model"), Sets(problem, part="generate")
     unit = unit_of(group)
     while group.size % (unit * 2) == 0 and group.size // (unit * 2) >= 2 * len(members):
         unit *= 2

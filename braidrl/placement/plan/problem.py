@@ -5,6 +5,7 @@ configuration + flow + Lengths + Cluster + Rates ──▶ Problem ──stage_c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,16 +21,9 @@ from braidrl.models.role_settings import DTYPES, lora_of, model_path
 from braidrl.placement.memory import Deployment, EngineUse, shape_of
 from braidrl.placement.plan.devices import Cluster, Group
 from braidrl.placement.plan.devices import Kind as DeviceKind
-from braidrl.placement.plan.rates import Cost, Rates, Work, price, rates_for
-from braidrl.placement.plan.work import (
-    Decoding,
-    Lengths,
-    Nodes,
-    generate_work,
-    infer_work,
-    reshard_bytes,
-    train_work,
-)
+from braidrl.placement.plan.generation import generate_work
+from braidrl.placement.plan.rates import Cost, Rates, RuntimeRates, Work, price, rates_for
+from braidrl.placement.plan.work import Lengths, Nodes, infer_work, reshard_bytes, train_work
 
 ROW_MULTIPLE = 16
 """The embedded engine computes rows in multiples of so many, on a CPU also where fewer are left."""
@@ -112,10 +106,10 @@ class Problem:
         """Return what programs reach of a group's devices."""
         return rates_for(group.kind, self.rates)
 
-    def runtime_seconds(self, runtime: str) -> float:
-        """Return what a runtime adds to an iteration beside its stages."""
-        own = self.rates_of(self.cluster.groups[0]).runtimes.get(runtime)
-        return own.iteration_s + own.row_s * self.rows if own else 0.0
+    def with_runtime(self, runtime: str, seconds: float) -> float:
+        """Return the seconds of an iteration whose stages take so many, with what the runtime adds to them."""
+        own = self.rates_of(self.cluster.groups[0]).runtimes.get(runtime, RuntimeRates())
+        return own.iteration_s + own.row_s * self.rows + (1 + own.slower) * seconds
 
     def check_stages(self) -> None:
         """Raise UserError for a stage whose seconds nobody knows, saying how to give them."""
@@ -161,57 +155,50 @@ class Problem:
         """
         if stage.name in self.seconds:
             return Cost(overhead=self.seconds[stage.name])
-        model, nodes = self.models[str(stage.role)], Nodes(group.devices)
+        model = self.models[str(stage.role)]
         if stage.kind is Kind.GENERATE:
-            cost = self.generation_cost(model, use, group, devices)
-            return cost.plus(Cost(weights=self.publication_seconds(model, use, group, apart)))
-        lengths = self.rows_of(stage)
-        if stage.kind is Kind.INFER:
-            layout = use.inference or use.layout
-            cost = self.price(model, infer_work(model.plain, layout, lengths, use.tokens, model.scalar, nodes), group)
-            if use.inference is not None:
-                held = reshard_bytes(
-                    model.plain, use.layout, layout.tensor * layout.pipeline, True, use.plain.element_bytes
-                )
-                cost = cost.plus(Cost(weights=held / (self.kind(group).link * self.rates_of(group).link)))
-            return cost
-        if not is_optimized(stage):
+            # Many layouts to train in share an engine, whose way through its rows is computed once.
+            assert use.engine is not None
+            key = (model.role, group.kind, devices, use.engine.divisor, use.engine.slots, use.engine.shape.dtype)
+            if key not in self._generation:
+                prefill, decode = self.works(stage, use, group, devices)
+                self._generation[key] = self.price(model, prefill, group).plus(self.price(model, decode, group))
+            return self._generation[key].plus(Cost(weights=self.publication_seconds(model, use, group, apart)))
+        if stage.kind is Kind.TRAIN and not is_optimized(stage):
             return Cost(memory=3 * model.shape.parameters * 4 / self.kind(group).bandwidth)
-        trainer = self.config.trainer
-        work = train_work(
-            model.shape,
-            use.layout,
-            lengths,
-            use.tokens,
-            use.checkpointing,
-            model.scalar,
-            nodes,
-            self.updates,
-            trainer.epochs,
-        )
-        return self.price(model, work, group)
-
-    def generation_cost(self, model: Model, use: Deployment, group: Group, devices: int) -> Cost:
-        """Return the seconds of prompts and decoding, each computed once: many layouts to train in share an engine's."""
-        assert use.engine is not None
-        key = (model.role, group.kind, devices, use.engine.divisor, use.engine.slots, use.engine.shape.dtype)
-        if key not in self._generation:
-            prefill, decode = self.generation(use, devices, Nodes(group.devices))
-            self._generation[key] = self.price(model, prefill, group).plus(self.price(model, decode, group))
-        return self._generation[key]
+        (work,) = self.works(stage, use, group, devices)
+        cost = self.price(model, work, group)
+        if stage.kind is Kind.INFER and use.inference is not None:
+            divisor = use.inference.tensor * use.inference.pipeline
+            moved = reshard_bytes(model.plain, use.layout, divisor, True, use.plain.element_bytes)
+            cost = cost.plus(Cost(weights=moved / (self.kind(group).link * self.rates_of(group).link)))
+        return cost
 
     @cached_property
     def _generation(self) -> dict[Any, Cost]:
         return {}
 
-    def generation(self, use: Deployment, devices: int, nodes: Nodes) -> tuple[Work, Work]:
-        """Return the work of one rank in generation: prompts, and decoding."""
-        assert use.engine is not None
-        multiple = ROW_MULTIPLE if self.cluster.device == "cpu" else 1
-        return generate_work(
-            use.engine.shape, use.engine.divisor, max(1, devices // use.engine.divisor), self.lengths, use.engine.slots,
-            self.config.rollout.samples_per_prompt, nodes, multiple,
-        )  # fmt: skip
+    def works(self, stage: Stage, use: Deployment, group: Group, devices: int) -> list[Work]:
+        """Return the work of a stage of a model on its busiest device; of generation that of prompts, and of decoding."""
+        model, nodes, config = self.models[str(stage.role)], Nodes(group.devices), self.config
+        if stage.kind is Kind.GENERATE:
+            assert use.engine is not None
+            engine, multiple = use.engine, ROW_MULTIPLE if self.cluster.device == "cpu" else 1
+            replicas = max(1, devices // engine.divisor)
+            samples = config.rollout.samples_per_prompt
+            return [*generate_work(
+                engine.shape, engine.divisor, replicas, self.lengths, engine.slots, samples, nodes, multiple
+            )]  # fmt: skip
+        lengths, tokens = self.rows_of(stage), use.tokens
+        if config.runtime == "streaming":
+            # A micro-batch is no more than what comes at once.
+            tokens = min(tokens, math.ceil(config.streaming.dispatch_rows * lengths.tokens / len(lengths)))
+        if stage.kind is Kind.INFER:
+            return [infer_work(model.plain, use.inference or use.layout, lengths, tokens, model.scalar, nodes)]
+        return [train_work(
+            model.shape, use.layout, lengths, tokens, use.checkpointing, model.scalar, nodes, self.updates,
+            config.trainer.epochs,
+        )]  # fmt: skip
 
     def publication_seconds(self, model: Model, use: Deployment, group: Group, apart: bool) -> float:
         """Return the seconds until engines have new weights: none where they decode with the trainer's own."""
@@ -240,6 +227,3 @@ class Problem:
         return Deployment(
             model.shape, model.plain, layout, model.trained, model.scalar, model.computes, tokens, checkpointing
         )
-
-
-__all__ = ["Decoding", "Model", "Problem"]

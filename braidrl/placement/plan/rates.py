@@ -30,6 +30,10 @@ class Work(NamedTuple):
     operations: float = 0.0
     memory: float = 0.0
     """Bytes to and from its memory, apart from what operations bring with them."""
+    activations: float = 0.0
+    """Bytes of one activation of every layer and token, which what is between matrices reads and writes several times."""
+    tokens: float = 0.0
+    """Tokens that logits are computed for, and in generation drawn from."""
     calls: float = 0.0
     """Layers that are computed, one by one."""
     rows: float = 0.0
@@ -80,6 +84,10 @@ class PhaseRates(Section):
 
     share: float = Field(0.4, gt=0)
     """Of the peak operations per second."""
+    activation_s: float = Field(0.0, ge=0)
+    """Seconds for each byte of activations, where `share` does not have what norms and residuals take in it."""
+    token_s: float = Field(0.0, ge=0)
+    """Seconds for each token, whatever the model's size: its loss, or its draw."""
     call_s: float = Field(0.0, ge=0)
     """Seconds for each layer, whatever its size."""
     row_s: float = Field(0.0, ge=0)
@@ -95,6 +103,8 @@ class RuntimeRates(Section):
     """Seconds for each iteration."""
     row_s: float = Field(0.0, ge=0)
     """Seconds for each row."""
+    slower: float = Field(0.0, ge=0)
+    """Seconds for each second of its stages: its workers share cores, or the memory, with each other."""
 
 
 class Rates(Section):
@@ -161,8 +171,10 @@ def price(work: Work, kind: Kind, rates: Rates, dtype: str) -> Cost:
     """
     phase = rates.of(work.phase)
     compute = work.operations / (kind.peak[dtype] * phase.share)
-    memory = work.memory / (kind.bandwidth * rates.memory)
-    overhead = work.calls * phase.call_s + work.rows * phase.row_s + work.steps * phase.step_s
+    memory = work.memory / (kind.bandwidth * rates.memory) + work.activations * phase.activation_s
+    overhead = (
+        work.tokens * phase.token_s + work.calls * phase.call_s + work.rows * phase.row_s + work.steps * phase.step_s
+    )
     link, network = kind.link * rates.link, kind.network * rates.network
     waited = work.link / link + work.network / network + work.collectives * rates.collective_s
     behind = work.behind_link / link + work.behind_network / network

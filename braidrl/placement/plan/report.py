@@ -15,6 +15,7 @@ from braidrl.observe.timeline import timeline_page
 from braidrl.observe.trace import Span
 from braidrl.placement.plan.choices import Choice
 from braidrl.placement.plan.problem import Problem
+from braidrl.placement.plan.rates import Cost
 from braidrl.placement.plan.search import Plan
 
 GIB = 1 << 30
@@ -38,28 +39,25 @@ def show(problem: Problem, plans: Sequence[Plan], console: Console) -> None:
         )
 
 
+def table(title: str, columns: Sequence[str], right: range) -> Table:
+    """Return an empty table; `right` are the columns of numbers."""
+    found = Table(*columns, title=title, title_justify="left")
+    for i in right:
+        found.columns[i].justify = "right"
+    return found
+
+
 def plans_table(problem: Problem, plans: Sequence[Plan]) -> Table:
     """Return a line for each plan."""
-    table = Table(
-        "",
-        "runtime",
-        "placement",
-        "seconds",
-        "tokens/s/device",
-        "memory",
-        "bound by",
-        title="plans",
-        title_justify="left",
-    )
-    for column in table.columns[3:6]:
-        column.justify = "right"
+    columns = ("", "runtime", "placement", "seconds", "tokens/s/device", "memory", "bound by")
+    lines = table("plans", columns, range(3, 6))
     for number, plan in enumerate(plans, 1):
         runtime = plan.runtime + (f", staleness {plan.staleness}" if plan.staleness else "")
-        table.add_row(
+        lines.add_row(
             str(number), runtime, plan.name, f"{plan.seconds:,.3g}", f"{tokens_per_second(problem, plan):,.1f}",
             f"{max(one.memory for one in plan.sets) / GIB:,.2f} GiB", bound(plan),
         )  # fmt: skip
-    return table
+    return lines
 
 
 def tokens_per_second(problem: Problem, plan: Plan) -> float:
@@ -75,33 +73,21 @@ def bound(plan: Plan) -> str:
 
 def stages_table(plan: Plan) -> Table:
     """Return the seconds of each stage by what takes them."""
-    table = Table(
-        "stage", "seconds", *next(iter(plan.costs.values()))._fields, title="stages of plan 1", title_justify="left"
-    )
-    for column in table.columns[1:]:
-        column.justify = "right"
+    lines = table("stages of plan 1", ("stage", "seconds", *Cost._fields), range(1, 2 + len(Cost._fields)))
     for name, cost in plan.costs.items():
-        table.add_row(name, f"{cost.seconds:,.3g}", *(f"{part:,.2g}" if part else "" for part in cost))
-    return table
+        lines.add_row(name, f"{cost.seconds:,.3g}", *(f"{part:,.2g}" if part else "" for part in cost))
+    return lines
 
 
 def roles_table(plan: Plan) -> Table:
     """Return how each role lies on its devices."""
-    table = Table(
-        "role", "devices", "layout", "micro-batch", "engine", "memory", title="roles of plan 1", title_justify="left"
-    )
+    lines = table("roles of plan 1", ("role", "devices", "layout", "micro-batch", "engine", "memory"), range(0))
     for one in plan.sets:
         for name, choice in one.roles.items():
-            kind = f"{one.devices} x {one.group.kind}"
-            table.add_row(
-                name,
-                kind,
-                spelled(choice),
-                micro_batch(choice),
-                engine(choice),
-                f"{(choice.bytes + choice.working) / GIB:,.2f} GiB",
-            )
-    return table
+            memory = f"{(choice.bytes + choice.working) / GIB:,.2f} GiB"
+            where = f"{one.devices} x {one.group.kind}"
+            lines.add_row(name, where, spelled(choice), micro_batch(choice), engine(choice), memory)
+    return lines
 
 
 def spelled(choice: Choice) -> str:
@@ -125,11 +111,10 @@ def micro_batch(choice: Choice) -> str:
 
 def engine(choice: Choice) -> str:
     """Return a role's engine in words."""
-    if choice.use.engine is None:
+    used = choice.use.engine
+    if used is None:
         return ""
-    return f"{choice.use.engine.slots} slots" + (
-        f", tensor {choice.use.engine.divisor}" if choice.use.engine.divisor > 1 else ""
-    )
+    return f"{used.slots} slots" + (f", tensor {used.divisor}" if used.divisor > 1 else "")
 
 
 def reason(plan: Plan, first: Plan) -> str:

@@ -1,6 +1,6 @@
 """Search placements as HybridFlow's Algorithm 1 does (arXiv 2409.19256): set partitions of the roles, devices for each set, layouts.
 
-partitions of the roles ──▶ devices of each set ──▶ choices of each set (choices.py) ──makespan──▶ the best of each partition
+partitions of the roles ──▶ devices of each set ──▶ choices of each set (sets.py) ──makespan──▶ the best of each partition
         cut by the least that each set can take                                    the runtime's own order of calls
 
 The paper adds seconds within a set and takes the largest across sets, phase by phase. Here the calls of an iteration are laid out as the
@@ -12,21 +12,21 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from braidrl.errors import UserError
-from braidrl.placement.plan.choices import Choices, SetChoice
+from braidrl.placement.plan.choices import Choice
 from braidrl.placement.plan.devices import Group
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Cost
-from braidrl.placement.simulate_synchronous import call_times
-from braidrl.placement.simulator import Runtime
+from braidrl.placement.plan.sets import SetChoice, Sets
+from braidrl.placement.simulation import Runtime, call_times
 from braidrl.placement.workload import Simulation
 
 FINEST = 32
-"""Allocations are multiples of the devices divided by this, so that a search over a thousand devices ends in seconds."""
+"""Allocations divide the devices into at most so many parts, so that a search over a thousand devices ends in seconds."""
 Partition = tuple[tuple[str, ...], ...]
 
 
@@ -91,12 +91,23 @@ def allocations(devices: int, sets: int, unit: int = 1) -> Iterator[tuple[int, .
 class Search:
     """A search over one problem; `considered` says what it looked at."""
 
-    def __init__(self, problem: Problem, keep: int = 8, until: float | None = None) -> None:
-        """`keep` is how many of the best plans, one for each partition, are looked for; `until` when to end, by the monotonic clock."""
+    def __init__(
+        self,
+        problem: Problem,
+        keep: int = 8,
+        until: float | None = None,
+        allowed: Callable[[Choice], bool] | None = None,
+    ) -> None:
+        """Look for the best plans.
+
+        Args:
+            keep: how many plans, one for each partition. until: when to end, by the monotonic clock.
+            allowed: which choices of a role may be taken; None for all.
+        """
         problem.check_stages()
         self.problem, self.keep, self.until = problem, keep, until
         self.considered = Considered()
-        self.choices = Choices(problem)
+        self.sets = Sets(problem, allowed)
         self.edges = {
             stage.name: [edge.source for edge in problem.flow.edges if edge.target == stage.name]
             for stage in problem.flow.stages
@@ -117,7 +128,7 @@ class Search:
             plan = self.best_of(partition, found[self.keep - 1].seconds if len(found) >= self.keep else math.inf)
             if plan is not None:
                 found = sorted([*found, plan], key=lambda plan: plan.seconds)[: self.keep]
-        self.considered.layouts = self.choices.layouts_tried
+        self.considered.layouts = self.sets.choices.layouts_tried
         if not found:
             raise UserError(self.least())
         return found
@@ -147,7 +158,7 @@ class Search:
     def _quickest(self, partition: Partition, groups: Sequence[Group], sizes: Sequence[int], bar: float) -> Plan | None:
         sets: list[SetChoice] = []
         for roles, group, size in zip(partition, groups, sizes, strict=True):
-            found = self.choices.of_set(roles, group, size)
+            found = self.sets.of_set(roles, group, size)
             # A set's devices cannot be done before they have done all that is theirs.
             if found is None or found.busy >= bar:
                 self.considered.cut += 1
@@ -161,7 +172,7 @@ class Search:
         costs = self._costs(sets)
         pools = self._pools(sets) if runtime == "hybrid" else dict.fromkeys(costs, 0)
         times = call_times(self.edges, pools, {name: cost.seconds for name, cost in costs.items()})
-        seconds = max(end for _, end in times.values()) + self.problem.runtime_seconds(runtime)
+        seconds = self.problem.with_runtime(runtime, max(end for _, end in times.values()))
         return Plan(runtime, tuple(sets), seconds, costs, times)
 
     def _costs(self, sets: Sequence[SetChoice]) -> dict[str, Cost]:
@@ -181,7 +192,7 @@ class Search:
         """Return the best plans in which all roles share all devices and take turns."""
         roles = tuple(self.problem.flow.roles)
         group = max(self.problem.cluster.groups, key=lambda group: group.size)
-        found = self.choices.of_set(roles, group, group.size)
+        found = self.sets.of_set(roles, group, group.size)
         return [] if found is None else [self.plan(runtime, [found])]
 
     def least(self) -> str:
@@ -190,7 +201,7 @@ class Search:
         for group in self.problem.cluster.groups:
             for nodes in (2**power for power in range(1, 11)):
                 wider = group.model_copy(update={"nodes": group.nodes * nodes})
-                if self.choices.of_set(roles, wider, wider.size):
+                if self.sets.of_set(roles, wider, wider.size):
                     return (
                         f"the models of flow {self.problem.flow.name} fit on no allocation of {self.problem.cluster}; "
                         f"the least that has room is --devices {wider.nodes}x{wider.devices}x{wider.kind}"
@@ -203,8 +214,8 @@ class Search:
 
 
 def unit_of(group: Group) -> int:
-    """Return the devices that allocations of a group are multiples of."""
-    return math.gcd(group.size, max(1, group.size // FINEST))
+    """Return the devices that allocations of a group are multiples of: the least that divide it into no more than FINEST parts."""
+    return next(n for n in range(1, group.size + 1) if group.size % n == 0 and group.size // n <= FINEST)
 
 
 __all__ = ["Considered", "Partition", "Plan", "Search", "allocations", "partitions", "unit_of"]

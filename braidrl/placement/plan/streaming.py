@@ -1,6 +1,6 @@
 """Plan the streaming runtime: devices for each worker group, tried in virtual time by the very schedule that runs it.
 
-devices of each group ──bound: its busiest group──▶ in order of the bound ──simulate("streaming")──▶ seconds per iteration
+devices of each group ──bound: its busiest group──▶ in order of the bound ──simulation──▶ seconds per iteration
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from braidrl.flow import Kind, Stage
 from braidrl.flow.readiness import Uid
 from braidrl.flow.updates import Sizes
-from braidrl.placement.plan.choices import Choice, Choices, Part, SetChoice
+from braidrl.placement.plan.choices import Choice, Choices, Part
 from braidrl.placement.plan.devices import USABLE, Group
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Cost
 from braidrl.placement.plan.search import Plan, allocations, unit_of
-from braidrl.placement.simulator import simulate
+from braidrl.placement.plan.sets import SetChoice
+from braidrl.placement.simulation import Streaming
 from braidrl.placement.workload import Workload
 
 ITERATIONS = 6
@@ -60,9 +61,7 @@ class StreamingSearch:
 
     def best(self, staleness: int) -> Plan | None:
         """Return the quickest plan whose rows lag behind by at most so many versions; None where a group has no room."""
-        found: list[tuple[float, list[SetChoice]]] = []
-        for sets in self._allocated():
-            found.append((max(one.busy for one in sets), sets))
+        found = [(max(one.busy for one in sets), sets) for sets in self._allocated()]
         quickest: Plan | None = None
         for bound, sets in sorted(found, key=lambda pair: pair[0])[:MOST_SIMULATED]:
             # No group can do an iteration in less time than its own work takes.
@@ -100,11 +99,10 @@ class StreamingSearch:
             for stage in self.problem.flow.stages
         }
         devices = {name: one.devices for one in sets for name in one.costs}
-        result = simulate("streaming", self.workload(sets, every, devices, staleness))
+        result = Streaming(self.workload(sets, every, devices, staleness)).simulate()
         self.simulated += 1
-        seconds = result.seconds_per_iteration(SKIPPED) + self.problem.runtime_seconds("streaming")
-        starts: dict[str, tuple[float, float]] = {}
-        return Plan("streaming", tuple(sets), seconds, every, starts, staleness, result)
+        seconds = self.problem.with_runtime("streaming", result.seconds_per_iteration(SKIPPED))
+        return Plan("streaming", tuple(sets), seconds, every, {}, staleness, result)
 
     def workload(
         self, sets: Sequence[SetChoice], costs: Mapping[str, Cost], devices: Mapping[str, int], staleness: int
@@ -157,14 +155,8 @@ class StreamingSearch:
         total = costs[stage.name].seconds
         lengths = self.problem.lengths
         if stage.kind is not Kind.GENERATE:
-            workers = devices.get(stage.name, 1)
-            return (
-                total
-                * workers
-                / len(lengths)
-                * scale
-                / (self.problem.config.trainer.epochs if stage.kind is Kind.TRAIN else 1)
-            )
+            passes = self.problem.config.trainer.epochs if stage.kind is Kind.TRAIN else 1
+            return total * devices.get(stage.name, 1) / len(lengths) * scale / passes
         engine = self._engine(stage, sets).use.engine
         assert engine is not None
         count = devices[stage.name]

@@ -1,4 +1,4 @@
-"""Count the work of one role on one layout: three simulators (train, infer, generate), and the bytes of a change of layout.
+"""Count the work of one role on one layout: training and inference, and the bytes of a change of layout.
 
 rows' lengths, a model's shape, a layout ──▶ Work of the busiest device ──rates.price──▶ seconds
 
@@ -10,7 +10,6 @@ idles (p - 1) of n + p - 1 turns; a ring of g ranks carries (g - 1) / g of the b
 
 from __future__ import annotations
 
-import heapq
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -19,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from braidrl.models.memory.footprint import MASTER_BYTES, Shape, beside_layers, cache_bytes, head_width
+from braidrl.models.memory.footprint import MASTER_BYTES, Shape, beside_layers, head_width
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.parallel.pipeline import RUN
 from braidrl.placement.plan.rates import Phase, Work
@@ -97,9 +96,25 @@ class Nodes(NamedTuple):
 
     devices: int
 
-    def roads(self, inner: int, ranks: int) -> str:
-        """Return what a group of `ranks` at intervals of `inner` devices talks over: a node's links, or the network."""
-        return "link" if inner * ranks <= self.devices else "network"
+    def sent(self, inner: int, ranks: int, moved: float) -> Roads:
+        """Return by which road each of `ranks` ranks, at intervals of `inner` devices, sends so many bytes.
+
+        A group that has several devices of each node sends over the network adapters of all of them at once, a part of the bytes over each.
+        """
+        if inner * ranks <= self.devices:
+            return Roads(link=moved)
+        return Roads(network=moved / max(1, self.devices // inner))
+
+
+class Roads(NamedTuple):
+    """Bytes within a node and between nodes."""
+
+    link: float = 0.0
+    network: float = 0.0
+
+    def plus(self, other: Roads) -> Roads:
+        """Return the sum by road."""
+        return Roads(self.link + other.link, self.network + other.network)
 
 
 def matrix_parameters(shape: Shape, scalar: bool) -> int:
@@ -134,46 +149,51 @@ def model_work(
     operations = passes * forward_operations(shape, share.tokens, share.squares, scalar) / (t * s * p) * bubble
     width = share.tokens * shape.sizes.hidden_size * shape.element_bytes / s
     times = layers * (1 if passes == 1 else passes - 1)
-    roads = {"link": 0.0, "network": 0.0}
-    collectives = 0.0
+    waited, collectives = Roads(), 0.0
     if t > 1:
-        roads[nodes.roads(1, t)] += 4 * times * width * (t - 1) / t * bubble
+        waited = waited.plus(nodes.sent(1, t, 4 * times * width * (t - 1) / t * bubble))
         collectives += 4 * times * batches
     if s > 1:
-        roads[nodes.roads(t, s)] += 4 * times * width / t * (s - 1) / s * bubble
+        waited = waited.plus(nodes.sent(t, s, 4 * times * width / t * (s - 1) / s * bubble))
         collectives += 4 * times * batches
     if p > 1:
         both = 1 if passes == 1 else 2
-        roads[nodes.roads(t * s * (layout.data or 1), p)] += both * width / t
+        waited = waited.plus(nodes.sent(t * s * (layout.data or 1), p, both * width / t))
         collectives += both * batches * bubble
-    gathered = gather_work(shape, layout, batches, passes > 1, nodes)
-    return Work(
-        phase, operations, 0.0, layers * batches * passes * bubble, share.rows, 1, roads["link"], roads["network"],
-        collectives + gathered.collectives, gathered.behind_link, gathered.behind_network,
+    shared = sharing_work(shape, layout, batches, passes > 1, nodes)
+    return shared._replace(
+        phase=phase, operations=operations, activations=passes * layers * width / t * bubble, tokens=share.tokens / s,
+        calls=layers * batches * passes * bubble, rows=share.rows, steps=1, link=shared.link + waited.link,
+        network=shared.network + waited.network, collectives=shared.collectives + collectives,
     )  # fmt: skip
 
 
-def gather_work(shape: Shape, layout: ParallelLayout, batches: int, trains: bool, nodes: Nodes) -> Work:
-    """Return the bytes of weights that come together for a share of rows and, in training, of gradients that are summed."""
-    inner, outer = layout.tensor, (layout.data or 1) * layout.sequence
+def sharing_work(shape: Shape, layout: ParallelLayout, batches: int, trains: bool, nodes: Nodes) -> Work:
+    """Return what ranks that share a model send for some micro-batches: weights and gradients of shards while they compute, sums after.
+
+    Shards are gathered and scattered layer by layer behind computing (FSDP2); gradients of copies are summed once before the optimizer's
+    step, which waits for them.
+    """
+    inner, outer, g = layout.tensor, (layout.data or 1) * layout.sequence, layout.shard_ranks
     layers = shape.sizes.num_hidden_layers // layout.pipeline
     own = (layers * shape.layer_parameters + beside_layers(shape, layout)) / inner
     trained = own * shape.trained / shape.parameters
-    roads = {"link": 0.0, "network": 0.0}
-    collectives = 0.0
-    if layout.shard != "none" and layout.shard_ranks > 1:
-        g = layout.shard_ranks
+    behind, waited, collectives = Roads(), Roads(), 0.0
+    if layout.shard != "none" and g > 1:
         gathers = batches * (2 if trains else 1) if layout.shard == "full" else 1
-        scatters = (batches if layout.shard == "full" else 1) if trains else 0
+        scatters = batches if trains else 0
         moved = gathers * own * shape.element_bytes + scatters * trained * MASTER_BYTES
-        roads[nodes.roads(inner, g)] += moved * (g - 1) / g
+        behind = nodes.sent(inner, g, moved * (g - 1) / g)
         collectives += (gathers + scatters) * (layers + 1)
-    summed = outer if layout.shard == "none" else outer // layout.shard_ranks
+    summed = outer if layout.shard == "none" else outer // g
     if trains and summed > 1:
-        part = trained * MASTER_BYTES / layout.shard_ranks
-        roads[nodes.roads(inner * layout.shard_ranks, summed)] += 2 * part * (summed - 1) / summed
+        sums = nodes.sent(inner * g, summed, 2 * trained * MASTER_BYTES / g * (summed - 1) / summed)
+        waited, behind = (sums, behind) if layout.shard == "none" else (waited, behind.plus(sums))
         collectives += 1
-    return Work("train", collectives=collectives, behind_link=roads["link"], behind_network=roads["network"])
+    return Work(
+        "train", link=waited.link, network=waited.network, collectives=collectives, behind_link=behind.link,
+        behind_network=behind.network,
+    )  # fmt: skip
 
 
 def train_work(
@@ -197,85 +217,6 @@ def infer_work(
     return model_work(
         "infer", shape, layout, share_of(lengths, layout.data or 1), max_tokens, 1.0, scalar, nodes
     )  # fmt: skip
-
-
-class Decoding(NamedTuple):
-    """One engine's way through its rows: steps until the last ends, and slots that take part in them, summed over steps."""
-
-    steps: int
-    slot_steps: int
-
-
-def decoding(responses: Numbers, slots: int, multiple: int = 1) -> Decoding:
-    """Return how an engine decodes responses of so many tokens in `slots` slots that it fills again as they become free.
-
-    Args:
-        responses: tokens by row, in the order in which they begin, (R,).
-        multiple: a step computes a multiple of so many rows.
-    """
-    busy: list[int] = []
-    ends: list[int] = []
-    for tokens in responses.tolist():
-        start = heapq.heappop(busy) if len(busy) >= slots else 0
-        heapq.heappush(busy, start + tokens)
-        ends.append(start + tokens)
-    last = np.sort(np.array(ends, dtype=np.int64))
-    # Slots are full until the last row has begun; from then on they empty in the order of their ends.
-    tail = last[-min(slots, len(last)) :]
-    counts = np.arange(len(tail), 0, -1)
-    spans = np.diff(tail, prepend=0)
-    return Decoding(int(last[-1]), int((spans * (-(-counts // multiple) * multiple)).sum()))
-
-
-def generate_work(
-    shape: Shape,
-    tensor: int,
-    replicas: int,
-    lengths: Lengths,
-    slots: int,
-    samples: int,
-    nodes: Nodes,
-    multiple: int = 1,
-) -> tuple[Work, Work]:
-    """Return the work of one rank in generation: prompts, and decoding.
-
-    Args:
-        tensor: ranks of an engine. replicas: engines. slots: rows that each decodes at once.
-        samples: rows of a prompt, which is computed once for all of them.
-    """
-    rows = max(1, math.ceil(len(lengths) * lengths.generated / replicas))
-    config = shape.sizes
-    own = responses_of_one(lengths, rows)
-    prompt = lengths.prompts.mean()
-    prompts = max(1.0, rows / samples)
-    path = decoding(own, slots, multiple)
-    computed = forward_operations(shape, prompts * prompt, prompts * float((lengths.prompts**2).mean()), True) / tensor
-    per_token = cache_bytes(config, shape.element_bytes, 1, 1) / tensor
-    context = float((own * prompt + own * own / 2.0).sum())
-    attention = 4.0 * config.num_hidden_layers * config.num_attention_heads * head_width(config) * context
-    operations = (2.0 * matrix_parameters(shape, False) * path.slot_steps + attention) / tensor
-    weights = path.steps * matrix_parameters(shape, False) * shape.element_bytes / tensor
-    layers = config.num_hidden_layers
-    width = config.hidden_size * shape.element_bytes
-    summed = 2 * 2 * layers * width * (tensor - 1) / tensor
-    road = nodes.roads(1, tensor)
-    prefill = Work(
-        "prefill", computed, 0.0, layers, rows, 1, **{road: summed * prompts * prompt},
-        collectives=2 * layers * (tensor > 1),
-    )  # fmt: skip
-    decode = Work(
-        "decode", operations, weights + per_token * context, layers * path.steps, rows, path.steps,
-        **{road: summed * float(own.sum())}, collectives=2 * layers * path.steps * (tensor > 1),
-    )  # fmt: skip
-    return prefill, decode
-
-
-def responses_of_one(lengths: Lengths, rows: int) -> Numbers:
-    """Return the responses of the engine that ends last: spread evenly over all lengths, with the longest, in mixed order."""
-    places = (
-        np.linspace(0, len(lengths) - 1, rows).round().astype(np.int64) if rows > 1 else np.array([len(lengths) - 1])
-    )
-    return lengths.ordered[places][np.random.default_rng(0).permutation(rows)]
 
 
 def reshard_bytes(shape: Shape, layout: ParallelLayout, target: int, shared: bool, element_bytes: int) -> float:

@@ -1,3 +1,1 @@
-"""Tensor-parallel embedded engines: `leader` and `followers` for an engine with processes of its own, `spmd` for ranks that train and
-decode together.
-"""
+"""Tensor-parallel embedded engines: `leader` and `followers` in processes of their own, `spmd` for ranks that train and decode."""

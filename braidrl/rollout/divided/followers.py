@@ -4,12 +4,10 @@ leader ──commands, over a pipe──▶ follower        a pipe that ends is 
        ◀──"" when done, or an error─┘
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -35,22 +33,20 @@ FAILED = 1
 
 
 class ForkedFollowers:
-    """Followers 1 to `count`. The leader waits at most `limit_s` seconds for an answer."""
+    """The followers of an engine, from 1 on. The leader waits for their answers as long as `wait_s` says."""
 
-    def __init__(self, count: int, begin: Callable[[int, int], EmbeddedEngine], inherited: int, limit_s: float) -> None:
+    def __init__(self, spec: EngineSpec, inherited: int) -> None:
         """Fork the followers.
 
         Args:
-            count: How many.
-            begin: Makes a follower's engine from its rank and the port of the rendezvous.
+            spec: Their engine.
             inherited: A descriptor that followers close: on it the run sees the end of the leader.
-            limit_s: Seconds to wait for an answer.
         """
-        self._limit_s = limit_s
+        self._limit_s = wait_s(spec)
         self._processes: list[Forked] = []
-        for rank in range(1, count + 1):
+        for rank in range(1, spec.tensor):
             kept = [inherited, *(process.connection.fileno() for process in self._processes)]
-            self._processes.append(fork(f"follower {rank}", partial(_run, rank, begin), kept))
+            self._processes.append(fork(f"follower {rank}", partial(_run, rank, spec), kept))
 
     def connect(self, port: int) -> None:
         """Tell the followers the port of the rendezvous."""
@@ -88,10 +84,10 @@ class ForkedFollowers:
             process.connection.send_bytes(message)
 
 
-def _run(rank: int, begin: Callable[[int, int], EmbeddedEngine], pipe: Connection) -> None:
+def _run(rank: int, spec: EngineSpec, pipe: Connection) -> None:
     """Run a follower in its own process."""
     try:
-        engine = begin(rank, msgpack.unpackb(pipe.recv_bytes()))
+        engine = _follower(spec, rank, msgpack.unpackb(pipe.recv_bytes()))
         pipe.send_bytes(msgpack.packb(DONE))
         while True:
             if execute(engine, msgpack.unpackb(pipe.recv_bytes())):
@@ -103,11 +99,6 @@ def _run(rank: int, begin: Callable[[int, int], EmbeddedEngine], pipe: Connectio
         with contextlib.suppress(OSError):
             pipe.send_bytes(msgpack.packb(f"{type(error).__name__}: {error}"))
         os._exit(FAILED)
-
-
-def fork_followers(spec: EngineSpec, inherited: int) -> ForkedFollowers:
-    """Fork the followers of an engine; see `ForkedFollowers` for `inherited`."""
-    return ForkedFollowers(spec.tensor - 1, partial(_follower, spec), inherited, wait_s(spec))
 
 
 def lead(spec: EngineSpec, followers: ForkedFollowers) -> LeadingEngine:

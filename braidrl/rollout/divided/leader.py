@@ -5,8 +5,6 @@ run ──▶ leader ──add, abort, clear ... step──▶ follower, followe
 Drawing is deterministic, so that all processes draw the same tokens, and the leader's results are everybody's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol

@@ -6,8 +6,6 @@ rank 1   its requests ┴─ all-gather ───┴─ step, step, step ... ─
 Drawing is deterministic: ranks with the same requests in the same order draw the same tokens, and none has to lead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,6 +23,8 @@ from braidrl.rollout.wire import plain_request, request_of
 class SpmdEngine(EmbeddedEngine):
     """One rank's engine. All ranks of the group make the same calls at the same time, also those without a request."""
 
+    is_collective = True
+
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int,
         seed: int, slices: Slices, group: dist.ProcessGroup, compile: bool = True,
@@ -32,11 +32,6 @@ class SpmdEngine(EmbeddedEngine):
         """Make the engine of a model of which this rank holds `slices`; the other settings are the same on all ranks."""
         super().__init__(model, tokenizer, slots, max_sequence_tokens, seed, compile=compile, slices=slices)
         self.slices, self._group = slices, group
-
-    @property
-    def is_collective(self) -> bool:
-        """True: every rank of the group takes part in every step."""
-        return True
 
     def generate(
         self,

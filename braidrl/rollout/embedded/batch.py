@@ -9,8 +9,6 @@ same bits whatever the number of rows.
 Shapes: B slots in the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -35,18 +33,13 @@ class SlotBatch:
         graphs: StepGraphs | None = None,
     ) -> None:  # fmt: skip
         """Start empty. `native` computes the steps in place of the model's own forward; `graphs` record and replay that forward."""
-        self._model, self._slots, self._seed, self._shrink = model, slots, seed, shrink
+        self._model, self.slots, self._seed, self._shrink = model, slots, seed, shrink
         self._native, self._graphs = native, graphs
         self._cache = SlotCache(model.config, slots, model.dtype, model.device)
         self.prompts = Prompts(self._cache)
         self._states = SlotStates.idle(slots, 1, 1, self.log_prob_dtype, model.device)
         self.rows: dict[int, Row] = {}
         self.clear()
-
-    @property
-    def slots(self) -> int:
-        """Rows that can be decoded at once."""
-        return self._slots
 
     @property
     def log_prob_dtype(self) -> torch.dtype:
@@ -59,9 +52,9 @@ class SlotBatch:
         self._positions, self._response_tokens, self._stop_tokens = 0, 1, 1
         if release or self._graphs is None:
             self._cache.release()
-            self._states = SlotStates.idle(self._slots, 1, 1, self.log_prob_dtype, self._model.device)
+            self._states = SlotStates.idle(self.slots, 1, 1, self.log_prob_dtype, self._model.device)
         else:
-            self._states.end(self._index(range(self._slots)))
+            self._states.end(self._index(range(self.slots)))
         self._steps = 0
         self._changed()
 
@@ -73,7 +66,7 @@ class SlotBatch:
         self.prompts.expect(row.request.prompt)
 
     def free(self) -> list[int]:
-        return [slot for slot in range(self._slots) if slot not in self.rows]
+        return [slot for slot in range(self.slots) if slot not in self.rows]
 
     def begin(self, new: Mapping[int, Row], version: int) -> None:
         """Put announced rows into free slots, and compute the prompts that are missing."""
@@ -177,7 +170,7 @@ class SlotBatch:
         return logits
 
     def _changed(self) -> None:
-        top = round_up(max(self.rows, default=0) + 1, ROW_MULTIPLE) if self._shrink else self._slots
+        top = round_up(max(self.rows, default=0) + 1, ROW_MULTIPLE) if self._shrink else self.slots
         self._active = self._states.first(top)
         self._sampling = self._active.batch_sampling([row.request.sampling for row in self.rows.values()])
         self._longest = max((row.length(self._steps) for row in self.rows.values()), default=0) - self._steps

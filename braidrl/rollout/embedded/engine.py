@@ -6,8 +6,6 @@ add ──▶ waiting ──free slot──▶ slots ──step──▶ a token
                once for all rows that share it
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from braidrl.models.memory.footprint import cache_bytes
 from braidrl.models.parallel.decoding import Slices
 from braidrl.rollout.embedded.batch import SlotBatch
-from braidrl.rollout.embedded.graphs import step_graphs
+from braidrl.rollout.embedded.graphs import CudaRecorder, StepGraphs
 from braidrl.rollout.embedded.native.decoder import native_decoder
 from braidrl.rollout.embedded.prompts import ROW_MULTIPLE
 from braidrl.rollout.embedded.slots import round_up
@@ -48,7 +46,7 @@ class EmbeddedEngine(SteppingEngine):
         self._weights = EngineWeights(model, dtype, slices)
         shrink = model.device.type == "cpu" if shrink is None else shrink
         native = native_decoder(self._weights.model) if compile else None
-        graphs = step_graphs(model.device) if compile and slices is None else None
+        graphs = StepGraphs(CudaRecorder()) if compile and slices is None and model.device.type == "cuda" else None
         self._batch = SlotBatch(self._weights.model, round_up(slots, ROW_MULTIPLE), seed, shrink, native, graphs)
         self._waiting: deque[Row] = deque()
 

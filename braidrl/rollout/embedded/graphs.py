@@ -8,8 +8,6 @@ next; where something moved (longer rows, other weights), graphs are recorded an
 Shapes: B slots in the step, V vocabulary.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -84,11 +82,6 @@ class CudaRecorder:
         with torch.cuda.graph(graph, pool=self._pool):
             step()
         return graph.replay
-
-
-def step_graphs(device: torch.device) -> StepGraphs | None:
-    """Make the graphs of a model on CUDA; None elsewhere."""
-    return StepGraphs(CudaRecorder()) if device.type == "cuda" else None
 
 
 def padded_positions(positions: int) -> int:

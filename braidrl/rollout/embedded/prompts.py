@@ -4,8 +4,6 @@ All ids of a prompt but the last go through the model here; the last one is the 
 is drawn in a decode step, at the shape that all rows share.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 

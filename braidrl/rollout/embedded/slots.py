@@ -8,8 +8,6 @@ sees what is there so far. Only as many positions are read as the longest row ha
 Shapes: B slots in the step, H query heads, K key/value heads, D head width, L positions read.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Shapes: B slots, T response tokens, S stop tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -49,7 +47,7 @@ class SlotStates:
     @staticmethod
     def idle(
         slots: int, response_tokens: int, stop_tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> SlotStates:
+    ) -> "SlotStates":
         """Make idle slots with room for so many response and stop tokens each."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -64,11 +62,11 @@ class SlotStates:
             tokens=zeros(response_tokens), log_probs=zeros(response_tokens, dtype=dtype),
         )  # fmt: skip
 
-    def first(self, slots: int) -> SlotStates:
+    def first(self, slots: int) -> "SlotStates":
         """Return views of the first so many slots."""
         return SlotStates(**{fact.name: getattr(self, fact.name)[:slots] for fact in fields(self)})
 
-    def with_room(self, response_tokens: int, stop_tokens: int) -> SlotStates:
+    def with_room(self, response_tokens: int, stop_tokens: int) -> "SlotStates":
         """Return the same states with room for at least so many response and stop tokens."""
         old = (self.tokens.shape[1], self.stop_token_ids.shape[1])
         new = (max(old[0], response_tokens), max(old[1], stop_tokens))

@@ -3,8 +3,6 @@
 add ──▶ waiting ──▶ step, step, step ... ──▶ Response
 """
 
-from __future__ import annotations
-
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable
@@ -20,31 +18,22 @@ from braidrl.rollout.row import Row, row_of
 
 
 class SteppingEngine(ABC):
-    """Rows in flight, and counters. `max_sequence_tokens` limits prompt and response together."""
+    """A `RoleEngine` with rows in flight, and counters."""
+
+    is_collective = False
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_sequence_tokens: int, seed: int
     ) -> None:
         """Make an engine without rows; `end_ids` are the tokens with which the model ends a response."""
         self.seed, self.version = seed, 0
-        self.rows_done = self.tokens_generated = 0
+        self.tokens_generated = 0
         self._tokenizer, self._end_ids = tokenizer, end_ids
-        self._max_sequence_tokens = max_sequence_tokens
+        self.max_sequence_tokens = max_sequence_tokens
         self._under_way: set[Uid] = set()
 
     @property
-    def max_sequence_tokens(self) -> int:
-        """Tokens of prompt and response together."""
-        return self._max_sequence_tokens
-
-    @property
-    def is_collective(self) -> bool:
-        """False: this rank's rows are this rank's business."""
-        return False
-
-    @property
     def memory(self) -> EngineMemory | None:
-        """Return what can leave the device while other roles need the room; None where nothing of it is known."""
         return None
 
     @property
@@ -91,20 +80,6 @@ class SteppingEngine(ABC):
         on_finished: Callable[[Response], None] | None = None,
         rows_to_end: Callable[[], Iterable[Uid]] | None = None,
     ) -> list[Response]:
-        """Generate a response for each request.
-
-        Args:
-            requests: What to generate.
-            on_finished: Called with each response that ends by itself.
-            rows_to_end: Asked after each step for rows to end with what they have; it may name some that have ended.
-
-        Returns:
-            The responses, in the order of `requests`.
-
-        Raises:
-            UserError: For a prompt that leaves no room for a response.
-            RuntimeError: While rows are in flight.
-        """
         if self._under_way:
             raise RuntimeError(f"{len(self._under_way)} rows are under way; step until they end, or clear them")
         order = []
@@ -127,7 +102,6 @@ class SteppingEngine(ABC):
         return [finished[uid] for uid in order]
 
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
-        """Return what `work` returns, which has the engine for as long as it runs; nothing is under way afterwards."""
         try:
             return asyncio.run(work(EngineReplica(self)))
         finally:
@@ -140,7 +114,7 @@ class SteppingEngine(ABC):
         """Queue a request. Raises UserError for a prompt that leaves no room for a response."""
         if request.uid in self._under_way:
             raise ValueError(f"row {request.uid} is under way already")
-        self._accept(row_of(request, self._tokenizer, self._end_ids, self._max_sequence_tokens))
+        self._accept(row_of(request, self._tokenizer, self._end_ids, self.max_sequence_tokens))
         self._under_way.add(request.uid)
 
     @abstractmethod
@@ -149,7 +123,6 @@ class SteppingEngine(ABC):
 
     def _done(self, finished: list[Response]) -> list[Response]:
         self._under_way.difference_update(row.uid for row in finished)
-        self.rows_done += len(finished)
         return finished
 
     def _decoding(self) -> AbstractContextManager[None]:

@@ -3,23 +3,13 @@
 async def agent(base_url, example) -> float: ...            `environment: agent:module:function`
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from braidrl.data.rows import FinishReason
 from braidrl.rollout.episodes.endpoint import Endpoint
-from braidrl.rollout.episodes.player import (
-    EnvironmentFailed,
-    Episode,
-    Limits,
-    Player,
-    call_user,
-    example_of,
-    fail,
-)
+from braidrl.rollout.episodes.player import EnvironmentFailed, Episode, Limits, Player, call_user, example_of, fail
 from braidrl.rollout.episodes.turns import Observation
 from braidrl.rollout.requests import Uid
 

@@ -8,15 +8,12 @@ A session is one row. While the agent's messages go on from what was said before
 that do not (a summary, a second conversation) open a new sequence in the same row.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -60,14 +57,14 @@ class Endpoint:
     ) -> None:  # fmt: skip
         """Raise UserError for a tokenizer without a chat template, which could not tell the speakers apart."""
         if not template.template.is_chat:
-            raise UserError("the endpoint speaks chat, and the tokenizer has no chat template; set one in its folder")
+            raise UserError("the endpoint serves chats, and the tokenizer has no chat template; set one in its folder")
         self.engine, self.template, self.sampling = engine, template, sampling
         self.max_sequence_tokens, self.purpose, self.stage = max_sequence_tokens, purpose, stage
         self._host, self._port = host, port
         self._sessions: dict[str, EndpointSession] = {}
         self._runner: web.AppRunner | None = None
 
-    async def __aenter__(self) -> Endpoint:
+    async def __aenter__(self) -> "Endpoint":
         application = web.Application()
         application.router.add_post("/sessions/{name}/v1/chat/completions", self._handle)
         self._runner = web.AppRunner(application)
@@ -76,9 +73,7 @@ class Endpoint:
         self._port = self._runner.addresses[0][1]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._runner is not None
         await self._runner.cleanup()
 

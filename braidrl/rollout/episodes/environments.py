@@ -9,8 +9,6 @@
 `agent:module:function` is no environment but a whole agent; see `agents`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import inspect

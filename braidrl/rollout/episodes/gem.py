@@ -1,7 +1,5 @@
 """Environments of gem-llm, a package that need not be installed: `gem:game:GuessTheNumber-v0-easy`."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import logging

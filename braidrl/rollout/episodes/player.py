@@ -6,8 +6,6 @@ context ──▶ engine ──▶ sampled tokens ──append──▶ Trajecto
                 └──────────── its tokens ─────────────┴── observation, tokenised alone
 """
 
-from __future__ import annotations
-
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter

@@ -3,8 +3,6 @@
 the model's turn ──parse──▶ calls, all at once ──▶ one `tool` message for each, in the order of the calls
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

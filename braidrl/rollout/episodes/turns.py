@@ -8,8 +8,6 @@ place, and what follows the mark is what follows a turn. So it does not matter w
 leaving their reasoning out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ submit ──▶ gate ──▶ server ──▶ part ──▶ Response        
 So every token has one version, and none is drawn from keys and values of earlier weights.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
@@ -69,15 +67,11 @@ class HttpEngine:
 
     def __init__(self, server: GenerationServer, spec: ServerSpec) -> None:
         self.server, self.spec = server, spec
-        self.version = 0
+        self.version, self.max_sequence_tokens = 0, spec.max_sequence_tokens
         self._flights: dict[Uid, HttpRow] = {}
         self._paused = self._asleep = self._updating = False
         self._failure: EngineError | None = None
         self._changed = asyncio.Condition()
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        return self.spec.max_sequence_tokens
 
     async def start(self) -> None:
         """Connect to the server. Raises UserError where it does not answer, or was started in a way that Braid cannot train with."""

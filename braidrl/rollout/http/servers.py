@@ -1,7 +1,5 @@
 """A generation server as the run sees it: requests and answers, and which weights it has."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ submit, abort, ... ──message──▶ process
                    ◀──answer───    a process that ends, or says nothing for too long, fails what waits for it with EngineError
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -44,6 +42,7 @@ class EngineProcess:
     ) -> None:
         """`python` is the interpreter that has what the engine needs; by default this process's."""
         self.spec, self.name, self.limit_s = spec, name, limit_s
+        self.max_sequence_tokens = spec.max_sequence_tokens
         self._python = str(python or sys.executable)
         self._process: Spawned | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -55,10 +54,6 @@ class EngineProcess:
         self._load = Load(spec.slots, 0, 0)
         self._heard = 0.0
         self._end = "has not been started"
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        return self.spec.max_sequence_tokens
 
     @property
     def pid(self) -> int | None:

@@ -4,8 +4,6 @@ run ──id, method, arguments──▶ Host ──▶ engine
     ◀──id, result or error, load──┘         without work for it the process waits; when the run is gone it ends
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import sys
@@ -18,7 +16,7 @@ import torch
 from braidrl.errors import UserError
 from braidrl.models.cpu.malloc import keep_freed_memory
 from braidrl.models.loading import load_decoder, load_tokenizer
-from braidrl.rollout.divided.followers import ForkedFollowers, fork_followers, lead
+from braidrl.rollout.divided.followers import ForkedFollowers, lead
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.engine import ENGINES, Engine, EngineError, ServedEngine
@@ -134,7 +132,7 @@ def main(handle: int) -> None:
     if message is None:
         return
     spec = EngineSpec(**message)
-    followers = fork_followers(spec, handle) if spec.tensor > 1 else None
+    followers = ForkedFollowers(spec, handle) if spec.tensor > 1 else None
     try:
         asyncio.run(serve(connection, spec, followers))
     finally:

@@ -1,7 +1,5 @@
 """Which engine a process makes, as values that travel to it."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any
 

@@ -8,8 +8,6 @@ A row is bound to an engine only when the engine has room for it, one by one: le
 not bound yet can still balance what turned out long. Work is counted in response tokens.
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field

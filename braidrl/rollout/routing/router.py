@@ -5,8 +5,6 @@ submit ──▶ waiting ──dispatch──▶ engine ──▶ Response
               └──── EngineError ───┘      the engine is asked every `retry_s` seconds to recover, and gets the weights it missed
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 

@@ -4,8 +4,6 @@ generate ──▶ router ──▶ engine, engine, ... ──▶ Response
 publish ──▶ weights, written once ──▶ every engine reads them
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -33,6 +31,10 @@ class StoredWeights(WeightSource, Protocol):
 class EngineService:
     """Owns the event loop of its engines, which runs only inside its methods. `close` ends the engines."""
 
+    is_collective = False
+    memory = None
+    """What they take of a device is theirs."""
+
     def __init__(
         self,
         engines: Sequence[ServedEngine],
@@ -50,6 +52,7 @@ class EngineService:
             UserError: For a model that the engines cannot use.
         """
         self.engines, self._limit_s, self._store = list(engines), limit_s, store
+        self.max_sequence_tokens = self.engines[0].max_sequence_tokens
         self._runner = asyncio.Runner()
         self._router: Router | None = None
         self._weights: StoredWeights | None = None
@@ -67,17 +70,7 @@ class EngineService:
         return self._router
 
     @property
-    def max_sequence_tokens(self) -> int:
-        """Tokens of prompt and response together."""
-        return self.engines[0].max_sequence_tokens
-
-    is_collective = False
-    memory = None
-    """What they take of a device is theirs."""
-
-    @property
     def in_flight(self) -> int:
-        """Rows that are being decoded."""
         return self.router.load().running
 
     def generate(
@@ -86,8 +79,6 @@ class EngineService:
         on_finished: Callable[[Response], None] | None = None,
         rows_to_end: Callable[[], Iterable[Uid]] | None = None,
     ) -> list[Response]:
-        """Generate as `SteppingEngine.generate`; `rows_to_end` is asked every ASK_EVERY_S seconds."""
-
         async def one(request: Request) -> Response:
             finished = await self.router.submit(request)
             if on_finished and finished.finish_reason is not FinishReason.ABORT:
@@ -111,7 +102,6 @@ class EngineService:
             raise several.exceptions[0] from None
 
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
-        """Run `work` with the engines to its end, and return its result."""
         return self._runner.run(work(self.router))
 
     def publish(self, version: int, source: WeightSource) -> None:

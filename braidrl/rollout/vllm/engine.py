@@ -6,8 +6,6 @@ add ──▶ waiting ──free slot──▶ vLLM ──step──▶ tokens, 
 The only files that import vLLM are this one and `logits_processor`; `worker` is Braid's part of vLLM's workers.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections import deque

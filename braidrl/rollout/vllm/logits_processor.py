@@ -6,8 +6,6 @@ vLLM then can draw no other token, and reports that number as the token's log-pr
 any top-k or top-p cut, which none of vLLM's own modes is. Only what vLLM offers to plug-ins is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +44,7 @@ class DrawBatch:
     top_p: Tensor
 
     @staticmethod
-    def of(rows: Sequence[Drawing], device: torch.device) -> DrawBatch:
+    def of(rows: Sequence[Drawing], device: torch.device) -> "DrawBatch":
         asked = [row.draws.sampling for row in rows]
 
         def facts(values: list[Any], dtype: torch.dtype) -> Tensor:

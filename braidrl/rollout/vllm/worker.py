@@ -4,8 +4,6 @@ path ──▶ worker: maps the file ──────────────�
 notice ──▶ worker: joins a group, receives ──┘
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any

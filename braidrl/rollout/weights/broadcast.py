@@ -7,8 +7,6 @@ A group of processes lasts for one version, so that nothing is left of one that 
 and keeps its part of each tensor.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading
@@ -24,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from braidrl.cluster.groups import connect_store, group_apart, open_store
+from braidrl.errors import first_line
 from braidrl.rollout.engine import EngineError, WeightSource
 
 BUCKET_BYTES = 256 << 20
@@ -67,7 +66,7 @@ class Notice:
         return asdict(self)
 
     @staticmethod
-    def of(plain: Mapping[str, Any]) -> Notice:
+    def of(plain: Mapping[str, Any]) -> "Notice":
         return Notice(**{**plain, "tensors": [TensorSpec(**sent) for sent in plain["tensors"]]})
 
     def buckets(self) -> list[list[TensorSpec]]:
@@ -217,7 +216,3 @@ def address_towards(peer: str) -> str:
         asking.connect(where)
         address: str = asking.getsockname()[0]
     return address
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -7,8 +7,6 @@ rank 2   its blocks ╯         blocks that no rank of a machine has come from a
 Readers are told of a file when it is complete. It has no name in the file system by then, and is gone with the ranks that wrote it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -189,7 +187,7 @@ class FileLayout:
     check: bool
 
     @classmethod
-    def of(cls, known: WeightIndex, check: bool, repeat: bool = False) -> FileLayout:
+    def of(cls, known: WeightIndex, check: bool, repeat: bool = False) -> "FileLayout":
         """Lay out the tensors, larger element sizes first, so that each tensor is aligned."""
         others = {other: first for first, names in known.names.items() for other in names if other != first}
         repeated = others if repeat else {}

@@ -1,7 +1,5 @@
 """The engine's weights: the trainer's own, or a copy in another dtype that is refreshed at each publication."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -43,7 +41,7 @@ class EngineWeights:
         """Return the full tensors of a source. Raises ValueError where they are not exactly the model's."""
         given = dict(source.tensors())
         own = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
-        check_tensors(given, own if self._slices is None else self._slices.shapes)
+        check_shapes({n: t.shape for n, t in given.items()}, own if self._slices is None else self._slices.shapes)
         return given
 
     @torch.no_grad()
@@ -52,11 +50,6 @@ class EngineWeights:
         targets = self.model.state_dict()
         for name, tensor in given.items():
             targets[name].copy_(tensor if self._slices is None else self._slices.boxes[name].of(tensor))
-
-
-def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
-    """Raise ValueError where names or shapes are not exactly those of the model."""
-    check_shapes({name: tensor.shape for name, tensor in given.items()}, expected)
 
 
 def check_shapes(given: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:

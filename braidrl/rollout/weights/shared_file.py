@@ -5,8 +5,6 @@ trainer ──▶ safetensors in shared memory ──▶ every engine's process 
 Once written the memory has no name in the file system: it is gone with the process that made it, however that ends.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import zlib

@@ -1,4 +1,4 @@
-"""The distributed runtime: every rank walks the same chain, and nobody decides for the others.
+"""The distributed runtime: every rank runs the same chain of stages, and nobody decides for the others.
 
 rank 0   its prompts ──generate──▶ its rows ──verify──▶ its rows ╮            ╭─▶ its rows ──forward_backward──╮
 rank 1   its prompts ──generate──▶ its rows ──verify──▶ its rows ┼▶ balanced? ┼─▶ its rows ──forward_backward──┼▶ sum, step
@@ -8,8 +8,6 @@ rank 1   its prompts ──generate──▶ its rows ──verify──▶ its 
 
 What is said of a row in a few numbers (its index columns) every rank knows of every row; its payload lies on one rank.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,6 +23,7 @@ from braidrl.data.loader import PromptLoader
 from braidrl.data.partition import in_turn
 from braidrl.data.rows import Column, Rows, tokens_of
 from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.compute import dropped, summed
 from braidrl.flow.updates import update_plan
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
@@ -107,11 +106,11 @@ class DistributedBackend:
     def totals(self, stage: Stage, table: Shard) -> dict[str, float]:
         everywhere = self._known_everywhere(stage, table)
         rows = table.index if everywhere else table.rows
-        found = self.executor.sums(stage, rows) if len(rows) else {}
+        found = summed(stage, rows) if len(rows) else {}
         return {name: float(total) for name, total in (found if everywhere else self.exchange.add_up(found)).items()}
 
     def select(self, stage: Stage, table: Shard) -> dict[int, str]:
-        return self.executor.select(stage, table.index)
+        return dropped(stage, table.index)
 
     def train(self, stage: Stage, table: Shard, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Divide each update's rows among the ranks by length; every rank then makes the same optimizer step."""

@@ -1,7 +1,5 @@
 """From one command to the ranks of a distributed run: started here or on a Ray cluster, or met where `torchrun` has started them."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

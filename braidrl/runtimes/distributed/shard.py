@@ -8,11 +8,9 @@ gather      new index columns and metric sums of every rank, on every rank
 move        payload to the ranks that are to have it
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +20,10 @@ from torch import Tensor
 from braidrl.cluster.world import World
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import join, split
-from braidrl.data.rows import Column, Rows, tokens_of
+from braidrl.data.rows import Column, Rows, named_rows, tokens_of
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
-from braidrl.observe.trace import Done, State, TraceWriter
+from braidrl.observe.trace import Done, State, TraceWriter, traced
 from braidrl.runtimes.interrupts import Interrupts
 from braidrl.transfer.data_buffer import DataBuffer, Key
 
@@ -54,7 +52,7 @@ class Shard:
         own = self.index.take(self.mine)
         return own.with_columns(dict(self.payload.items())) if len(own) else own
 
-    def take(self, positions: Sequence[int]) -> Shard:
+    def take(self, positions: Sequence[int]) -> "Shard":
         chosen = torch.tensor(positions, dtype=torch.int64)
         owner = self.owner[chosen]
         place = torch.zeros(len(self.owner), dtype=torch.int64)
@@ -62,7 +60,7 @@ class Shard:
         payload = self.payload.take(place[chosen[owner == self.rank]])
         return Shard(self.index.take(chosen), owner, payload, self.rank)
 
-    def with_everywhere(self, columns: Mapping[str, Column]) -> Shard:
+    def with_everywhere(self, columns: Mapping[str, Column]) -> "Shard":
         """Return the table with columns that every rank has of all rows; of payload each keeps its own."""
         here = Rows(columns)
         kept = here.payload.take(self.mine) if len(self.mine) else Rows({})
@@ -137,7 +135,7 @@ class ShardExchange:
     @contextmanager
     def working(self, stage: Stage, rows: Rows) -> Iterator[Done]:
         """Trace the work on rows, and name them where it fails."""
-        self.world.rows = named_rows(rows)
+        self.world.rows = named_rows(rows.uids() if "group" in rows else ())
         with (
             self._span(stage.role or "compute", stage.name, len(rows), tokens_of(rows)) as done,
             self.world.supervised("what ranks compute together"),
@@ -145,15 +143,11 @@ class ShardExchange:
             yield done
         self.world.rows = ""
 
-    @contextmanager
-    def _span(self, role: str, stage: str, rows: int, tokens: int, state: State = "busy") -> Iterator[Done]:
-        if self.trace is None:
-            yield Done()
-            return
-        with self.trace.span(
-            role, stage, self.iteration, rows=rows, tokens=tokens, version=self.version, state=state
-        ) as done:  # fmt: skip
-            yield done
+    def _span(
+        self, role: str, stage: str, rows: int, tokens: int, state: State = "busy"
+    ) -> AbstractContextManager[Done]:
+        about = {"rows": rows, "tokens": tokens, "version": self.version, "state": state}
+        return traced(self.trace, role, stage, self.iteration, **about)
 
 
 def columns_of(rows: Rows) -> dict[str, Column]:
@@ -167,11 +161,3 @@ def joined(payload: Rows, new: Rows) -> Rows:
 
 def only_present(rows: Rows, names: Sequence[str]) -> Rows:
     return rows.only([name for name in dict.fromkeys(names) if name in rows])
-
-
-def named_rows(rows: Rows, most: int = 4) -> str:
-    """Return the first rows' uids, for an error message."""
-    if not len(rows) or "group" not in rows:
-        return ""
-    uids = rows.uids()
-    return ", ".join(map(str, uids[:most])) + (f" and {len(uids) - most} more" if len(uids) > most else "")

@@ -8,14 +8,11 @@ finished rows ──▶ checks ──▶ whole groups ──select──▶ kept
 What ends early depends on who was fast; what is in the batch does not: it is the first kept groups by number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from braidrl.cluster.notices import Notices
-from braidrl.data.codec import decode, encode
-from braidrl.data.frames import join, split
+from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.compute import dropped
@@ -68,7 +65,7 @@ class EarlyStop:
     @staticmethod
     def of(
         segment: Segment, needless: Needless, flow: Flow, uids: Sequence[Uid], notices: Notices | None = None
-    ) -> EarlyStop:
+    ) -> "EarlyStop":
         """Return what follows a wave; `uids` are all of its rows, whoever generates them."""
         left: dict[int, set[Uid]] = {}
         for uid in uids:
@@ -108,8 +105,8 @@ class EarlyStop:
         if self.notices is None:
             return own
         if own:
-            self.notices.tell(bytes(join(encode(Rows.cat(own)))))
-        return [decode(split(message)) for message in self.notices.hear()]
+            self.notices.tell(pack_rows(Rows.cat(own)))
+        return [unpack_rows(message) for message in self.notices.hear()]
 
     def _note(self, index: Rows) -> None:
         for number, uid in enumerate(index.uids()):

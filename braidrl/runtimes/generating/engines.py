@@ -1,7 +1,5 @@
 """From a configuration to what generates for a role: the trainer's own weights, engines in processes of their own, or servers."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace

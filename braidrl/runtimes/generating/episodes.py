@@ -1,7 +1,5 @@
 """Runs a generate stage that names an environment: rows in, episodes played on the role's engine, columns out."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ rows ──requests_of──▶ engine ──finished rows──▶ EarlyChecks,
 trained weights ──publish──▶ engines
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -6,8 +6,6 @@ engines in processes of their own        one file on each machine, which its ran
 servers                                  the same in a folder, which they read, or sent to them from there
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from braidrl.config import Config

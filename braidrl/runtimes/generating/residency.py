@@ -3,8 +3,6 @@
 stage ──needs──▶ Residency ──offload, onload──▶ weights and optimizers of roles, engines' copies of weights
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

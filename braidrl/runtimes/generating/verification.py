@@ -4,8 +4,6 @@ engine ──finished rows──▶ EarlyChecks ──some at a time──▶ Ch
                                        verify stage ──▶ Checks.results ◀──┘
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 

@@ -6,12 +6,7 @@ reference pool          ├── log_probs ──┤
 critic pool                        ├── values ──┤                          ├─ update ─┤
 """
 
-from __future__ import annotations
-
-import itertools
-import weakref
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -19,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from braidrl.data.codec import payload_forbidden
+from braidrl.data.codec import pack_rows, payload_forbidden, unpack_rows
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
-from braidrl.flow import Kind, Scope, Stage
+from braidrl.flow import Kind, Stage
+from braidrl.flow.compute import dropped
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.stage import Signature
 from braidrl.models.checkpoint import Write
@@ -34,25 +29,16 @@ from braidrl.observe.metrics import Sums
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import Needless, Segment
 from braidrl.runtimes.generating.engines import pools_ranks
-from braidrl.runtimes.hybrid.dispatch import Partition, by_length, by_number, place
+from braidrl.runtimes.hybrid.dispatch import StageDispatch, by_length, by_number
 from braidrl.runtimes.hybrid.group import WorkerGroup
-from braidrl.runtimes.hybrid.handles import (
-    READ,
-    Answer,
-    Future,
-    Handle,
-    Output,
-    columns_read,
-    packed_rows,
-    unpacked_rows,
-)
-from braidrl.runtimes.hybrid.worker import method_class
+from braidrl.runtimes.hybrid.handles import READ, Handle, Output, columns_read
+from braidrl.runtimes.hybrid.pool_worker import method_class
 from braidrl.runtimes.saving.background import check_written
 from braidrl.runtimes.saving.row_store import Admission, Origin
 from braidrl.transfer.protocols import registered
 
 
-class HybridBackend:
+class HybridBackend(StageDispatch):
     """Implements `SerialBackend` with handles. Every role has a worker group; rows are made by rank 0 of `home`."""
 
     def __init__(
@@ -72,12 +58,10 @@ class HybridBackend:
             executor: Computes on index columns; it holds no role.
             resources: What `close` ends.
         """
-        self.loader, self.groups, self.home = loader, groups, home
-        self.executor, self.resources = executor, resources
+        super().__init__(groups, home, executor)
+        self.loader, self.resources = loader, resources
         self.distinct = list(dict.fromkeys(groups.values()))
         self.training: list[Output] = []
-        self.keys = itertools.count()
-        self.forgotten: deque[tuple[WorkerGroup, int, int]] = deque()
         resources.enter_context(payload_forbidden())
 
     def admit(self, groups: int) -> Handle:
@@ -85,14 +69,12 @@ class HybridBackend:
         return self.read(Admission(tuple(self.loader.advance(groups))))
 
     def read(self, origin: Origin) -> Handle:
-        while self.forgotten:
-            group, worker, key = self.forgotten.popleft()
-            group.release(worker, key)
+        self.release_forgotten()
         key = next(self.keys)
         future = self.home.call("make", origin, key)
         answers = self.home.wait([future])
         output = Output(READ)
-        self._note(output, key, self.home, [future], [range(len(unpacked_rows(answers[0].index)))])
+        self._note(output, key, self.home, [future], [range(len(unpack_rows(answers[0].index)))])
         output.finish(answers)
         return Handle((output,), torch.arange(len(output.future))[None])
 
@@ -121,7 +103,7 @@ class HybridBackend:
         return {name: float(total) for name, total in self._totals(output, *self._place(stage, table)).items()}
 
     def select(self, stage: Stage, table: Handle) -> dict[int, str]:
-        return self.executor.select(stage, self.index(table))
+        return dropped(stage, self.index(table))
 
     def train(self, stage: Stage, table: Handle, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Begin every optimizer step; `publish` waits for them."""
@@ -134,7 +116,7 @@ class HybridBackend:
         for update in updates:
             rows = index.take(update)
             chosen = replace(table.take(update), parts=by_length(rows, group.mesh.size, whole_groups))
-            futures = group.call("update", chosen, packed_rows(rows), stage, iteration, reads=columns_read(stage))
+            futures = group.call("update", chosen, pack_rows(rows), stage, iteration, reads=columns_read(stage))
             self.training.append(Output(stage, None, iteration, sums, group, futures))
 
     def publish(self, version: int) -> None:
@@ -233,76 +215,6 @@ class HybridBackend:
         """Return True where the group's ranks have parts of a role's weights, or compute with each other."""
         layouts = [layout_of(role, self.executor.config) for role in group.pool.roles]
         return not all(layout.resolve(group.mesh.size).is_replicated for layout in layouts)
-
-    def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup | None, Partition]:
-        """Begin, or for a compute stage wait for, what a stage reads; then return what `place` does."""
-        writers = table.writers(columns_read(stage))
-        self._begin_deferred(writers)
-        if stage.role is None:
-            self._wait(writers)
-        return place(stage, table, self.groups, self.home)
-
-    def _begin(self, output: Output, group: WorkerGroup | None, parts: Partition, method: str, *more: Any) -> None:
-        """Send a stage that writes columns to a group, to `home` for None."""
-        assert output.table is not None
-        group = group or self.home
-        key, rows = next(self.keys), replace(output.table, parts=parts)
-        reads = columns_read(output.stage)
-        futures = group.call(method, rows, output.stage, output.iteration, key, *more, reads=reads)
-        self._note(output, key, group, futures, parts)
-
-    def _note(self, output: Output, key: int, group: WorkerGroup, futures: Sequence[Future], parts: Partition) -> None:
-        """Note what was begun; its workers forget the rows when nobody here refers to the futures any more."""
-        output.begin(group, futures, parts)
-        for future in futures:
-            weakref.finalize(future, self.forgotten.append, (group, future.worker, key)).atexit = False
-
-    def _begin_deferred(self, outputs: Iterable[Output]) -> None:
-        for output in outputs:
-            if output.deferred:
-                self._compute(output)
-
-    def _compute(self, output: Output) -> None:
-        """Begin a deferred stage: here if index columns are all that it reads and writes, else where its rows are."""
-        stage, table = output.stage, output.table
-        assert table is not None
-        group, parts = self._place(stage, table)
-        columns = self.executor.run(stage, table.index, Sums()) if group is None else {}
-        if columns and all(isinstance(column, Tensor) for column in columns.values()):
-            output.index, output.table = Rows(columns), None
-        else:
-            totals = self._totals(output, group, parts) if stage.scope is Scope.BATCH else None
-            self._begin(output, group, parts, "execute", totals)
-
-    def _totals(self, output: Output, group: WorkerGroup | None, parts: Partition) -> dict[str, Tensor]:
-        """Return what a stage adds up over all rows, each part where it lies."""
-        stage, table = output.stage, output.table
-        assert table is not None
-        if group is None:
-            return self.executor.sums(stage, table.index)
-        called = group.call("sums", replace(table, parts=parts), stage, output.iteration, reads=columns_read(stage))
-        totals: dict[str, Tensor] = {}
-        for answer in group.wait(called):
-            for name, value in (answer.result or {}).items():
-                totals[name] = totals[name] + value if name in totals else value
-        return totals
-
-    def _wait(self, outputs: Sequence[Output]) -> None:
-        """Begin what is deferred of these outputs, then wait for all of them."""
-        self._begin_deferred(outputs)
-        for output in outputs:
-            if output.index is None:
-                output.finish(self._answers(output))
-
-    def _answers(self, output: Output) -> list[Answer]:
-        """Wait for a stage, show its progress, and add its sums."""
-        name = output.stage.name
-        with self.executor.progress.stage(name, sum(len(future.part) for future in output.futures)) as bar:
-            answers = output.group.wait(output.futures, lambda future: bar.update(len(future.part)))
-        for answer in answers:
-            output.sums.merge(Sums(answer.sums))
-        output.sums.add(f"time/{name}", max((answer.seconds for answer in answers), default=0.0))
-        return answers
 
 
 def written(group: WorkerGroup) -> None:

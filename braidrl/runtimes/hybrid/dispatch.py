@@ -1,17 +1,114 @@
-"""Which group runs a stage, and which of its ranks gets which rows: pure functions of index columns and of where rows lie."""
+"""Stages become calls: which group runs one, which of its ranks gets which rows, and when it begins.
 
-from __future__ import annotations
+stage, Handle ──place──▶ group, rows of each rank ──begin──▶ Futures in an Output ──wait──▶ index columns
+        └── without a role: deferred until somebody needs what it writes
+"""
 
-from collections.abc import Mapping, Sequence
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
 
 from braidrl.data.partition import balanced_partition, in_turn
 from braidrl.data.rows import Rows
 from braidrl.flow import Scope, Stage
+from braidrl.flow.compute import summed
+from braidrl.observe.metrics import Sums
+from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.group import WorkerGroup
-from braidrl.runtimes.hybrid.handles import Handle, Output, columns_read
+from braidrl.runtimes.hybrid.handles import Answer, Future, Handle, Output, columns_read
 
 Partition = Sequence[Sequence[int]]
 """The row positions of each rank, rising."""
+
+
+class StageDispatch:
+    """Begins stages on the worker groups, and waits for them. Every role has a group; what has no other place runs at `home`."""
+
+    def __init__(self, groups: Mapping[str, WorkerGroup], home: WorkerGroup, executor: StageExecutor) -> None:
+        self.groups, self.home, self.executor = groups, home, executor
+        self.keys = itertools.count()
+        self.forgotten: deque[tuple[WorkerGroup, int, int]] = deque()
+
+    def release_forgotten(self) -> None:
+        """Let workers forget the rows that nobody here refers to any more."""
+        while self.forgotten:
+            group, worker, key = self.forgotten.popleft()
+            group.release(worker, key)
+
+    def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup | None, Partition]:
+        """Begin, or for a compute stage wait for, what a stage reads; then return what `place` does."""
+        writers = table.writers(columns_read(stage))
+        self._begin_deferred(writers)
+        if stage.role is None:
+            self._wait(writers)
+        return place(stage, table, self.groups, self.home)
+
+    def _begin(self, output: Output, group: WorkerGroup | None, parts: Partition, method: str, *more: Any) -> None:
+        """Send a stage that writes columns to a group, to `home` for None."""
+        assert output.table is not None
+        group = group or self.home
+        key, rows = next(self.keys), replace(output.table, parts=parts)
+        reads = columns_read(output.stage)
+        futures = group.call(method, rows, output.stage, output.iteration, key, *more, reads=reads)
+        self._note(output, key, group, futures, parts)
+
+    def _note(self, output: Output, key: int, group: WorkerGroup, futures: Sequence[Future], parts: Partition) -> None:
+        """Note what was begun; its workers forget the rows when nobody here refers to the futures any more."""
+        output.begin(group, futures, parts)
+        for future in futures:
+            weakref.finalize(future, self.forgotten.append, (group, future.worker, key)).atexit = False
+
+    def _begin_deferred(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            if output.deferred:
+                self._compute(output)
+
+    def _compute(self, output: Output) -> None:
+        """Begin a deferred stage: here if index columns are all that it reads and writes, else where its rows are."""
+        stage, table = output.stage, output.table
+        assert table is not None
+        group, parts = self._place(stage, table)
+        columns = self.executor.run(stage, table.index, Sums()) if group is None else {}
+        if columns and all(isinstance(column, Tensor) for column in columns.values()):
+            output.index, output.table = Rows(columns), None
+        else:
+            totals = self._totals(output, group, parts) if stage.scope is Scope.BATCH else None
+            self._begin(output, group, parts, "execute", totals)
+
+    def _totals(self, output: Output, group: WorkerGroup | None, parts: Partition) -> dict[str, Tensor]:
+        """Return what a stage adds up over all rows, each part where it lies."""
+        stage, table = output.stage, output.table
+        assert table is not None
+        if group is None:
+            return summed(stage, table.index)
+        called = group.call("sums", replace(table, parts=parts), stage, output.iteration, reads=columns_read(stage))
+        totals: dict[str, Tensor] = {}
+        for answer in group.wait(called):
+            for name, value in (answer.result or {}).items():
+                totals[name] = totals[name] + value if name in totals else value
+        return totals
+
+    def _wait(self, outputs: Sequence[Output]) -> None:
+        """Begin what is deferred of these outputs, then wait for all of them."""
+        self._begin_deferred(outputs)
+        for output in outputs:
+            if output.index is None:
+                output.finish(self._answers(output))
+
+    def _answers(self, output: Output) -> list[Answer]:
+        """Wait for a stage, show its progress, and add its sums."""
+        name = output.stage.name
+        with self.executor.progress.stage(name, sum(len(future.part) for future in output.futures)) as bar:
+            answers = output.group.wait(output.futures, lambda future: bar.update(len(future.part)))
+        for answer in answers:
+            output.sums.merge(Sums(answer.sums))
+        output.sums.add(f"time/{name}", max((answer.seconds for answer in answers), default=0.0))
+        return answers
 
 
 def place(

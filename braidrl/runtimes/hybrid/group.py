@@ -3,8 +3,6 @@
 driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, rank 1, ... ──▶ Future each ──wait──▶ Answer
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,11 +11,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from braidrl.data.rows import named_rows
 from braidrl.errors import UserError
 from braidrl.flow import Stage
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.handles import Answer, Future, Handle, Part
-from braidrl.runtimes.hybrid.worker import HybridWorker, StageFailure, named_rows
+from braidrl.runtimes.hybrid.worker import HybridWorker, StageFailure
 from braidrl.transfer.protocols import Mesh, registered
 
 DEATH_S = 2.0

@@ -7,8 +7,6 @@ Part      the rows that a worker is given: index columns by value, payload by wh
 Answer    what the worker replies: index columns by value, the names of the payload columns that it keeps
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from braidrl.data.codec import decode, encode
-from braidrl.data.frames import join, split
-from braidrl.data.rows import Column, Rows
+from braidrl.data.codec import pack_rows, unpack_rows
+from braidrl.data.rows import Rows, merged_rows
 from braidrl.flow import Kind, Stage
 from braidrl.flow.stage import Signature
 from braidrl.observe.metrics import Sums
@@ -60,7 +57,7 @@ class Part:
         return self.size
 
     def uids(self) -> list[tuple[int, int, int]]:
-        return unpacked_rows(self.index).uids() if self.size else []
+        return unpack_rows(self.index).uids() if self.size else []
 
 
 @dataclass(eq=False)
@@ -83,7 +80,7 @@ class Output:
     """
 
     stage: Stage
-    table: Handle | None = None
+    table: "Handle | None" = None
     iteration: int = 0
     sums: Sums = field(default_factory=Sums)
     group: Any = None
@@ -108,9 +105,9 @@ class Output:
     def finish(self, answers: Sequence[Answer]) -> None:
         """Note what the futures have brought."""
         size = len(self.future)
-        arrived = {future: unpacked_rows(answer.index) for future, answer in zip(self.futures, answers, strict=True)}
+        arrived = {future: unpack_rows(answer.index) for future, answer in zip(self.futures, answers, strict=True)}
         pieces = self.pieces(torch.arange(size))
-        self.index = merged(size, [(positions, arrived[future].take(rows)) for future, rows, positions in pieces])
+        self.index = merged_rows(size, [(positions, arrived[future].take(rows)) for future, rows, positions in pieces])
 
     def pieces(self, rows: Tensor) -> list[tuple[Future, Tensor, Tensor]]:
         """Return each future that writes some of these rows (-1: none), with their rows there (n,) and places in `rows` (n,)."""
@@ -149,9 +146,9 @@ class Handle:
             if output.index is not None:
                 places = (rows >= 0).nonzero().flatten()
                 segments.append((places, output.index.take(rows[places])))
-        return merged(len(self), segments)
+        return merged_rows(len(self), segments)
 
-    def take(self, positions: Sequence[int]) -> Handle:
+    def take(self, positions: Sequence[int]) -> "Handle":
         """Return the rows at these positions, in the order given."""
         rows = self.rows[:, torch.as_tensor(positions, dtype=torch.int64)]
         # An output that no row is left of would keep its rows with the workers.
@@ -159,7 +156,7 @@ class Handle:
         return Handle(tuple(self.outputs[n] for n in used), rows[used])
 
     @staticmethod
-    def cat(tables: Sequence[Handle]) -> Handle:
+    def cat(tables: "Sequence[Handle]") -> "Handle":
         """Return the rows of all tables, one table after the other."""
         numbers = {o: n for n, o in enumerate(dict.fromkeys(o for table in tables for o in table.outputs))}
         rows, start = torch.full((len(numbers), sum(map(len, tables))), -1), 0
@@ -168,18 +165,18 @@ class Handle:
             start += len(table)
         return Handle(tuple(numbers), rows)
 
-    def divide(self, parts: int) -> list[Handle]:
+    def divide(self, parts: int) -> "list[Handle]":
         """Return the rows of each rank: those decided on, else equally many neighbours."""
         if self.parts is not None:
             return [self.take(positions) for positions in self.parts]
         edges = [len(self) * n // parts for n in range(parts + 1)]
         return [self.take(range(edges[n], edges[n + 1])) for n in range(parts)]
 
-    def with_output(self, output: Output) -> Handle:
+    def with_output(self, output: Output) -> "Handle":
         """Return the same rows with what a stage writes for them."""
         return Handle((*self.outputs, output), torch.cat([self.rows, torch.arange(len(self))[None]]))
 
-    def without(self, other: Handle) -> Handle:
+    def without(self, other: "Handle") -> "Handle":
         """Return the same rows with what the other table lacks."""
         added = [n for n, output in enumerate(self.outputs) if output not in other.outputs]
         return Handle(tuple(self.outputs[n] for n in added), self.rows[added])
@@ -214,7 +211,7 @@ class Handle:
                 here = future.answer if output.index is not None else None
                 sources.append((here or len(awaited), rows.numpy(), places.numpy()))
                 awaited += [] if here else [future]
-        return Part(len(self), packed_rows(self.index), *(tuple(column) for column in zip(*sources, strict=True)))
+        return Part(len(self), pack_rows(self.index), *(tuple(column) for column in zip(*sources, strict=True)))
 
 
 def assemble(
@@ -235,53 +232,19 @@ def assemble(
     """
     if not part.size:
         return Rows({})
-    segments, begun = [(torch.arange(part.size), unpacked_rows(part.index))], []
+    segments, begun = [(torch.arange(part.size), unpack_rows(part.index))], []
     for source, rows, positions in zip(part.sources, part.rows, part.positions, strict=True):
         answer, places = answers[source] if isinstance(source, int) else source, torch.from_numpy(positions)
         if isinstance(source, int):
-            segments.append((places, unpacked_rows(answer.index).take(torch.from_numpy(rows))))
+            segments.append((places, unpack_rows(answer.index).take(torch.from_numpy(rows))))
         wanted = tuple(name for name in answer.columns if reads is None or name in reads)
         if wanted:
             begun.append((places, fetch(answer.worker, answer.key, rows, wanted)))
     fetched = wait([future for _, future in begun])
-    return merged(part.size, segments + [(places, rows) for (places, _), rows in zip(begun, fetched, strict=True)])
-
-
-def merged(size: int, segments: Sequence[tuple[Tensor, Rows]]) -> Rows:
-    """Return one table of `size` rows from segments (positions, rows), of which later ones win, without columns that a row lacks."""
-    by_name: dict[str, list[tuple[Tensor, Column]]] = {}
-    for positions, rows in segments:
-        for name, column in rows.items():
-            by_name.setdefault(name, []).append((positions, column))
-    columns = {name: merged_column(size, found) for name, found in by_name.items()}
-    return Rows({name: column for name, column in columns.items() if column is not None})
-
-
-def merged_column(size: int, segments: Sequence[tuple[Tensor, Column]]) -> Column | None:
-    """Return one column of `size` rows, or None where a row is in no segment."""
-    if len(segments) == 1 and torch.equal(segments[0][0], torch.arange(size)):
-        # All rows in their order, as where one worker has written what another one gets.
-        return segments[0][1]
-    place, start = torch.full((size,), -1), 0
-    for positions, column in segments:
-        place[positions] = torch.arange(start, start + len(column))
-        start += len(column)
-    if bool((place < 0).any()):
-        return None
-    whole: Column = Rows.cat([Rows({"": column}) for _, column in segments])[""]
-    return Rows({"": whole}).take(place)[""]
+    return merged_rows(part.size, segments + [(places, rows) for (places, _), rows in zip(begun, fetched, strict=True)])
 
 
 def columns_read(stage: Stage) -> frozenset[str]:
     """Return every column that a stage may read."""
     signature = stage.signature
-    choices = (name for several in signature.one_of for name in several)
-    return frozenset((*signature.reads, *signature.optional, *choices))
-
-
-def packed_rows(rows: Rows) -> bytes:
-    return bytes(join(encode(rows)))
-
-
-def unpacked_rows(packed: bytes) -> Rows:
-    return decode(split(packed)) if packed else Rows({})
+    return frozenset((*signature.reads, *signature.optional, *sum(signature.one_of, ())))

@@ -1,7 +1,5 @@
 """From a checked configuration to a backend of workers on Ray: pools, actors, models; all of it ends with the backend."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,7 +15,8 @@ from braidrl.runtimes.generating.engines import with_engines
 from braidrl.runtimes.hybrid.backend import HybridBackend
 from braidrl.runtimes.hybrid.group import DriverTraffic, WorkerGroup
 from braidrl.runtimes.hybrid.handles import Future
-from braidrl.runtimes.hybrid.worker import HybridWorker, WorkerSpec, method_class
+from braidrl.runtimes.hybrid.pool_worker import WorkerSpec, method_class
+from braidrl.runtimes.hybrid.worker import HybridWorker
 from braidrl.runtimes.prepare.setup import Prepared
 
 

@@ -1,7 +1,5 @@
 """What a run's parts must have of each other, checked before any model loads."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Iterable, Mapping, Sequence

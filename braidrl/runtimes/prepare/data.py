@@ -1,7 +1,5 @@
 """What the data of a run must have for its verifiers, its micro-batches and its model, checked before any model loads."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 

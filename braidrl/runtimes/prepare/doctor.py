@@ -1,7 +1,5 @@
 """`braid doctor`: what this machine has, and whether a tiny model trains on it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import shutil
@@ -40,7 +38,9 @@ def examine(say: Callable[[str], None]) -> bool:
         say("no CUDA device: runs use the CPU")
     room = shutil.disk_usage(Path.cwd()).free
     say(f"{room / 2**30:.1f} GiB free on disk here")
-    return enough_room(room, say) & trains(say)
+    if room < LEAST_DISK:
+        say("PROBLEM: less than 1 GiB free; set `output` to a folder with room for checkpoints")
+    return trains(say) and room >= LEAST_DISK
 
 
 def version(name: str) -> str:
@@ -48,12 +48,6 @@ def version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def enough_room(room: int, say: Callable[[str], None]) -> bool:
-    if room < LEAST_DISK:
-        say("PROBLEM: less than 1 GiB free; set `output` to a folder with room for checkpoints")
-    return room >= LEAST_DISK
 
 
 def trains(say: Callable[[str], None]) -> bool:

@@ -3,8 +3,6 @@
 configuration ──prepare──▶ flow, data ──▶ devices and the roles on each ──▶ bytes by part, tokens and rows of a micro-batch
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -28,7 +26,7 @@ class DeviceGroup:
     """So many devices that hold the same."""
 
     devices: int
-    seats: tuple[RoleUse, ...]
+    uses: tuple[RoleUse, ...]
 
 
 def dry_run(config: Config, console: Console | None = None) -> list[tuple[DeviceGroup, list[Footprint]]]:
@@ -38,7 +36,7 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
     groups = device_groups(prepared)
     together = config.rollout.tensor if pools_ranks(config) else 1
     found = [
-        (group, [footprint(seat, config, prepared.flow, group.devices, together) for seat in group.seats])
+        (group, [footprint(use, config, prepared.flow, group.devices, together) for use in group.uses])
         for group in groups
     ]
     show(prepared, found, console or Console())
@@ -49,7 +47,7 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
     """Return every process of the run that has a device, with the roles whose models it holds."""
     config, roles, trained = prepared.config, prepared.roles(), prepared.flow.trained_roles
 
-    def seat(role: str) -> RoleUse:
+    def use_of(role: str) -> RoleUse:
         return RoleUse(role, role in trained, role in prepared.generating)
 
     if config.runtime == "streaming":
@@ -62,9 +60,9 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
         ]
     if config.runtime == "hybrid":
         pools = place(config.placement, roles, prepared.generating, config.workers)
-        return [DeviceGroup(pool.workers, tuple(map(seat, pool.roles))) for pool in pools]
+        return [DeviceGroup(pool.workers, tuple(map(use_of, pool.roles))) for pool in pools]
     workers = config.workers if config.runtime == "distributed" else 1
-    return [DeviceGroup(workers, tuple(map(seat, roles)))]
+    return [DeviceGroup(workers, tuple(map(use_of, roles)))]
 
 
 def pools_of_run(prepared: Prepared) -> list[Pool]:
@@ -100,9 +98,9 @@ def moving(prepared: Prepared, footprints: list[Footprint]) -> tuple[int | None,
     gib = prepared.config.trainer.resident_gib
     if gib is None:
         return None, []
-    sizes = {asset: size for one in footprints for asset, size in assets(one.seat.role, one.resident).items()}
-    shared = frozenset(one.seat.role for one in footprints if one.seat.generates and ENGINE not in one.resident)
-    copied = frozenset(one.seat.role for one in footprints if INFERENCE in one.resident)
+    sizes = {asset: size for one in footprints for asset, size in assets(one.use.role, one.resident).items()}
+    shared = frozenset(one.use.role for one in footprints if one.use.generates and ENGINE not in one.resident)
+    copied = frozenset(one.use.role for one in footprints if INFERENCE in one.resident)
     plan = residency_plan(prepared.flow, sizes, int(gib * GIB), shared, copied)
     steps = [plan.kept | (needed & sizes.keys()) for needed in needed_assets(prepared.flow, shared, copied).values()]
     return max(sum(sizes[asset] for asset in step) for step in steps), sorted(sizes.keys() - plan.kept)
@@ -122,7 +120,7 @@ def show(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], c
         )
         table.columns[2].justify = "right"
         for one in footprints:
-            name = f"{one.seat.role}: {one.shape.name}, {one.shape.parameters / 1e9:,.3f}B parameters"
+            name = f"{one.use.role}: {one.shape.name}, {one.shape.parameters / 1e9:,.3f}B parameters"
             for part, size in {**one.resident, **one.working}.items():
                 table.add_row(name, part, in_units(size))
                 name = ""

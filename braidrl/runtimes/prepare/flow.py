@@ -4,8 +4,6 @@ What a stage leaves open is decided here, once, before any model loads: where th
 corrected, and which scores stand for right and wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -6,10 +6,9 @@ config ──flow, lengths──▶ Problem ──search──▶ plans ──�
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 from rich.console import Console
@@ -17,32 +16,22 @@ from rich.console import Console
 from braidrl.config import Config
 from braidrl.data.prompts import LoadedSource, load_train
 from braidrl.errors import UserError, suggest
-from braidrl.flow import Flow, Stage
+from braidrl.flow import Flow
 from braidrl.models.loading import load_tokenizer
-from braidrl.models.role_settings import checkpoints_activations, layout_of, max_tokens_of
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import recorded_steps
 from braidrl.observe.trace import read_trace
-from braidrl.placement.memory import Deployment, role_memory
-from braidrl.placement.plan.calibration import (
-    WARM_UP,
-    Observed,
-    calibrate,
-    runtime_rates,
-    written_rates,
-)
-from braidrl.placement.plan.choices import Choice, SetChoice
+from braidrl.placement.plan.calibration import Observed, calibrate, written_rates
 from braidrl.placement.plan.devices import Cluster, read_cluster
 from braidrl.placement.plan.lengths import batch_lengths, step_lengths
 from braidrl.placement.plan.named import like
 from braidrl.placement.plan.overlay import overlay_of
 from braidrl.placement.plan.problem import Problem
-from braidrl.placement.plan.rates import Rates, rates_for, read_rates
+from braidrl.placement.plan.rates import Rates, read_rates
 from braidrl.placement.plan.report import show, timeline
 from braidrl.placement.plan.search import Plan, Search
 from braidrl.placement.plan.streaming import StreamingSearch
 from braidrl.placement.plan.work import Lengths
-from braidrl.placement.pools import place
 from braidrl.runtimes.prepare.flow import build_flow
 from braidrl.runtimes.saving.folders import run_config
 
@@ -151,22 +140,9 @@ def calibrated(runs: Sequence[Path], devices: str, file: Path) -> Rates:
         UserError: for a folder that is no run, or has nothing recorded.
     """
     cluster = read_cluster(devices)
-    observed = [observe(run, cluster) for run in runs]
     known = read_rates(file) if file.is_file() else {}
-    kind = cluster.groups[0].kind
-    rates = calibrate(observed, deployment, rates_for(kind, known))
-    # What runtimes add is what is left when stages are priced by the fitted rates.
-    left: dict[str, list[tuple[int, float]]] = {}
-    for run in observed:
-        pairs = left.setdefault(run.problem.config.runtime, [])
-        bare = rates.model_copy(update={"runtimes": {}})
-        for step, lengths in run.lengths.items():
-            if step > WARM_UP:
-                one = replace(run.problem, lengths=lengths, rates={kind: bare})
-                pairs.append((one.rows, run.step_seconds[step] - predicted(one).seconds))
-    fitted = {runtime: runtime_rates(pairs) for runtime, pairs in left.items() if pairs}
-    rates = rates.model_copy(update={"runtimes": {**rates.runtimes, **fitted}})
-    file.write_text(written_rates({**known, kind: rates}), encoding="utf-8")
+    rates = calibrate([observe(run, cluster) for run in runs], known)
+    file.write_text(written_rates({**known, cluster.groups[0].kind: rates}), encoding="utf-8")
     return rates
 
 
@@ -179,82 +155,3 @@ def observe(run: Path, cluster: Cluster) -> Observed:
         raise UserError(f"--calibrate: {run} recorded no rollouts")
     problem = Problem(config, build_flow(config), cluster, next(iter(lengths.values())))
     return Observed(problem, lengths, read_trace(run), steps)
-
-
-def deployment(problem: Problem, stage: Stage) -> tuple[Deployment, int]:
-    """Return how a stage's role lies on its devices in a run's configuration, and how many these are."""
-    config, role = problem.config, str(stage.role)
-    generates = stage.type == "generate"
-    devices = devices_of(config, problem, role, generates)
-    layout = layout_of(role, config).resolve(devices)
-    use = problem.use(role, layout, max_tokens_of(role, config), checkpoints_activations(role, config))
-    if generates:
-        engine = problem.engine(
-            problem.models[role], config.rollout.slots, config.rollout.tensor, not layout.is_replicated
-        )
-        use = replace(use, engine=engine)
-    return use, devices
-
-
-def devices_of(config: Config, problem: Problem, role: str, generates: bool) -> int:
-    """Return the processes of a role in a run's configuration."""
-    if config.runtime == "streaming":
-        return config.streaming.workers.get(f"{role}.generate" if generates else role, 1)
-    return config.workers if config.runtime == "distributed" else pool_size(config, problem, role)
-
-
-def pool_size(config: Config, problem: Problem, role: str) -> int:
-    """Return the processes of a role's pool."""
-    if config.runtime != "hybrid":
-        return 1
-
-    generating = [model.role for model in problem.models.values() if model.generates]
-    pools = place(config.placement, problem.flow.roles, generating, config.workers)
-    return next(pool.workers for pool in pools if role in pool.roles)
-
-
-def predicted(problem: Problem) -> Plan:
-    """Return the plan that a configuration already is, with its seconds."""
-    search = Search(problem)
-    sets = configured_sets(problem)
-    if problem.config.runtime == "streaming":
-        return StreamingSearch(problem).plan(sets, problem.config.trainer.max_staleness)
-    return search.plan(problem.config.runtime, sets)
-
-
-def configured_sets(problem: Problem) -> list[SetChoice]:
-    """Return the sets of a configuration's own placement."""
-
-    config, group = problem.config, problem.cluster.groups[0]
-    streaming = config.runtime == "streaming"
-    members: dict[str, list[Stage]] = {}
-    for model in problem.models.values():
-        for stage in model.stages:
-            apart = streaming and stage.type == "generate"
-            members.setdefault(f"{model.role}.generate" if apart else model.role, []).append(stage)
-    choices = {}
-    for name, stages in members.items():
-        costs, use = {}, None
-        for stage in stages:
-            use, devices = deployment(problem, stage)
-            costs[stage.name] = problem.stage_cost(stage, use, group, devices, streaming and stage.type == "generate")
-        assert use is not None
-        resident, working = role_memory(use)
-        choices[name] = (Choice(use, costs, resident, sum(working.values())), devices)
-    if streaming:
-        parts: list[tuple[str, ...]] = [(name,) for name in choices]
-    elif config.runtime == "hybrid":
-        generating = [model.role for model in problem.models.values() if model.generates]
-        parts = [pool.roles for pool in place(config.placement, problem.flow.roles, generating, config.workers)]
-    else:
-        parts = [tuple(choices)]
-    return [joined_set(problem, part, choices) for part in parts]
-
-
-def joined_set(problem: Problem, part: Sequence[str], choices: Mapping[str, Any]) -> SetChoice:
-    """Return the roles of one pool with their seconds together."""
-    roles = {name: choices[name][0] for name in part}
-    devices = choices[part[0]][1]
-    costs = {stage: cost for choice in roles.values() for stage, cost in choice.costs.items()}
-    memory = sum(choice.bytes for choice in roles.values()) + max(choice.working for choice in roles.values())
-    return SetChoice(problem.cluster.groups[0], devices, roles, costs, memory)

@@ -1,7 +1,5 @@
 """What a run needs before its first step, checked in the order of cost: flow, tokenizer, data, verifiers."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

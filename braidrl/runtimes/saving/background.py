@@ -1,10 +1,8 @@
-"""What a worker process writes of a checkpoint in a thread while it goes on; whoever asked for it hears how that ended.
+"""What a process writes of a checkpoint in a thread while it goes on; whoever asked for it hears how that ended.
 
-driver ──stage──▶ worker: copies ──▶ thread: writes        the worker trains on
-       ──written─────────────────────▶ trouble, or none
+driver ──copy_for_saving──▶ worker: copies ──▶ thread: writes        the worker trains on
+       ──written──────────────────────────────▶ trouble, or none
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
+from braidrl.errors import first_line
 from braidrl.models.checkpoint import Write
 
 TROUBLES = (OSError, SafetensorError, CheckpointException)
@@ -33,23 +32,28 @@ class BackgroundWriter:
     def goes_on(self) -> bool:
         return self._begun is not None and not self._begun.done()
 
+    def wait(self) -> None:
+        """Wait until what was begun is written. Raises what kept it from being written, once."""
+        if self._begun is not None:
+            # An interrupt leaves it to the next call.
+            error = self._begun.exception()
+            self._begun = None
+            if error is not None:
+                raise error
+
     def trouble(self) -> str:
         """Wait, and return in one line why what was begun could not be written, or nothing. Raises what is no trouble of the disk's."""
-        begun, self._begun = self._begun, None
-        error = begun.exception() if begun is not None else None
-        if error is not None and not isinstance(error, TROUBLES):
-            raise error
-        return "" if error is None else line_about(error)
+        try:
+            self.wait()
+        except TROUBLES as error:
+            return first_line(error)
+        return ""
 
 
 def write(parts: Sequence[Write]) -> None:
     """Make every call."""
     for part in parts:
         part()
-
-
-def line_about(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def check_written(trouble: str) -> None:

@@ -7,33 +7,34 @@ step N + 1 ...         │
 step N + 2 ◀──error?───┘
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from braidrl.config import Config
-from braidrl.errors import UserError
+from braidrl.errors import UserError, first_line
 from braidrl.models.checkpoint import Write
 from braidrl.runtimes.backend import Backend
-from braidrl.runtimes.saving.background import TROUBLES, line_about, write
+from braidrl.runtimes.saving.background import TROUBLES, BackgroundWriter, write
 from braidrl.runtimes.saving.folders import (
     begin_whole,
     checkpoint_folder,
+    checkpoints_of,
     discarded_on_error,
     finish_checkpoint,
     finish_whole,
+    latest_checkpoint,
     partial_path,
     read_state,
     whole_folder,
 )
+from braidrl.runtimes.saving.manifest import damage, write_manifest
 
-FORMAT = 1
+FORMAT = 2
+"""Since 2 a checkpoint has a manifest, which is checked; 1 is read as it is."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,7 @@ class Checkpoints:
     def __init__(self, run: Path, config: Config, first: bool) -> None:
         self.run, self.keep_last, self.first = run, config.trainer.keep_checkpoints, first
         self.in_background = config.trainer.checkpoint_async
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._begun: Future[None] | None = None
+        self._writing = BackgroundWriter()
         self._step = 0
 
     def save(self, state: RunState, backend: Backend[Any]) -> None:
@@ -73,37 +73,32 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raise UserError where what was begun has failed by now."""
-        if self._begun is not None and self._begun.done():
+        if not self._writing.goes_on:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when what was begun is written. Raises UserError where it could not be."""
-        if self._begun is None:
-            return
+        """Wait until what was begun is written. Raises UserError where it could not be."""
         with self._explained():
-            # An interrupt leaves it to the next call.
-            error = self._begun.exception()
-            self._begun = None
-            if error is not None:
-                raise error
+            self._writing.wait()
 
     def _begin(self, state: RunState, backend: Backend[Any]) -> None:
         path = checkpoint_folder(self.run, state.step)
         if not self.first:
             parts = backend.copy_for_saving(partial_path(path))
             save_surplus(path, state, backend)
-            self._begun = self._thread.submit(write, parts)
+            self._writing.begin(parts)
             return
         partial = begin_whole(path)
         with discarded_on_error(partial):
             parts = backend.copy_for_saving(partial)
             save_surplus(partial, state, backend)
             write_state(partial, state)
-        self._begun = self._thread.submit(self._finish, path, parts, state.step)
+        self._writing.begin([lambda: self._finish(path, parts, state.step)])
 
     def _finish(self, path: Path, parts: Sequence[Write], step: int) -> None:
         with discarded_on_error(partial_path(path)):
             write(parts)
+            write_manifest(partial_path(path))
             finish_whole(path)
         finish_checkpoint(self.run, step, self.keep_last)
 
@@ -114,7 +109,7 @@ class Checkpoints:
             yield
         except TROUBLES as error:
             raise UserError(
-                f"the checkpoint of step {self._step} could not be written ({line_about(error)}); the one before it is whole: "
+                f"the checkpoint of step {self._step} could not be written ({first_line(error)}); the one before it is whole: "
                 f"make room and go on with `braid train --resume {self.run}`"
             ) from error
 
@@ -132,6 +127,7 @@ def save_checkpoint(run: Path, state: RunState, backend: Backend[Any], keep_last
         backend.save(folder)
         save_surplus(folder, state, backend)
         write_state(folder, state)
+        write_manifest(folder)
     finish_checkpoint(run, state.step, keep_last)
 
 
@@ -148,11 +144,46 @@ def write_state(folder: Path, state: RunState) -> None:
     (folder / "state.json").write_text(json.dumps({**plain, **parts}))
 
 
+def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
+    """Return the checkpoint from which a run goes on, each of its files checked; None before the first.
+
+    Args:
+        run: The run's folder.
+        newest_whole: Where the latest checkpoint is damaged, take the newest that is not.
+
+    Raises UserError for a damaged one, with the file that is, the newest whole one and the command that goes on from there.
+    """
+    latest = latest_checkpoint(run)
+    trouble = checkpoint_damage(latest) if latest else ""
+    if latest is None or not trouble:
+        return latest
+    whole = next(
+        (other for other in reversed(checkpoints_of(run)) if other != latest and not checkpoint_damage(other)), None
+    )
+    if whole is None:
+        raise UserError(
+            f"{latest}: {trouble}, and no other checkpoint of the run is whole; copy one back, or begin anew"
+        )
+    if not newest_whole:
+        command = f"braid train --resume {run} --newest-whole"
+        raise UserError(f"{latest}: {trouble}; {whole.name} is whole, go on from it with `{command}`")
+    return whole
+
+
+def checkpoint_damage(folder: Path) -> str:
+    """Return what is wrong with a checkpoint, or nothing. The first format has no manifest to compare with."""
+    try:
+        old = read_state(folder).get("format") == 1
+    except UserError as error:
+        return str(error)
+    return "" if old else damage(folder)
+
+
 def load_checkpoint(folder: Path) -> tuple[Path, RunState]:
-    """Return the folder and the state in it. Raises UserError for a folder that is no checkpoint of this format."""
+    """Return the folder and the state in it. Raises UserError for a folder that is no checkpoint of a format that is known."""
     state = read_state(folder)
-    if state.get("format") != FORMAT:
-        raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads {FORMAT}")
+    if state.get("format") not in (1, FORMAT):
+        raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads 1 and {FORMAT}")
     surplus = [surplus_path(folder, number) for number in range(state["surplus"])]
     return folder, RunState(
         state["step"], state["version"], state["loader"], state["sampling"], surplus, state.get("stages", {})

@@ -1,12 +1,11 @@
 """A trained model out of a run: the checkpoint's Hugging Face directory without the optimizer."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
 from braidrl.errors import UserError
 from braidrl.models.checkpoint import OPTIMIZER, PARTS, describe_worker
+from braidrl.runtimes.saving.checkpoints import checkpoint_damage
 from braidrl.runtimes.saving.folders import latest_checkpoint, whole_folder
 
 
@@ -15,6 +14,9 @@ def export_model(run: Path, folder: Path, role: str = "actor") -> str:
     checkpoint = run if (run / "state.json").is_file() else latest_checkpoint(run)
     if checkpoint is None:
         raise UserError(f"{run} has no checkpoint yet; train it first, or set trainer.checkpoint_every")
+    trouble = checkpoint_damage(checkpoint)
+    if trouble:
+        raise UserError(f"{checkpoint}: {trouble}; nothing was exported, name another checkpoint's folder")
     source = checkpoint / role
     if not source.is_dir():
         roles = sorted(path.name for path in checkpoint.iterdir() if path.is_dir())

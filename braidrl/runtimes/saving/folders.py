@@ -1,9 +1,9 @@
 """The run folder and its checkpoints: written whole or not at all, the last few kept, `latest` moved last."""
 
-from __future__ import annotations
-
+import fcntl
 import json
 import os
+import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +15,12 @@ import yaml
 from pydantic import BaseModel
 
 from braidrl.config import Config, parse_config
-from braidrl.errors import UserError
+from braidrl.errors import UserError, first_line
 from braidrl.importing import relative_to
 from braidrl.rollout.episodes.environments import AGENT
 
 LATEST = "latest"
+LOCK = ".lock"
 
 
 def new_run_folder(config: Config) -> Path:
@@ -74,7 +75,24 @@ def unused_folder(config: Config) -> Path:
 
 def never_began(folder: Path) -> bool:
     """Return True where a run was refused after its folder was made: it holds at most a configuration."""
-    return folder.is_dir() and all(path.name == "config.yaml" for path in folder.iterdir())
+    return folder.is_dir() and all(path.name in ("config.yaml", LOCK) for path in folder.iterdir())
+
+
+@contextmanager
+def held_alone(run: Path) -> Iterator[None]:
+    """Keep a run's folder to this process, and what it has forked, as long as it lives. Raises UserError where another one has it."""
+    with (run / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(
+                f"{run} is being trained by {file.read().strip()}; wait until that has ended, or end it"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        yield
 
 
 def run_config(folder: Path) -> Config:
@@ -82,7 +100,12 @@ def run_config(folder: Path) -> Config:
     path = folder / "config.yaml"
     if not path.is_file():
         raise UserError(f"{folder} is no run folder: it has no config.yaml")
-    return parse_config(yaml.safe_load(path.read_text()))
+    try:
+        return parse_config(dict(yaml.safe_load(path.read_bytes())))
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{path} is damaged ({first_line(error)}); write it again, or begin anew with the same settings"
+        ) from error
 
 
 def partial_path(path: Path) -> Path:
@@ -152,15 +175,32 @@ def checkpoint_folder(run: Path, step: int) -> Path:
 def finish_checkpoint(run: Path, step: int, keep_last: int) -> None:
     """Point `latest` at a complete checkpoint, then remove the oldest beyond `keep_last`."""
     write_whole(run / "checkpoints" / LATEST, f"step-{step}\n")
-    steps = sorted(int(folder.name.removeprefix("step-")) for folder in (run / "checkpoints").glob("step-*"))
-    for old in [s for s in steps if s <= step][:-keep_last]:
-        shutil.rmtree(checkpoint_folder(run, old))
+    for old in [folder for folder in checkpoints_of(run) if step_of(folder) <= step][:-keep_last]:
+        shutil.rmtree(old)
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """Return the complete checkpoints of a run, the oldest first."""
+    found = [path for path in (run / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run, or None before the first."""
-    pointer = run / "checkpoints" / LATEST
-    return run / "checkpoints" / pointer.read_text().strip() if pointer.is_file() else None
+    """Return the newest complete checkpoint of a run, or None before the first. Raises UserError where `latest` names none of the run's."""
+    pointer, known = run / "checkpoints" / LATEST, checkpoints_of(run)
+    if not pointer.is_file():
+        # A run that was killed just before it wrote its first `latest` has a checkpoint all the same.
+        return known[-1] if known else None
+    named = pointer.read_bytes().decode(errors="replace").strip()
+    found = next((path for path in known if path.name == named), None)
+    if found is None:
+        there = f"write {known[-1].name} into it" if known else "copy its checkpoints back, or begin anew"
+        raise UserError(f"{pointer} names {named!r}, which is no checkpoint of this run; {there}")
+    return found
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -168,5 +208,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / "state.json"
     if not path.is_file():
         raise UserError(f"{checkpoint} is no checkpoint: it has no state.json")
-    state: dict[str, Any] = json.loads(path.read_text())
+    try:
+        state: dict[str, Any] = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged: {first_line(error)}") from error
     return state

@@ -3,8 +3,6 @@
 training data, held-out sets, recordings, checkpoints ──make──▶ rows ──record, save──▶ parquet, surplus of a checkpoint
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.config import Config
-from braidrl.data.codec import decode, encode
-from braidrl.data.frames import join, split
+from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.loader import PromptLoader, as_rows, eval_rows, join_texts
 from braidrl.data.prompts import LoadedSource
 from braidrl.data.rows import Rows
@@ -84,7 +81,7 @@ class RowStore:
             case Recording(path, without):
                 return read_rollouts(path).without(without)
             case Surplus(path):
-                return decode(split(path.read_bytes()))
+                return unpack_rows(path.read_bytes())
 
     def record(self, path: Path, rows: Rows) -> None:
         """Write rows with their texts, to be read by people and replayed."""
@@ -93,7 +90,7 @@ class RowStore:
 
     def save(self, path: Path, rows: Rows) -> None:
         """Write rows as a checkpoint holds them."""
-        path.write_bytes(join(encode(rows)))
+        path.write_bytes(pack_rows(rows))
 
 
 def with_added(rows: Rows, later: Rows) -> Rows:

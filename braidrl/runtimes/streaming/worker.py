@@ -13,7 +13,7 @@ from typing import Any
 
 from braidrl.config import StreamingConfig
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.flow.compute import with_state
+from braidrl.flow.compute import dropped, summed, with_state
 from braidrl.flow.readiness import Uid
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
@@ -150,14 +150,14 @@ def compute_rows(context: WorkerContext, client: Client, work: WorkItem) -> None
     leases = [number for number, _ in work.leases]
     if stage.kind is Kind.SELECT:
         with context.busy(stage.name, work.iteration, work.index.uids()) as span:
-            dropped = context.executor.select(stage, work.index)
-            reasons = {group: dropped.get(group) for group in dict.fromkeys(work.index["group"].tolist())}
+            gone = dropped(stage, work.index)
+            reasons = {group: gone.get(group) for group in dict.fromkeys(work.index["group"].tolist())}
         client.selected(stage.name, leases[0], reasons, span.report())
         return
     with context.busy(stage.name, work.iteration, work.index.uids()) as span:
         rows = work.rows()
         columns = context.executor.run(stage, rows, span.sums)
         written = client.write(rows.uids(), columns)
-        followed = context.executor.sums(stage, rows) if stage.state else {}
+        followed = summed(stage, rows) if stage.state else {}
     totals = {name: float(total) for name, total in followed.items()}
     client.done(stage.name, leases, [written], span.report(), totals)

@@ -85,7 +85,7 @@ def one_step(worker: DecoderWorker, mine: torch.Tensor, iteration: int = 1, prom
     """Log-probs of own rows; then what one optimizer step on all rows leaves: norm, gradients as Adam keeps them, weights."""
     rows, objective = make_rows(prompt), Objective.of("actor", OBJECTIVE)
     own = rows.take(mine)
-    found = {"log_probs": worker.log_probs(own).values}
+    found = {"log_probs": worker.forward("log_probs", own).values}
     half = len(own) // 2
     for part in (own.take(list(range(half))), own.take(list(range(half, len(own))))):
         worker.forward_backward(objective, part, Sums())

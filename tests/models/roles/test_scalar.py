@@ -70,7 +70,7 @@ def outputs_of(folder: Path, tokens: list[int]) -> Tensor:
 
 def test_scores_are_what_transformers_says_of_each_row_alone_and_of_a_padded_batch(folder: Path) -> None:
     rows = random_rows(5)
-    scores = make_worker(folder, "scorer").scores(rows)
+    scores = make_worker(folder, "scorer").forward("scores", rows).values
     assert scores.tolist() == pytest.approx(
         [outputs_of(folder / "scorer", row)[-1].item() for row in rows["tokens"].tolist()]
     )
@@ -83,7 +83,7 @@ def test_scores_are_what_transformers_says_of_each_row_alone_and_of_a_padded_bat
 
 def test_a_value_is_of_the_state_before_its_action(folder: Path) -> None:
     rows = random_rows(4, seed=1)
-    values = make_worker(folder, "scorer").values(rows)
+    values = make_worker(folder, "scorer").forward("values", rows)
     for row, tokens in enumerate(rows["tokens"].tolist()):
         assert values[row].tolist() == pytest.approx(outputs_of(folder / "scorer", tokens)[1:-1].tolist())
 
@@ -93,15 +93,17 @@ def test_a_row_of_several_sequences_is_scored_once_at_its_end_and_valued_in_each
     worker = make_worker(folder, "scorer")
     rows = make_rows([[first, second], [second]])
     ends = outputs_of(folder / "scorer", first), outputs_of(folder / "scorer", second)
-    assert worker.scores(rows).tolist() == pytest.approx([ends[1][-1].item()] * 2)
-    assert worker.values(rows)[0].tolist() == pytest.approx([*ends[0][1:-1].tolist(), *ends[1][1:-1].tolist()])
+    assert worker.forward("scores", rows).values.tolist() == pytest.approx([ends[1][-1].item()] * 2)
+    assert worker.forward("values", rows)[0].tolist() == pytest.approx(
+        [*ends[0][1:-1].tolist(), *ends[1][1:-1].tolist()]
+    )
 
 
 def test_values_and_scores_do_not_depend_on_the_micro_batches(folder: Path) -> None:
     rows = random_rows(9, seed=2)
     whole, cut = (make_worker(folder, "scorer", trainer__max_tokens_per_device=size) for size in (4096, 12))
-    assert whole.scores(rows).tolist() == pytest.approx(cut.scores(rows).tolist())
-    assert whole.values(rows).values.tolist() == pytest.approx(cut.values(rows).values.tolist())
+    assert whole.forward("scores", rows).values.tolist() == pytest.approx(cut.forward("scores", rows).values.tolist())
+    assert whole.forward("values", rows).values.tolist() == pytest.approx(cut.forward("values", rows).values.tolist())
 
 
 def test_a_fresh_head_is_zero_and_a_trained_worker_loads_as_sequence_classification(
@@ -109,11 +111,14 @@ def test_a_fresh_head_is_zero_and_a_trained_worker_loads_as_sequence_classificat
 ) -> None:
     worker = make_worker(folder, "model", train=True)
     rows = random_rows(6)
-    assert worker.scores(rows).tolist() == [0.0] * 6 and worker.values(rows).values.abs().max() == 0
+    assert (
+        worker.forward("scores", rows).values.tolist() == [0.0] * 6
+        and worker.forward("values", rows).values.abs().max() == 0
+    )
     for step in (1, 2, 3):
         train_once(worker, rows, step)
     save_worker(worker, tmp_path / "saved")
-    scores = worker.scores(rows)
+    scores = worker.forward("scores", rows).values
     assert scores.std() > 0
     alone = [outputs_of(tmp_path / "saved", row)[-1].item() for row in rows["tokens"].tolist()]
     assert scores.tolist() == pytest.approx(alone)
@@ -124,7 +129,9 @@ def test_a_fresh_head_is_zero_and_a_trained_worker_loads_as_sequence_classificat
     load_worker(other, tmp_path / "saved")
     train_once(worker, rows, 4)
     train_once(other, rows, 4)
-    assert torch.equal(worker.scores(rows), other.scores(rows)), "the optimizer goes on where it was"
+    assert torch.equal(worker.forward("scores", rows).values, other.forward("scores", rows).values), (
+        "the optimizer goes on where it was"
+    )
 
 
 def train_once(worker: ScalarWorker, rows: Rows, step: int) -> float:
@@ -145,7 +152,7 @@ def test_pairs_stay_together_and_the_gradient_is_the_same_for_any_micro_batches(
         )
         loss = train_once(worker, given, 1)
         results.append((loss, worker.model.score.weight.detach().clone()))
-    margins = make_worker(folder, "scorer").scores(rows).reshape(5, 2)
+    margins = make_worker(folder, "scorer").forward("scores", rows).values.reshape(5, 2)
     expected = -torch.nn.functional.logsigmoid(margins[:, 0] - margins[:, 1]).mean()
     for loss, weight in results:
         assert loss == pytest.approx(float(expected))

@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from braidrl.errors import UserError
 from braidrl.flow.updates import Sizes
-from braidrl.placement.plan.choices import Choice, Choices, SetChoice, in_order
-from braidrl.placement.plan.devices import Cluster
+from braidrl.placement.plan.choices import Choice
+from braidrl.placement.plan.devices import Cluster, Group
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Cost
-from braidrl.placement.plan.search import Search, allocations, partitions
-from braidrl.placement.simulate_synchronous import call_times
-from braidrl.placement.simulator import simulate
+from braidrl.placement.plan.search import FINEST, Search, allocations, partitions, unit_of
+from braidrl.placement.plan.sets import SetChoice, Sets, in_order
+from braidrl.placement.simulation import call_times
 from braidrl.placement.workload import Workload
 from tests.placement.plan.problems import GIB, cluster, problem, write_sizes
+from tests.placement.simulator import simulate
 from tests.placement.test_simulator import DAPO, GRPO, PPO
 
 MIB = 1 << 20
@@ -43,10 +44,18 @@ def test_allocations_are_all_ways_to_divide_the_devices(devices: int, sets: int)
     assert all(sum(sizes) == devices and min(sizes) >= 1 for sizes in found)
 
 
-def soonest_of_all(search: Choices, roles: tuple[str, ...], size: int) -> SetChoice | None:
+@given(st.integers(1, 200), st.integers(1, 16))
+def test_allocations_are_of_at_most_so_many_equal_parts(nodes: int, devices: int) -> None:
+    group = Group(kind="test", nodes=nodes, devices=devices)
+    unit = unit_of(group)
+    assert group.size % unit == 0 and group.size // unit <= FINEST
+    assert all(group.size % finer or group.size // finer > FINEST for finer in range(1, unit))
+
+
+def soonest_of_all(search: Sets, roles: tuple[str, ...], size: int) -> SetChoice | None:
     """The quickest way for roles to share devices, by trying every choice of each with every one of the others."""
     group = search.problem.cluster.groups[0]
-    every = [list(search.every_choice(search.problem.models[role], group, size)) for role in roles]
+    every = [list(search.choices.every_choice(search.problem.models[role], group, size)) for role in roles]
     found = [
         one
         for picked in itertools.product(*every)
@@ -57,7 +66,7 @@ def soonest_of_all(search: Choices, roles: tuple[str, ...], size: int) -> SetCho
 
 def brute_force(asked: Problem) -> float:
     """The least seconds over every partition, allocation and layout; no bound, no front, nothing kept from one to the next."""
-    choices, search, quickest = Choices(asked), Search(asked), math.inf
+    choices, search, quickest = Sets(asked), Search(asked), math.inf
     known: dict[tuple[tuple[str, ...], int], SetChoice | None] = {}
     for partition in partitions(asked.flow.roles):
         for sizes in allocations(asked.cluster.size, len(partition)):
@@ -101,7 +110,7 @@ def test_on_sixteen_devices_every_partition_and_allocation_is_considered_and_bou
     found = search.hybrid()
     assert search.considered.partitions == 15
     assert search.considered.allocations == sum(math.comb(15, len(p) - 1) for p in partitions("abcd"))
-    assert search.considered.layouts == search.choices.layouts_tried > 100
+    assert search.considered.layouts == search.sets.choices.layouts_tried > 100
     uncut = Search(asked)
     uncut.hybrid()
     every = [
@@ -109,7 +118,7 @@ def test_on_sixteen_devices_every_partition_and_allocation_is_considered_and_bou
         for partition in partitions(asked.flow.roles)
         for sizes in allocations(16, len(partition))
         if all(
-            sets := [uncut.choices.of_set(r, asked.cluster.groups[0], n) for r, n in zip(partition, sizes, strict=True)]
+            sets := [uncut.sets.of_set(r, asked.cluster.groups[0], n) for r, n in zip(partition, sizes, strict=True)]
         )
     ]
     assert found[0].seconds == min(every)

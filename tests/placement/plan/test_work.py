@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 from braidrl.models.memory.footprint import activation_bytes, model_shape
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.placement.plan.devices import known_kinds
+from braidrl.placement.plan.generation import decoding, generate_work
 from braidrl.placement.plan.layouts import activations
 from braidrl.placement.plan.lengths import batch_lengths, spread
 from braidrl.placement.plan.rates import Rates, Work, price
 from braidrl.placement.plan.work import (
     Lengths,
     Nodes,
-    decoding,
     forward_operations,
-    generate_work,
     infer_work,
     reshard_bytes,
     train_work,
@@ -91,12 +90,21 @@ def test_axes_divide_operations_and_a_pipeline_pays_its_bubble(shape) -> None:  
 
 def test_gradients_are_summed_by_rings_and_shards_gathered_for_each_micro_batch(shape) -> None:  # type: ignore[no-untyped-def]
     plain = train_work(shape, ParallelLayout(data=4), rows(), 4096, False, False, NODE)
-    assert plain.behind_link == pytest.approx(2 * 3 / 4 * 4 * shape.parameters, rel=0.01)
+    # Copies are summed once, before the optimizer's step; shards travel behind computing.
+    assert plain.link == pytest.approx(2 * 3 / 4 * 4 * shape.parameters, rel=0.01) and plain.behind_link == 0
     full = train_work(shape, ParallelLayout(data=4, shard="full"), rows(), 4096, False, False, NODE)
     # One micro-batch: gathered twice and scattered once.
     assert full.behind_link == pytest.approx(3 * 3 / 4 * 4 * shape.parameters, rel=0.01)
     many = train_work(shape, ParallelLayout(data=4, shard="full"), rows(), 512, False, False, NODE)
     assert many.behind_link == pytest.approx(4 * full.behind_link)
+
+
+def test_a_group_sends_over_the_adapters_of_all_its_devices_on_a_node() -> None:
+    assert Nodes(8).sent(1, 8, 64.0) == (64.0, 0.0)
+    # Whole nodes: a ring crosses between nodes once, and eight rings use eight adapters.
+    assert Nodes(8).sent(1, 16, 64.0) == (0.0, 8.0)
+    # One device of each node, or of each second one.
+    assert Nodes(8).sent(8, 4, 64.0) == Nodes(8).sent(16, 4, 64.0) == (0.0, 64.0)
 
 
 def test_decoding_reads_weights_once_a_step_and_slots_make_fewer_steps(shape) -> None:  # type: ignore[no-untyped-def]

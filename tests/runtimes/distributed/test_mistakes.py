@@ -60,7 +60,7 @@ def test_a_stage_that_fails_on_one_rank_is_named_with_its_rows_and_nothing_is_le
     first, *rest = said[said.index("braid: ") :].removeprefix("braid: ").splitlines()
     # Four groups of four rows on two ranks: the second has those from group 2 on.
     assert first.startswith(
-        "rank 1 failed in step 1, fails_on_rank_1 on rows (0, 2, 0), (0, 2, 1), (0, 2, 2), (0, 2, 3) and 4 more"
+        "rank 1 failed in step 1, fails_on_rank_1 on 8 rows (source, group, sample): (0, 2, 0) (0, 2, 1) (0, 2, 2) (0, 2, 3)"
     )
     assert first.endswith("ValueError: no such luck") and any("failing.py" in line for line in rest)
     assert rest[-1] == "ValueError: no such luck", "the traceback is the worker's own, and the last thing said"

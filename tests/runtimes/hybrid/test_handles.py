@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from braidrl.runtimes.hybrid.handles import merged_column
+from braidrl.data.rows import merged_column
 
 
 def test_rows_that_one_worker_has_in_their_order_are_handed_on_and_others_are_put_in_order() -> None:

@@ -19,8 +19,8 @@ from braidrl.runtimes.prepare.dry_run import dry_run
 from tests.tiny import ROOT, TOKENIZER, Workshop
 
 
-def seats(found: Any) -> list[tuple[int, tuple[RoleUse, ...]]]:
-    return [(group.devices, tuple(sorted(group.seats, key=str))) for group, _ in found]
+def uses(found: Any) -> list[tuple[int, tuple[RoleUse, ...]]]:
+    return [(group.devices, tuple(sorted(group.uses, key=str))) for group, _ in found]
 
 
 ACTOR, CRITIC, REFERENCE = (
@@ -54,12 +54,12 @@ PPO: dict[str, Any] = {
 )
 def test_every_runtime_puts_its_roles_on_devices(workshop: Workshop, sections: Any, expected: Any) -> None:
     found = dry_run(workshop.config(**PPO, **sections), Console(file=StringIO()))
-    assert sorted(seats(found), key=str) == sorted(expected, key=str)
+    assert sorted(uses(found), key=str) == sorted(expected, key=str)
 
 
 def test_a_trained_role_takes_more_than_a_frozen_one_and_roles_take_turns(workshop: Workshop) -> None:
     ((_, footprints),) = dry_run(workshop.config(**PPO), Console(file=StringIO()))
-    by_role = {one.seat.role: one for one in footprints}
+    by_role = {one.use.role: one for one in footprints}
     assert by_role["actor"].resident.keys() - by_role["critic"].resident.keys() == {"keys and values"}
     assert by_role["reference"].resident.keys() == {"weights"}
     working = [sum(one.working.values()) for one in footprints]
@@ -72,7 +72,7 @@ def test_a_role_that_infers_in_another_layout_has_a_copy_of_its_weights(workshop
         sections = {**PPO, "algorithm": {**PPO["algorithm"], "old": "recompute"}, "trainer": trainer}
         config = workshop.config(**sections, runtime="distributed", workers=2)
         ((_, footprints),) = dry_run(config, Console(file=shown, width=120))
-        return {one.seat.role: one.resident for one in footprints}
+        return {one.use.role: one.resident for one in footprints}
 
     shown = StringIO()
     plain, found = resident(), resident(inference_layout={"tensor": 2})

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from braidrl.cli import app
@@ -15,12 +22,13 @@ from braidrl.config import load_config
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.placement.memory import peak
-from braidrl.placement.plan.calibration import least_squares, runtime_rates
+from braidrl.placement.plan.calibration import least_squares, nonnegative, runtime_rates
+from braidrl.placement.plan.configured import predicted
 from braidrl.placement.plan.overlay import overlay_of
 from braidrl.placement.plan.rates import read_rates
 from braidrl.placement.plan.report import spans_of
 from braidrl.runtimes.prepare.dry_run import dry_run
-from braidrl.runtimes.prepare.plan import Wanted, best_plans, calibrated, plan, predicted, problem_of
+from braidrl.runtimes.prepare.plan import Wanted, best_plans, calibrated, plan, problem_of
 from braidrl.runtimes.run import TrainingRun
 from tests.tiny import Workshop, braid
 
@@ -75,6 +83,14 @@ def test_plans_for_two_cores_and_more_train_as_they_are(workshop: Workshop, runt
     assert f"runtime: {runtime}" in (workshop.folder / "run" / "config.yaml").read_text()
 
 
+def test_a_process_takes_the_memory_that_its_plan_says(tmp_path: Path) -> None:
+    # In a process of its own: what this one has taken before would count.
+    file = tmp_path / "memory.json"
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-m", "benchmarks.planning.memory", str(file)], cwd=root, check=True, timeout=600)
+    assert json.loads(file.read_text())["ratio"] == pytest.approx(1.0, abs=0.1)
+
+
 def test_the_predicted_timeline_has_every_stage_that_takes_time(workshop: Workshop) -> None:
     problem = problem_of(workshop.config(**PPO), Wanted("1x4xcpu"))
     for found in best_plans(problem, Wanted("1x4xcpu")):
@@ -83,9 +99,30 @@ def test_the_predicted_timeline_has_every_stage_that_takes_time(workshop: Worksh
 
 def test_least_squares_finds_the_costs_that_made_the_seconds_and_none_below_zero() -> None:
     rows = [(1.0, 10.0, 3.0), (2.0, 10.0, 1.0), (4.0, 20.0, 7.0), (1.0, 40.0, 2.0), (3.0, 5.0, 9.0)]
-    assert least_squares(rows, [2 * a + 0.5 * b for a, b, _ in rows]) == pytest.approx([2, 0.5, 0])
-    assert min(least_squares(rows, [5.0, 1.0, 1.0, 4.0, 0.1])) >= 0
-    assert runtime_rates([(10, 1.2), (30, 1.6)]).row_s == pytest.approx(0.02)
+    samples = [dict(zip("abc", row, strict=True)) for row in rows]
+    found = least_squares(samples, [2 * a + 0.5 * b for a, b, _ in rows])
+    assert found == pytest.approx({"a": 2, "b": 0.5, "c": 0}, abs=1e-9)
+    assert min(least_squares(samples, [5.0, 1.0, 1.0, 4.0, 0.1]).values()) >= 0
+    steps = [(10, 2.0), (30, 0.5), (50, 4.0), (20, 1.0), (90, 2.0)]
+    added = runtime_rates([(rows, 1.0 + 0.02 * rows + 1.25 * taken, taken) for rows, taken in steps])
+    assert (added.iteration_s, added.row_s, added.slower) == pytest.approx((1.0, 0.02, 0.25))
+
+
+@given(st.data())
+def test_no_other_costs_without_negative_numbers_are_nearer(data: st.DataObject) -> None:
+    numbers = st.floats(-2, 2).map(lambda x: round(x, 3))
+    a = np.array(data.draw(st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=4, max_size=8)))
+    b = np.array(data.draw(st.lists(numbers, min_size=len(a), max_size=len(a))))
+    x = nonnegative(a, b)
+    assert (x >= 0).all()
+    # The nearest among all sets of numbers that are not zero, each solved without a bound.
+    others = [np.zeros(3)]
+    for kept in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in (1, 2, 3)):
+        one = np.zeros(3)
+        one[list(kept)] = np.linalg.lstsq(a[:, kept], b, rcond=None)[0]
+        others += [one] if (one >= 0).all() else []
+    least = min(float(((a @ one - b) ** 2).sum()) for one in others)
+    assert float(((a @ x - b) ** 2).sum()) <= least + 1e-6
 
 
 def test_a_calibrated_run_is_predicted_as_it_was(workshop: Workshop) -> None:
@@ -113,6 +150,8 @@ ENVIRONMENT = {"rollout": {"environment": "gem:game:GuessTheNumber-v0-easy"}}
         (["--seconds", "actor.generate=slow"], "is not STAGE=SECONDS, as in --seconds actor.generate=2.5"),
         (["--lengths", "20:10"], "is no run folder and not TOKENS or MEDIAN:LONGEST"),
         (["--like", "trlx"], "no placement is called 'trlx'"),
+        (["--like", "nemo-aligner", "--devices", "1x3xA100-80GB", "flow=ppo"],
+         "3 devices do not divide into 2 equal parts for actor+reference | reward+critic; write a multiple of 2"),
         (["--rates", "none.yaml"], "braid plan --calibrate RUN --rates none.yaml"),
     ],
 )  # fmt: skip

@@ -15,11 +15,12 @@ from braidrl.data.partition import balanced_partition
 from braidrl.flow import Flow, Kind
 from braidrl.flow.readiness import Uid
 from braidrl.flow.updates import Sizes
-from braidrl.placement.simulator import simulate
-from braidrl.placement.workload import Workload, long_tailed
+from braidrl.placement.simulation import Streaming
+from braidrl.placement.workload import Workload
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.transfer.queue.client import Client
 from braidrl.transfer.queue.server import QueueServer
+from tests.placement.durations import long_tailed
 from tests.transfer.queue.made_up import GENERATE, SAMPLES, client, made_from, main_program, queue, stage
 
 FLOW = Flow("overlap", [GENERATE, stage("update", Kind.TRAIN, ("tokens",))])
@@ -100,7 +101,7 @@ def test_one_version_of_staleness_is_half_again_as_fast_and_as_fast_as_the_simul
     iterations: int, median_s: float, tolerance: float
 ) -> None:
     works = [workload(staleness, iterations, median_s) for staleness in (0, 1)]
-    predicted = [simulate("streaming", work).ends[-1] for work in works]
+    predicted = [Streaming(work).simulate().ends[-1] for work in works]
     seconds = [measured(work) for work in works]
     assert seconds == pytest.approx(predicted, rel=tolerance)
     assert seconds[0] > 1.5 * seconds[1]

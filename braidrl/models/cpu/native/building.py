@@ -5,8 +5,6 @@ source + shape + processor ──hash──▶ kept library? ──no──▶ c
 Where nothing compiles them a line of the log says so, once, and torch computes what they would have.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

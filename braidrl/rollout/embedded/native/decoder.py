@@ -8,8 +8,6 @@ is float32 whatever the weights are.
 Shapes: B slots in the step, W width, H query heads, K key heads, D head width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +23,7 @@ from braidrl.rollout.embedded.slots import SlotCache
 FAMILIES = {"qwen2", "qwen3", "llama"}
 
 
-def native_decoder(model: PreTrainedModel) -> NativeDecoder | None:
+def native_decoder(model: PreTrainedModel) -> "NativeDecoder | None":
     """Return a compiled decoder, or None where the kernels do not know the model or nothing compiles them."""
     config: Any = model.config
     if config.model_type not in FAMILIES or config.hidden_act != "silu":

@@ -1,7 +1,5 @@
 """The compiled kernels as functions of tensors, with what C cannot check checked here."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +29,7 @@ class Kernels:
             function.argtypes, function.restype = types, ctypes.c_int if name == "attend" else None
 
     @staticmethod
-    def of(head_width: int, group: int, dtype: torch.dtype) -> Kernels | None:
+    def of(head_width: int, group: int, dtype: torch.dtype) -> "Kernels | None":
         """Compile the kernels; None where no compiler works."""
         half = {"BFLOAT16": 1} if dtype == torch.bfloat16 else {}
         functions = build(SOURCE, HEAD=head_width, GROUP=group, **half)

@@ -1,14 +1,12 @@
-"""The eager, hybrid and distributed runtimes in virtual time: an iteration's stages in order, as devices become free.
+"""The eager, hybrid and distributed runtimes in virtual time, as tests need them: an iteration's stages in order, as devices become free.
 
 eager          one process, one stage after the other
 hybrid         a call starts when its inputs are there and its pool is free; calls to one pool keep their order
 distributed    every rank walks the chain with its rows; ranks meet where groups or a batch must be complete, and to train
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from braidrl.data.partition import balanced_partition
@@ -169,23 +167,3 @@ class Distributed(Iterations):
 
     def _meet(self) -> None:
         self.clocks = [max(self.clocks)] * len(self.clocks)
-
-
-def call_times(
-    before: Mapping[str, Sequence[str]], pools: Mapping[str, object], seconds: Mapping[str, float]
-) -> dict[str, tuple[float, float]]:
-    """Return when the calls of one iteration begin and end under `Hybrid`, each a whole: what a search over placements compares.
-
-    Args:
-        before: the stages that each waits for, by name in the flow's order. pools: where each runs. seconds: how long.
-    """
-    free: dict[object, float] = {}
-    times: dict[str, tuple[float, float]] = {}
-    for stage, needed in before.items():
-        start = free.get(pools[stage], 0.0)
-        for name in needed:
-            if name in times and times[name][1] > start:
-                start = times[name][1]
-        free[pools[stage]] = start + seconds[stage]
-        times[stage] = (start, free[pools[stage]])
-    return times

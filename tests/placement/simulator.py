@@ -1,14 +1,8 @@
 """All four runtimes in virtual time, on the scheduling functions that they use: how long a flow would take, and is each row done once."""
 
-from __future__ import annotations
-
-from typing import Literal
-
-from braidrl.placement.simulate_streaming import Streaming
-from braidrl.placement.simulate_synchronous import Distributed, Eager, Hybrid
+from braidrl.placement.simulation import Runtime, Streaming
 from braidrl.placement.workload import Simulation, Workload
-
-Runtime = Literal["eager", "hybrid", "distributed", "streaming"]
+from tests.placement.synchronous import Distributed, Eager, Hybrid
 
 
 def simulate(runtime: Runtime, work: Workload) -> Simulation:

@@ -1,24 +1,47 @@
-"""The streaming runtime in virtual time: its schedule, with workers that only let time pass, die or answer late.
+"""Runtimes in virtual time, for plans: the streaming runtime's schedule, and the calls of the hybrid one.
 
-workers of each stage ── take ──▶ schedule ── rows ──▶ seconds pass ──▶ acknowledge
+workers of each stage ── take ──▶ schedule ── rows ──▶ seconds pass, a worker dies, an answer is late ──▶ acknowledge
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from braidrl.data.partition import balanced_partition
 from braidrl.flow.readiness import Uid
 from braidrl.flow.stage import Kind, Stage
-from braidrl.placement.clock import Clock
 from braidrl.placement.workload import SimulatedSpan, Simulation, Workload
 from braidrl.transfer.queue.tasks import Lease, LeaseLost
 from braidrl.transfer.schedule import StreamSchedule
 
+Runtime = Literal["eager", "hybrid", "distributed", "streaming"]
+
 
 class Deadlock(RuntimeError):
     """Nothing is under way and the run is not over."""
+
+
+@dataclass
+class Clock:
+    """Runs actions at their times; those of one time run in the order in which they were asked for."""
+
+    now: float = 0.0
+    events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    asked: int = 0
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Asks for `action` in `seconds` from now."""
+        heapq.heappush(self.events, (self.now + seconds, self.asked, action))
+        self.asked += 1
+
+    def step(self) -> bool:
+        """Runs the next event; False if there is none."""
+        if not self.events:
+            return False
+        self.now, _, action = heapq.heappop(self.events)
+        action()
+        return True
 
 
 @dataclass
@@ -175,3 +198,25 @@ def _workers(work: Workload, stage: Stage) -> list[SimulatedWorker]:
     if stage.kind is Kind.TRAIN:
         return [SimulatedWorker(f"{stage.name}/0", stage, ranks=count)]
     return [SimulatedWorker(f"{stage.name}/{number}", stage) for number in range(count)]
+
+
+def call_times(
+    before: Mapping[str, Sequence[str]], pools: Mapping[str, object], seconds: Mapping[str, float]
+) -> dict[str, tuple[float, float]]:
+    """Return when the calls of one iteration begin and end under the hybrid runtime, each a whole.
+
+    Args:
+        before: The stages that each waits for, by name in the flow's order.
+        pools: Where each runs; a pool works through its calls in order.
+        seconds: How long each takes.
+    """
+    free: dict[object, float] = {}
+    times: dict[str, tuple[float, float]] = {}
+    for stage, needed in before.items():
+        start = free.get(pools[stage], 0.0)
+        for name in needed:
+            if name in times and times[name][1] > start:
+                start = times[name][1]
+        free[pools[stage]] = start + seconds[stage]
+        times[stage] = (start, free[pools[stage]])
+    return times

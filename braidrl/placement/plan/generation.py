@@ -1,0 +1,95 @@
+"""Count the work of generation: the third simulator, an engine whose slots fill again as rows end.
+
+rows' lengths ──slots──▶ steps until the last row ends ──▶ operations, bytes of weights, keys and values
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from braidrl.models.memory.footprint import Shape, cache_bytes, head_width
+from braidrl.placement.plan.rates import Work
+from braidrl.placement.plan.work import Lengths, Nodes, Numbers, forward_operations, matrix_parameters
+
+
+class Decoding(NamedTuple):
+    """One engine's way through its rows: steps until the last ends, and slots that take part in them, summed over steps."""
+
+    steps: int
+    slot_steps: int
+
+
+def decoding(responses: Numbers, slots: int, multiple: int = 1) -> Decoding:
+    """Return how an engine decodes responses of so many tokens in `slots` slots that it fills again as they become free.
+
+    Args:
+        responses: tokens by row, in the order in which they begin, (R,).
+        multiple: a step computes a multiple of so many rows.
+    """
+    busy: list[int] = []
+    ends: list[int] = []
+    for tokens in responses.tolist():
+        start = heapq.heappop(busy) if len(busy) >= slots else 0
+        heapq.heappush(busy, start + tokens)
+        ends.append(start + tokens)
+    last = np.sort(np.array(ends, dtype=np.int64))
+    # Slots are full until the last row has begun; from then on they empty in the order of their ends.
+    tail = last[-min(slots, len(last)) :]
+    counts = np.arange(len(tail), 0, -1)
+    spans = np.diff(tail, prepend=0)
+    return Decoding(int(last[-1]), int((spans * (-(-counts // multiple) * multiple)).sum()))
+
+
+def generate_work(
+    shape: Shape,
+    tensor: int,
+    replicas: int,
+    lengths: Lengths,
+    slots: int,
+    samples: int,
+    nodes: Nodes,
+    multiple: int = 1,
+) -> tuple[Work, Work]:
+    """Return the work of one rank in generation: prompts, and decoding.
+
+    Args:
+        tensor: ranks of an engine. replicas: engines. slots: rows that each decodes at once.
+        samples: rows of a prompt, which is computed once for all of them.
+    """
+    rows = max(1, math.ceil(len(lengths) * lengths.generated / replicas))
+    config = shape.sizes
+    own = responses_of_one(lengths, rows)
+    prompt = lengths.prompts.mean()
+    prompts = max(1.0, rows / samples)
+    path = decoding(own, slots, multiple)
+    computed = forward_operations(shape, prompts * prompt, prompts * float((lengths.prompts**2).mean()), True) / tensor
+    per_token = cache_bytes(config, shape.element_bytes, 1, 1) / tensor
+    context = float((own * prompt + own * own / 2.0).sum())
+    attention = 4.0 * config.num_hidden_layers * config.num_attention_heads * head_width(config) * context
+    operations = (2.0 * matrix_parameters(shape, False) * path.slot_steps + attention) / tensor
+    weights = path.steps * matrix_parameters(shape, False) * shape.element_bytes / tensor
+    layers = config.num_hidden_layers
+    width = config.hidden_size * shape.element_bytes
+    summed = 2 * 2 * layers * width * (tensor - 1) / tensor
+    prefill = Work(
+        "prefill", computed, activations=layers * width * prompts * prompt / tensor, calls=layers, steps=1,
+        collectives=2 * layers * (tensor > 1), **nodes.sent(1, tensor, summed * prompts * prompt)._asdict(),
+    )  # fmt: skip
+    decode = Work(
+        "decode", operations, weights + per_token * context, layers * width * path.slot_steps / tensor, path.slot_steps,
+        layers * path.steps, 0.0, path.steps, collectives=2 * layers * path.steps * (tensor > 1),
+        **nodes.sent(1, tensor, summed * float(own.sum()))._asdict(),
+    )  # fmt: skip
+    return prefill, decode
+
+
+def responses_of_one(lengths: Lengths, rows: int) -> Numbers:
+    """Return the responses of the engine that ends last: spread evenly over all lengths, with the longest, in mixed order."""
+    places = (
+        np.linspace(0, len(lengths) - 1, rows).round().astype(np.int64) if rows > 1 else np.array([len(lengths) - 1])
+    )
+    return lengths.ordered[places][np.random.default_rng(0).permutation(rows)]

@@ -1,0 +1,200 @@
+"""Damaged files of a run: each is noticed and named before anything is written, and the newest whole checkpoint can be taken."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from braidrl.errors import UserError
+from braidrl.models.tensor_reader import TensorReader
+from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.run import train
+from braidrl.runtimes.saving.checkpoints import checkpoint_damage, resume_point
+from braidrl.runtimes.saving.export import export_model
+from braidrl.runtimes.saving.folders import held_alone, latest_checkpoint, run_config
+from tests.tiny import ROOT, Workshop, metrics_without_times
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path], sums_file: Path) -> Path:
+    """A run with checkpoints of steps 1 and 2, whose configuration says 3."""
+    workshop = Workshop(tmp_path_factory.mktemp("whole"), tiny_models["qwen3"], sums_file)
+    run = workshop.run(trainer={"steps": 2, "checkpoint_every": 1, "keep_checkpoints": 3})
+    settings = run / "config.yaml"
+    settings.write_text(settings.read_text().replace("steps: 2\n", "steps: 3\n", 1))
+    return run
+
+
+@pytest.fixture
+def run(whole_run: Path, tmp_path: Path) -> Path:
+    """A copy to be damaged."""
+    return Path(shutil.copytree(whole_run, tmp_path / "run"))
+
+
+def garble(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 64] = bytes(255 - byte for byte in content[middle : middle + 64])
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def widen(path: Path) -> None:
+    """Tensors of a wider model, in a file that can be read."""
+    save_file({name: torch.cat([t, t]) if t.dim() else t for name, t in load_file(path).items()}, path)
+
+
+def recount(path: Path) -> None:
+    path.write_text(path.read_text().replace('"version": 2', '"version": 7'))
+
+
+DAMAGES: list[tuple[str, Callable[[Path], None]]] = [
+    *[(f"actor/{name}.safetensors", do) for name in ("model", "optimizer") for do in (garble, cut, empty, widen, Path.unlink)],
+    *[(f"actor/{name}.json", do) for name in ("config", "tokenizer") for do in (garble, cut, empty, Path.unlink)],
+    *[("state.json", do) for do in (garble, cut, empty, recount, Path.unlink)],
+    *[("manifest.json", do) for do in (garble, cut, empty, Path.unlink)],
+    ("actor/adapter/notes", lambda path: (path.parent.mkdir(), path.write_text("more"), None)[-1]),
+    ("pickled", lambda path: path.write_text("more") and None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "do"), DAMAGES, ids=lambda part: getattr(part, "__name__", part))
+def test_a_damaged_checkpoint_is_named_with_the_whole_one_and_nothing_is_overwritten(
+    run: Path, name: str, do: Callable[[Path], None]
+) -> None:
+    do(run / "checkpoints" / "step-2" / name)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    with pytest.raises(UserError) as caught:
+        train(run_config(run), resume=run)
+    said = str(caught.value)
+    assert name in said and f"step-1 is whole, go on from it with `braid train --resume {run} --newest-whole`" in said
+    assert "\n" not in said
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    with pytest.raises(UserError, match="nothing was exported"):
+        export_model(run, run.parent / "exported")
+
+
+def test_the_newest_whole_checkpoint_goes_on_to_the_undisturbed_end(run: Path, whole_run: Path) -> None:
+    garble(run / "checkpoints" / "step-2" / "actor" / "model.safetensors")
+    train(run_config(run), resume=run, newest_whole=True)
+    undisturbed = Path(shutil.copytree(whole_run, run.parent / "undisturbed"))
+    train(run_config(undisturbed), resume=undisturbed)
+    assert [line["step"] for line in read_metrics(run)] == [1, 2, 3]
+    assert metrics_without_times(run) == metrics_without_times(undisturbed)
+    assert not checkpoint_damage(run / "checkpoints" / "step-2"), "it was made again"
+
+
+def test_where_no_checkpoint_is_whole_it_says_so(run: Path) -> None:
+    for step in (1, 2):
+        cut(run / "checkpoints" / f"step-{step}" / "actor" / "optimizer.safetensors")
+    with pytest.raises(UserError, match="no other checkpoint of the run is whole"):
+        train(run_config(run), resume=run, newest_whole=True)
+
+
+@pytest.mark.parametrize("named", ["step-9", "../../elsewhere", "/", "", "\x00\x93", "step-2/actor"])
+def test_a_pointer_to_no_checkpoint_of_the_run_is_refused(run: Path, named: str) -> None:
+    (run / "checkpoints" / "latest").write_text(named)
+    with pytest.raises(UserError, match=r"no checkpoint of this run; write step-2 into it"):
+        resume_point(run)
+
+
+def test_without_the_pointer_the_newest_checkpoint_is_the_latest(run: Path) -> None:
+    (run / "checkpoints" / "latest").unlink()
+    assert latest_checkpoint(run) == run / "checkpoints" / "step-2"
+
+
+@pytest.mark.parametrize("content", [b"", b"trainer: {steps", b"\x93\x00\xff", b"- 3\n", b"trainer: 3\n"])
+def test_a_damaged_configuration_is_one_line(run: Path, content: bytes) -> None:
+    (run / "config.yaml").write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        run_config(run)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("lost", [["1"], ["1", "2"]])
+def test_metrics_that_lost_lines_are_said(run: Path, lost: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    path = run / "metrics.jsonl"
+    kept = [line for line in path.read_text().splitlines() if str(json.loads(line)["step"]) not in lost]
+    path.write_text("".join(line + "\n" for line in kept))
+    train(run_config(run), resume=run)
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert f"lacks steps that this run has made: {', '.join(lost)}; it goes on without them" in said
+
+
+def test_a_checkpoint_of_the_first_format_is_taken_as_it_is(run: Path) -> None:
+    folder = run / "checkpoints" / "step-2"
+    (folder / "manifest.json").unlink()
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**state, "format": 1}))
+    train(run_config(run), resume=run)
+    assert read_metrics(run)[-1]["step"] == 3
+
+
+@pytest.mark.parametrize("keep", [0.5, 2.0])
+def test_the_optimizer_of_another_model_is_refused_also_without_a_manifest(run: Path, keep: float) -> None:
+    folder = run / "checkpoints" / "step-2"
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**state, "format": 1}))
+    path = folder / "actor" / "optimizer.safetensors"
+    tensors = load_file(path)
+    save_file(
+        {name: t[: int(len(t) * keep)].clone() if keep < 1 else torch.cat([t, t]) for name, t in tensors.items() if t.dim()}
+        | {name: t for name, t in tensors.items() if not t.dim()},
+        path,
+    )  # fmt: skip
+    with pytest.raises(UserError, match="holds another model"):
+        train(run_config(run), resume=run)
+
+
+def test_a_run_that_lives_is_not_resumed_a_second_time(run: Path) -> None:
+    held = "import sys; from pathlib import Path; from braidrl.runtimes.saving.folders import held_alone\n" + (
+        "with held_alone(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", held, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert other.stdin and other.stdout and other.stdout.readline() == b"held\n"
+    with pytest.raises(UserError, match=rf"is being trained by process {other.pid} on .*; wait until"):
+        train(run_config(run), resume=run)
+    other.kill()
+    other.wait()
+    with held_alone(run):
+        pass
+
+
+class Runs:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_a_pickle_in_place_of_an_index_of_tensors_does_not_run(tmp_path: Path) -> None:
+    tensors = {"steps": torch.tensor(3), "0.exp_avg": torch.randn(3, 4)}
+    dcp.save(dict(tensors), checkpoint_id=tmp_path / "parts", no_dist=True)
+    read = {"steps": torch.tensor(0), "0.exp_avg": torch.zeros(3, 4)}
+    dcp.load(read, storage_reader=TensorReader(tmp_path / "parts"), no_dist=True)
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+    (tmp_path / "parts" / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    with pytest.raises(pickle.UnpicklingError, match=r"names posix.system"):
+        TensorReader(tmp_path / "parts").read_metadata()
+    assert not (tmp_path / "ran").exists()
