@@ -140,13 +140,13 @@ def test_a_lease_that_runs_out_goes_to_another_and_the_late_answer_is_refused() 
 
 
 def test_a_worker_that_renews_keeps_its_rows() -> None:
-    with queue(lease_s=0.3) as (control, server, node):
+    with queue(lease_s=1.5) as (control, server, node):
         slow, quick = client(server, node, "slow", generates=True), client(server, node, "quick", generates=True)
         control.training.schedule.groups_wanted(0)
         control.admit(control.training, born([0, 1]))
         rows = (work := slow.take(["generate"], 8, 0.0)).rows()
         for _ in range(5):
-            time.sleep(0.15)
+            time.sleep(0.4)
             assert slow.renew() == []
         assert quick.take(["generate"], 8, 0.0).kind == "wait"
         assert (
