@@ -8,6 +8,7 @@ must be random enough that greedy tokens differ between prompts.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -142,10 +143,14 @@ async def abort_gives_what_there_is(subject: EngineUnderTest) -> None:
     engine, (request, other, *_) = subject.make(), requests(subject, 2)
     free = await engine.submit(replace(request, sampling=replace(request.sampling, max_tokens=subject.long)))
     endless = replace(request, sampling=replace(request.sampling, max_tokens=subject.long))
-    task = await under_way(engine, endless)
     beside = asyncio.ensure_future(engine.submit(other))
-    await engine.abort(request.uid)
-    ended = await task
+    # On a busy machine a row may be over before it is aborted.
+    for _ in range(100):
+        task = await under_way(engine, endless)
+        with contextlib.suppress(KeyError):
+            await engine.abort(request.uid)
+        if (ended := await task).finish_reason is FinishReason.ABORT:
+            break
     assert ended.finish_reason is FinishReason.ABORT
     assert len(ended.tokens) == len(ended.log_probs) == len(ended.versions) < subject.long
     assert ended.tokens.tolist() == free.tokens[: len(ended.tokens)].tolist()
@@ -162,8 +167,12 @@ async def a_pause_changes_nothing_but_the_time(subject: EngineUnderTest) -> None
     wanted = requests(subject, 4, tokens=subject.long)
     straight = await all_of(subject.make(), wanted)
     engine = subject.make()
-    tasks = [await under_way(engine, wanted[0]), *(asyncio.ensure_future(engine.submit(r)) for r in wanted[1:3])]
-    await engine.pause()
+    for _ in range(100):
+        tasks = [await under_way(engine, wanted[0]), *(asyncio.ensure_future(engine.submit(r)) for r in wanted[1:3])]
+        await engine.pause()
+        if not all(task.done() for task in tasks):
+            break
+        await engine.resume()
     late = asyncio.ensure_future(engine.submit(wanted[3]))
     await asyncio.sleep(0.05)
     assert not late.done() and not all(task.done() for task in tasks)

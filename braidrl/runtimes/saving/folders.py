@@ -1,10 +1,11 @@
 """The run folder and its checkpoints: written whole or not at all, the last few kept, `latest` moved last."""
 
+import errno
 import fcntl
 import json
 import os
-import platform
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -20,7 +21,8 @@ from braidrl.importing import relative_to
 from braidrl.rollout.episodes.environments import AGENT
 
 LATEST = "latest"
-LOCK = ".lock"
+ENDING_S = 3.0
+"""How long what a killed run has forked may take to end, and with it the hold on the run's folder."""
 
 
 def new_run_folder(config: Config) -> Path:
@@ -75,24 +77,33 @@ def unused_folder(config: Config) -> Path:
 
 def never_began(folder: Path) -> bool:
     """Return True where a run was refused after its folder was made: it holds at most a configuration."""
-    return folder.is_dir() and all(path.name in ("config.yaml", LOCK) for path in folder.iterdir())
+    return folder.is_dir() and all(path.name == "config.yaml" for path in folder.iterdir())
 
 
 @contextmanager
 def held_alone(run: Path) -> Iterator[None]:
     """Keep a run's folder to this process, and what it has forked, as long as it lives. Raises UserError where another one has it."""
-    with (run / LOCK).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise UserError(
-                f"{run} is being trained by {file.read().strip()}; wait until that has ended, or end it"
-            ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}\n")
-        file.flush()
+    handle, limit = os.open(run, os.O_RDONLY), time.monotonic() + ENDING_S
+    try:
+        while not locked(handle):
+            if time.monotonic() > limit:
+                raise UserError(f"{run} is being trained by another process; wait until that has ended, or end it")
+            time.sleep(0.1)
         yield
+    finally:
+        os.close(handle)
+
+
+def locked(handle: int) -> bool:
+    """Take the lock of an open folder; return False where another process has it. Some network file systems have no such locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+            raise
+    return True
 
 
 def run_config(folder: Path) -> Config:
