@@ -31,7 +31,7 @@ from braidrl.runtimes.saving.folders import (
     read_state,
     whole_folder,
 )
-from braidrl.runtimes.saving.manifest import damage, write_manifest
+from braidrl.runtimes.saving.manifest import MANIFEST, damage, write_manifest
 
 FORMAT = 2
 """Since 2 a checkpoint has a manifest, which is checked; 1 is read as it is."""
@@ -171,12 +171,13 @@ def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
 
 
 def checkpoint_damage(folder: Path) -> str:
-    """Return what is wrong with a checkpoint, or nothing. The first format has no manifest to compare with."""
+    """Return what is wrong with a checkpoint, or nothing; one of the first format has no manifest, and nothing is known of it."""
+    if (folder / MANIFEST).is_file() or not (folder / "state.json").is_file():
+        return damage(folder)
     try:
-        old = read_state(folder).get("format") == 1
-    except UserError as error:
-        return str(error)
-    return "" if old else damage(folder)
+        return "" if read_state(folder).get("format") == 1 else damage(folder)
+    except UserError:
+        return damage(folder)
 
 
 def load_checkpoint(folder: Path) -> tuple[Path, RunState]:

@@ -89,7 +89,7 @@ class ChangeLog:
         self.first = self.next
 
 
-def births(rows: Sequence[Row], message: Mapping[str, Any]) -> Iterable[tuple[Row, Any, int]]:
+def grouped_rows(rows: Sequence[Row], message: Mapping[str, Any]) -> Iterable[tuple[Row, Any, int]]:
     """Return each row with its group, which is itself where none is named, and its length, 0 where that is not known."""
     groups = [row_name(group) for group in message["groups"]] if message["groups"] else rows
     return zip(rows, groups, message["lengths"] or [0] * len(rows), strict=True)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from braidrl.transfer.queue.changes import births, born, part_of, written
+from braidrl.transfer.queue.changes import born, grouped_rows, part_of, written
 from braidrl.transfer.queue.samplers import Candidate
 from braidrl.transfer.queue.storage import Block
 from braidrl.transfer.queue.table import Row, Table, row_name
@@ -31,7 +31,7 @@ class TaskRows:
     def bear(self, number: int, rows: Sequence[Row], change: Mapping[str, Any]) -> None:
         """Let rows of a unit be born that are not known."""
         groups = {}
-        for row, group, tokens in births(rows, change):
+        for row, group, tokens in grouped_rows(rows, change):
             if tokens:
                 self.tokens[row] = tokens
             if row not in self.tasks.rows:

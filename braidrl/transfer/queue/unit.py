@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from braidrl.data.frames import Frame
-from braidrl.transfer.queue.changes import ChangeLog, births, born, close, part_of, written
+from braidrl.transfer.queue.changes import ChangeLog, born, close, grouped_rows, part_of, written
 from braidrl.transfer.queue.controller import handler_of
 from braidrl.transfer.queue.parking import Wait
 from braidrl.transfer.queue.server import Server
@@ -108,7 +108,7 @@ class StorageUnit:
                     f"a row of {list(part.rows)[:4]} has one of the columns {', '.join(part.columns)} already"
                 )
             self.reserved.pop(request["holder"], None)
-            self._bear(part, request)
+            self._admit(part, request)
             self._store(part, {name: request[name] for name in ("table", "groups", "lengths")})
         return self._once_heard(part.block.name)
 
@@ -190,15 +190,15 @@ class StorageUnit:
 
     # Inside
 
-    def _bear(self, part: StoredPart, message: Mapping[str, Any]) -> None:
+    def _admit(self, part: StoredPart, message: Mapping[str, Any]) -> None:
         """Let those rows be born that nobody has written; note lengths of all."""
-        for row, group, tokens in births(list(part.rows), message):
+        for row, group, tokens in grouped_rows(list(part.rows), message):
             if row not in self.rows:
                 self.rows[row] = RowState(message["table"], group)
             if tokens:
                 self.rows[row].tokens = tokens
 
-    def _store(self, part: StoredPart, birth: Mapping[str, Any] | None = None) -> None:
+    def _store(self, part: StoredPart, new: Mapping[str, Any] | None = None) -> None:
         """Note what was written for some rows, under the name of each column; with what is said of rows that may be new."""
         assert part.block is not None
         self.table.add(part, part.columns)
@@ -206,7 +206,7 @@ class StorageUnit:
         for row in part.rows if self.lost else ():
             self.lost[row] = [name for name in self.lost.pop(row, []) if name not in part.columns]
         self.lost = {row: names for row, names in self.lost.items() if names}
-        self._note({**written(part), **(birth or {})}, part.block.name)
+        self._note({**written(part), **(new or {})}, part.block.name)
 
     def _leave(self, rows: Sequence[Row]) -> None:
         if not rows:
@@ -286,7 +286,7 @@ class StorageUnit:
         self.finished = newest["finished"]
         for change in newest["changes"]:
             if change["kind"] == "born":
-                for row, group, tokens in births([row_name(row) for row in change["rows"]], change):
+                for row, group, tokens in grouped_rows([row_name(row) for row in change["rows"]], change):
                     self.rows[row] = RowState(change["table"], group, tokens)
             else:
                 self._store(part_of(change))

@@ -149,6 +149,7 @@ def test_a_checkpoint_of_the_first_format_is_taken_as_it_is(run: Path) -> None:
 @pytest.mark.parametrize("keep", [0.5, 2.0])
 def test_the_optimizer_of_another_model_is_refused_also_without_a_manifest(run: Path, keep: float) -> None:
     folder = run / "checkpoints" / "step-2"
+    (folder / "manifest.json").unlink()
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**state, "format": 1}))
     path = folder / "actor" / "optimizer.safetensors"

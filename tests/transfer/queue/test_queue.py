@@ -384,15 +384,15 @@ def play(
         return Client(address, f"w{number}", DataPlane.at(where, f"w{number}", 10.0), generates=True)
 
     trained: Counter[tuple[int, int, int]] = Counter()
-    crew, joined, steps, admitted = [join(n) for n in range(workers)], workers, 0, -1
+    clients, joined, steps, admitted = [join(n) for n in range(workers)], workers, 0, -1
     deadline = time.monotonic() + 60
     while steps < iterations:
         assert time.monotonic() < deadline
         if admitted < steps:
             admitted = steps
-            admit_over_the_wire(crew[0], born(range(steps * prompts, (steps + 1) * prompts)))
-        place = chance.randrange(len(crew))
-        worker, fate = crew[place], chance.random()
+            admit_over_the_wire(clients[0], born(range(steps * prompts, (steps + 1) * prompts)))
+        place = chance.randrange(len(clients))
+        worker, fate = clients[place], chance.random()
         work = worker.take(["update", "normalise", "check", "generate"], 3, 0.02)
         if work.kind == "load":
             worker.ask("loaded", version=work.message["version"])
@@ -403,7 +403,7 @@ def play(
             trained.update(work.index.uids())
             worker.done("update", [n for n, _ in work.leases], [], {})
         elif work.kind == "rows" and fate < 0.2:
-            crew[place] = join(joined)  # The old one forgets what it holds; its lease runs out.
+            clients[place] = join(joined)  # The old one forgets what it holds; its lease runs out.
             joined += 1
             worker.close()
         elif work.kind == "rows":
@@ -416,7 +416,7 @@ def play(
                 [worker.write(rows.uids(), made_from(work.stage, rows, steps))],
                 {},
             )
-    for worker in crew:
+    for worker in clients:
         worker.close()
     return trained
 
