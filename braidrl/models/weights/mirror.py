@@ -18,14 +18,8 @@ from braidrl.errors import UserError
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.parallel.shards import local_shard, shard_of
 from braidrl.models.roles.base import RoleWorker
-from braidrl.models.weights.transfer import (
-    LIMIT_BYTES,
-    TransferVolume,
-    WeightPart,
-    WeightTransfer,
-    gather_weight_index,
-    weight_parts,
-)
+from braidrl.models.weights.index import WeightPart, gather_weight_index, weight_parts
+from braidrl.models.weights.transfer import LIMIT_BYTES, TransferVolume, WeightTransfer
 
 Parts = Callable[[], Mapping[str, WeightPart]]
 
@@ -46,7 +40,7 @@ class LayoutCopy:
         # Where each rank has all of both, nobody is waited for.
         meet = worker.ranks if worker.ranks.is_sharded or divided else DataParallel()
         known = gather_weight_index(local_weight_parts(worker), meet)
-        self.transfer = WeightTransfer(known, gather_weight_index(parts(), meet).boxes, meet, limit_bytes)
+        self.transfer = WeightTransfer(known, known.groups(gather_weight_index(parts(), meet)), meet, limit_bytes)
         self.traffic = TransferVolume()
 
     def refresh(self, keep: float = 0.0) -> None:

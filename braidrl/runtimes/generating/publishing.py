@@ -13,8 +13,8 @@ from braidrl.models.backend import TrainingBackend
 from braidrl.models.parallel.decoding import Slices
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.roles.base import RoleWorker
+from braidrl.models.weights.index import weight_parts
 from braidrl.models.weights.mirror import LayoutCopy, local_weight_parts
-from braidrl.models.weights.transfer import weight_parts
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.engine import RoleEngine
 from braidrl.rollout.routing.service import EngineService
