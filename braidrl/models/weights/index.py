@@ -185,8 +185,13 @@ def gather_weight_index(parts: Mapping[str, WeightPart], ranks: DataParallel, ma
     if ranks.group is not None:
         with ranks.meeting("who has which weights"):
             of_all = all_gather_bytes(message, ranks.group)
-    said = [json.loads(bytes(one)) for one in of_all]
-    return WeightIndex([read(own) for _, own in said], [where for where, _ in said])
+    return read_index([bytes(one) for one in of_all])
+
+
+def read_index(messages: Sequence[bytes]) -> WeightIndex:
+    """Return the index that ranks have described; replicas say the same, and are read once."""
+    read = {message: _read(message) for message in dict.fromkeys(messages)}
+    return WeightIndex([read[message][1] for message in messages], [read[message][0] for message in messages])
 
 
 def described(parts: Mapping[str, WeightPart]) -> list[list[Any]]:
@@ -206,9 +211,10 @@ def describe(blocks: Iterable[tuple[Sequence[str], Sequence[int], str, Box]]) ->
     return [[patterns, " ".join(numbers), *about] for (patterns, *about), numbers in found.items()]
 
 
-def read(said: Iterable[Sequence[Any]]) -> list[Tensors]:
-    """Return what `describe` has said."""
-    return [
+def _read(message: bytes) -> tuple[str, list[Tensors]]:
+    """Return a rank's machine and blocks."""
+    machine, said = json.loads(message)
+    return machine, [
         Tensors(tuple(names), numbers, tuple(shape), dtype, Box(tuple(offsets), tuple(sizes)))
         for names, numbers, shape, dtype, offsets, sizes in said
     ]

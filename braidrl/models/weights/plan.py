@@ -9,8 +9,9 @@ The boxes that ranks have cut a tensor into cells. A rank copies locally the cel
 sending it. Pure functions of who has what.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,25 +74,27 @@ class RankPlan:
     receives: Moves
 
 
-@dataclass
 class Found:
     """Moves of one rank while they are collected."""
 
-    columns: list[Ints] = field(default_factory=list)
-    shapes: list[Box] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.shapes: list[Box] = []
+        self._tensors: list[Ints] = []
+        self._about: list[tuple[int, ...]] = []
 
-    def add(self, group: TensorGroup, numbers: Ints, peer: int, box: Box, order: int) -> None:
-        """Add the move of a block for some of a group's tensors."""
-        tensors = np.asarray(group.tensors, dtype=np.int64)[numbers]
-        constants = (peer, len(self.shapes), group.item_bytes, box.elements * group.item_bytes, order)
+    def add(self, tensors: Ints, item_bytes: int, peer: int, box: Box, order: int) -> None:
+        """Add the move of a block of each of these tensors; `order` is that of moves of one tensor."""
+        self._tensors.append(tensors)
+        self._about.append((peer, order, len(self.shapes), item_bytes, box.elements * item_bytes))
         self.shapes.append(box)
-        self.columns.append(np.stack([tensors, *(np.full_like(tensors, value) for value in constants)]))
 
     def moves(self) -> Moves:
         """Return the moves by peer, then by tensor, then in the order of its cells."""
-        table = np.concatenate(self.columns, axis=1) if self.columns else np.empty((6, 0), dtype=np.int64)
-        tensors, peers, boxes, items, sizes, _ = table[:, np.lexsort((table[5], table[0], table[1]))]
-        return Moves(peers, tensors, boxes, items, self.shapes, sizes)
+        about = np.array(self._about, dtype=np.int64).reshape(-1, 5)
+        peers, order, boxes, items, sizes = np.repeat(about, [len(some) for some in self._tensors], axis=0).T
+        tensors = np.concatenate([np.empty(0, dtype=np.int64), *self._tensors])
+        place = np.lexsort((order, tensors, peers))
+        return Moves(peers[place], tensors[place], boxes[place], items[place], self.shapes, sizes[place])
 
 
 def plan_moves(
@@ -148,13 +151,13 @@ class Cells:
     """The cells of a group's tensors: `holds` and `needs` say which rank, by its place, has a cell and wants some of it, (cells, ranks)."""
 
     def __init__(self, group: TensorGroup, places: Places) -> None:
-        self.group, self.places = group, places
+        self.group, self.places, self.tensors = group, places, np.asarray(group.tensors, dtype=np.int64)
         held = [(rank, box) for rank, box in group.held if box.elements]
         edges = [{0, size} for size in group.shape]
         for box in {box for _, box in held}:
             for axis, (at, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 edges[axis] |= {at, at + size}
-        self.edges = [np.array(sorted(some), dtype=np.int64) for some in edges]
+        self.edges = [sorted(some) for some in edges]
         self.counts = tuple(len(some) - 1 for some in self.edges)
         self.holds = self._marked(held)
         self.wanted = self._marked((rank, box) for rank, box in group.wanted if box.elements)
@@ -169,16 +172,16 @@ class Cells:
     def _touched(self, box: Box) -> tuple[slice, ...]:
         """Return along each axis the cells that a block overlaps."""
         return tuple(
-            slice(int(np.searchsorted(edges, at, "right")) - 1, int(np.searchsorted(edges, at + size, "left")))
+            slice(bisect_right(edges, at) - 1, bisect_left(edges, at + size))
             for edges, at, size in zip(self.edges, box.offsets, box.sizes, strict=True)
         )
 
     def box(self, cell: int) -> Box:
         """Return the block that is a cell."""
         at = np.unravel_index(cell, self.counts) if self.counts else ()
-        starts = [int(edges[i]) for edges, i in zip(self.edges, at, strict=True)]
-        ends = [int(edges[i + 1]) for edges, i in zip(self.edges, at, strict=True)]
-        return Box(tuple(starts), tuple(end - start for start, end in zip(starts, ends, strict=True)))
+        starts = tuple(edges[i] for edges, i in zip(self.edges, at, strict=True))
+        sizes = tuple(edges[i + 1] - edges[i] for edges, i in zip(self.edges, at, strict=True))
+        return Box(starts, sizes)
 
     def check_complete(self) -> None:
         """Raise ValueError for a cell that somebody wants and nobody has."""
@@ -200,18 +203,16 @@ class Cells:
         cells = np.nonzero(self.needs[:, place])[0]
         if not len(cells):
             return
-        turns = self._turns(cells)
-        places = np.full(len(cells), place)
-        rows = np.arange(len(cells))
-        at = turns.sender(rows, places, number, len(self.group.tensors))
+        holds = self.holds[cells]
+        rows, places = np.arange(len(cells)), np.full(len(cells), place)
+        at = Turns(holds, self.needs[cells], self.places).sender(rows, places, number, len(self.tensors))
         # The holders of each cell, one cell after the other.
-        holders = np.nonzero(self.holds[cells])[1]
-        begins = np.cumsum(self.holds[cells].sum(1)) - self.holds[cells].sum(1)
-        senders = self.places.ranks[holders[begins[:, None] + at]]
-        for cell, by_tensor in zip(cells, senders, strict=True):
-            for piece, order in self._pieces(int(cell), own):
-                for sender in np.unique(by_tensor):
-                    found.add(self.group, np.nonzero(by_tensor == sender)[0], int(sender), piece, order)
+        counts = holds.sum(1)
+        senders = self.places.ranks[np.nonzero(holds)[1][(np.cumsum(counts) - counts)[:, None] + at]]
+        for cell, by_tensor in zip(cells.tolist(), senders, strict=True):
+            for piece, order in self._pieces(cell, own):
+                for sender in set(by_tensor.tolist()):
+                    found.add(self.tensors[by_tensor == sender], self.group.item_bytes, sender, piece, order)
 
     def send(self, rank: int, number: int, found: Found) -> None:
         """Add what a rank sends to others."""
@@ -220,16 +221,16 @@ class Cells:
         rows, places = np.nonzero(self.needs[cells])
         if not len(rows):
             return
-        turns = self._turns(cells)
-        own = turns.before_holders[rows, place]
-        chosen = turns.sender(rows, places, number, len(self.group.tensors)) == own[:, None]
+        turns = Turns(self.holds[cells], self.needs[cells], self.places)
+        own = turns.holders[rows, place]
+        chosen = turns.sender(rows, places, number, len(self.tensors)) == own[:, None]
         wanted: dict[int, list[Box]] = {}
         for target, box in self.group.wanted:
             wanted.setdefault(target, []).append(box)
         for pair in np.nonzero(chosen.any(1))[0]:
             target = int(self.places.ranks[places[pair]])
             for piece, order in self._pieces(int(cells[rows[pair]]), wanted[target]):
-                found.add(self.group, np.nonzero(chosen[pair])[0], target, piece, order)
+                found.add(self.tensors[chosen[pair]], self.group.item_bytes, target, piece, order)
 
     def _pieces(self, cell: int, wanted: Sequence[Box]) -> list[tuple[Box, int]]:
         """Return what of a cell is wanted, each piece with its place in the order of the tensor's moves."""
@@ -237,51 +238,34 @@ class Cells:
         pieces = ((one.overlap(box), cell * len(wanted) + number) for number, box in enumerate(wanted))
         return [(piece, order) for piece, order in pieces if piece is not None]
 
-    def _turns(self, cells: Ints) -> "Turns":
-        return Turns.of(self.holds[cells], self.needs[cells], self.places)
 
-
-@dataclass(frozen=True)
 class Turns:
-    """Who sends a cell to whom, (cells, ranks): of the `choices` holders from `first` on the one whose turn it is."""
+    """Who sends a cell to whom: its holders on a rank's machine serve it in turn, those of all machines where that has none."""
 
-    before_holders: Ints
-    """Holders at places before each."""
-    first: Ints
-    choices: Ints
-    turn: Ints
-    """How many are served before this rank by the same holders."""
-    served: Ints
-    """How many these holders serve."""
-
-    @classmethod
-    def of(cls, holds: Bools, needs: Bools, places: Places) -> "Turns":
-        """Let ranks be served by the holders of their machine, those of machines without one by all."""
-        before_holders = _sums_before(holds)
-        local = before_holders[:, places.ends] - before_holders[:, places.starts]
-        near = local > 0
-        far = _sums_before(needs & ~near)
-        here = _sums_before(needs)
-        begun = here[:, places.starts]
-        return cls(
-            before_holders[:, :-1],
-            np.where(near, before_holders[:, places.starts], 0),
-            np.where(near, local, before_holders[:, -1:]),
-            np.where(near, here[:, :-1] - begun, far[:, :-1]),
-            np.where(near, here[:, places.ends] - begun, far[:, -1:]),
-        )
+    def __init__(self, holds: Bools, needs: Bools, places: Places) -> None:
+        """Count for each place, (cells, ranks + 1), how many before it hold a cell, need it, and need it from another machine."""
+        self.places, self.holders, self._here = places, _sums_before(holds), _sums_before(needs)
+        starts, machine_of = np.unique(places.starts, return_inverse=True)
+        near = np.logical_or.reduceat(holds, starts, axis=1)
+        self._far = np.zeros_like(self._here) if near.all() else _sums_before(needs & ~near[:, machine_of])
 
     def sender(self, rows: Ints, places: Ints, number: int, tensors: int) -> Ints:
         """Return which of a cell's holders serves these pairs, (pairs, tensors): the next tensor goes on where the last one stopped."""
-        first, choices, turn, served = (
-            a[rows, places, None] for a in (self.first, self.choices, self.turn, self.served)
-        )
-        return first + (turn + number + np.arange(tensors) * served) % choices
+        start, end = self.places.starts[places], self.places.ends[places]
+        first = self.holders[rows, start]
+        local = self.holders[rows, end] - first
+        begun = self._here[rows, start]
+        turn = np.where(local, self._here[rows, places] - begun, self._far[rows, places])
+        served = np.where(local, self._here[rows, end] - begun, self._far[rows, -1])
+        choices = np.where(local, local, self.holders[rows, -1])
+        rotated = turn[:, None] + number + np.arange(tensors) * served[:, None]
+        found: Ints = np.where(local, first, 0)[:, None] + rotated % choices[:, None]
+        return found
 
 
-def _sums_before(marks: Bools) -> Ints:
+def _sums_before(marks: Bools) -> NDArray[np.int32]:
     """Return how many marks come before each place, and last how many there are: (cells, ranks + 1)."""
-    sums = np.zeros((marks.shape[0], marks.shape[1] + 1), dtype=np.int64)
+    sums = np.zeros((marks.shape[0], marks.shape[1] + 1), dtype=np.int32)
     np.cumsum(marks, axis=1, out=sums[:, 1:])
     return sums
 
