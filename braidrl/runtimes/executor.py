@@ -62,7 +62,7 @@ class StageExecutor:
         self.workers: dict[str, TrainingBackend] = {}
         self.followings: dict[tuple[str, str], Following] = {}
         self.copies: dict[str, InferenceCopy] = {}  # of roles that infer in another layout than they train in
-        self.residency = Residency(config, flow)
+        self.residency = Residency(config, flow, self.generation.moves)
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
         for role in roles:
             self._load_role(role, role in generating, ranks, training)
@@ -97,6 +97,7 @@ class StageExecutor:
             reduce: Adds up what a stage of scope batch sums, over all processes that have rows.
         """
         self.residency.before(stage)
+        self.generation.moves.report(sums)
         if stage.scope is Scope.BATCH:
             totals = reduce(summed(stage, rows) if len(rows) else {})
             return computed(stage, rows, totals) if len(rows) else {}
@@ -110,7 +111,10 @@ class StageExecutor:
 
     def _infer(self, stage: Stage, rows: Rows) -> Mapping[str, Column]:
         rows, role = of_namespace(rows, stage.params.get("of")), str(stage.role)
-        worker = self.copies[role].current() if role in self.copies else self.workers[role]
+        worker = self.workers[role]
+        if role in self.copies:
+            worker = self.copies[role].frozen
+            self.generation.moves.note(role, self.copies[role].refresh())
         with self.progress.stage(stage.name, len(rows)) as bar:
             found = worker.forward(PREDICTED.get(stage.type, "log_probs"), rows, bar.update)
         if not len(rows) or stage.type != "score":

@@ -52,17 +52,31 @@ class WeightPart:
         """The global shape."""
         return self.tensor.shape if self.slices is None else self.slices.shapes[self.names[0]]
 
+    @property
+    def local(self) -> Tensor:
+        """The local shard of a part that has no adapter."""
+        assert isinstance(self.tensor, Tensor)
+        return local_shard(self.tensor)
+
+    def block(self, box: Box) -> Tensor:
+        """Return a block of the global tensor as a view of this part, which contains it."""
+        return self.local[box.within(self.box)]
+
+    def lying_in(self, other: "WeightPart") -> "WeightPart":
+        """Return this part where its values are a block of another one."""
+        slices = Slices({self.names[0]: self.shape}, {self.names[0]: self.box})
+        return WeightPart(self.names, other.block(self.box), slices)
+
     def values(self) -> Tensor:
         """Return the local values, adapters merged: all ranks of a sharded tensor call this at the same time."""
         return self.tensor.merged_part() if isinstance(self.tensor, Adapted) else local_shard(self.tensor)
 
     def put(self, block: Tensor, box: Box) -> None:
         """Write a block of the global tensor into its place in this part, which has no adapter."""
-        assert isinstance(self.tensor, Tensor)
-        own = local_shard(self.tensor)[box.within(self.box)]
+        own = self.block(box)
         if self.kept:
             own.lerp_(block.to(own), 1.0 - self.kept)
-        else:
+        elif own.data_ptr() != block.data_ptr():
             own.copy_(block)
 
 
@@ -131,22 +145,15 @@ class WeightIndex:
         """
         place_of = {name: place for place, name in enumerate(self.tensors)}
         held, targets = by_pattern(self), by_pattern(wanted) if wanted else {}
-        for (pattern, shape), entries in targets.items():
-            if (pattern, shape) not in held:
-                raise ValueError(f"no rank has {named(pattern, entries[0][1].each[0])} of shape {shape}")
         found = []
-        for (pattern, shape), entries in held.items():
-            others = targets.get((pattern, shape), [])
-            for numbers, texts in alike([said.numbers for _, said in (*entries, *others)]):
+        for pattern, shape in {**held, **targets}:
+            here, there = held.get((pattern, shape), {}), targets.get((pattern, shape), {})
+            for numbers, some in alike([*here, *there]):
                 names = [named(pattern, one) for one in numbers]
-                missing = next((name for name in names if name not in place_of), None)
-                if missing is not None:
-                    raise ValueError(f"no rank has {missing}")
+                if names[0] not in place_of or not here:
+                    raise ValueError(f"no rank has {names[0]} of shape {shape}")
                 dtype = getattr(torch, self.tensors[names[0]].dtype)
-                blocks = (
-                    tuple((rank, said.box) for rank, said in some if said.numbers in texts)
-                    for some in (entries, others)
-                )
+                blocks = ([block for text in some for block in of_text.get(text, ())] for of_text in (here, there))
                 found.append(TensorGroup([place_of[n] for n in names], names[0], shape, dtype.itemsize, *blocks))
         return found
 
@@ -157,12 +164,12 @@ def named(pattern: str, numbers: Iterable[str]) -> str:
     return "".join(part for pair in zip(parts, (*numbers, ""), strict=True) for part in pair)
 
 
-def by_pattern(index: WeightIndex) -> dict[tuple[str, tuple[int, ...]], list[tuple[int, Tensors]]]:
-    """Return ranks and their blocks by the tensors' pattern and shape."""
-    found: dict[tuple[str, tuple[int, ...]], list[tuple[int, Tensors]]] = {}
+def by_pattern(index: WeightIndex) -> dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[int, Box]]]]:
+    """Return ranks and their blocks by the tensors' pattern and shape, and by their numbers."""
+    found: dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[int, Box]]]] = {}
     for rank, own in enumerate(index.ranks):
         for said in own:
-            found.setdefault((said.names[0], said.shape), []).append((rank, said))
+            found.setdefault((said.names[0], said.shape), {}).setdefault(said.numbers, []).append((rank, said.box))
     return found
 
 

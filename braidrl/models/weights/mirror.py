@@ -43,10 +43,11 @@ class LayoutCopy:
         self.transfer = WeightTransfer(known, known.groups(gather_weight_index(parts(), meet)), meet, limit_bytes)
         self.traffic = TransferVolume()
 
-    def refresh(self, keep: float = 0.0) -> None:
-        """Copy the worker's current weights; `keep` is the share of the old ones that stays."""
+    def refresh(self, keep: float = 0.0) -> TransferVolume:
+        """Copy the worker's current weights; `keep` is the share of the old ones that stays. Returns what travelled."""
         into = {name: replace(part, kept=keep) for name, part in self.parts().items()}
         self.traffic = self.transfer.run(local_weight_parts(self.worker), into)
+        return self.traffic
 
 
 class InferenceCopy:
@@ -58,12 +59,12 @@ class InferenceCopy:
         self.copy = LayoutCopy(worker, partial(local_weight_parts, frozen), frozen.ranks.is_sharded)
         self._weight_updates = worker.weight_updates
 
-    def current(self) -> RoleWorker:
-        """Return the frozen worker with the current weights; all ranks of the role call this at the same time."""
-        if self._weight_updates != self.worker.weight_updates:
-            self.copy.refresh()
-            self._weight_updates = self.worker.weight_updates
-        return self.frozen
+    def refresh(self) -> TransferVolume | None:
+        """Bring the frozen worker up to date; all ranks of the role call this at the same time. Returns None where it is."""
+        if self._weight_updates == self.worker.weight_updates:
+            return None
+        self._weight_updates = self.worker.weight_updates
+        return self.copy.refresh()
 
 
 def local_weight_parts(worker: RoleWorker) -> Mapping[str, WeightPart]:

@@ -152,21 +152,23 @@ class Cells:
 
     def __init__(self, group: TensorGroup, places: Places) -> None:
         self.group, self.places, self.tensors = group, places, np.asarray(group.tensors, dtype=np.int64)
-        held = [(rank, box) for rank, box in group.held if box.elements]
         edges = [{0, size} for size in group.shape]
-        for box in {box for _, box in held}:
+        for box in {box for _, box in group.held if box.elements}:
             for axis, (at, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 edges[axis] |= {at, at + size}
         self.edges = [sorted(some) for some in edges]
         self.counts = tuple(len(some) - 1 for some in self.edges)
-        self.holds = self._marked(held)
-        self.wanted = self._marked((rank, box) for rank, box in group.wanted if box.elements)
+        self.holds, self.wanted = self._marked(group.held), self._marked(group.wanted)
         self.needs = self.wanted & ~self.holds
 
     def _marked(self, blocks: Iterable[tuple[int, Box]]) -> Bools:
         marks = np.zeros((*self.counts, len(self.places.ranks)), dtype=np.bool_)
+        by_box: dict[Box, list[int]] = {}
         for rank, box in blocks:
-            marks[(*self._touched(box), self.places.place_of[rank])] = True
+            by_box.setdefault(box, []).append(rank)
+        for box, ranks in by_box.items():
+            if box.elements:
+                marks[self._touched(box)][..., self.places.place_of[ranks]] = True
         return marks.reshape(-1, marks.shape[-1])
 
     def _touched(self, box: Box) -> tuple[slice, ...]:

@@ -15,8 +15,11 @@ from braidrl.config import Config
 from braidrl.errors import UserError
 from braidrl.models.backend import TrainingBackend
 from braidrl.models.loading import load_decoder, read_model_config
-from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
-from braidrl.models.role_settings import DTYPES, dtype_of, model_path
+from braidrl.models.parallel.decoding import PipelineRanks, TensorRanks, load_for_decoding
+from braidrl.models.parallel.generation import GenerationLayout
+from braidrl.models.role_settings import DTYPES, dtype_of, layout_of, model_path
+from braidrl.models.roles.base import RoleWorker
+from braidrl.models.weights.phases import GenerationWeights
 from braidrl.placement.pools import Pool
 from braidrl.rollout.divided.spmd import SpmdEngine
 from braidrl.rollout.embedded.engine import EmbeddedEngine
@@ -98,15 +101,29 @@ def own_engine(config: Config, spec: EngineSpec) -> RoleEngine:
 def spmd_engine(
     worker: TrainingBackend, config: Config, tokenizer: PreTrainedTokenizerBase, spec: EngineSpec
 ) -> tuple[RoleEngine, Publish]:
-    """Return what neighbouring ranks decode with together; all ranks call this at the same time. Raises UserError as `start_engine`."""
-    group = subgroup(torch.arange(worker.ranks.size).view(-1, spec.tensor))
-    assert group is not None
-    model, slices = load_tensor_parallel(Path(spec.model), getattr(torch, spec.dtype), spec.device, TensorRanks(group))
+    """Return what ranks decode with together; all ranks call this at the same time. Raises UserError as `start_engine`."""
+    layout, training = generation_layout(config), layout_of(worker.role, config).resolve(worker.ranks.size)
+    groups = layout.groups(training)
+    group, tensor_group = subgroup(groups.flatten(1)), subgroup(groups.flatten(0, 1))
+    pipeline_group = subgroup(groups.movedim(1, 2).flatten(0, 1)) if layout.pipeline > 1 else None
+    assert group is not None and tensor_group is not None
+    pipeline = PipelineRanks(pipeline_group) if pipeline_group else None
+    model, slices = load_for_decoding(
+        Path(spec.model), getattr(torch, spec.dtype), spec.device, TensorRanks(tensor_group), pipeline
+    )
+    # With a budget a copy stays, and comes and goes as the budget says.
+    turns = (layout.grouping or layout.nests(training)) and config.trainer.resident_gib is None
+    weights = GenerationWeights(worker, model, slices, layout) if turns and isinstance(worker, RoleWorker) else None
     engine = SpmdEngine(
         model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, slices, group,
-        compile=config.rollout.compile,
+        compile=config.rollout.compile, pipeline=pipeline, weights=weights,
     )  # fmt: skip
-    return engine, into_copy(worker, engine, slices)
+    return engine, engine.publish if weights else into_copy(worker, engine, slices)
+
+
+def generation_layout(config: Config) -> GenerationLayout:
+    """Return the layout in which ranks that train generate."""
+    return GenerationLayout(config.rollout.pipeline, config.rollout.tensor, config.rollout.grouping)
 
 
 def on_devices(spec: EngineSpec, count: int) -> list[EngineSpec]:
@@ -166,7 +183,8 @@ def reach_servers(
 
 def pools_ranks(config: Config) -> bool:
     """Return True where ranks decode together, of which each has slices of the model."""
-    return config.rollout.tensor > 1 and not engine_processes(config)
+    layout = generation_layout(config)
+    return (layout.ranks > 1 or layout.grouping is not None) and not engine_processes(config)
 
 
 def engine_processes(config: Config) -> int:

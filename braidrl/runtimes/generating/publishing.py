@@ -15,18 +15,49 @@ from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.roles.base import RoleWorker
 from braidrl.models.weights.index import weight_parts
 from braidrl.models.weights.mirror import LayoutCopy, local_weight_parts
+from braidrl.models.weights.transfer import TransferVolume
+from braidrl.observe.metrics import Sums
+from braidrl.observe.trace import TraceWriter
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.engine import RoleEngine
 from braidrl.rollout.routing.service import EngineService
 from braidrl.rollout.weights.joint_file import WeightWriter
 
-Publish = Callable[[int], None]
-"""Has an engine generate with the weights of now, under a version's number; all ranks that generate for the role call it together."""
+Publish = Callable[[int], TransferVolume | None]
+"""Has an engine generate with the weights of now, under a version's number; all ranks that generate for the role call it together.
+Returns what this rank sent and received for it, None where weights do not travel now."""
+
+
+class WeightMoves:
+    """What weights take on their way to another layout: a span each in the trace, and numbers for the next stage's metrics."""
+
+    def __init__(self) -> None:
+        self.trace: TraceWriter | None = None
+        self.version = 0
+        self._sums = Sums()
+
+    def note(self, role: str, moved: TransferVolume | None) -> None:
+        """Note one transition of a role's weights, None or without rounds where nothing travelled."""
+        if moved is None or not moved.rounds:
+            return
+        for name in ("received", "rounds", "seconds"):
+            self._sums.add(f"weights/{role}/{name}", getattr(moved, name))
+        if self.trace is not None:
+            self.trace.past(role, "weights", self.version + 1, moved.seconds)
+
+    def report(self, sums: Sums) -> None:
+        """Add the numbers of the transitions since the last report."""
+        sums.merge(self._sums)
+        self._sums = Sums()
 
 
 def from_source(worker: TrainingBackend, engine: RoleEngine) -> Publish:
     """Return how an engine takes every full tensor by its name: one of a user's own, or from a backend of a user's own."""
-    return lambda version: engine.publish(version, worker)
+
+    def publish(version: int) -> None:
+        engine.publish(version, worker)
+
+    return publish
 
 
 def into_copy(worker: TrainingBackend, engine: EmbeddedEngine, slices: Slices | None = None) -> Publish:
@@ -35,9 +66,10 @@ def into_copy(worker: TrainingBackend, engine: EmbeddedEngine, slices: Slices | 
         return from_source(worker, engine)
     copy = LayoutCopy(worker, lambda: weight_parts(engine.model, slices), divided=slices is not None)
 
-    def publish(version: int) -> None:
-        copy.refresh()
+    def publish(version: int) -> TransferVolume:
+        moved = copy.refresh()
         engine.publish(version)
+        return moved
 
     return publish
 
@@ -55,9 +87,10 @@ def through_file(worker: TrainingBackend, engine: EngineService, config: Config)
     # What servers are sent is checked on its way.
     writer = WeightWriter(local_weight_parts(worker), ranks, rollout.check_weights and not asks, repeat=in_folder)
 
-    def publish(version: int) -> None:
+    def publish(version: int) -> TransferVolume:
         parts = local_weight_parts(worker)
         folder = rollout.servers.folder
         engine.publish(version, writer.in_folder(parts, folder) if in_folder else writer.in_memory(parts))
+        return writer.traffic
 
     return publish

@@ -14,8 +14,10 @@ from braidrl.models.backend import TrainingBackend
 from braidrl.models.memory.offload import OffloadableTensors, storages
 from braidrl.models.roles.base import RoleWorker
 from braidrl.models.roles.make import torch_worker
+from braidrl.models.weights.phases import GenerationWeights
 from braidrl.placement.residency import PUBLISH, Asset, needed_assets, residency_plan, stage_needs
 from braidrl.rollout.engine import RoleEngine
+from braidrl.runtimes.generating.publishing import WeightMoves
 
 GIB = 1 << 30
 NOTHING = frozenset[Asset]()
@@ -31,10 +33,13 @@ class Held:
 
 
 class Residency:
-    """What of the roles of one process is on its device. Without `trainer.resident_gib` everything is, always."""
+    """What of the roles of one process is on its device. Without `trainer.resident_gib` everything is, always, save that weights which
+    a role trains and generates with in the same memory take turns.
+    """
 
-    def __init__(self, config: Config, flow: Flow) -> None:
-        self.flow = flow
+    def __init__(self, config: Config, flow: Flow, moves: WeightMoves) -> None:
+        self.flow, self.moves = flow, moves
+        self.phases: dict[str, GenerationWeights] = {}
         # Under streaming each role has processes of its own, and nobody to make room for.
         gib = config.trainer.resident_gib if config.runtime != "streaming" else None
         self.budget = None if gib is None else int(gib * GIB)
@@ -48,6 +53,8 @@ class Residency:
 
     def add(self, worker: TrainingBackend, engine: RoleEngine | None, inferring: RoleWorker | None = None) -> None:
         """Take charge of a role that was just loaded, with what it infers with, and put it away: the next one needs the room."""
+        if engine is not None and engine.memory is not None and engine.memory.weights is not None:
+            self.phases[worker.role] = engine.memory.weights
         if self.budget is None:
             return
         worker = torch_worker(worker)
@@ -76,6 +83,11 @@ class Residency:
         """Load what a stage needs; one that needs no model leaves all where it is."""
         if needed := stage_needs(stage, self.shared, self.copied):
             self._move(frozenset(needed))
+            for role, weights in self.phases.items():
+                if Asset(role, "weights") in needed:
+                    weights.leave()
+                elif Asset(role, "engine") in needed:
+                    self.moves.note(role, weights.enter())
 
     def before_publishing(self) -> None:
         """Load the weights that go from trainers to engines with weights of their own."""
@@ -86,6 +98,8 @@ class Residency:
     def all_of(self, role: str) -> Iterator[None]:
         """Hold a role's weights and optimizer on the device in addition to what the current stage needs; no stage begins meanwhile."""
         with self._lock:
+            if role in self.phases:
+                self.phases[role].leave()
             before = self.current
             self._move(before | {Asset(role, "weights"), Asset(role, "optimizer")})
             yield

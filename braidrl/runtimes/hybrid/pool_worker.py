@@ -119,6 +119,7 @@ class PoolWorker:
             prepared.rewards() if verifies else None, Progress(stream=silent), own, self.ranks,
         )  # fmt: skip
         self.resources.callback(self.executor.close)
+        self.executor.generation.moves.trace = self.trace
         for role, worker in self.executor.workers.items():
             if (name := method_class(prepared.config, role)) is not None:
                 self.own[role] = name(worker)

@@ -23,7 +23,7 @@ from braidrl.models.checkpoint import divided_state, full_state_dict, load_worke
 from braidrl.models.contract import CHECKS, BackendUnderTest
 from braidrl.models.memory.footprint import activation_bytes, model_shape
 from braidrl.models.objective import Objective, denominators, with_group_tokens
-from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
+from braidrl.models.parallel.decoding import TensorRanks, load_for_decoding
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.parallel.shards import full_tensor, local_shard
 from braidrl.models.roles.decoder import DecoderWorker
@@ -304,7 +304,7 @@ def sliced(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> 
     """What is wrong with the slices that pairs of ranks decode with; those who train with them have them already."""
     group = subgroup(torch.arange(world.size).view(-1, 2))
     assert group is not None
-    model, slices = load_tensor_parallel(worker.path, worker.dtype, "cpu", TensorRanks(group))
+    model, slices = load_for_decoding(worker.path, worker.dtype, "cpu", TensorRanks(group))
     copy = LayoutCopy(worker, lambda: weight_parts(model, slices), divided=True)
     copy.refresh()
     found = model.state_dict()
