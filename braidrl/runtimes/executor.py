@@ -8,15 +8,18 @@ rows ──train(stage)──▶ for each update: forward_backward ──loss su
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.config import Config
 from braidrl.data.rows import Column, Rows
+from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.compute import computed, of_namespace, summed
 from braidrl.flow.flow import is_optimized
+from braidrl.flow.methods import class_and_method, is_method
 from braidrl.flow.signatures import is_reward
 from braidrl.models.backend import TrainingBackend
 from braidrl.models.checkpoint import Write, saving_tasks
@@ -62,6 +65,7 @@ class StageExecutor:
         self.workers: dict[str, TrainingBackend] = {}
         self.followings: dict[tuple[str, str], Following] = {}
         self.copies: dict[str, InferenceCopy] = {}  # of roles that infer in another layout than they train in
+        self.methods: dict[tuple[str, Any], Any] = {}
         self.residency = Residency(config, flow, self.generation.moves)
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
         for role in roles:
@@ -105,9 +109,19 @@ class StageExecutor:
             return {}
         if stage.kind is Kind.GENERATE:
             return self.generation.generate(stage, rows, sums, stop)
+        if is_method(stage.type, stage.role):
+            return checked(stage, self.own_method(stage)(rows, **stage.settings))
         if stage.kind is Kind.INFER:
             return self._infer(stage, rows)
         return self.generation.verify(stage, rows, sums) if stage.type == "verify" else computed(stage, rows)
+
+    def own_method(self, stage: Stage) -> Callable[..., Any]:
+        """Return the method of a user's class that a stage names, bound to the role's worker."""
+        owner, method = class_and_method(stage.type)
+        role = str(stage.role)
+        if (role, owner) not in self.methods:
+            self.methods[role, owner] = owner(self.workers[role])
+        return cast(Callable[..., Any], getattr(self.methods[role, owner], method))
 
     def _infer(self, stage: Stage, rows: Rows) -> Mapping[str, Column]:
         rows, role = of_namespace(rows, stage.params.get("of")), str(stage.role)
@@ -238,3 +252,10 @@ class StageExecutor:
     def close(self) -> None:
         """End the processes of engines and checks."""
         self.generation.close()
+
+
+def checked(stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
+    """Return the columns that a user's method returned. Raises UserError where they are not those that it is registered with."""
+    if set(columns) != set(stage.writes):
+        raise UserError(f"{stage.name} returned {sorted(columns)} and is registered with writes={stage.writes}")
+    return columns

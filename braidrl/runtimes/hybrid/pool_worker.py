@@ -55,7 +55,6 @@ class PoolWorker:
 
     def __init__(self) -> None:
         self.kept: dict[int, Rows] = {}
-        self.own: dict[str, Any] = {}
         self.ranks = DataParallel()
         self.notices: Notices | None = None
         # Of the call that a thread runs.
@@ -120,9 +119,6 @@ class PoolWorker:
         )  # fmt: skip
         self.resources.callback(self.executor.close)
         self.executor.generation.moves.trace = self.trace
-        for role, worker in self.executor.workers.items():
-            if (name := method_class(prepared.config, role)) is not None:
-                self.own[role] = name(worker)
         return os.getpid()
 
     @register(protocol="ONE_TO_ALL")
