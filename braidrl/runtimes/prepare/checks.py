@@ -72,7 +72,7 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
         )
     if not rollout.engines:
         environments = any("environment" in stage.params for stage in stages)
-        check_pooled_engines(config, generating, environments)
+        check_pooled_engines(config, key, generating, environments)
     for role in generating:
         settings = model_settings(model_path(role, config))
         check_heads(settings, layout.tensor)
@@ -83,9 +83,8 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
             )
 
 
-def check_pooled_engines(config: Config, generating: Iterable[str], environments: bool) -> None:
+def check_pooled_engines(config: Config, key: str, generating: Iterable[str], environments: bool) -> None:
     """Raise UserError where ranks that train cannot decode together."""
-    key = f"rollout.tensor={config.rollout.tensor}"
     if config.runtime not in LAID_OUT:
         raise UserError(
             f"{key} divides engines in processes of their own, or among the ranks of runtime=distributed or hybrid; "
