@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from braidrl.cluster.cores import adapt_threads
 from braidrl.models.memory.footprint import cache_bytes
 from braidrl.models.parallel.decoding import PipelineRanks, Slices
 from braidrl.models.parallel.pipeline import local_layers
@@ -100,6 +101,7 @@ class EmbeddedEngine(SteppingEngine):
 
     def step(self) -> list[Response]:
         """Fill free slots, then draw a token for each row."""
+        adapt_threads()
         with self._decoding():
             if self._waiting:
                 count = min(self.waiting, len(free := self._batch.free()))
