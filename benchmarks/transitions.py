@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from benchmarks.shapes import TOKENIZER
 from braidrl.cluster.groups import subgroup
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
@@ -67,7 +66,6 @@ def write_model(folder: Path) -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    TOKENIZER.save_pretrained(folder)
 
 
 def measure(world: World, task: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
