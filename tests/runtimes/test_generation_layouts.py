@@ -58,6 +58,16 @@ def test_ranks_that_generate_in_another_layout_make_the_run_of_one_process(works
     assert {(span.role, span.iteration) for span in spans} == {("actor", 1), ("actor", 2)}
 
 
+@pytest.mark.parametrize("name", ["interval", "pipeline"])
+def test_compiled_decoding_has_the_weights_of_each_version(workshop: Workshop, wide: Path, name: str) -> None:
+    """In float32 compiled kernels decode, which lay the projections of a layer side by side."""
+    workshop.model = wide
+    own = {**merged(GRPO, merged(ON_2[name], {"trainer": {"learning_rate": 0.05}})), "dtype": "float32"}
+    run_in_ranks([workshop.tree("compiled", **own, runtime="distributed", workers=2)], 2)
+    gaps = [line["train/rollout_log_prob_gap"] for line in read_metrics(workshop.folder / "compiled")]
+    assert len(gaps) == 2 and max(gaps) < 1e-4
+
+
 @pytest.mark.soak
 def test_eight_ranks_train_generate_and_infer_in_three_layouts(workshop: Workshop, wide: Path) -> None:
     """Training (1, 4, 2) and (2, 2, 2), generation (1, 2), inference (1, 1): GRPO, and PPO with a critic."""

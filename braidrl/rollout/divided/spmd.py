@@ -31,14 +31,12 @@ class SpmdEngine(EmbeddedEngine):
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int,
         seed: int, slices: Slices, group: dist.ProcessGroup, compile: bool = True, pipeline: PipelineRanks | None = None,
-        weights: GenerationWeights | None = None,
     ) -> None:  # fmt: skip
         """Make the engine of a model of which this rank holds `slices`; the other settings are the same on all ranks.
 
-        `group` has all ranks that decode together; `pipeline` are those of them that have other layers. `weights` bring the
-        model's weights for the time of generation; without them they stay.
+        `group` has all ranks that decode together; `pipeline` are those of them that have other layers.
         """
-        self._phases = weights
+        self.phases: GenerationWeights | None = None
         super().__init__(
             model, tokenizer, slots, max_sequence_tokens, seed, compile=compile, slices=slices, pipeline=pipeline
         )
@@ -46,12 +44,12 @@ class SpmdEngine(EmbeddedEngine):
 
     @property
     def memory(self) -> EngineMemory:
-        return replace(super().memory, weights=self._phases)
+        return replace(super().memory, weights=self.phases)
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
         """Weights that take turns with those of training come with the next generation."""
-        if self._phases is not None:
-            self._phases.leave()
+        if self.phases is not None:
+            self.phases.leave()
         super().publish(version, source)
 
     def generate(

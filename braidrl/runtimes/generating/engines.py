@@ -110,14 +110,16 @@ def spmd_engine(
     model, slices = load_for_decoding(
         Path(spec.model), getattr(torch, spec.dtype), spec.device, TensorRanks(tensor_group), pipeline
     )
-    # With a budget a copy stays, and comes and goes as the budget says.
-    turns = (layout.grouping or layout.nests(training)) and config.trainer.resident_gib is None
-    weights = GenerationWeights(worker, model, slices, layout) if turns and isinstance(worker, RoleWorker) else None
     engine = SpmdEngine(
         model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, slices, group,
-        compile=config.rollout.compile, pipeline=pipeline, weights=weights,
+        compile=config.rollout.compile, pipeline=pipeline,
     )  # fmt: skip
-    return engine, engine.publish if weights else into_copy(worker, engine, slices)
+    # With a budget a copy stays, and comes and goes as the budget says.
+    takes_turns = (layout.grouping or layout.nests(training)) and config.trainer.resident_gib is None
+    if not takes_turns or not isinstance(worker, RoleWorker):
+        return engine, into_copy(worker, engine, slices)
+    engine.phases = GenerationWeights(worker, model, slices, layout)
+    return engine, engine.publish
 
 
 def generation_layout(config: Config) -> GenerationLayout:
