@@ -36,6 +36,7 @@ class SpmdEngine(EmbeddedEngine):
 
         `group` has all ranks that decode together; `pipeline` are those of them that have other layers.
         """
+        # Set where the weights take turns with those of training.
         self.phases: GenerationWeights | None = None
         super().__init__(
             model, tokenizer, slots, max_sequence_tokens, seed, compile=compile, slices=slices, pipeline=pipeline
