@@ -2,7 +2,7 @@
 
 python -m benchmarks.transitions              # measures, and writes benchmarks/results/transitions.json with the model fitted to it
 
-A transition takes `seconds_per_round` for each round, and `seconds_per_byte` for each byte that a rank receives: fitted to the medians.
+A transition takes `seconds` to begin, and `seconds_per_byte` for each byte that a rank receives: fitted to the medians.
 The processes share the machine's cores, so that the second is a machine's, not a network's: what carries over are the ratios.
 """
 
@@ -113,26 +113,23 @@ def made(world: World, model: str, training: dict[str, Any], layout: GenerationL
 
 
 def fit(cases: list[dict[str, float]]) -> dict[str, float]:
-    """Return seconds per byte and per round by least squares, and the mean error as a share of the time."""
-    known = np.array([[case["received"], case["rounds"]] for case in cases])
+    """Return seconds per byte and to begin by least squares, and the mean error as a share of the time."""
+    known = np.array([[case["received"], 1.0] for case in cases])
     seconds = np.array([case["seconds"] for case in cases])
     # Relative errors: a short transition counts as much as a long one.
-    (per_byte, per_round), *_ = np.linalg.lstsq(known / seconds[:, None], np.ones(len(cases)), rcond=None)
-    error = float(np.abs(known @ [per_byte, per_round] / seconds - 1).mean())
-    return {"seconds_per_byte": float(per_byte), "seconds_per_round": float(per_round), "mean_error": error}
+    (per_byte, begin), *_ = np.linalg.lstsq(known / seconds[:, None], np.ones(len(cases)), rcond=None)
+    error = float(np.abs(known @ [per_byte, begin] / seconds - 1).mean())
+    return {"seconds_per_byte": float(per_byte), "seconds": float(begin), "mean_error": error}
 
 
 def drawn(parameters: float, p: int, t: int, p_g: int, t_g: int, fitted: Mapping[str, float]) -> dict[str, float]:
     """Return bytes that a rank of 1,024 receives in bfloat16 by each formula, and by what share intervals are faster."""
-    model, ranks, limit = 2 * parameters, 1024, 64 << 20
+    model, ranks = 2 * parameters, 1024
     shares = {
         "interval": (t * p - t_g * p_g) / (t_g * p_g * t * p), "neighbour": (t * p - 1) / (t * p), "gather": (ranks - 1) / ranks,
     }  # fmt: skip
     received = {name: share * model for name, share in shares.items()}
-    seconds = {
-        name: size * fitted["seconds_per_byte"] + -(-size // limit) * fitted["seconds_per_round"]
-        for name, size in received.items()
-    }
+    seconds = {name: size * fitted["seconds_per_byte"] + fitted["seconds"] for name, size in received.items()}
     less = {f"less_than_{name}": 1 - seconds["interval"] / seconds[name] for name in ("neighbour", "gather")}
     return {**{f"{name}_bytes": size for name, size in received.items()}, **less}
 
