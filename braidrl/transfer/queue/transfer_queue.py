@@ -29,6 +29,7 @@ from braidrl.transfer.queue.owner import StorageNode
 from braidrl.transfer.queue.samplers import sampler_named
 from braidrl.transfer.queue.service import Service
 from braidrl.transfer.queue.storage import DataPlane, Evicted, Place
+from braidrl.transfer.queue.storage_backends import data_plane
 from braidrl.transfer.queue.table import home, row_name
 from braidrl.transfer.queue.transport import Connection, QueueTimeout
 
@@ -86,7 +87,7 @@ class TransferQueue:
             resources.callback(node.close)
             service = Service(tasks, chosen, lease_s, budget_bytes, units, node.place(), ip, secret)
             resources.callback(service.close)
-            data = DataPlane.at(node.place(), "owner", secret=secret)
+            data = data_plane(node.place(), "owner", secret=secret)
             resources.callback(data.close)
             queue = cls(service.server.address, "owner", service.directory, data, resources.pop_all())
             queue.service = service
@@ -118,7 +119,7 @@ class TransferQueue:
                 node = StorageNode(node_name(), ip, secret)
                 resources.callback(node.close)
                 place = node.place()
-            data = DataPlane.at(place, holder, limit_s, secret)
+            data = data_plane(place, holder, limit_s, secret)
             resources.callback(data.close)
             return cls(address, holder, directory, data, resources.pop_all())
 
