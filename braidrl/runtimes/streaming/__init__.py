@@ -2,6 +2,6 @@
 
 program ──admits──▶ control: streams of rows, schedule, weights ◀──take, done── worker, generate ──▶ executor
 
-`program` opens the queue and drives iterations; `backend` does what a run asks for beside them; `groups` says which worker groups a flow needs,
+`program` opens the queue and drives iterations, `backend` does what a run asks for beside them, `groups` says which workers a flow needs,
 `processes` starts and watches them, and `weights` brings new weights from trainers to engines.
 """
