@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from braidrl.observe.page import Tile, page
+from braidrl.observe.chart import Tile, page
 from braidrl.observe.progress import spell_seconds
 from braidrl.observe.trace import Span, State, read_trace
 
