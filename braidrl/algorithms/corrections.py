@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from braidrl.algorithms.ratios import Level, ratio_at
+from braidrl.algorithms.kl import Level, ratio_at
 from braidrl.algorithms.registry import Needs, corrections
 
 LEVELS = ("token", "sequence", "geometric")

@@ -11,10 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.kl import estimate
+from braidrl.algorithms.kl import estimate, ratio
 from braidrl.algorithms.policy_losses import CLIP, Metrics, clip_metrics, clipped_surrogate, kl_metrics, stopped
 from braidrl.algorithms.ragged import Ragged
-from braidrl.algorithms.ratios import ratio
 from braidrl.algorithms.registry import Needs, divergences, losses, shapes
 
 # Bins of equal ratio between the smallest and the largest covariance told apart: neighbours differ by 0.3%.

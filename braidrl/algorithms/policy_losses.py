@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.ratios import LOG_RATIO_LIMIT, ratio
+from braidrl.algorithms.kl import LOG_RATIO_LIMIT, ratio
 from braidrl.algorithms.registry import Needs, losses
 
 Metrics = dict[str, Tensor]

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from braidrl.algorithms.groups import Groups
+from braidrl.algorithms.kl import LOG_RATIO_LIMIT
 from braidrl.algorithms.policy_losses import Metrics, clip_metrics, clipped_surrogate, stopped
 from braidrl.algorithms.ragged import Ragged
-from braidrl.algorithms.ratios import LOG_RATIO_LIMIT
 from braidrl.algorithms.registry import Needs, losses
 
 # Each row is one decision here: weighing it by its length again would undo the mean inside the ratio.

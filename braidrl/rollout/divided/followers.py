@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import msgpack
 import torch
@@ -28,33 +28,19 @@ from braidrl.models.loading import load_tokenizer
 from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.engine import EngineError, WeightSource
-from braidrl.rollout.process.spec import EngineSpec
 from braidrl.rollout.requests import Response, Uid
 from braidrl.rollout.row import Row
 from braidrl.rollout.weights.shared_file import WeightFile
-from braidrl.rollout.wire import plain_request, request_of
+from braidrl.rollout.wire import EngineSpec, plain_request, request_of
 
 Command = list[Any]
 """A method's name and plain arguments."""
 
 
-class Followers(Protocol):
-    """The other processes of an engine, as their leader sees them."""
-
-    def send(self, commands: Sequence[Command]) -> None:
-        """Send commands without waiting until they are done."""
-
-    def wait(self) -> None:
-        """Wait until all have acknowledged. Raises RuntimeError for a follower that failed."""
-
-    def describe_end(self, error: Exception) -> str:
-        """Say which followers ended, and how; where none did, what the leader saw."""
-
-
 class LeadingEngine(EmbeddedEngine):
     """Used like an engine that has the full model. After a failure of any process every call raises `EngineError`."""
 
-    def __init__(self, followers: Followers, **settings: Any) -> None:
+    def __init__(self, followers: "ForkedFollowers", **settings: Any) -> None:
         """Make the engine with `settings` of `EmbeddedEngine`."""
         super().__init__(**settings)
         self._followers = followers

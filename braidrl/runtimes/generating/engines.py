@@ -34,12 +34,12 @@ from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.engine import ENGINES, ModelWeights, RoleEngine, ServedEngine
 from braidrl.rollout.http.dialects import DIALECTS
 from braidrl.rollout.process.client import EngineProcess
-from braidrl.rollout.process.spec import EngineSpec
 from braidrl.rollout.routing.service import EngineService
 from braidrl.rollout.row import end_ids_of
 from braidrl.rollout.weights.joint_file import WeightWriter
 from braidrl.rollout.weights.local import shapes_of
 from braidrl.rollout.weights.shared_file import SharedWeights, WeightFolder
+from braidrl.rollout.wire import EngineSpec
 
 Publish = Callable[[int], None]
 """Has an engine generate with the weights of now, under a version's number; all ranks that generate for the role call it together."""

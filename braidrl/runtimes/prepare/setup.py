@@ -16,7 +16,7 @@ from braidrl.data.prompts import LoadedSource, load_eval, load_texts, load_train
 from braidrl.data.sources import place as place_of
 from braidrl.errors import LostPeers, UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.flow.planner import serial_chain
+from braidrl.flow.readiness import serial_chain
 from braidrl.models.loading import check_scorer, load_tokenizer
 from braidrl.models.role_settings import model_path
 from braidrl.placement.pools import check_copies, place
