@@ -50,7 +50,7 @@ def kl_cov(
     coef: float = 1.0,
     estimator: str = "abs",
 ) -> tuple[Tensor, Metrics]:
-    """−r·A, plus coef·KL(π_old, π) on tokens of high covariance (1 in `high_covariance`, (N,)).
+    """Return −r·A, plus coef·KL(π_old, π) on tokens of high covariance (1 in `high_covariance`, (N,)).
 
     KL-Cov, arXiv 2505.22617.
     """
@@ -62,7 +62,7 @@ def kl_cov(
 def token_pairs(
     rollout_log_probs: Ragged, old_log_probs: Ragged | None, advantage: Tensor | None, advantages: Ragged | None
 ) -> tuple[Tensor, Tensor]:
-    """log π_old and A of each action token, (N,) float64 each. Raises ValueError when no advantage is given."""
+    """Return log π_old and A of each action token, (N,) float64 each. Raises ValueError when no advantage is given."""
     log_probs = rollout_log_probs if old_log_probs is None else old_log_probs
     if advantages is not None:
         return log_probs.values.double(), advantages.values.double()
@@ -91,7 +91,7 @@ def covariance(
     *,
     totals: dict[str, Tensor],
 ) -> Ragged:
-    """(log π_old − its mean)·(A − its mean) per action token, the means over the batch's action tokens.
+    """Return (log π_old − its mean)·(A − its mean) per action token, the means over the batch's action tokens.
 
     arXiv 2505.22617, at the policy that starts the update.
     """
@@ -137,7 +137,7 @@ def highest_covariance(
     high: float | None = None,
     totals: dict[str, Tensor],
 ) -> Ragged:
-    """1 for the `fraction` of the batch's action tokens with the highest covariance, 0 for others.
+    """Return 1 for the `fraction` of the batch's action tokens with the highest covariance, 0 for others.
 
     arXiv 2505.22617: 2e-4 within (1, 5) for Clip-Cov, which draws at random there where this takes the highest so that nothing depends on a
     draw; 2e-4 to 2e-3 without bounds for KL-Cov. At least one token and at most one bin (0.3% in value) too many are taken, and

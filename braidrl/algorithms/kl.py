@@ -19,12 +19,12 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """π/π_old of each token, (N,); log-ratios beyond ±20 are held there."""
+    """Return π/π_old of each token, (N,); log-ratios beyond ±20 are held there."""
     return (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def ratio_at(level: Level, log_probs: Tensor, old_log_probs: Tensor, offsets: Tensor) -> Tensor:
-    """π/π_old (N,) of each token, or of its row: the product of the row's ratios, or their geometric mean.
+    """Return π/π_old (N,) of each token, or of its row: the product of the row's ratios, or their geometric mean.
 
     Raises ValueError for another level.
     """
@@ -42,26 +42,26 @@ def ratio_at(level: Level, log_probs: Tensor, old_log_probs: Tensor, offsets: Te
 
 @divergences.register()
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """log(π/π_ref), (N,): unbiased, of either sign, and with a gradient that is 0 in expectation."""
+    """Return log(π/π_ref), (N,): unbiased, of either sign, and with a gradient that is 0 in expectation."""
     return log_probs - ref_log_probs
 
 
 @divergences.register()
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """½·(log π/π_ref)², (N,): biased in value, unbiased in gradient."""
+    """Return ½·(log π/π_ref)², (N,): biased in value, unbiased in gradient."""
     return 0.5 * (log_probs - ref_log_probs) ** 2
 
 
 @divergences.register()
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """π_ref/π − log(π_ref/π) − 1, (N,): unbiased and never negative. GRPO, arXiv 2402.03300, equation 4."""
+    """Return π_ref/π − log(π_ref/π) − 1, (N,): unbiased and never negative. GRPO, arXiv 2402.03300, equation 4."""
     inverse = ref_log_probs - log_probs
     return inverse.clamp(max=LOG_RATIO_LIMIT).expm1() - inverse
 
 
 @divergences.register("abs")
 def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """|log(π/π_ref)|, (N,)."""
+    """Return |log(π/π_ref)|, (N,)."""
     return (log_probs - ref_log_probs).abs()
 
 

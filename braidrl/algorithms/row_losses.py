@@ -31,7 +31,7 @@ def gspo(
     low: float = 3e-4,
     high: float = 4e-4,
 ) -> tuple[Tensor, Metrics]:
-    """−min(s·A, clip(s, 1 − low, 1 + high)·A) with s = exp(mean over the row of log r), in token form.
+    """Return −min(s·A, clip(s, 1 − low, 1 + high)·A) with s = exp(mean over the row of log r), in token form.
 
     GSPO-token, arXiv 2507.18071, section 4.3: s_t = sg(s)·π/sg(π), whose value is s and whose gradient each token's own.
     """
@@ -52,7 +52,7 @@ def gmpo(
     low: float = 0.4,
     high: float = 0.4,
 ) -> tuple[Tensor, Metrics]:
-    """−A·(Π of the row's clipped ratios)^(1/|o|), the same number at each of the row's tokens.
+    """Return −A·(Π of the row's clipped ratios)^(1/|o|), the same number at each of the row's tokens.
 
     GMPO, arXiv 2507.20673. A ratio is clipped to at most e^high where A > 0, to at least e^(−low) where A < 0; a row's A is
     the mean over its tokens.
@@ -71,7 +71,7 @@ PAIRS = Needs(group_size=2, whole_groups=True, aggregations=("seq-mean-token-mea
 
 
 def pair_loss(scores: Tensor, group: Tensor, sample: Tensor) -> tuple[Tensor, Metrics]:
-    """−log σ(score of the chosen − score of the rejected) at each row, (B,), and what to report, (B,) each."""
+    """Return −log σ(score of the chosen − score of the rejected) at each row, (B,), and what to report, (B,) each."""
     groups = Groups.of(group)
     chosen = sample == 0
     if bool((groups.sums(chosen.long()) != 1).any() | (groups.sums((sample == 1).long()) != 1).any()):
@@ -93,7 +93,7 @@ def pair_loss(scores: Tensor, group: Tensor, sample: Tensor) -> tuple[Tensor, Me
 
 @losses.register(needs=PAIRS)
 def bradley_terry(scores: Tensor, group: Tensor, sample: Tensor) -> tuple[Tensor, Metrics]:
-    """−log σ(s_chosen − s_rejected), (B,): one score and one loss per row, not per token.
+    """Return −log σ(s_chosen − s_rejected), (B,): one score and one loss per row, not per token.
 
     Bradley and Terry 1952, as in InstructGPT, arXiv 2203.02155, equation 1. Aggregated with one token per row (offsets 0..B).
     """
@@ -104,7 +104,7 @@ def bradley_terry(scores: Tensor, group: Tensor, sample: Tensor) -> tuple[Tensor
 def dpo(
     log_probs: Tensor, ref_log_probs: Tensor, offsets: Tensor, group: Tensor, sample: Tensor, *, beta: float = 0.1
 ) -> tuple[Tensor, Metrics]:
-    """−log σ(β·(Σ log π/π_ref of the chosen − Σ log π/π_ref of the rejected)), the row's at each of its tokens.
+    """Return −log σ(β·(Σ log π/π_ref of the chosen − Σ log π/π_ref of the rejected)), the row's at each of its tokens.
 
     DPO, arXiv 2305.18290, equation 7.
     """

@@ -42,19 +42,19 @@ class Notices:
         self._heard, self._next = 0, 0.0
 
     def begin(self, name: str) -> None:
-        """From now on the list is that of this name, which none has had before; nobody listens to the one before any more."""
+        """Begin the list of this name, which none has had before; nobody listens to the one before any more."""
         for key in self._told:
             self._store.delete_key(key)
         self._list, self._told, self._heard, self._next = name, [], 0, 0.0
 
     def tell(self, message: bytes) -> None:
-        """Appends a message."""
+        """Append a message."""
         number = self._store.add(f"{self._list}/count", 1) - 1
         self._told.append(f"{self._list}/{number}")
         self._store.set(self._told[-1], message)  # type: ignore[arg-type]  # takes bytes too
 
     def hear(self) -> Sequence[bytes]:
-        """Messages that nobody had told when this was asked last, one's own too, in everybody's order."""
+        """Return the messages that nobody had told when this was asked last, one's own too, in everybody's order."""
         if (now := time.monotonic()) < self._next:
             return ()
         self._next = now + HEAR_EVERY_S
@@ -91,21 +91,21 @@ class World:
 
     @property
     def first(self) -> bool:
-        """True for the one rank that writes what is written once."""
+        """Return True for the one rank that writes what is written once."""
         return self.rank == 0
 
     @property
     def data_parallel(self) -> DataParallel:
-        """The ranks as holders of copies of one model."""
+        """Return the ranks as holders of copies of one model."""
         return Supervised(self.group, self)
 
     @property
     def notices(self) -> Notices | None:
-        """What ranks tell each other in passing; None for a process alone."""
+        """Return what ranks tell each other in passing; None for a process alone."""
         return None if self._store is None else Notices(dist.PrefixStore("notices", self._store))
 
     def at(self, place: str) -> None:
-        """Notes what this rank does from now on; the same words on every rank."""
+        """Note what this rank does from now on; the same words on every rank."""
         self.place, self.rows = place, ""
         self._note(place)
 
@@ -140,7 +140,7 @@ class World:
                 raise
 
     def _missing(self) -> str:
-        """The ranks that are not at this meeting and where they were seen last."""
+        """Return the ranks that are not at this meeting and where they were seen last."""
         assert self._store is not None
         self._store.set_timeout(timedelta(seconds=STORE_LIMIT_S))
         late = []
@@ -154,7 +154,7 @@ class World:
         return "; ".join(late) or "a rank that has ended since"
 
     def gather(self, purpose: str, message: bytes | bytearray | memoryview) -> list[memoryview]:
-        """Every rank's message, in the order of ranks."""
+        """Return every rank's message, in the order of ranks."""
         if self.group is None:
             return [memoryview(message)]
         mine = as_tensor(message)
@@ -168,7 +168,7 @@ class World:
         return [part[:size].numpy().data for part, size in zip(found, sizes.tolist(), strict=True)]
 
     def exchange(self, purpose: str, messages: Sequence[bytes | bytearray]) -> list[memoryview]:
-        """What each rank has for this one, given what this one has for each; one all-to-all of bytes."""
+        """Return what each rank has for this one, given what this one has for each; one all-to-all of bytes."""
         if self.group is None:
             return [memoryview(message) for message in messages]
         parts = [as_tensor(message) for message in messages]
@@ -181,7 +181,7 @@ class World:
         return [part.numpy().data for part in received.split(coming.tolist())]
 
     def _sizes(self, where: str, sizes: Tensor) -> Tensor:
-        """Bytes that come from each rank. Raises RuntimeError where a rank is at another meeting than this one."""
+        """Return the bytes that come from each rank. Raises RuntimeError where a rank is at another meeting than this one."""
         sign = zlib.crc32(where.encode())
         sent = torch.stack([sizes, torch.full_like(sizes, sign)], dim=1).contiguous()
         received = torch.empty_like(sent)
@@ -204,11 +204,11 @@ class World:
         return json.loads(message.numpy().tobytes())
 
     def from_first(self, purpose: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns on rank 0, where alone it is called."""
+        """Return what `make` returns on rank 0, where alone it is called."""
         return self.share(purpose, make() if self.first else None)
 
     def close(self) -> None:
-        """Leaves the group; nobody is waited for."""
+        """Leave the group; nobody is waited for."""
         if self.group is not None:
             dist.destroy_process_group()
             self.group = None
@@ -241,7 +241,7 @@ def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1) 
 
 
 def as_tensor(message: bytes | bytearray | memoryview) -> Tensor:
-    """The bytes (N,) uint8; a writable buffer is not copied."""
+    """Return the bytes (N,) uint8; a writable buffer is not copied."""
     if len(message) == 0:
         return torch.empty(0, dtype=torch.uint8)
     buffer = message if isinstance(message, bytearray) else bytearray(message)

@@ -234,6 +234,6 @@ class Config(Section):
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Tokens of a sequence, its prompt and all that follows it."""
+        """Return the most tokens of a sequence, its prompt and all that follows it."""
         both = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         return self.rollout.max_sequence_tokens or both

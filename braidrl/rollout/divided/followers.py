@@ -233,5 +233,5 @@ def _parts(spec: EngineSpec, rank: int, store: dist.Store) -> dict[str, Any]:
 
 
 def wait_s(spec: EngineSpec) -> float:
-    """Seconds that the processes wait for one another: less than the run waits for the leader, which can still say who was missing."""
+    """Return how long processes wait for one another, in seconds: less than the run waits for the leader, which says who was missing."""
     return spec.limit_s / 2

@@ -51,7 +51,7 @@ class EmbeddedEngine(SteppingEngine):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model that decodes: the trainer's module, or a copy."""
+        """Return the model that decodes: the trainer's module, or a copy."""
         return self._weights.model
 
     @property

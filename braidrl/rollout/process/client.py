@@ -56,7 +56,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id, while there is a process."""
+        """Return the process id, while there is a process."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:

@@ -209,7 +209,7 @@ def play(
 
 
 async def show(bar: Bar, engine: RoleEngine) -> None:
-    """Tells of the rows in flight until it is cancelled."""
+    """Tell of the rows in flight until it is cancelled."""
     while True:
         await asyncio.sleep(SHOW_EVERY_S)
         bar.update(in_flight=engine.in_flight)

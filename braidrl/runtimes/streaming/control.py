@@ -245,7 +245,7 @@ class ControlPlane(QueueController):
     # Inside
 
     def _work(self, stream: Stream, stage: Stage, request: dict[str, Any], version: int | None) -> Answer | None:
-        """What there is to do for a stage, for an engine that holds `version` of the weights; None while there is nothing."""
+        """Return what there is to do for a stage, for an engine that holds `version` of the weights; None while there is nothing."""
         if (wanted := self._copy_from(stage)) is not None:
             self.copies.ask(wanted, request["holder"])
             return {"kind": "give", "stage": wanted}, ()
@@ -271,7 +271,7 @@ class ControlPlane(QueueController):
         return answer, encode(index)
 
     def _copy_from(self, stage: Stage) -> str | None:
-        """The update that is due and waits for the weights that whoever does this stage has."""
+        """Return the update that is due and waits for the weights that whoever does this stage has."""
         schedule, flow = self.training.schedule, self.training.flow
         if stage.kind not in (Kind.INFER, Kind.TRAIN) or schedule.published + 1 > self.allowed:
             return None
@@ -282,7 +282,7 @@ class ControlPlane(QueueController):
         return next((stream for stream in self.streams if stage in stream.stages), None)
 
     def _load(self, holder: WorkerHolder) -> dict[str, Any]:
-        """The weights that take an engine from what it holds to the version that it should have."""
+        """Return the weights that take an engine from what it holds to the version that it should have."""
         holder.loading = self.engine_version
         return {"version": holder.loading, "weights": self.weights.between(holder.version or 0, holder.loading)}
 

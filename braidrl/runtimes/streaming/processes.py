@@ -141,7 +141,7 @@ class Processes:
             member.process = self._start(member.group, member.number, member.starts)
 
     def _raise_failure(self, member: Member) -> None:
-        """Raises what a process has raised; where it only lost its peers, what one of those raised."""
+        """Raise what a process has raised; where it only lost its peers, what one of those raised."""
         failure, limit = failure_of(member), time.monotonic() + PEERS_LIMIT_S
         while failure is not None and failure.follows and time.monotonic() < limit:
             causes = [cause for peer in self.members if (cause := failure_of(peer)) and cause.is_cause]
