@@ -132,8 +132,8 @@ class EngineSpec:
     dtype: str = "float32"
     device: str = "cpu"
     """cpu or cuda: the first of `devices`."""
-    threads: int = 1
-    """CPU threads of each of its processes."""
+    threads: int | None = 1
+    """CPU threads of each of its processes; None leaves what the environment says."""
     tensor: int = 1
     """Processes that divide the weights."""
     limit_s: float = 600.0

@@ -20,6 +20,7 @@ import msgpack
 import torch
 import torch.distributed as dist
 
+from braidrl.cluster.cores import follow_load
 from braidrl.cluster.devices import see_only
 from braidrl.cluster.groups import LOOPBACK, connect_store, join_group, open_store
 from braidrl.cluster.local import LOOK_EVERY_S, Forked, fork
@@ -214,7 +215,7 @@ def lead(spec: EngineSpec, followers: ForkedFollowers) -> LeadingEngine:
 
 
 def _follower(spec: EngineSpec, rank: int, port: int) -> EmbeddedEngine:
-    torch.set_num_threads(spec.threads)
+    follow_load()
     keep_freed_memory()
     return EmbeddedEngine(**_parts(spec, rank, connect_store(LOOPBACK, port, wait_s(spec))))
 

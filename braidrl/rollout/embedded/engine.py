@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from braidrl.cluster.cores import adapt_threads
 from braidrl.models.memory.footprint import cache_bytes
 from braidrl.models.parallel.decoding import Slices
 from braidrl.rollout.embedded.batch import SlotBatch
@@ -93,6 +94,7 @@ class EmbeddedEngine(SteppingEngine):
 
     def step(self) -> list[Response]:
         """Fill free slots, then draw a token for each row."""
+        adapt_threads()
         with self._decoding():
             if self._waiting:
                 count = min(self.waiting, len(free := self._batch.free()))

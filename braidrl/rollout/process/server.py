@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from braidrl.cluster.cores import follow_load
 from braidrl.errors import UserError
 from braidrl.models.cpu.malloc import keep_freed_memory
 from braidrl.models.loading import load_decoder, load_tokenizer
@@ -115,7 +116,7 @@ class Host:
 async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFollowers | None) -> None:
     """Make the engine, and execute messages until the run is gone."""
     reader, writer = await asyncio.open_connection(sock=connection)
-    torch.set_num_threads(spec.threads)
+    follow_load()
     keep_freed_memory()
     try:
         engine = served(lead(spec, followers) if followers else ENGINES.find(spec.kind)(spec))

@@ -35,7 +35,7 @@ class Router:
 
     @property
     def alive(self) -> int:
-        """Return the engines that take requests."""
+        """Return the number of engines that take requests."""
         return len(self._living())
 
     @property

@@ -6,7 +6,6 @@ engines in processes of their own        one file on each machine, which its ran
 servers                                  the same in a folder, which they read, or sent to them from there
 """
 
-import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.cluster.devices import choose_device, device_count, own_devices
 from braidrl.cluster.groups import subgroup
+from braidrl.cluster.process import default_threads
 from braidrl.config import Config
 from braidrl.errors import UserError
 from braidrl.models.backend import TrainingBackend
@@ -119,11 +119,10 @@ def engine_spec(role: str, config: Config) -> EngineSpec:
     longest, dtype = config.max_sequence_tokens, DTYPES[rollout.dtype] if rollout.dtype else dtype_of(role, config)
     longest = min(longest, getattr(read_model_config(path), "max_position_embeddings", None) or longest)
     processes = max(1, engine_processes(config)) * rollout.tensor
-    threads = config.threads or max(1, (os.cpu_count() or 1) // processes)
     options = {"embedded": {"compile": rollout.compile}, "vllm": rollout.vllm}
     return EngineSpec(
         rollout.engine, str(path), rollout.slots, longest, config.seed, str(dtype).removeprefix("torch."),
-        choose_device(config.device).type, threads, rollout.tensor, config.cluster.wait_limit_s,
+        choose_device(config.device).type, default_threads(processes), rollout.tensor, config.cluster.wait_limit_s,
         options.get(rollout.engine, rollout.engine_settings),
     )  # fmt: skip
 

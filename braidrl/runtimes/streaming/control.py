@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from braidrl.data.codec import decode, encode
+from braidrl.data.codec import encode
 from braidrl.data.frames import Frame
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
@@ -23,7 +23,7 @@ from braidrl.runtimes.streaming.stream import IterationRecord, Stream
 from braidrl.runtimes.streaming.weights import Copies, Versions
 from braidrl.transfer.queue.requests import Answer, Holder, QueueController, Wait
 from braidrl.transfer.queue.storage import DataPlane
-from braidrl.transfer.queue.table import Block, StoredPart
+from braidrl.transfer.queue.table import StoredPart
 from braidrl.transfer.queue.tasks import Tasks
 
 
@@ -175,13 +175,6 @@ class ControlPlane(QueueController):
     def on_ordered(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Note that an order is carried out."""
         self.results[request["order"]] = request["result"]
-        return {}, ()
-
-    def on_admit(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Let rows be born; a batch is opened where one may be. Refused with ValueError for groups that are known."""
-        block = Block(*request["block"]) if request["block"] else None
-        self.training.schedule.groups_wanted(self.engine_version)
-        self.training.admit(decode(list(frames)), block, tuple(request["columns"]))
         return {}, ()
 
     # The main program

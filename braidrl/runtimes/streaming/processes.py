@@ -100,8 +100,7 @@ class Processes:
 
     def start(self, groups: Sequence[Group]) -> None:
         """Start every process of these groups. Raises UserError where there is no room for them."""
-        threads = self.launcher.reserve(pools_of(groups, self.config))
-        self.config = self.config.model_copy(update={"threads": self.config.threads or threads})
+        self.launcher.reserve(pools_of(groups, self.config))
         self.places |= {place.host: place for place in self.launcher.serve(StorageNode, self.secret)}
         self._store = open_store(self.launcher.ip, RANKS_LIMIT_S)
         for group in groups:
