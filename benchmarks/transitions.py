@@ -27,7 +27,7 @@ from braidrl.cluster.world import World
 from braidrl.config import parse_config
 from braidrl.models.parallel.decoding import PipelineRanks, TensorRanks, load_for_decoding
 from braidrl.models.parallel.generation import GenerationLayout
-from braidrl.models.roles.decoder import DecoderWorker
+from braidrl.models.roles.make import DecoderWorker
 from braidrl.models.weights.phases import GenerationWeights
 
 RESULT = Path("benchmarks/results/transitions.json")

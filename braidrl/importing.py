@@ -48,7 +48,15 @@ class PluginRegistry:
             import_object(place, self.type)
 
     def check_settings(self, name: str, settings: Mapping[str, Any]) -> None:
-        """Raise UserError for a setting that what `name` stands for has no parameter for; its first one is not a setting."""
+        """Check the settings that a configuration gives to a plug-in.
+
+        Args:
+            name: Ours, `module:name` or `file.py:name`.
+            settings: By the names of its parameters after the first, which is not a setting.
+
+        Raises:
+            UserError: It has no parameter for one of them.
+        """
         _, *parameters = inspect.signature(self.find(name)).parameters.values()
         known = [parameter.name for parameter in parameters]
         for setting in settings:
@@ -91,7 +99,7 @@ def import_object(name: str, type: Any) -> Any:
 
 
 def relative_to(folder: Path, name: str) -> str:
-    """`file.py:function` with the file looked for in `folder` first; any other name as it is."""
+    """Return `file.py:function` with the file looked for in `folder` first; any other name as it is."""
     place, colon, attribute = name.rpartition(":")
     if place.endswith(".py") and (folder / place).is_file():
         return f"{(folder / place).resolve()}{colon}{attribute}"
@@ -130,7 +138,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _loaded_from(path: Path) -> ModuleType | None:
-    """The module that this file was imported as already: executing it twice would register its functions twice."""
+    """Return the module that this file was imported as already: executing it twice would register its functions twice."""
     for module in list(sys.modules.values()):
         file = getattr(module, "__dict__", {}).get("__file__")
         if isinstance(file, str) and file.endswith(path.name) and Path(file).resolve() == path:

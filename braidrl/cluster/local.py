@@ -256,4 +256,4 @@ class LocalLauncher:
         return [lines[line] for line in wait(list(lines), seconds)]  # type: ignore[index]
 
     def close(self) -> None:
-        """Nothing was reserved that others could want."""
+        """Free nothing: nothing was reserved that others could want."""

@@ -15,11 +15,18 @@ from braidrl.errors import UserError, suggest
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = (), **defaults: Any) -> Config:
-    """Read YAML and check every key; `defaults` fill keys that nobody set.
+    """Read a configuration and check every key.
 
-    Each override is a dotted `key=value`, or a YAML file that lies over the first.
+    Args:
+        path: A YAML file; None is an empty one.
+        overrides: Dotted `key=value` each, or a YAML file that lies over the first.
+        defaults: Keys, with values for where nobody set them.
 
-    Raises UserError with one line.
+    Returns:
+        The configuration, every value checked.
+
+    Raises:
+        UserError: One line about a key or a value that does not exist or is out of its range.
     """
     tree: Any = {}
     if path is not None:
@@ -46,7 +53,7 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def lay_over(tree: dict[str, Any], over: dict[str, Any]) -> None:
-    """Sets the keys of one nested dict in another, section by section; a layout is replaced whole."""
+    """Set the keys of one nested dict in another, section by section; a layout is replaced whole."""
     for key, value in over.items():
         old = tree.get(key)
         if isinstance(value, dict) and isinstance(old, dict) and not key.endswith("layout"):
@@ -64,7 +71,15 @@ def parse_config(tree: dict[str, Any]) -> Config:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set `a.b=value` in a nested dict; the value is read as YAML. Raises UserError when it is not key=value."""
+    """Set `a.b=value` in a nested dict.
+
+    Args:
+        tree: The dict that is changed.
+        override: `key=value`, with dots in the key; the value is read as YAML.
+
+    Raises:
+        UserError: It is not key=value, or the key leads through a value.
+    """
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise UserError(f"{override!r} is not key=value, as in trainer.steps=10")
@@ -80,7 +95,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def as_number(value: Any) -> Any:
-    """YAML reads `1e-6` as text; people mean the number."""
+    """Return the number that a text such as `1e-6`, which YAML reads as text, stands for; anything else as it is."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -90,7 +105,7 @@ def as_number(value: Any) -> Any:
 
 
 def explain(error: ValidationError) -> str:
-    """One line for the first thing that is wrong."""
+    """Return one line for the first thing that is wrong."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

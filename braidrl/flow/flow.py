@@ -11,9 +11,18 @@ from functools import cached_property
 
 from braidrl.algorithms import registry
 from braidrl.errors import UserError, suggest
-from braidrl.flow.columns import ADMISSION, ADMITTED, ADMITTED_IF_GIVEN, ColumnVersion, Inputs, resolve_columns
+from braidrl.flow.columns import (
+    ADMISSION,
+    ADMITTED,
+    ADMITTED_IF_GIVEN,
+    ColumnVersion,
+    Inputs,
+    check_selects,
+    resolve_columns,
+    serial_order,
+    unique_names,
+)
 from braidrl.flow.lookup import entry_of
-from braidrl.flow.order import check_selects, serial_order, unique_names
 from braidrl.flow.stage import Kind, Stage
 from braidrl.flow.stages import make_stage
 
@@ -35,6 +44,15 @@ class Flow:
     """Stages in the order in which one process would run them. Raises UserError when no such order exists."""
 
     def __init__(self, name: str, stages: Sequence[Stage]) -> None:
+        """Put the stages into their serial order and find which stage writes what another reads.
+
+        Args:
+            name: Of the flow, in messages and files.
+            stages: In any order that their columns and `after` allow.
+
+        Raises:
+            UserError: A column that nobody writes, two writers of one column, or stages that wait for each other.
+        """
         self.name = name
         self.stages = serial_order(unique_names(with_old_log_probs(stages)))
         check_selects(self.stages)

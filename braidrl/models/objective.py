@@ -44,7 +44,15 @@ class Objective:
 
     @staticmethod
     def of(role: str, params: Mapping[str, Any]) -> "Objective":
-        """Resolve the parameters of a role's `update` stage."""
+        """Return what the parameters of a role's `update` stage stand for.
+
+        Args:
+            role: The role that is trained.
+            params: As `Role.update` takes them: loss, aggregate, kl and so on, by name or with settings.
+
+        Raises:
+            UserError: A name that is not registered.
+        """
         loss, aggregate = name_and_settings(params["loss"]), name_and_settings(params.get("aggregate", "token-mean"))
         return Objective(
             role,
@@ -61,12 +69,12 @@ class Objective:
 
     @property
     def denominator(self) -> str:
-        """The global count that the sums are divided by: tokens, rows or groups."""
+        """Return the global count that the sums are divided by: tokens, rows or groups."""
         return entry_of(registry.aggregations, self.aggregate).denominator
 
     @property
     def denominators(self) -> tuple[str, ...]:
-        """All global counts that `optim_step` needs: this loss's and those of the auxiliary terms."""
+        """Return all global counts that `optim_step` needs: this loss's and those of the auxiliary terms."""
         return (self.denominator, *(term.denominator for term in self.auxiliary))
 
     def select(self, rows: Rows) -> Rows:
@@ -75,12 +83,12 @@ class Objective:
 
     @property
     def whole_groups(self) -> bool:
-        """True where the loss compares the rows of a group, which then share a micro-batch."""
+        """Return True where the loss compares the rows of a group, which then share a micro-batch."""
         return self.loss.needs.whole_groups
 
     @property
     def needs_group_tokens(self) -> bool:
-        """True if a row's loss depends on how many tokens its whole group has in the optimizer step."""
+        """Return True if a row's loss depends on how many tokens its whole group has in the optimizer step."""
         return "group_tokens" in entry_of(registry.aggregations, self.aggregate).reads
 
     def sums(

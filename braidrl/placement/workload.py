@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from braidrl.flow.batches import Selection, Sizes
 from braidrl.flow.flow import Flow
 from braidrl.flow.readiness import Consumer, Uid
-from braidrl.flow.updates import Sizes
-from braidrl.flow.waves import Selection
 
 Fate = Literal["done", "dies", "late"]
 
@@ -39,7 +38,7 @@ class Workload:
     lease_seconds: float = 1e6
 
     def uids(self, groups: Sequence[int]) -> list[Uid]:
-        """The rows of some groups."""
+        """Return the rows of some groups."""
         return [(0, group, sample) for group in groups for sample in range(self.sizes.samples_per_prompt)]
 
 
@@ -70,7 +69,7 @@ class Simulation:
     """The largest of any trained row."""
 
     def finish_batch(self, outcome: Selection) -> None:
-        """Notes what selection made of a batch."""
+        """Note what selection made of a batch."""
         self.batches.append(outcome.groups)
         self.dropped.update(outcome.dropped)
         self.released += outcome.released

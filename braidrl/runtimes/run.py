@@ -45,7 +45,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         newest_whole: bool = False,
         world: World | None = None,
     ) -> None:
-        """Checks everything that can be checked before a model loads. Raises UserError for what could not run.
+        """Check everything that can be checked before a model loads. Raises UserError for what could not run.
 
         `world` are the ranks that run this together, each in a TrainingRun of its own; what is written once, the first one writes.
         """
@@ -224,7 +224,15 @@ def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
 
 
 def train(config: Config, **options: Any) -> Path:
-    """Run a configuration to its end and return the run folder; what `braid train` does."""
+    """Run a configuration to its end, as `braid train` does.
+
+    Args:
+        config: The checked configuration.
+        options: Further arguments of `TrainingRun`, such as `resume`.
+
+    Returns:
+        The run's folder.
+    """
     if config.runtime == "distributed":
         return Path(in_ranks(config, "braidrl.runtimes.run:train_rank", options))
     with TrainingRun(config, **options) as run:

@@ -10,11 +10,19 @@ The runtime and the simulator drive the same object; time is an argument.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from braidrl.flow.batches import (
+    GroupSelector,
+    Selection,
+    Sizes,
+    Update,
+    Verdict,
+    admissible,
+    check_staleness,
+    trained_on,
+)
 from braidrl.flow.flow import ADMISSION, Flow, is_optimized
 from braidrl.flow.readiness import Consumer, Uid, waits_for, weights_wait_for
 from braidrl.flow.stage import Kind, Scope, Stage
-from braidrl.flow.updates import Sizes, Update, admissible, check_staleness, trained_on
-from braidrl.flow.waves import GroupSelector, Selection, Verdict
 from braidrl.transfer.queue.samplers import FIRST_IN, Candidate, Sampler
 from braidrl.transfer.queue.tasks import Lease, Tasks
 
@@ -291,13 +299,13 @@ class StreamSchedule:
         self.tasks.write(ADMISSION, uids)
 
     def _skip(self, stages: Iterable[Stage], uids: Sequence[Uid]) -> None:
-        """Stages that `when` leaves out of the open iteration leave out these rows."""
+        """Let stages that `when` leaves out of the open iteration leave out these rows."""
         for stage in stages:
             if stage.kind is not Kind.TRAIN and not stage.when.includes(self.opened):
                 self._leave_out(stage.name, uids)
 
     def _leave_out(self, stage: str, uids: Sequence[Uid]) -> None:
-        """Nobody waits for a stage with these rows, and it takes none of them."""
+        """Leave rows out of a stage: nobody waits for it with them, and it takes none of them."""
         self.tasks.write(stage, uids)
         self.tasks.skip(Consumer(stage), uids)
 

@@ -25,8 +25,7 @@ from braidrl.rollout.embedded.slots import round_up
 from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.engine import EngineMemory, WeightSource
 from braidrl.rollout.requests import Response, Uid
-from braidrl.rollout.row import Row
-from braidrl.rollout.stopping import end_of_sequence_ids
+from braidrl.rollout.row import Row, end_of_sequence_ids
 from braidrl.rollout.weights.local import EngineWeights
 
 
@@ -59,7 +58,7 @@ class EmbeddedEngine(SteppingEngine):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model that decodes: the trainer's module, or a copy."""
+        """Return the model that decodes: the trainer's module, or a copy."""
         return self._weights.model
 
     @property

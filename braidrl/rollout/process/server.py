@@ -21,10 +21,18 @@ from braidrl.rollout.divided.followers import ForkedFollowers, lead
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.engine import ENGINES, Engine, EngineError, ServedEngine
-from braidrl.rollout.process.spec import EngineSpec
 from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.weights.shared_file import WeightFile
-from braidrl.rollout.wire import Message, packed, plain_error, plain_response, receive, receive_at_once, request_of
+from braidrl.rollout.wire import (
+    EngineSpec,
+    Message,
+    packed,
+    plain_error,
+    plain_response,
+    receive,
+    receive_at_once,
+    request_of,
+)
 
 BEAT_S = 0.02
 """Seconds between messages about the load of a process with rows."""

@@ -15,9 +15,11 @@ from braidrl.models.memory.offload import OffloadableTensors, storages
 from braidrl.models.roles.base import RoleWorker
 from braidrl.models.roles.make import torch_worker
 from braidrl.models.weights.phases import GenerationWeights
+from braidrl.models.weights.transfer import TransferVolume
+from braidrl.observe.metrics import Sums
+from braidrl.observe.trace import TraceWriter
 from braidrl.placement.residency import PUBLISH, Asset, needed_assets, residency_plan, stage_needs
 from braidrl.rollout.engine import RoleEngine
-from braidrl.runtimes.generating.publishing import WeightMoves
 
 GIB = 1 << 30
 NOTHING = frozenset[Asset]()
@@ -30,6 +32,29 @@ class Held:
     size: int
     offloadable: OffloadableTensors
     before_leaving: Callable[[], object] = lambda: None
+
+
+class WeightMoves:
+    """What weights take on their way to another layout: a span each in the trace, and numbers for the next stage's metrics."""
+
+    def __init__(self) -> None:
+        self.trace: TraceWriter | None = None
+        self.version = 0
+        self._sums = Sums()
+
+    def note(self, role: str, moved: TransferVolume | None) -> None:
+        """Note one transition of a role's weights, None or without rounds where nothing travelled."""
+        if moved is None or not moved.rounds:
+            return
+        for name in ("received", "rounds", "seconds"):
+            self._sums.add(f"weights/{role}/{name}", getattr(moved, name))
+        if self.trace is not None:
+            self.trace.past(role, "weights", self.version + 1, moved.seconds)
+
+    def report(self, sums: Sums) -> None:
+        """Add the numbers of the transitions since the last report."""
+        sums.merge(self._sums)
+        self._sums = Sums()
 
 
 class Residency:

@@ -9,11 +9,11 @@ Every method may be called by the server's thread and by the main program: one l
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from braidrl.data.codec import decode, encode
+from braidrl.data.codec import encode
 from braidrl.data.frames import Frame
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
@@ -21,12 +21,10 @@ from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
 from braidrl.runtimes.streaming.weights import Copies, Versions
-from braidrl.transfer.queue.controller import Holder, QueueController
-from braidrl.transfer.queue.parking import Wait
-from braidrl.transfer.queue.storage import Block, DataPlane
+from braidrl.transfer.queue.requests import Answer, Holder, QueueController, Wait
+from braidrl.transfer.queue.storage import DataPlane
 from braidrl.transfer.queue.table import StoredPart
 from braidrl.transfer.queue.tasks import Tasks
-from braidrl.transfer.queue.transport import Answer
 
 
 @dataclass
@@ -74,6 +72,8 @@ class ControlPlane(QueueController):
         self.finished: deque[IterationRecord] = deque()
         self.results: dict[int, dict[str, Any]] = {}
         self.orders_given = 0
+        self.notify: Callable[[], object] = lambda: None
+        """Has the server ask waiting workers again."""
 
     @property
     def queues(self) -> list[Tasks]:
@@ -177,14 +177,14 @@ class ControlPlane(QueueController):
         self.results[request["order"]] = request["result"]
         return {}, ()
 
-    def on_admit(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Let rows be born; a batch is opened where one may be. Refused with ValueError for groups that are known."""
-        block = Block(*request["block"]) if request["block"] else None
-        self.training.schedule.groups_wanted(self.engine_version)
-        self.training.admit(decode(list(frames)), block, tuple(request["columns"]))
-        return {}, ()
-
     # The main program
+
+    def change(self, change: Callable[[], object]) -> None:
+        """Change something, decide what follows from it, and have waiting workers asked again."""
+        with self.changed:
+            change()
+            self.advance()
+        self.notify()
 
     def admit(self, stream: Stream, rows: Rows) -> None:
         """Put the payload into shared memory and let the rows be born."""
@@ -238,7 +238,7 @@ class ControlPlane(QueueController):
     # Inside
 
     def _work(self, stream: Stream, stage: Stage, request: dict[str, Any], version: int | None) -> Answer | None:
-        """What there is to do for a stage, for an engine that holds `version` of the weights; None while there is nothing."""
+        """Return what there is to do for a stage, for an engine that holds `version` of the weights; None while there is nothing."""
         if (wanted := self._copy_from(stage)) is not None:
             self.copies.ask(wanted, request["holder"])
             return {"kind": "give", "stage": wanted}, ()
@@ -264,7 +264,7 @@ class ControlPlane(QueueController):
         return answer, encode(index)
 
     def _copy_from(self, stage: Stage) -> str | None:
-        """The update that is due and waits for the weights that whoever does this stage has."""
+        """Return the update that is due and waits for the weights that whoever does this stage has."""
         schedule, flow = self.training.schedule, self.training.flow
         if stage.kind not in (Kind.INFER, Kind.TRAIN) or schedule.published + 1 > self.allowed:
             return None
@@ -275,7 +275,7 @@ class ControlPlane(QueueController):
         return next((stream for stream in self.streams if stage in stream.stages), None)
 
     def _load(self, holder: WorkerHolder) -> dict[str, Any]:
-        """The weights that take an engine from what it holds to the version that it should have."""
+        """Return the weights that take an engine from what it holds to the version that it should have."""
         holder.loading = self.engine_version
         return {"version": holder.loading, "weights": self.weights.between(holder.version or 0, holder.loading)}
 

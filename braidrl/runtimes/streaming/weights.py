@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from braidrl.data.codec import DTYPES
 from braidrl.data.frames import Frame
-from braidrl.transfer.queue.storage import Block, DataPlane
+from braidrl.transfer.queue.storage import DataPlane
+from braidrl.transfer.queue.table import Block
 
 BUCKET_BYTES = 64 << 20
 
@@ -171,7 +172,7 @@ class Copies:
     _asked: dict[str, Copy] = field(default_factory=dict)
 
     def __contains__(self, stage: object) -> bool:
-        """True if somebody was asked for them."""
+        """Return True if somebody was asked for them."""
         return stage in self._asked
 
     def ask(self, stage: str, giver: str) -> None:

@@ -13,7 +13,7 @@ from braidrl.models.checkpoint import full_state_dict
 from braidrl.models.parallel.decoding import PipelineRanks, TensorRanks, load_for_decoding
 from braidrl.models.parallel.generation import GenerationLayout
 from braidrl.models.parallel.shards import local_shard
-from braidrl.models.roles.decoder import DecoderWorker
+from braidrl.models.roles.make import DecoderWorker
 from braidrl.models.weights.index import weight_parts
 from braidrl.models.weights.mirror import local_weight_parts
 from braidrl.models.weights.phases import GenerationWeights
