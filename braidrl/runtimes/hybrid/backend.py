@@ -227,7 +227,9 @@ class HybridBackend(StageDispatch):
     def _divides(self, group: WorkerGroup) -> bool:
         """Return True where the group's ranks have parts of a role's weights, or compute with each other."""
         layouts = [layout_of(role, self.executor.config) for role in group.pool.roles]
-        return not all(layout.resolve(group.mesh.size).is_replicated for layout in layouts)
+        return pools_ranks(self.executor.config) or not all(
+            layout.resolve(group.mesh.size).is_replicated for layout in layouts
+        )
 
 
 def written(group: WorkerGroup) -> None:
