@@ -18,8 +18,8 @@ from braidrl.errors import UserError
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.parallel.shards import local_shard, shard_of
 from braidrl.models.roles.base import RoleWorker
-from braidrl.models.weights.index import WeightPart, gather_weight_index, weight_parts
 from braidrl.models.weights.transfer import LIMIT_BYTES, TransferVolume, WeightTransfer
+from braidrl.models.weights.weight_index import WeightPart, gather_weight_index, weight_parts
 
 Parts = Callable[[], Mapping[str, WeightPart]]
 

@@ -20,10 +20,10 @@ from braidrl.models.parallel.decoding import Slices
 from braidrl.models.parallel.generation import GenerationLayout
 from braidrl.models.role_settings import layout_of
 from braidrl.models.roles.base import RoleWorker
-from braidrl.models.weights.index import WeightIndex, WeightPart, gather_weight_index, weight_parts
 from braidrl.models.weights.mirror import local_weight_parts
 from braidrl.models.weights.plan import TensorGroup
 from braidrl.models.weights.transfer import LIMIT_BYTES, TransferVolume, WeightTransfer
+from braidrl.models.weights.weight_index import WeightIndex, WeightPart, gather_weight_index, weight_parts
 
 
 class GenerationWeights:

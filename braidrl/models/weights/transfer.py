@@ -18,9 +18,9 @@ from torch import Tensor
 
 from braidrl.models.parallel.boxes import Box
 from braidrl.models.parallel.replicated import DataParallel
-from braidrl.models.weights.index import WeightIndex, WeightPart
 from braidrl.models.weights.plan import TensorGroup, plan_moves
 from braidrl.models.weights.rounds import Piece, Schedule, rounds_needed
+from braidrl.models.weights.weight_index import WeightIndex, WeightPart
 
 LIMIT_BYTES = 64 << 20
 """Bytes that a rank sends, and that it receives, in one round."""

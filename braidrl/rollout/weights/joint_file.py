@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from braidrl.models.parallel.replicated import DataParallel, all_gather_bytes
-from braidrl.models.weights.index import WeightIndex, WeightPart, gather_weight_index
 from braidrl.models.weights.plan import TensorGroup, shared_blocks
 from braidrl.models.weights.transfer import TransferVolume, WeightTransfer
+from braidrl.models.weights.weight_index import WeightIndex, WeightPart, gather_weight_index
 from braidrl.rollout.weights.shared_file import (
     CHECKSUM,
     WEIGHTS,

@@ -26,10 +26,10 @@ from braidrl.models.parallel.generation import GenerationLayout
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.role_settings import DTYPES, dtype_of, layout_of, model_path
 from braidrl.models.roles.base import RoleWorker
-from braidrl.models.weights.index import weight_parts
 from braidrl.models.weights.mirror import LayoutCopy, local_weight_parts
 from braidrl.models.weights.phases import GenerationWeights
 from braidrl.models.weights.transfer import TransferVolume
+from braidrl.models.weights.weight_index import weight_parts
 from braidrl.placement.pools import Pool
 from braidrl.rollout.divided.spmd import SpmdEngine
 from braidrl.rollout.embedded.engine import EmbeddedEngine

@@ -27,9 +27,9 @@ from braidrl.models.parallel.decoding import TensorRanks, load_for_decoding
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.parallel.shards import full_tensor, local_shard
 from braidrl.models.roles.make import DecoderWorker
-from braidrl.models.weights.index import weight_parts
 from braidrl.models.weights.mirror import Following, LayoutCopy, local_weight_parts
 from braidrl.models.weights.transfer import LIMIT_BYTES, TransferVolume, WeightTransfer
+from braidrl.models.weights.weight_index import weight_parts
 from braidrl.observe.metrics import Sums
 from braidrl.rollout.weights import joint_file
 from braidrl.rollout.weights.joint_file import FileLayout, WeightWriter

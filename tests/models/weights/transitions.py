@@ -14,9 +14,9 @@ from braidrl.models.parallel.decoding import PipelineRanks, TensorRanks, load_fo
 from braidrl.models.parallel.generation import GenerationLayout
 from braidrl.models.parallel.shards import local_shard
 from braidrl.models.roles.make import DecoderWorker
-from braidrl.models.weights.index import weight_parts
 from braidrl.models.weights.mirror import local_weight_parts
 from braidrl.models.weights.phases import GenerationWeights
+from braidrl.models.weights.weight_index import weight_parts
 from tests.models.parallel.laid_out import config_of
 
 LIMIT = 16384
