@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from braidrl.cluster.process import Failure, Outcome
-from braidrl.errors import LostPeers, UserError
+from braidrl.errors import BadUpdate, LostPeers, UserError
 
 FAILED = 1
 at_end: list[Callable[[], None]] = []
@@ -63,7 +63,7 @@ def function_of(name: str) -> Callable[..., Any]:
 def failure_of(where: str, error: BaseException) -> Failure:
     """Return how a process reports an error: where it happened, in one line, and the traceback."""
     if isinstance(error, UserError):
-        return Failure("user", str(error))
+        return Failure("update" if isinstance(error, BadUpdate) else "user", str(error))
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", "")
     text = "".join(traceback.format_exception(error)).rstrip()

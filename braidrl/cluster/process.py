@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
-from braidrl.errors import UserError, WorkerError
+from braidrl.errors import BadUpdate, UserError, WorkerError
 from braidrl.placement.pools import Pool
 
 END_LIMIT_S = 10.0
@@ -27,7 +27,7 @@ class Failure:
     """Why a process did not do its task."""
 
     kind: str
-    """user (a UserError), error, interrupted, or died for a process that ended without a word."""
+    """user (a UserError), update (a BadUpdate), error, interrupted, or died for a process that ended without a word."""
     message: str
     """What the user is to read, with the process's own traceback for an error."""
     follows: bool = False
@@ -39,10 +39,11 @@ class Failure:
         return not self.follows and self.kind != "interrupted"
 
     def error(self) -> BaseException:
-        """Return the exception to raise for this failure: UserError, KeyboardInterrupt or WorkerError."""
+        """Return the exception to raise for this failure: UserError, BadUpdate, KeyboardInterrupt or WorkerError."""
         if self.kind == "interrupted":
             return KeyboardInterrupt()
-        return UserError(self.message) if self.kind == "user" else WorkerError(self.message)
+        kinds: dict[str, type[Exception]] = {"user": UserError, "update": BadUpdate}
+        return kinds.get(self.kind, WorkerError)(self.message)
 
 
 @dataclass(frozen=True)

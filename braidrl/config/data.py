@@ -70,6 +70,8 @@ class RewardConfig(Section):
     """Score of a right answer where a verifier gives only right or wrong; by default the recipe's (GRPO 1, DAPO 1)."""
     wrong_score: float | None = None
     """Score of a wrong answer; by default the recipe's (GRPO 0, DAPO -1)."""
+    max_abs: float = Field(1e6, gt=0)
+    """A verifier's or environment's score further from 0 than this counts as that row's failure."""
     timeout_s: float = Field(10.0, gt=0)
     """Seconds for one verifier on one row; after them that check counts as failed and its process is replaced."""
     processes: int = Field(1, ge=1)

@@ -20,6 +20,8 @@ MOST_IN_FLIGHT = 64
 """Calls of one async verifier at a time; for fewer it may hold an asyncio.Semaphore, since they share an event loop."""
 STUCK_AFTER_S = 1.0
 """How much later than its limit an async call may answer before its event loop counts as blocked."""
+REASONS = ("timeout", "exception", "died", "result")
+"""Why a check may have failed."""
 TICK_S = 0.02
 """How long a concurrent lane waits for answers before it looks for new calls."""
 
@@ -34,6 +36,20 @@ class CallOutcome:
     """timeout, exception, died, or result when it returned something else; there is no score then."""
     detail: str = ""
 
+    @staticmethod
+    def of(message: Message, max_abs: float) -> "CallOutcome":
+        """Return a worker's answer, in which nothing is believed; a score further from 0 than `max_abs` is a failure."""
+        score, correct, failure = (message.get(name) for name in ("score", "correct", "failure"))
+        if failure is not None:
+            return CallOutcome(
+                failure=failure if failure in REASONS else "result", detail=str(message.get("detail"))[:600]
+            )
+        if correct not in (None, True, False) or isinstance(score, bool) or not isinstance(score, int | float | None):
+            return CallOutcome(failure="result", detail="its process gave an answer that is none")
+        if score is not None and not abs(score) <= max_abs:
+            return CallOutcome(failure="result", detail=f"returned {score:g}, and reward.max_abs is {max_abs:g}")
+        return CallOutcome(score, correct)
+
 
 @dataclass(eq=False)
 class Call:
@@ -43,11 +59,13 @@ class Call:
     verifier: Verifier
     message: bytes
     """The request to the worker."""
+    max_abs: float
+    """A score further from 0 is a failure."""
     future: Future[CallOutcome] = field(default_factory=Future)
 
     def answer(self, message: Message) -> None:
         """Resolve the future with the worker's answer."""
-        self.future.set_result(CallOutcome(**{name: value for name, value in message.items() if name != "call"}))
+        self.future.set_result(CallOutcome.of(message, self.max_abs))
 
     def abandon(self) -> None:
         self.future.set_exception(CancelledError("the reward pool was closed before this check ended"))

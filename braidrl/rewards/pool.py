@@ -5,6 +5,7 @@ submit ──> one queue ──────────────────�
 """
 
 import itertools
+import math
 import queue
 import threading
 from concurrent.futures import Future
@@ -16,13 +17,13 @@ from braidrl.rewards.worker import encode
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
-    """Calls verifiers in `processes` processes, and one more for each async verifier; `timeout_s` limits each call.
+    """Calls verifiers in `processes` processes, and one more for each async verifier; `timeout_s` limits each call, `max_abs` its score.
 
     Processes start when first needed. Closing, or leaving the `with` block in any way, leaves none behind.
     """
 
-    def __init__(self, processes: int, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self, processes: int, timeout_s: float, max_abs: float = math.inf) -> None:
+        self.timeout_s, self.max_abs = timeout_s, max_abs
         self._alone: Calls = queue.SimpleQueue()
         self._lanes: list[Lane] = [OneByOne(self._alone, timeout_s) for _ in range(processes)]
         self._concurrent: dict[str, Concurrent] = {}
@@ -40,7 +41,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 raise RuntimeError("the reward pool is closed")
             number = next(self._numbers)
             message = {"call": number, "key": verifier.key, "completion": vars(completion), "limit_s": self.timeout_s}
-            call = Call(number, verifier, encode(message))
+            call = Call(number, verifier, encode(message), self.max_abs)
             call.future.set_running_or_notify_cancel()
             self._queue_of(verifier).put(call)
         return call.future

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
+from braidrl.errors import BadUpdate
 from braidrl.flow import Flow
+from braidrl.flow.columns import ADMISSION
 from braidrl.flow.updates import admissible
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.backend import IterationResult, Position
@@ -51,7 +53,11 @@ class StreamingProgram:
             if due:
                 before_training()
                 self.backend.change(lambda: setattr(self.control, "allowed", iteration))
-            self.backend.wait()
+            try:
+                self.backend.wait()
+            except BadUpdate as error:
+                error.batch = self._unfinished(iteration)
+                raise
         finished = self.control.finished.popleft()
         assert finished.iteration == iteration
         self.opening.pop(iteration, None)
@@ -97,6 +103,19 @@ class StreamingProgram:
             index = self.stream.table.index(waiting, writers)
             surplus = [assembled(self.backend.data, index, self.stream.table.payload(waiting, writers, None))]
         return Position(self.loader.state(), schedule.sampling.state(), surplus, {})
+
+    def _unfinished(self, iteration: int) -> tuple[Rows, Rows]:
+        """Return the batch of an iteration that trains, as it is recorded, and with the columns that its rows have by now."""
+        stream = self.stream
+        every = [ADMISSION, *(stage.name for stage in stream.flow.stages)]
+        with self.control.changed:
+            uids = sorted(stream.schedule.batches[iteration].uids, key=lambda uid: uid[1:])
+            parts = [
+                (stream.table.index(uids, w), stream.table.payload(uids, w, None))
+                for w in (stream.recorded_writers, every)
+            ]
+            table, final = (assembled(self.backend.data, *part) for part in parts)
+        return table, final
 
     def _result(self, finished: IterationRecord) -> IterationResult[Rows]:
         table = assembled(self.backend.data, finished.index, finished.payload)
