@@ -1,10 +1,12 @@
 """How a run fails: by a mistake of the user's, told in one line, or in a worker process."""
 
+import errno
+import os
 from typing import Any
 
 from braidrl.algorithms.registry import suggest
 
-__all__ = ["BadUpdate", "LostPeers", "UserError", "WorkerError", "first_line", "suggest"]
+__all__ = ["BadUpdate", "LostPeers", "UserError", "WorkerError", "first_line", "no_room", "suggest"]
 
 
 class UserError(Exception):
@@ -24,6 +26,18 @@ class WorkerError(RuntimeError):
 
 class LostPeers(RuntimeError):
     """Other ranks did not come to a meeting: what a rank sees of another's failure."""
+
+
+def no_room(error: BaseException) -> str:
+    """Return what is to be said of an error that a full disk, or a quota, has caused; nothing for any other."""
+    # Libraries have errors of their own for it, which only the system's words tell from others.
+    texts = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
+    found: BaseException | None = error
+    while found is not None:
+        if any(text in str(found) for text in texts):
+            return f"{first_line(found)}; make room and go on with `braid train --resume`"
+        found = found.__cause__ or found.__context__
+    return ""
 
 
 def first_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from braidrl.cluster.process import Failure, Outcome
-from braidrl.errors import BadUpdate, LostPeers, UserError
+from braidrl.errors import BadUpdate, LostPeers, UserError, no_room
 
 FAILED = 1
 at_end: list[Callable[[], None]] = []
@@ -66,6 +66,8 @@ def failure_of(where: str, error: BaseException) -> Failure:
         return Failure("update" if isinstance(error, BadUpdate) else "user", str(error))
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", "")
+    if full := no_room(error):
+        return Failure("user", f"{where}: {full}")
     text = "".join(traceback.format_exception(error)).rstrip()
     kind = f"{type(error).__name__}: {error}".splitlines()[0]
     return Failure("error", f"{where}: {kind}\n{text}", follows=isinstance(error, LostPeers))
