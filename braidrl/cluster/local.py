@@ -107,7 +107,7 @@ class Spawned(LocalProcess):
         module, _, function = (spec.entry if spec.arguments is None else "braidrl.cluster.child:main").partition(":")
         boot = BOOT if spec.python == sys.executable else BOOT_ELSEWHERE
         self._process = subprocess.Popen(
-            [spec.python, "-c", boot, json.dumps([theirs.fileno(), module, function, sys.path])],
+            [*spec.wrapper, spec.python, "-c", boot, json.dumps([theirs.fileno(), module, function, sys.path])],
             stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
             env=environment_of(spec, os.environ),
         )  # fmt: skip

@@ -82,6 +82,10 @@ class ProcessSpec:
     devices: tuple[int, ...] | None = None
     """The CUDA devices that it sees, by their numbers among the starter's; None for all of those."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    inherits: tuple[str, ...] | None = None
+    """The variables that it gets of the starter's; None for all."""
+    wrapper: tuple[str, ...] = ()
+    """A command that starts the interpreter in its place, with its arguments after its own."""
     also_calls: str = ""
     """`module:function` that the entry calls, so that a fork server imports its module too."""
 
@@ -122,7 +126,8 @@ def environment_of(spec: ProcessSpec, starter: Mapping[str, str]) -> dict[str, s
     if spec.devices is not None:
         seen = starter.get("CUDA_VISIBLE_DEVICES", "").split(",")
         own["CUDA_VISIBLE_DEVICES"] = ",".join(seen[n] if seen != [""] else str(n) for n in spec.devices)
-    return {**starter, **own}
+    passed = starter if spec.inherits is None else {name: starter[name] for name in spec.inherits if name in starter}
+    return {**passed, **own}
 
 
 def default_threads(processes: int) -> int | None:

@@ -6,12 +6,14 @@ Concurrent    many calls of one async verifier at a time; if its process hangs o
 """
 
 import queue
+import signal
 import threading
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
+from braidrl.config import RewardConfig
 from braidrl.rewards.process import WorkerProcess
 from braidrl.rewards.verifier import Verifier
 from braidrl.rewards.worker import Message, receive
@@ -22,6 +24,10 @@ STUCK_AFTER_S = 1.0
 """How much later than its limit an async call may answer before its event loop counts as blocked."""
 REASONS = ("timeout", "exception", "died", "result")
 """Why a check may have failed."""
+KILLED = tuple(f"killed by signal {number:d}" for number in (signal.SIGKILL, signal.SIGTERM))
+"""How a process ends that somebody else has ended; the call that it was at is made once more."""
+SUPERVISION_S = 2.0
+"""How much longer than its limits a call may take in the sandbox until its worker counts as stuck."""
 TICK_S = 0.02
 """How long a concurrent lane waits for answers before it looks for new calls."""
 
@@ -77,9 +83,9 @@ Calls = queue.SimpleQueue[Call | None]
 class Lane(ABC):
     """A thread that owns at most one worker process."""
 
-    def __init__(self, calls: Calls, timeout_s: float) -> None:
-        self.calls = calls
-        self.timeout_s = timeout_s
+    def __init__(self, calls: Calls, settings: RewardConfig) -> None:
+        self.calls, self.settings = calls, settings
+        self.timeout_s = settings.timeout_s
         self.closing = threading.Event()
         self._process: WorkerProcess | None = None
         self._lock = threading.Lock()
@@ -117,7 +123,7 @@ class Lane(ABC):
             if self.closing.is_set():
                 raise EOFError("the reward pool is closing")
             if self._process is None:
-                self._process = WorkerProcess()
+                self._process = WorkerProcess(self.settings)
             return self._process
 
     def _drop_process(self) -> str:
@@ -147,26 +153,31 @@ class OneByOne(Lane):
         if call is not None:
             call.abandon()
 
-    def _answer(self, call: Call) -> Message:
+    def _answer(self, call: Call, tries: int = 2) -> Message:
+        # In a sandbox the worker watches the call itself, and may make it twice.
+        limit_s = self.timeout_s if self.settings.sandbox == "none" else 2 * self.timeout_s + SUPERVISION_S
         try:
             process = self._ready_process()
-            failed = process.load(call.verifier, self.timeout_s)
-            return failed or process.ask(call.message, self.timeout_s)
+            failed = process.load(call.verifier)
+            return failed or process.ask(call.message, limit_s)
         except TimeoutError as error:
             self._drop_process()
             return {"failure": "timeout", "detail": str(error)}
         except (EOFError, OSError) as error:
-            return {"failure": "died", "detail": f"the verifier's process died: {self._drop_process()} {error}".strip()}
+            how = self._drop_process()
+            if how in KILLED and tries > 1 and not self.closing.is_set():
+                return self._answer(call, tries - 1)
+            return {"failure": "died", "detail": f"the verifier's process died: {how} {error}".strip()}
 
 
 class Concurrent(Lane):
     """Has a queue of its own, for one async verifier."""
 
-    def __init__(self, verifier: Verifier, alone: Calls, timeout_s: float) -> None:
+    def __init__(self, verifier: Verifier, alone: Calls, settings: RewardConfig) -> None:
         self.verifier = verifier
         self.alone = alone
         self.in_flight: dict[int, tuple[Call, float]] = {}
-        super().__init__(queue.SimpleQueue(), timeout_s)
+        super().__init__(queue.SimpleQueue(), settings)
 
     def _serve(self) -> None:
         while not self.closing.is_set():
@@ -195,7 +206,7 @@ class Concurrent(Lane):
                 return
             self.in_flight[call.number] = (call, float("inf"))
             process = self._ready_process()
-            failed = process.load(self.verifier, self.timeout_s, concurrent=True)
+            failed = process.load(self.verifier, concurrent=True)
             if failed:
                 del self.in_flight[call.number]
                 call.answer(failed)
