@@ -7,6 +7,7 @@ A failure in one rank stops the others; what the user sees is the failure that c
 """
 
 import contextlib
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ def run_ranks(
     Raises:
         UserError, WorkerError, KeyboardInterrupt: The failure of the rank that failed first. None of the processes is left.
     """
+    # Whoever else reaches the store does not know under which keys the ranks meet.
+    secret = secrets.token_hex(16)
     launcher, pool = launcher or LocalLauncher(), workers if isinstance(workers, Pool) else Pool(("rank",), workers)
     ranks: list[Process] = []
     store = None
@@ -57,7 +60,8 @@ def run_ranks(
                 meeting = {"MASTER_ADDR": launcher.ip, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(pool.workers)}
                 own = {"RANK": str(rank), "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
                 spec = ProcessSpec(
-                    f"rank {rank}", f"{__name__}:work", {"entry": entry, "task": task, "limit_s": limit_s, "rank": rank},
+                    f"rank {rank}", f"{__name__}:work", 
+                    {"entry": entry, "task": task, "limit_s": limit_s, "rank": rank, "secret": secret},
                     environment={**meeting, **own}, also_calls=entry,
                 )  # fmt: skip
                 ranks.append(launcher.start(pool.name, rank, spec))
@@ -141,7 +145,7 @@ def work(arguments: Mapping[str, Any]) -> Any:
     task = arguments["task"]
     world = World(arguments["rank"])
     try:
-        world = join(arguments["limit_s"], task.get("cuda", False))
+        world = join(arguments["limit_s"], task.get("cuda", False), secret=arguments["secret"])
         result = function_of(arguments["entry"])(world, task)
         world.gather("the end of the run", b"")
     except (UserError, KeyboardInterrupt):

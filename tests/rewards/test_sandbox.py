@@ -137,6 +137,7 @@ def test_a_row_whose_worker_is_killed_from_outside_gets_a_second_try(depth: int,
     assert found.failure is None and found.correct
 
 
+@pytest.mark.soak
 def test_other_rows_are_checked_at_no_less_than_four_fifths_of_the_rate_while_one_attacks() -> None:
     def seconds(words: list[str]) -> float:
         begun = time.monotonic()

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from braidrl.cluster.groups import LOOPBACK
 from braidrl.cluster.process import Launcher
 from braidrl.config import Config
 from braidrl.data.rows import Rows
@@ -70,15 +69,15 @@ class StreamingBackend:
         with ExitStack() as resources:
             launcher = worker_launcher(config)
             resources.callback(launcher.close)
-            # Where other machines can connect, whoever does must know what only this run's processes are told.
-            secret = None if launcher.ip == LOOPBACK else secrets.token_hex(32)
+            # Whoever connects, from this machine too, must know what only this run's processes are told.
+            secret = secrets.token_hex(32)
             self._open_queue(launcher, secret, resources)
             self.processes = Processes(config, folder, self.control, launcher, self.server.address, self.node, secret)
             resources.callback(self.processes.kill)
             self.processes.start(self.groups)
             self.resources = resources.pop_all()
 
-    def _open_queue(self, launcher: Launcher, secret: str | None, resources: ExitStack) -> None:
+    def _open_queue(self, launcher: Launcher, secret: str, resources: ExitStack) -> None:
         streaming = self.config.streaming
         self.node = StorageNode(launcher.node, launcher.ip, secret, streaming.storage)
         resources.callback(self.node.close)

@@ -78,7 +78,7 @@ class Processes:
 
     def __init__(
         self, config: Config, folder: Path, control: ControlPlane, launcher: Launcher, queue: str, node: StorageNode,
-        secret: str | None,
+        secret: str,
     ) -> None:  # fmt: skip
         """Start nothing yet.
 
@@ -194,7 +194,9 @@ def work(arguments: Mapping[str, Any]) -> None:
     flow = build_flow(config)
     evaluation = evaluation_flow(config, flow)
     tokenizer, progress = load_tokenizer(config.model), LeaseProgress()
-    world = join_ranks(group, arguments["rank"], arguments["meeting"], choose_device(config.device).type == "cuda")
+    world = join_ranks(
+        group, arguments["rank"], arguments["meeting"], arguments["secret"], choose_device(config.device).type == "cuda"
+    )
     data = DataPlane.at(Place(*arguments["place"]), arguments["holder"], CONNECT_LIMIT_S, arguments["secret"])
     executor = StageExecutor(
         config, flow, (group.role,) if group.role else (), tokenizer,
@@ -213,12 +215,12 @@ def work(arguments: Mapping[str, Any]) -> None:
         executor.close()
 
 
-def join_ranks(group: Group, rank: int, meeting: tuple[str, int], cuda: bool) -> World:
+def join_ranks(group: Group, rank: int, meeting: tuple[str, int], secret: str, cuda: bool) -> World:
     """Return the processes of a trained role, which meet at a store; a world of its own for one that shares its role with nobody."""
     if group.ranks == 1:
         return World()
     host, port = meeting
-    store = dist.PrefixStore(group.name, connect_store(host, port, RANKS_LIMIT_S))
+    store = dist.PrefixStore(f"{secret}/{group.name}", connect_store(host, port, RANKS_LIMIT_S))
     everyone = join_group(store, rank, group.ranks, RANKS_LIMIT_S, cuda, host)
     return World(rank, group.ranks, everyone, dist.PrefixStore("places", store))
 
