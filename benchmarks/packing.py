@@ -11,7 +11,7 @@ from benchmarks.case import Case, Found, Rates
 from benchmarks.comparison import Comparison
 from benchmarks.duel import Side
 from benchmarks.shapes import Shape, long_tail, model_folder
-from braidrl.data.partition import balanced_partition, imbalance
+from braidrl.data.packing import balanced_partition, imbalance
 
 # Tokens of question and answer in GSM8K's training set, by a byte-level BPE of 8,192 tokens trained on it: every 32nd part of its rows.
 GSM8K_QUANTILES = [

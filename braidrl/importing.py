@@ -48,7 +48,15 @@ class PluginRegistry:
             import_object(place, self.type)
 
     def check_settings(self, name: str, settings: Mapping[str, Any]) -> None:
-        """Raise UserError for a setting that what `name` stands for has no parameter for; its first one is not a setting."""
+        """Check the settings that a configuration gives to a plug-in.
+
+        Args:
+            name: Ours, `module:name` or `file.py:name`.
+            settings: By the names of its parameters after the first, which is not a setting.
+
+        Raises:
+            UserError: It has no parameter for one of them.
+        """
         _, *parameters = inspect.signature(self.find(name)).parameters.values()
         known = [parameter.name for parameter in parameters]
         for setting in settings:

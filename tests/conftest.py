@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from braidrl.transfer.queue.storage_backends import shared_folder
+from braidrl.transfer.queue.storage import shared_folder
 
 if TYPE_CHECKING:
     from tests.runtimes.hybrid.warm import WarmCluster

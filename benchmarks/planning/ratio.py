@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from braidrl.flow import Flow, Kind, Stage, actor, reward
+from braidrl.flow.batches import Sizes
 from braidrl.flow.readiness import Uid
 from braidrl.flow.stage import Scope, Signature
-from braidrl.flow.updates import Sizes
 from braidrl.placement.simulation import SimulatedWorker, Streaming
 from braidrl.placement.workload import Simulation, Workload
 from tests.placement.durations import long_tailed

@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.turns import Turn
 from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.batches import Sizes
 from braidrl.flow.stage import Signature
-from braidrl.flow.updates import Sizes
 from braidrl.transfer.queue.client import Client
 from braidrl.transfer.queue.transfer_queue import TransferQueue
 from braidrl.transfer.schedule import StreamSchedule

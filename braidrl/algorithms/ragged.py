@@ -27,12 +27,22 @@ class Ragged:
 
     @staticmethod
     def from_lengths(values: Tensor, lengths: Tensor) -> "Ragged":
-        """Return rows of `lengths` (B,) laid one after the other in `values` (N, ...)."""
+        """Return rows that lie one after the other.
+
+        Args:
+            values: All rows' values, (N, ...).
+            lengths: Of each row, (B,) int64, N together.
+        """
         return Ragged(values, offsets_of(lengths))
 
     @staticmethod
     def from_rows(rows: Sequence[Tensor | Sequence[float]], dtype: torch.dtype) -> "Ragged":
-        """Make one row of each tensor or list; `dtype` also decides when there are none."""
+        """Make one row of each tensor or list.
+
+        Args:
+            rows: One-dimensional, of any lengths.
+            dtype: Of the values, also when there are no rows.
+        """
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         lengths = torch.tensor([len(row) for row in tensors], dtype=torch.int64)
         values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)

@@ -40,9 +40,17 @@ def hashed(*keys: Key) -> Tensor:
 
 
 def uniform(*keys: Key, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return numbers in [0, 1) for each combination of the broadcast keys: multiples of 2^-53, or of 2^-24 in float32.
+    """Return numbers in [0, 1) for each combination of the broadcast keys.
 
-    Raises ValueError for another dtype.
+    Args:
+        keys: Integers, texts, or int64 tensors that broadcast against one another.
+        dtype: float64 gives multiples of 2^-53, float32 of 2^-24.
+
+    Returns:
+        A tensor of `dtype` with the shape of the broadcast keys.
+
+    Raises:
+        ValueError: Another dtype.
     """
     if dtype not in (torch.float64, torch.float32):
         raise ValueError(f"uniform numbers are float64 or float32, not {dtype}")

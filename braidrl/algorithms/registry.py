@@ -94,7 +94,15 @@ class Entry:
                 raise ValueError(f"{self.name}: {name} cannot be {given[name]!r}. {suggest(str(given[name]), names)}")
 
     def check_group_size(self, given: dict[str, Any], samples: int) -> None:
-        """Raise ValueError when `samples` per prompt are fewer than the function needs with these settings."""
+        """Check the number of samples per prompt.
+
+        Args:
+            given: The settings that the flow gives the function.
+            samples: Samples per prompt of the run.
+
+        Raises:
+            ValueError: The function needs more samples with these settings.
+        """
         needed = self.needs.group_size
         least = needed if isinstance(needed, int) else needed({**self.settings, **given})
         if samples < least:
@@ -194,6 +202,12 @@ def describe(name: str, function: Callable[..., Any], **about: Any) -> Entry:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
+    """Return a hint for a name that is not known.
+
+    Args:
+        name: What was written.
+        known: The names that there are.
+    """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(names) or 'none'}."

@@ -15,11 +15,18 @@ from braidrl.errors import UserError, suggest
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = (), **defaults: Any) -> Config:
-    """Read YAML and check every key; `defaults` fill keys that nobody set.
+    """Read a configuration and check every key.
 
-    Each override is a dotted `key=value`, or a YAML file that lies over the first.
+    Args:
+        path: A YAML file; None is an empty one.
+        overrides: Dotted `key=value` each, or a YAML file that lies over the first.
+        defaults: Keys, with values for where nobody set them.
 
-    Raises UserError with one line.
+    Returns:
+        The configuration, every value checked.
+
+    Raises:
+        UserError: One line about a key or a value that does not exist or is out of its range.
     """
     tree: Any = {}
     if path is not None:
@@ -64,7 +71,15 @@ def parse_config(tree: dict[str, Any]) -> Config:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set `a.b=value` in a nested dict; the value is read as YAML. Raises UserError when it is not key=value."""
+    """Set `a.b=value` in a nested dict.
+
+    Args:
+        tree: The dict that is changed.
+        override: `key=value`, with dots in the key; the value is read as YAML.
+
+    Raises:
+        UserError: It is not key=value, or the key leads through a value.
+    """
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise UserError(f"{override!r} is not key=value, as in trainer.steps=10")

@@ -1,17 +1,129 @@
-"""Micro-batches: whole rows packed up to a number of tokens, equally many on every rank.
+"""Who gets which rows, and which of them together: pure, deterministic functions of costs and groups, the same in every runtime.
 
-    rows ──▶ ranks of equal cost ──▶ in each rank the same number of micro-batches, heaviest first
+    rows ──▶ parts (ranks, workers) of equal cost ──▶ in each rank the same number of micro-batches, heaviest first
+
+Karmarkar and Karp's largest differencing method (1982), for any number of parts: every item begins as a division of its own into
+parts, of which one is not empty; the two divisions whose parts differ most are laid over each other, fullest upon emptiest, until
+one is left. Laying two divisions over each other never makes their difference larger, so the fullest and the emptiest part differ
+by no more than the largest item.
+
+Where every part must have as many items, the method's variant for that cannot make up for a long tail (parts of 32 log-normal
+lengths: 16% over the mean). There the largest item left goes to the part with the least cost that has room (0.2% on the same).
 
 The number of micro-batches follows RL2's rule: the first multiple of the data-parallel size that is not below all tokens over
 `max_tokens`; where the fullest is over the limit then, one data-parallel size more. Unlike there, rows are divided among the ranks
 first: a rank that has the longest row gets less beside it, which micro-batches of one size could not make up for.
 """
 
+import heapq
+from bisect import insort
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from braidrl.data.partition import balanced_partition
 from braidrl.errors import UserError
+
+# A part is (minus its cost, its first item, its items): sorted, the fullest comes first and ties go to the lowest item.
+Part = tuple[float, int, list[int]]
+
+
+def balanced_partition(
+    costs: Sequence[float], parts: int, *, equal_size: bool = False, groups: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Divide items into parts of nearly equal cost; returns positions by part, fullest first.
+
+    Args:
+        costs: Of each item, at least 0.
+        parts: How many; some may be empty.
+        equal_size: Let the numbers of items (or of groups) differ by at most one.
+        groups: Of each item; items of a group stay together.
+
+    Raises:
+        ValueError: For a negative cost, or fewer parts than one.
+    """
+    if parts < 1 or any(cost < 0 for cost in costs):
+        raise ValueError(f"a partition needs costs of at least 0 and at least one part, got {parts} parts")
+    divide = _fill_equally if equal_size else _differencing
+    if groups is None:
+        return [sorted(items) for items in divide(costs, parts)]
+    members: dict[int, list[int]] = {}
+    for position, group in zip(range(len(costs)), groups, strict=True):
+        members.setdefault(group, []).append(position)
+    positions_of = list(members.values())
+    chosen = divide([sum(costs[position] for position in positions) for positions in positions_of], parts)
+    return [sorted(position for group in part for position in positions_of[group]) for part in chosen]
+
+
+def in_turn(groups: Sequence[int], parts: int) -> list[int]:
+    """Return the part of each row, for groups that are needed in the order of their numbers: every part begins with the first ones.
+
+    Whole groups go to one part after the other; of those that are left over each part gets equally many rows, neighbours together.
+    """
+    place = {group: number for number, group in enumerate(sorted(set(groups)))}
+    whole = len(place) // parts * parts
+    left = [row for row, group in enumerate(groups) if place[group] >= whole]
+    part_of = [place[group] % parts for group in groups]
+    for number, row in enumerate(left):
+        part_of[row] = number * parts // len(left)
+    return part_of
+
+
+def imbalance(costs: Sequence[float], partition: Sequence[Sequence[int]]) -> float:
+    """Return the fullest part's cost over the mean of all parts; 1 is perfect."""
+    sums = [sum(costs[position] for position in part) for part in partition]
+    return max(sums) * len(sums) / sum(sums) if sum(sums) else 1.0
+
+
+def _fill_equally(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Largest items first, each to the part of least cost that has room; numbers of items differ by at most one."""
+    size, larger_parts = divmod(len(costs), parts)
+    open_parts: list[tuple[float, int, list[int]]] = [(0, number, []) for number in range(parts)]
+    closed: list[tuple[float, int, list[int]]] = []
+    for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
+        cost, number, items = heapq.heappop(open_parts)
+        while len(items) == size and not larger_parts:
+            closed.append((cost, number, items))
+            cost, number, items = heapq.heappop(open_parts)
+        larger_parts -= len(items) == size
+        items.append(item)
+        part = (cost + costs[item], number, items)
+        if len(items) > size:
+            closed.append(part)
+        else:
+            heapq.heappush(open_parts, part)
+    return [items for _, _, items in sorted(open_parts + closed, key=lambda part: (-part[0], part[1]))]
+
+
+def _differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
+    divisions = [(-cost, item, [(-cost, item, [item])]) for item, cost in enumerate(costs)]
+    heapq.heapify(divisions)
+    while len(divisions) > 1:
+        _, first, widest = heapq.heappop(divisions)
+        _, other, second = divisions[0]
+        merged = _overlay(widest, second, parts)
+        heapq.heapreplace(divisions, (-_difference(merged, parts), min(first, other), merged))
+    filled = [items for _, _, items in divisions[0][2]] if divisions else []
+    return filled + [[] for _ in range(parts - len(filled))]
+
+
+def _difference(division: list[Part], parts: int) -> float:
+    """Return fullest part minus emptiest; parts that are not listed are empty."""
+    emptiest = -division[-1][0] if len(division) == parts else 0
+    return -division[0][0] - emptiest
+
+
+def _overlay(one: list[Part], other: list[Part], parts: int) -> list[Part]:
+    """Lay the smaller division over the larger one, which is changed: its fullest part upon the other's emptiest, and so on."""
+    large, small = (one, other) if len(one) >= len(other) else (other, one)
+    untouched = parts - len(small)
+    covered = large[untouched:]
+    del large[untouched:]
+    for place, part in enumerate(small):
+        below = parts - 1 - place - untouched
+        if below < len(covered):
+            cost, first, items = covered[below]
+            part = (cost + part[0], min(first, part[1]), items + part[2])
+        insort(large, part)
+    return large
 
 
 def plan_micro_batches(

@@ -35,6 +35,15 @@ class Flow:
     """Stages in the order in which one process would run them. Raises UserError when no such order exists."""
 
     def __init__(self, name: str, stages: Sequence[Stage]) -> None:
+        """Put the stages into their serial order and find which stage writes what another reads.
+
+        Args:
+            name: Of the flow, in messages and files.
+            stages: In any order that their columns and `after` allow.
+
+        Raises:
+            UserError: A column that nobody writes, two writers of one column, or stages that wait for each other.
+        """
         self.name = name
         self.stages = serial_order(unique_names(with_old_log_probs(stages)))
         check_selects(self.stages)

@@ -10,9 +10,12 @@ from braidrl.flow.stages import make_stage
 
 @dataclass(frozen=True)
 class Role:
-    """A model by name. Any name is allowed: a flow may have several actors, or several references.
+    """A model by name. Any name is allowed: a flow may have several actors, or several references. What every method takes:
 
-    Every method takes the stage's `id`, by default its role and type, `when` it runs, and the names of stages that it comes `after`.
+    Args:
+        id: Name of the stage, by default its role and type.
+        when: The iterations that it runs in.
+        after: Names of stages that it comes after although no column says so.
     """
 
     name: str
@@ -21,7 +24,7 @@ class Role:
                  top_p: float | None = None, top_k: int | None = None, purpose: str | None = None,
                  environment: str | None = None,
                  id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
-        """Sample one trajectory per row; with an environment, play an episode.
+        """Return a stage that samples one trajectory per row; with an environment, plays an episode.
 
         Args:
             into: Namespace of a second trajectory's columns, as in `greedy.tokens`.
@@ -41,7 +44,7 @@ class Role:
     def verify(self, *, correct_score: float | None = None, wrong_score: float | None = None,
                weight: float | None = None, of: str | None = None,
                id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
-        """Score rows by rules, in a process pool.
+        """Return a stage that scores rows by rules, in a process pool.
 
         Args:
             correct_score: Score of a right answer.
@@ -54,7 +57,7 @@ class Role:
 
     def score(self, *, weight: float | None = None, of: str | None = None,
               id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
-        """Score rows by a model with a scalar head.
+        """Return a stage that scores rows by a model with a scalar head.
 
         Args:
             weight: Its share of `score` and `reward`; without one only the reward role's score, with 1, is part of them.
@@ -63,11 +66,11 @@ class Role:
         return make_stage("score", self.name, {"weight": weight, "of": of}, id=id, when=when, after=after)
 
     def log_probs(self, *, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:
-        """Return the log-probabilities of the action tokens."""
+        """Return a stage that computes the log-probabilities of the action tokens."""
         return make_stage("log_probs", self.name, {}, id=id, when=when, after=after)
 
     def values(self, *, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:
-        """Return one value per action token."""
+        """Return a stage that computes one value per action token."""
         return make_stage("values", self.name, {}, id=id, when=when, after=after)
 
     def update(self, *, loss: Mapping[str, Any] | None = None, aggregate: str | Mapping[str, Any] | None = None, old: str | None = None,
@@ -75,7 +78,7 @@ class Role:
                correction: Mapping[str, Any] | None = None, source: "str | Role | None" = None, decay: float | None = None,
                ptx_coef: float | None = None, positive_coef: float | None = None,
                id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
-        """Train on the batch, or with `source` take another role's weights.
+        """Return a stage that trains on the batch, or with `source` takes another role's weights.
 
         Args:
             loss: What is minimised, as in `loss.clip(low=0.2)`.

@@ -84,6 +84,12 @@ class RegisteredNames:
     """`advantage.gae(gamma=1.0)`: every registered name is an attribute, which makes something of settings by keyword."""
 
     def __init__(self, registered: Registry, make: Callable[..., Any]) -> None:
+        """Offer the names of a registry as attributes.
+
+        Args:
+            registered: The registry.
+            make: Makes of an entry's name and settings what the attribute returns when called.
+        """
         self._registered, self._make = registered, make
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -127,4 +127,9 @@ class TrainingBackend(Protocol):
         """
 
     def export(self, folder: Path, write: bool = True) -> None:
-        """Write a Hugging Face directory with the optimizer's state beside it; one rank is to `write` what all of them have."""
+        """Write a Hugging Face directory with the optimizer's state beside it.
+
+        Args:
+            folder: The directory, which exists.
+            write: Whether this rank writes what all ranks have.
+        """

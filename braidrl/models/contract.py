@@ -43,7 +43,15 @@ class BackendUnderTest:
         return backend.forward("log_probs", self.rows).values
 
     def step(self, backend: TrainingBackend, iteration: int = 1) -> float | None:
-        """Make one optimizer step on all rows."""
+        """Make one optimizer step on all rows.
+
+        Args:
+            backend: The backend under test, with its model loaded.
+            iteration: From 1, for the learning-rate schedule.
+
+        Returns:
+            The gradient's 2-norm before clipping, or None where nothing was counted.
+        """
         backend.forward_backward(self.objective, self.rows, Sums())
         return backend.optim_step(self.counts, iteration)
 

@@ -47,7 +47,15 @@ class Objective:
 
     @staticmethod
     def of(role: str, params: Mapping[str, Any]) -> "Objective":
-        """Resolve the parameters of a role's `update` stage."""
+        """Return what the parameters of a role's `update` stage stand for.
+
+        Args:
+            role: The role that is trained.
+            params: As `Role.update` takes them: loss, aggregate, kl and so on, by name or with settings.
+
+        Raises:
+            UserError: A name that is not registered.
+        """
         loss, aggregate = name_and_settings(params["loss"]), name_and_settings(params.get("aggregate", "token-mean"))
         return Objective(
             role,

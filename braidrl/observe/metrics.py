@@ -111,19 +111,38 @@ class Sums:
         self._pairs = {name: (float(total), float(count)) for name, (total, count) in (pairs or {}).items()}
 
     def add(self, name: str, total: float | Tensor, count: float | Tensor = 1) -> None:
-        """Add `total`, a sum over `count` things (one number each)."""
+        """Add to a mean.
+
+        Args:
+            name: The metric.
+            total: A sum over `count` things, one number each.
+            count: How many there are.
+        """
         old_total, old_count = self._pairs.get(name, (0.0, 0.0))
         self._pairs[name] = (old_total + float(total), old_count + float(count))
 
     def highest(self, name: str, value: float | Tensor) -> None:
-        """Keep the largest value seen; `name` ends in `_max`, which is how it is told from a sum."""
+        """Keep the largest value seen.
+
+        Args:
+            name: Ends in `_max`, which is how it is told from a sum.
+            value: One number.
+
+        Raises:
+            ValueError: Another name.
+        """
         if not name.endswith("_max"):
             raise ValueError(f"{name}: only names that end in _max are reduced by their maximum")
         known, _ = self._pairs.get(name, (float("-inf"), 1.0))
         self._pairs[name] = (max(known, float(value)), 1.0)
 
     def add_per_token(self, role: str, metrics: Mapping[str, Tensor]) -> None:
-        """Add numbers per token (A,) under a role's name; those whose name ends in `_max` by their maximum."""
+        """Add numbers per token under a role's name; those whose name ends in `_max` by their maximum.
+
+        Args:
+            role: Comes before each name.
+            metrics: By name, (A,) floating point, one number for each of A action tokens.
+        """
         for name, values in metrics.items():
             if name.endswith("_max"):
                 self.highest(f"{role}/{name}", values.max())

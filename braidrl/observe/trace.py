@@ -11,16 +11,19 @@ start of the run zero.
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from braidrl.errors import UserError
 from braidrl.observe.lines import LineFile, read_lines
+from braidrl.observe.metrics import Sums
 
 State = Literal["busy", "waiting"]
+WAITING_WORTH_S = 1e-3
+"""Shorter pauses of a worker are not worth a line."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,91 @@ class TraceWriter:
     def close(self) -> None:
         with self._lock:
             self._lines.close()
+
+
+@dataclass
+class BusySpan:
+    """A stretch of a worker's time and what it says of it: seconds, and sums for the iteration's metrics."""
+
+    stage: str
+    iteration: int
+    version: int | None
+    start: float
+    reported: float
+    """Up to when it has been told of."""
+    rows: int = 0
+    seconds: float = 0.0
+    sums: Sums = field(default_factory=Sums)
+
+    def report(self) -> dict[str, Any]:
+        """Return the report as it travels."""
+        return {"stage": self.stage, "seconds": self.seconds, "sums": self.sums.pairs()}
+
+
+class WorkerTrace(TraceWriter):
+    """The trace of a worker that is either busy with a piece of work or waits for one."""
+
+    def __init__(self, run: Path, worker: str, role: str) -> None:
+        """Begin without work; `role` is what the worker's spans are shown under."""
+        super().__init__(run, worker)
+        self._role = role
+        self._idle_since: float | None = None
+
+    @contextmanager
+    def busy(
+        self, stage: str, iteration: int, uids: Sequence[Any] = (), version: int | None = None
+    ) -> Iterator[BusySpan]:
+        """Record the time that a piece of work takes; yields the span, whose sums are to be filled.
+
+        What is raised inside says of which stage and rows.
+        """
+        span = self.begin(stage, iteration, version)
+        try:
+            yield span
+        except Exception as error:
+            error.add_note(f"in {self._worker}, stage {stage}, iteration {iteration}, rows {shortened(uids)}")
+            raise
+        finally:
+            span.rows, span.seconds = len(uids), self.now() - span.start
+            self.end(span)
+
+    def begin(self, stage: str, iteration: int, version: int | None = None) -> BusySpan:
+        """Begin a piece of work; with it the waiting before it has ended."""
+        now = self.now()
+        if stage and self._idle_since is not None and now - self._idle_since > WAITING_WORTH_S:
+            self._note(BusySpan(stage, iteration, version, self._idle_since, self._idle_since), now, "waiting")
+        return BusySpan(stage, iteration, version, now, now)
+
+    def count(self, span: BusySpan, stage: str, rows: int) -> dict[str, Any]:
+        """Return a report on rows that are done while the span goes on, with the seconds since the last such report."""
+        span.rows += rows
+        before, span.reported = span.reported, self.now()
+        return {"stage": stage, "seconds": span.reported - before, "sums": []}
+
+    def end(self, span: BusySpan) -> None:
+        """End a span of work; waiting begins."""
+        self._idle_since = self.now()
+        self._note(span, self._idle_since, "busy")
+
+    def _note(self, span: BusySpan, end: float, state: State) -> None:
+        found = Span(
+            self._worker,
+            self._role,
+            span.stage,
+            span.iteration,
+            span.start,
+            end,
+            span.rows,
+            version=span.version,
+            state=state,
+        )
+        self.record(found)
+
+
+def shortened(uids: Sequence[Any], most: int = 8) -> str:
+    """Return the first few uids, and how many more there are."""
+    more = f" and {len(uids) - most} more" if len(uids) > most else ""
+    return ", ".join(map(str, uids[:most])) + more if uids else "none"
 
 
 def traced(

@@ -33,7 +33,12 @@ class Tracker(Protocol):
     """Takes the numbers of each step. What it raises is told in a line, and the run goes on."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step by name, finite numbers alone. Steps come in order."""
+        """Take the metrics of a step. Steps come in order.
+
+        Args:
+            step: From 1.
+            metrics: Finite numbers by name, in the units that docs/metrics.md gives.
+        """
 
     def close(self) -> None:
         """Write what is left; called once, however the run ends."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from braidrl.data.partition import balanced_partition
+from braidrl.data.packing import balanced_partition
 from braidrl.flow.readiness import Uid
 from braidrl.flow.stage import Kind, Stage
 from braidrl.placement.workload import SimulatedSpan, Simulation, Workload

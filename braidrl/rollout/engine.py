@@ -81,9 +81,14 @@ class Engine(Protocol):
         """Continue after `pause`."""
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """Use the weights of `version` from the next token on; rows in flight continue with them.
+        """Use other weights from the next token on; rows in flight continue with them.
 
-        Without a source they are those that the engine shares with its trainer. Raises ValueError where the source lacks a tensor.
+        Args:
+            version: Of the weights.
+            source: Where they come from; None is the trainer that the engine shares them with.
+
+        Raises:
+            ValueError: The source lacks a tensor.
         """
 
     async def sleep(self) -> None:
@@ -164,7 +169,15 @@ class RoleEngine(Protocol):
         """Return what `work` returns, which has the engine for as long as it runs."""
 
     def publish(self, version: int, source: WeightSource) -> None:
-        """Generate with the source's weights from now on. Raises ValueError where it lacks a tensor."""
+        """Generate with other weights from now on.
+
+        Args:
+            version: Of the weights.
+            source: Where they come from.
+
+        Raises:
+            ValueError: The source lacks a tensor.
+        """
 
     def clear(self) -> None:
         """Drop every row, and give the memory of keys and values back."""

@@ -38,7 +38,13 @@ class Row:
         return len(self.request.prompt) + step - self.begun
 
     def finished(self, tokens: Tensor, log_probs: Tensor, aborted: bool = False) -> Response:
-        """Return the response with these tokens (T,) and log-probs (T,)."""
+        """Return the row's response.
+
+        Args:
+            tokens: The response, (T,) int64.
+            log_probs: Of each token when it was drawn, (T,) floating point, in nats.
+            aborted: The row was ended from outside.
+        """
         stopped = self.stop_text_found or (len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids)
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH
         return Response(

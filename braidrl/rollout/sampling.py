@@ -36,7 +36,15 @@ class BatchSampling:
 def batch_sampling(
     asked: Sequence[SamplingParams], temperature: Tensor, greedy: Tensor, top_k: Tensor, top_p: Tensor
 ) -> BatchSampling:
-    """Return these settings of B rows, (B,) each, without those that no row `asked` for."""
+    """Return the settings of B rows, without those that no row asked for.
+
+    Args:
+        asked: What each row asked for, B of them.
+        temperature: (B,) floating point.
+        greedy: (B,) bool, take the likeliest token.
+        top_k: (B,) int64, 0 is no cut.
+        top_p: (B,) floating point, 1 is no cut.
+    """
     return BatchSampling(
         temperature=temperature if any(s.log_prob_temperature != 1 for s in asked) else None,
         greedy=greedy if any(s.takes_likeliest for s in asked) else None,
@@ -46,9 +54,15 @@ def batch_sampling(
 
 
 def sample(logits: Tensor, sampling: BatchSampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw tokens (B,) int64, and return them with their log-probs (B,) at the rows' temperatures, before any cut.
+    """Draw a token for each of B rows.
 
-    `logits` (B, V) are overwritten where they are float32 or float64; `uniforms` (B,) float64 in [0, 1) decide the tokens.
+    Args:
+        logits: (B, V), overwritten where they are float32 or float64.
+        sampling: The rows' settings.
+        uniforms: (B,) float64 in [0, 1), which decide the tokens.
+
+    Returns:
+        The tokens (B,) int64, and their log-probs (B,) in nats at the rows' temperatures, before any cut.
     """
     scaled = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     if sampling.temperature is not None:

@@ -33,6 +33,11 @@ def end_of_sequence_ids(settings: GenerationConfig | None, tokenizer: PreTrained
 
 
 def end_ids_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return `end_of_sequence_ids` for the model in a Hugging Face directory."""
+    """Return `end_of_sequence_ids` for the model in a directory.
+
+    Args:
+        folder: A Hugging Face directory.
+        tokenizer: The model's.
+    """
     settings = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
     return end_of_sequence_ids(settings, tokenizer)

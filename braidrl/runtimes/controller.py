@@ -14,9 +14,8 @@ from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import BadUpdate
 from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.batches import SURPLUS, GroupSelector, Selection, Verdict, update_plan
 from braidrl.flow.compute import State, initial_states, next_state, with_state
-from braidrl.flow.updates import update_plan
-from braidrl.flow.waves import SURPLUS, GroupSelector, Selection, Verdict
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.backend import IterationResult, Position, SerialBackend, T
 from braidrl.runtimes.generating.early_stop import Segment, segment_of

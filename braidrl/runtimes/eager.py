@@ -17,10 +17,10 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import Done, TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
-from braidrl.runtimes.saving.row_store import Admission, Origin, RowStore, with_added
+from braidrl.runtimes.saving.row_store import Admission, RowsBackend, RowStore
 
 
-class EagerBackend:
+class EagerBackend(RowsBackend):
     """One executor that holds every role; the table is the rows."""
 
     def __init__(
@@ -31,7 +31,8 @@ class EagerBackend:
         store: RowStore,
         trace: TraceWriter | None = None,
     ) -> None:
-        self.config, self.loader, self.executor, self.store = config, loader, executor, store
+        super().__init__(store)
+        self.config, self.loader, self.executor = config, loader, executor
         self.trace, self.version = trace, 0
 
     def admit(self, groups: int) -> Rows:
@@ -68,23 +69,11 @@ class EagerBackend:
             done.tokens = int(rows["length"].sum())
             yield rows.index, rows
 
-    def index(self, table: Rows) -> Rows:
-        return table.index
-
     def take(self, table: Rows, positions: Sequence[int]) -> Rows:
         return table.take(positions)
 
     def cat(self, tables: Sequence[Rows]) -> Rows:
         return Rows.cat(tables)
-
-    def read(self, origin: Origin) -> Rows:
-        return self.store.make(origin)
-
-    def record(self, path: Path, table: Rows, final: Rows) -> None:
-        self.store.record(path, with_added(table, final))
-
-    def save_rows(self, path: Path, table: Rows) -> None:
-        self.store.save(path, table)
 
     def publish(self, version: int) -> None:
         self.version = version

@@ -239,7 +239,15 @@ def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
 
 
 def train(config: Config, **options: Any) -> Path:
-    """Run a configuration to its end and return the run folder; what `braid train` does."""
+    """Run a configuration to its end, as `braid train` does.
+
+    Args:
+        config: The checked configuration.
+        options: Further arguments of `TrainingRun`, such as `resume`.
+
+    Returns:
+        The run's folder.
+    """
     if config.runtime == "distributed":
         return Path(in_ranks(config, "braidrl.runtimes.run:train_rank", options))
     with TrainingRun(config, **options) as run:

@@ -70,7 +70,15 @@ class Session(AbstractContextManager["Session"]):
         return self.backend.admit(groups or self.config.trainer.prompts_per_step)
 
     def run(self, stage: Stage, rows: Table) -> Table:
-        """Return the rows with what a stage writes; those that a `select` stage keeps; the same rows for an update."""
+        """Run one stage.
+
+        Args:
+            stage: Of the session's flow, or any other.
+            rows: The table that it reads.
+
+        Returns:
+            The rows with what the stage writes; those that a `select` stage keeps; the same rows for an update.
+        """
         stage = resolve(stage, self.config)
         if stage.kind is Kind.TRAIN:
             self._train(stage, rows)

@@ -16,7 +16,7 @@ from torch import Tensor
 from braidrl.cluster.world import World
 from braidrl.data.codec import encode, unpack_rows
 from braidrl.data.frames import join
-from braidrl.data.partition import balanced_partition, imbalance
+from braidrl.data.packing import balanced_partition, imbalance
 from braidrl.data.rows import Rows
 
 IN_PLACE = 1.1

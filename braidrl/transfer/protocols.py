@@ -79,7 +79,7 @@ class Registration:
 def register(
     *, protocol: str | TransferProtocol, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()
 ) -> Callable[[F], F]:
-    """Mark a worker's method as one that the driver calls.
+    """Return a decorator that marks a worker's method as one that the driver calls.
 
     Args:
         protocol: The name of a protocol in `PROTOCOLS`, `module:name` or `file.py:name` of one of your own, or that itself.

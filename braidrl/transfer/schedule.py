@@ -10,11 +10,19 @@ The runtime and the simulator drive the same object; time is an argument.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from braidrl.flow.batches import (
+    GroupSelector,
+    Selection,
+    Sizes,
+    Update,
+    Verdict,
+    admissible,
+    check_staleness,
+    trained_on,
+)
 from braidrl.flow.flow import ADMISSION, Flow, is_optimized
 from braidrl.flow.readiness import Consumer, Uid, waits_for, weights_wait_for
 from braidrl.flow.stage import Kind, Scope, Stage
-from braidrl.flow.updates import Sizes, Update, admissible, check_staleness, trained_on
-from braidrl.flow.waves import GroupSelector, Selection, Verdict
 from braidrl.transfer.queue.samplers import FIRST_IN, Candidate, Sampler
 from braidrl.transfer.queue.tasks import Lease, Tasks
 

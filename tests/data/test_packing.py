@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.data.packing import plan_micro_batches
-from braidrl.data.partition import imbalance
+from braidrl.data.packing import imbalance, plan_micro_batches
 from braidrl.errors import UserError
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.data.partition import balanced_partition, imbalance, in_turn
+from braidrl.data.packing import balanced_partition, imbalance, in_turn
 
 costs_lists = st.lists(st.integers(0, 1000), max_size=60)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.flow.updates import TooStale, admissible, check_staleness, trained_on
+from braidrl.flow.batches import TooStale, admissible, check_staleness, trained_on
 
 
 @given(st.integers(1, 100), st.integers(0, 100), st.integers(0, 5))

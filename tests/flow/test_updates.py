@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.errors import UserError
-from braidrl.flow.updates import check_update_size, update_plan
+from braidrl.flow.batches import check_update_size, update_plan
 
 
 @st.composite

@@ -9,12 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from braidrl.data.partition import balanced_partition
+from braidrl.data.packing import balanced_partition
+from braidrl.flow.batches import Verdict, check_staleness, trained_on
 from braidrl.flow.flow import ADMISSION, is_optimized, touched_weights, written_weights
 from braidrl.flow.readiness import Consumer, Uid
 from braidrl.flow.stage import Kind, Scope, Stage
-from braidrl.flow.updates import check_staleness, trained_on
-from braidrl.flow.waves import Verdict
 from braidrl.placement.workload import SimulatedSpan, Simulation, Workload
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from braidrl.algorithms.random import uniform
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, critic, reference, reward
+from braidrl.flow.batches import Sizes
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.readiness import Consumer, Uid
 from braidrl.flow.stage import Signature, When
-from braidrl.flow.updates import Sizes
 from braidrl.placement.simulation import Deadlock, Runtime
 from braidrl.placement.workload import Fate, Simulation, Workload
 from tests.placement.durations import busy_shares, long_tailed

@@ -111,9 +111,9 @@ def flooded(address: str, seconds: float = 60.0) -> Iterator[list[int]]:
 def test_garbage_and_forged_requests_change_nothing_in_a_run(workshop: Workshop) -> None:
     quiet = workshop.run("quiet", runtime="streaming", dtype="float64", trainer={"steps": 4})
     with TrainingRun(workshop.config("flooded", runtime="streaming", dtype="float64", trainer={"steps": 4})) as run:
-        backend: Any = run.backend
+        program: Any = run.controller
         before = psutil.Process().memory_info().rss
-        with flooded(backend.server.address) as sent, flooded(backend.node.server.address):
+        with flooded(program.server.address) as sent, flooded(program.processes.places["here"].address):
             run.train()
         grown = psutil.Process().memory_info().rss - before
     assert sent[0] > 200 and grown < 256 << 20, (sent, grown)

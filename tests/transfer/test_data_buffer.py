@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
-from braidrl.data.partition import balanced_partition, imbalance
+from braidrl.data.packing import balanced_partition, imbalance
 from braidrl.data.rows import Rows
 from braidrl.transfer.data_buffer import IN_PLACE, DataBuffer, Key, balanced_owners, equal_shares
 from tests.transfer.ranks import RANKS

@@ -3,9 +3,9 @@
 import pytest
 
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, reference
+from braidrl.flow.batches import Sizes
 from braidrl.flow.readiness import Uid
 from braidrl.flow.stage import Signature
-from braidrl.flow.updates import Sizes
 from braidrl.transfer.queue.tasks import LeaseLost
 from braidrl.transfer.schedule import StreamSchedule
 

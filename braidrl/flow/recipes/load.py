@@ -23,10 +23,15 @@ RECIPES = PluginRegistry("recipe", {name: f"braidrl.flow.recipes.{name}:{name}" 
 
 
 def load_flow(name: str, params: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None) -> Flow:
-    """The flow that `name` stands for: a recipe, a .yaml file, `module:function` or `file.py:function`.
+    """Return the flow that a name stands for.
 
-    `params` are the recipe's parameters; `defaults` fill those of its fields that are not set, and are otherwise ignored. Raises UserError
-    for a name, a parameter or a value that does not exist or is out of its range.
+    Args:
+        name: A recipe, a .yaml file, `module:function` or `file.py:function`.
+        params: The recipe's parameters.
+        defaults: Values for those of the recipe's fields that are not set; others are ignored.
+
+    Raises:
+        UserError: A name, a parameter or a value that does not exist or is out of its range.
     """
     params, defaults = dict(params or {}), dict(defaults or {})
     flow = from_yaml_alone(name, params) if name.endswith(SUFFIXES) else call_recipe(name, params, defaults)

@@ -44,7 +44,15 @@ class RoleWorker(RoleModel, TrainingBackend):
     """The training backend that needs nothing but torch."""
 
     def micro_batches(self, rows: Rows, whole_groups: bool = False) -> Iterator[tuple[list[int], Rows]]:
-        """Yield row numbers and rows of each micro-batch, of at most `max_tokens_per_device` tokens."""
+        """Yield micro-batches of at most `max_tokens_per_device` tokens.
+
+        Args:
+            rows: This rank's rows, B of them.
+            whole_groups: Keep the rows of a group together.
+
+        Returns:
+            For each micro-batch the places of its rows in `rows`, and the rows.
+        """
         if self.shares_prompts(rows) and not whole_groups:
             for numbers in plan_shared(rows, self.max_tokens):
                 yield numbers, rows.take(numbers)
@@ -66,7 +74,12 @@ class RoleWorker(RoleModel, TrainingBackend):
         return pack_shared(rows, self.device) if self.shares_prompts(rows) else pack(rows, self.device)
 
     def padded_micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
-        """Return the micro-batches, followed by empty ones where other ranks have more and would wait."""
+        """Return the micro-batches, followed by empty ones where other ranks have more and would wait.
+
+        Args:
+            rows: This rank's rows.
+            whole_groups: Keep the rows of a group together.
+        """
         found = [MicroBatch(n, part, self.pack(part)) for n, part in self.micro_batches(rows, whole_groups)]
         empty = MicroBatch([], Rows({}), empty_packed(self.device))
         return found + [empty] * (self.ranks.num_micro_batches(len(found)) - len(found))

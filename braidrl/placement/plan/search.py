@@ -79,7 +79,13 @@ def partitions(items: Sequence[str]) -> Iterator[Partition]:
 
 
 def allocations(devices: int, sets: int, unit: int = 1) -> Iterator[tuple[int, ...]]:
-    """Yield every way to give all devices to so many sets, each at least a unit: C(devices / unit - 1, sets - 1) of them."""
+    """Yield every way to give all devices to sets: C(devices / unit - 1, sets - 1) of them.
+
+    Args:
+        devices: How many there are.
+        sets: How many sets share them.
+        unit: What each set gets at least, and multiples of.
+    """
     units = devices // unit
     for cuts in itertools.combinations(range(1, units), sets - 1):
         ends = (0, *cuts, units)
@@ -99,7 +105,9 @@ class Search:
         """Look for the best plans.
 
         Args:
-            keep: how many plans, one for each partition. until: when to end, by the monotonic clock.
+            problem: what is searched.
+            keep: how many plans, one for each partition.
+            until: when to end, in seconds of the monotonic clock.
             allowed: which choices of a role may be taken; None for all.
         """
         problem.check_stages()
@@ -132,7 +140,15 @@ class Search:
         return found
 
     def best_of(self, partition: Partition, limit: float = math.inf) -> Plan | None:
-        """Return the quickest plan of a partition, or None where it has no room or is no quicker than `limit`."""
+        """Return the quickest plan of a partition.
+
+        Args:
+            partition: Which roles share devices.
+            limit: Seconds of an iteration that it must be quicker than.
+
+        Returns:
+            The plan, or None where it has no room or is no quicker.
+        """
         quickest: Plan | None = None
         for groups in itertools.product(self.problem.cluster.groups, repeat=len(partition)):
             for sizes in self._sizes(groups):
@@ -168,7 +184,12 @@ class Search:
         return plan if plan.seconds < bar else None
 
     def plan(self, runtime: Runtime, sets: Sequence[SetChoice]) -> Plan:
-        """Return the plan of these sets, its calls laid out as the runtime makes them."""
+        """Return a plan with its calls laid out as a runtime makes them.
+
+        Args:
+            runtime: Who makes the calls.
+            sets: The roles of each set of devices, with their layouts.
+        """
         costs = self._costs(sets)
         pools = self._pools(sets) if runtime == "hybrid" else dict.fromkeys(costs, 0)
         times = call_times(self.edges, pools, {name: cost.seconds for name, cost in costs.items()})

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from braidrl.flow import Kind, Stage
+from braidrl.flow.batches import Sizes
 from braidrl.flow.readiness import Uid
-from braidrl.flow.updates import Sizes
 from braidrl.placement.plan.choices import Choice, Choices, Part
 from braidrl.placement.plan.devices import USABLE, NodeGroup
 from braidrl.placement.plan.problem import Problem

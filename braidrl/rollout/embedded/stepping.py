@@ -25,7 +25,14 @@ class SteppingEngine(ABC):
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_sequence_tokens: int, seed: int
     ) -> None:
-        """Make an engine without rows; `end_ids` are the tokens with which the model ends a response."""
+        """Make an engine without rows.
+
+        Args:
+            tokenizer: The model's.
+            end_ids: Tokens with which the model ends a response.
+            max_sequence_tokens: Prompt and response of a row together, at most.
+            seed: The run's, from which draws follow.
+        """
         self.seed, self.version = seed, 0
         self.tokens_generated = 0
         self._tokenizer, self._end_ids = tokenizer, end_ids
@@ -53,9 +60,14 @@ class SteppingEngine(ABC):
 
     @abstractmethod
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Set the weights to those of `version`, from the trainer or a `source`; rows in flight continue with them.
+        """Set the weights; rows in flight continue with them, and tokens drawn before keep their version.
 
-        Tokens drawn before keep their version. Raises ValueError, and changes nothing, where the source lacks a tensor.
+        Args:
+            version: Of the weights, from now on.
+            source: Where they come from; None is the trainer that the engine shares them with.
+
+        Raises:
+            ValueError: The source lacks a tensor; nothing is changed.
         """
 
     @abstractmethod

@@ -51,6 +51,12 @@ class FunctionEnvironment:
     """A plain function as an environment without state: it sees every turn of the trajectory, and the example."""
 
     def __init__(self, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+        """Begin without a trajectory.
+
+        Args:
+            function: Given the texts of all turns and the example, returns an Observation; may be a coroutine function.
+            settings: Further arguments of the function.
+        """
         self._function, self._settings = function, dict(settings)
         self._example: dict[str, Any] = {}
         self._texts: list[str] = []
@@ -65,7 +71,15 @@ class FunctionEnvironment:
 
 
 def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
-    """Return what makes a new environment of this name for each trajectory. Raises UserError where there is none."""
+    """Return what makes a new environment for each trajectory.
+
+    Args:
+        name: A built-in environment, `module:Class`, `module:function` or `gem:name`.
+        settings: Arguments for it.
+
+    Raises:
+        UserError: There is none of this name.
+    """
     if name.startswith(GEM):
         check_gem(name.removeprefix(GEM))
         return partial(GemEnvironment, name.removeprefix(GEM), dict(settings))

@@ -30,7 +30,7 @@ from braidrl.rollout.weights.shared_file import (
     checksum,
     folder_for_all,
 )
-from braidrl.transfer.queue.storage_backends import shared_folder
+from braidrl.transfer.queue.storage import shared_folder
 
 TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names of dtypes in safetensors."""

@@ -19,6 +19,13 @@ class EngineWeights:
     """
 
     def __init__(self, trained: PreTrainedModel, dtype: torch.dtype | None, slices: Slices | None = None) -> None:
+        """Share the trained weights, or keep copies where the dtype differs.
+
+        Args:
+            trained: The model that is trained.
+            dtype: Of the engine's weights; None is the trained model's.
+            slices: This rank's part of each tensor, where ranks divide the model.
+        """
         self._trained, self._slices = trained, slices
         self.shared = dtype is None or dtype == trained.dtype
         self.model = trained if self.shared else _copy(trained, dtype)

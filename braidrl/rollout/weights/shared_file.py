@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from braidrl.transfer.queue.storage_backends import shared_folder
+from braidrl.transfer.queue.storage import shared_folder
 
 CHECKSUM = "checksum"
 WEIGHTS = "model.safetensors"

@@ -20,11 +20,11 @@ from torch import Tensor
 from braidrl.cluster.world import World
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
-from braidrl.data.partition import in_turn
+from braidrl.data.packing import in_turn
 from braidrl.data.rows import Column, Rows, tokens_of
 from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.batches import update_plan
 from braidrl.flow.compute import dropped, summed
-from braidrl.flow.updates import update_plan
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path

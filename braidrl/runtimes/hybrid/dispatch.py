@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from braidrl.data.partition import balanced_partition, in_turn
+from braidrl.data.packing import balanced_partition, in_turn
 from braidrl.data.rows import Rows
 from braidrl.flow import Scope, Stage
 from braidrl.flow.compute import summed

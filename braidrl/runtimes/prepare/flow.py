@@ -14,11 +14,11 @@ import yaml
 from braidrl.config import Config, apply_override, load_config
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.batches import check_update_size
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
 from braidrl.flow.stages import make_stage
-from braidrl.flow.updates import check_update_size
 from braidrl.models.role_settings import lora_of
 from braidrl.rollout.episodes.environments import check_environment
 

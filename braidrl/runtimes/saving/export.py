@@ -10,7 +10,19 @@ from braidrl.runtimes.saving.folders import latest_checkpoint, whole_folder
 
 
 def export_model(run: Path, folder: Path, role: str = "actor") -> str:
-    """Copy the model into `folder` and return a line that says what it is. Raises UserError when there is none, or the folder exists."""
+    """Copy a trained model out of a run.
+
+    Args:
+        run: The run's folder, whose latest checkpoint is taken, or a checkpoint's.
+        folder: Where the Hugging Face directory is made; it must not exist.
+        role: Whose model.
+
+    Returns:
+        A line that says what was copied.
+
+    Raises:
+        UserError: There is no such model, the checkpoint is damaged, or the folder exists.
+    """
     checkpoint = run if (run / "state.json").is_file() else latest_checkpoint(run)
     if checkpoint is None:
         raise UserError(f"{run} has no checkpoint yet; train it first, or set trainer.checkpoint_every")

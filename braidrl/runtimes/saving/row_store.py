@@ -96,3 +96,26 @@ class RowStore:
 def with_added(rows: Rows, later: Rows) -> Rows:
     """Return the rows with the columns that later stages added under names that are new; a replay begins from the former."""
     return rows.with_columns({name: column for name, column in later.items() if name not in rows})
+
+
+class RowsBackend:
+    """What backends have in common whose tables are the rows themselves."""
+
+    def __init__(self, store: RowStore) -> None:
+        self.store = store
+
+    def read(self, origin: Origin) -> Rows:
+        """Return the rows that `origin` names."""
+        return self.store.make(origin)
+
+    def index(self, table: Rows) -> Rows:
+        """Return the index columns."""
+        return table.index
+
+    def record(self, path: Path, table: Rows, final: Rows) -> None:
+        """Write a parquet file of the rows, with the columns that later stages added."""
+        self.store.record(path, with_added(table, final))
+
+    def save_rows(self, path: Path, table: Rows) -> None:
+        """Write rows into a checkpoint."""
+        self.store.save(path, table)

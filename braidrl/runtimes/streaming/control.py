@@ -9,7 +9,7 @@ Every method may be called by the server's thread and by the main program: one l
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,10 @@ from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
 from braidrl.runtimes.streaming.weights import Copies, Versions
-from braidrl.transfer.queue.controller import Holder, QueueController
-from braidrl.transfer.queue.parking import Wait
-from braidrl.transfer.queue.storage import Block, DataPlane
-from braidrl.transfer.queue.table import StoredPart
+from braidrl.transfer.queue.requests import Answer, Holder, QueueController, Wait
+from braidrl.transfer.queue.storage import DataPlane
+from braidrl.transfer.queue.table import Block, StoredPart
 from braidrl.transfer.queue.tasks import Tasks
-from braidrl.transfer.queue.transport import Answer
 
 
 @dataclass
@@ -74,6 +72,8 @@ class ControlPlane(QueueController):
         self.finished: deque[IterationRecord] = deque()
         self.results: dict[int, dict[str, Any]] = {}
         self.orders_given = 0
+        self.notify: Callable[[], object] = lambda: None
+        """Has the server ask waiting workers again."""
 
     @property
     def queues(self) -> list[Tasks]:
@@ -185,6 +185,13 @@ class ControlPlane(QueueController):
         return {}, ()
 
     # The main program
+
+    def change(self, change: Callable[[], object]) -> None:
+        """Change something, decide what follows from it, and have waiting workers asked again."""
+        with self.changed:
+            change()
+            self.advance()
+        self.notify()
 
     def admit(self, stream: Stream, rows: Rows) -> None:
         """Put the payload into shared memory and let the rows be born."""

@@ -14,13 +14,15 @@ from contextlib import suppress
 from braidrl.data.rows import Rows
 from braidrl.flow.readiness import Uid
 from braidrl.models.roles.make import torch_worker
+from braidrl.observe.trace import BusySpan
 from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.requests import Response
 from braidrl.runtimes.generating.generation import requests_of
 from braidrl.runtimes.streaming.weights import WeightReceiver
-from braidrl.runtimes.streaming.worker import BusySpan, WorkerContext
+from braidrl.runtimes.streaming.worker import WorkerContext
 from braidrl.transfer.queue.client import Client, WorkItem
-from braidrl.transfer.queue.storage import Block, Evicted
+from braidrl.transfer.queue.storage import Evicted
+from braidrl.transfer.queue.table import Block
 
 ASK_EVERY_S = 0.02
 """How often a worker with free slots that is decoding asks for more rows."""
@@ -54,7 +56,7 @@ class GenerateLoop:
 
     def run(self) -> None:
         """Generate until the run ends."""
-        self.context.progress.on_advance = lambda: self.client.renew(self.context.settings.lease_s / 3)
+        self.context.keep_leases(self.client)
         while True:
             if self._wants_rows():
                 work = self._take()
@@ -95,7 +97,7 @@ class GenerateLoop:
         if not given:
             return
         stage, rows = self.context.stage(work.stage), Rows.cat([row for _, row in given])
-        with self.context.busy(stage.name, work.iteration, rows.uids(), self.engine.version) as span:
+        with self.context.trace.busy(stage.name, work.iteration, rows.uids(), self.engine.version) as span:
             columns = self.context.executor.run(stage, rows, span.sums)
             written = self.client.write(rows.uids(), columns)
         self.client.done(stage.name, [lease for lease, _ in given], [written], span.report())
@@ -108,7 +110,7 @@ class GenerateLoop:
         (request,) = requests_of(self.context.stage(work.stage), row, self.context.executor.config)
         self.engine.add(request)
         if self.span is None:
-            self.span = self.context.begin(work.stage, work.iteration, self.engine.version)
+            self.span = self.context.trace.begin(work.stage, work.iteration, self.engine.version)
         self.flight[uid] = (lease, work, row)
 
     def _decode(self) -> None:
@@ -135,7 +137,7 @@ class GenerateLoop:
             rows.append(given)
         assert self.span is not None, "the engine has had rows"
         stage, together = self.context.stage(name), Rows.cat(rows)
-        report = self.context.count(self.span, name, len(rows))
+        report = self.context.trace.count(self.span, name, len(rows))
         columns = self.context.executor.generation.columns(stage, together, finished)
         self.client.done(name, leases, [self.client.write(together.uids(), columns)], report)
         self._resume_postponed()
@@ -158,14 +160,14 @@ class GenerateLoop:
     def _settle(self) -> None:
         """Ends the stretch of time when the last row has left."""
         if self.span is not None and not self.flight:
-            self.context.end(self.span)
+            self.context.trace.end(self.span)
             self.span = None
 
     def _load(self, work: WorkItem) -> None:
         """Takes a version whole. What is still under way belongs to dropped rows."""
         self._drop([lease for lease, _, _ in [*self.flight.values(), *self.postponed]])
         version = int(work.message["version"])
-        with self.context.busy(LOAD, version, version=version):
+        with self.context.trace.busy(LOAD, version, version=version):
             for role, made, blocks in work.message["weights"]:
                 if role == self.role:
                     model = torch_worker(self.context.executor.workers[self.role]).model

@@ -20,19 +20,18 @@ from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.errors import WorkerError
 from braidrl.models.loading import load_tokenizer
-from braidrl.observe.trace import TraceWriter
+from braidrl.observe.trace import WorkerTrace
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.flow import build_flow, evaluation_flow
 from braidrl.runtimes.prepare.setup import rule_rewards, set_up_torch
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.generate import GenerateLoop
 from braidrl.runtimes.streaming.groups import Group, pools_of
-from braidrl.runtimes.streaming.model import ModelLoop
-from braidrl.runtimes.streaming.worker import LeaseProgress, WorkerContext, compute
+from braidrl.runtimes.streaming.worker import LeaseProgress, StageLoop, WorkerContext
 from braidrl.transfer.queue.client import Client
 from braidrl.transfer.queue.owner import StorageNode, remove_run
-from braidrl.transfer.queue.storage import DataPlane, Place
-from braidrl.transfer.queue.storage_backends import shared_folder
+from braidrl.transfer.queue.storage import Place, shared_folder
+from braidrl.transfer.queue.storage_backends import data_plane
 
 CONNECT_LIMIT_S = 60.0
 RANKS_LIMIT_S = 600.0
@@ -197,16 +196,14 @@ def work(arguments: Mapping[str, Any]) -> None:
     world = join_ranks(
         group, arguments["rank"], arguments["meeting"], arguments["secret"], choose_device(config.device).type == "cuda"
     )
-    data = DataPlane.at(Place(*arguments["place"]), arguments["holder"], CONNECT_LIMIT_S, arguments["secret"])
+    data = data_plane(Place(*arguments["place"]), arguments["holder"], CONNECT_LIMIT_S, arguments["secret"])
     executor = StageExecutor(
         config, flow, (group.role,) if group.role else (), tokenizer,
         rule_rewards(config, [*flow.stages, *evaluation.stages], tokenizer) if group.kind == "compute" else None,
         progress, (group.role,) if group.role and group.kind == "generate" else (), world.data_parallel, group.trained,
     )  # fmt: skip
-    trace = TraceWriter(Path(arguments["folder"]), arguments["name"])
-    context = WorkerContext(
-        arguments["name"], group, config.streaming, flow, evaluation, executor, data, progress, trace
-    )
+    trace = WorkerTrace(Path(arguments["folder"]), arguments["name"], group.role or group.name)
+    context = WorkerContext(group, config.streaming, flow, evaluation, executor, data, progress, trace)
     try:
         run_loop(context, world, arguments)
         world.close()
@@ -228,17 +225,15 @@ def join_ranks(group: Group, rank: int, meeting: tuple[str, int], secret: str, c
 def run_loop(context: WorkerContext, world: World, arguments: Mapping[str, Any]) -> None:
     """Run the loop of the worker's group; ranks that do not lead have no connection of their own to the queue."""
     if not world.first:
-        ModelLoop(context, world, None).follow()
+        StageLoop(context, world, None).follow()
         return
     generates = context.group.kind == "generate"
     client = Client(arguments["queue"], arguments["holder"], context.data, generates)
     try:
         if generates:
             GenerateLoop(context, client).run()
-        elif context.group.kind == "compute":
-            compute(context, client)
         else:
-            ModelLoop(context, world, client).lead()
+            StageLoop(context, world, client).lead()
     finally:
         client.close()
 

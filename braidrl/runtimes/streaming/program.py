@@ -1,40 +1,83 @@
-"""The controller of a streaming run: admits prompts, lets optimizer steps be made, and reports finished iterations.
+"""The controller of a streaming run: opens the queue, admits prompts, lets optimizer steps be made, and reports finished iterations.
 
 loader ──admit──▶ queue ◀──take, done── workers
                     │
                     └──finished iteration──▶ rows as recorded, metrics ──▶ whoever writes the run's files
 """
 
+import secrets
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
-from braidrl.errors import BadUpdate
+from braidrl.errors import BadUpdate, WorkerError
 from braidrl.flow import Flow
+from braidrl.flow.batches import Sizes, admissible, check_update_size
 from braidrl.flow.columns import ADMISSION
-from braidrl.flow.updates import admissible
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.backend import IterationResult, Position
 from braidrl.runtimes.controller import needed
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.saving.row_store import Admission
-from braidrl.runtimes.streaming.backend import StreamingBackend
-from braidrl.runtimes.streaming.groups import Group
-from braidrl.runtimes.streaming.stream import IterationRecord, Report
+from braidrl.runtimes.streaming.backend import LOOK_EVERY_S, StreamingBackend
+from braidrl.runtimes.streaming.control import ControlPlane
+from braidrl.runtimes.streaming.groups import Group, check_streaming, samplers_of, worker_groups
+from braidrl.runtimes.streaming.processes import Processes, worker_launcher
+from braidrl.runtimes.streaming.stream import IterationRecord, Report, Stream
 from braidrl.transfer.queue.client import assembled
+from braidrl.transfer.queue.owner import StorageNode
+from braidrl.transfer.queue.transport import QueueServer
 
 
 class StreamingProgram:
     """Drives iterations by what it admits and allows; which stage runs when is decided by who has rows."""
 
     def __init__(self, prepared: Prepared, loader: PromptLoader, folder: Path) -> None:
-        """Start the backend. Raises UserError, before anything starts, for what cannot stream."""
-        self.loader = loader
+        """Start the queue and all workers.
+
+        Args:
+            prepared: the checked configuration, with flow, data and models.
+            loader: the training prompts.
+            folder: the run's, for what workers write.
+
+        Raises:
+            UserError: before anything starts, for what cannot stream.
+        """
+        config, flow = prepared.config, prepared.flow
+        check_streaming(config, flow)
+        self.groups = worker_groups(config, flow, prepared.evaluation if prepared.eval_sources else None)
+        self.loader, self.store = loader, prepared.store()
+        self.stream = Stream(flow, sizes_of(config, loader.epoch_size), samplers=samplers_of(config, flow))
         self.opening: dict[int, Position] = {}
         """For each iteration that was begun and not finished, where the run stood just before."""
-        self.backend = StreamingBackend(prepared, folder, loader.epoch_size, lambda: self._admit(may_begin=False))
-        self.stream, self.control = self.backend.stream, self.backend.control
+        self.seen = 0
+        with ExitStack() as resources:
+            self._start(prepared, folder, resources)
+            self.backend = StreamingBackend(
+                self.store, prepared.evaluation, self.control, self.processes, self.wait,
+                lambda: self._admit(may_begin=False), resources.pop_all(),
+            )  # fmt: skip
+
+    def _start(self, prepared: Prepared, folder: Path, resources: ExitStack) -> None:
+        config, streaming = prepared.config, prepared.config.streaming
+        launcher = worker_launcher(config)
+        resources.callback(launcher.close)
+        # Whoever connects, from this machine too, must know what only this run's processes are told.
+        secret = secrets.token_hex(32)
+        node = StorageNode(launcher.node, launcher.ip, secret, streaming.storage)
+        resources.callback(node.close)
+        exported = [role for role in prepared.generating if role in prepared.flow.changed_roles]
+        together = streaming.weights == "delayed"
+        self.control = ControlPlane(self.stream, node.data, streaming.lease_s, exported, together)
+        self.server = QueueServer(self.control.handle, self.control.tick, f"tcp://{launcher.ip}:*", secret)
+        resources.callback(self.server.close)
+        self.control.notify = self.server.changed
+        self.processes = Processes(config, folder, self.control, launcher, self.server.address, node, secret)
+        resources.callback(self.processes.kill)
+        self.processes.start(self.groups)
 
     def iterate(
         self,
@@ -52,9 +95,9 @@ class StreamingProgram:
                 due = self.control.allowed < iteration and self.stream.schedule.due_steps()
             if due:
                 before_training()
-                self.backend.change(lambda: setattr(self.control, "allowed", iteration))
+                self.control.change(lambda: setattr(self.control, "allowed", iteration))
             try:
-                self.backend.wait()
+                self.wait()
             except BadUpdate as error:
                 error.batch = self._unfinished(iteration)
                 raise
@@ -78,6 +121,15 @@ class StreamingProgram:
         known = self.stream.states.values
         known |= {name: dict(state) for name, state in position.stages.items() if name in known}
 
+    def wait(self) -> None:
+        """Wait until something changes at the queue, or shortly; raise what a worker, or the queue itself, has raised."""
+        if self.control.refused is not None:
+            raise self.control.refused
+        self.processes.watch()
+        if self.server.failure is not None:
+            raise WorkerError(f"the queue's server failed:\n{self.server.failure}")
+        self.seen = self.control.wait(self.seen, LOOK_EVERY_S)
+
     def _admit(self, may_begin: bool = True) -> None:
         """Admits the groups that are wanted now, of a new iteration only if one may begin."""
         schedule, version = self.stream.schedule, self.control.engine_version
@@ -91,8 +143,8 @@ class StreamingProgram:
             if before is not None and schedule.is_open:
                 self.opening[following] = before
         if count:
-            self.control.admit(self.stream, self.backend.store.make(Admission(tuple(self.loader.advance(count)))))
-        self.backend.change(lambda: None)
+            self.control.admit(self.stream, self.store.make(Admission(tuple(self.loader.advance(count)))))
+        self.control.change(lambda: None)
 
     def _current(self) -> Position:
         """The state of selection and loader as it is, with the rows of kept surplus."""
@@ -101,7 +153,7 @@ class StreamingProgram:
         if waiting:
             writers = self.stream.recorded_writers
             index = self.stream.table.index(waiting, writers)
-            surplus = [assembled(self.backend.data, index, self.stream.table.payload(waiting, writers, None))]
+            surplus = [assembled(self.control.data, index, self.stream.table.payload(waiting, writers, None))]
         return Position(self.loader.state(), schedule.sampling.state(), surplus, {})
 
     def _unfinished(self, iteration: int) -> tuple[Rows, Rows]:
@@ -114,16 +166,16 @@ class StreamingProgram:
                 (stream.table.index(uids, w), stream.table.payload(uids, w, None))
                 for w in (stream.recorded_writers, every)
             ]
-            table, final = (assembled(self.backend.data, *part) for part in parts)
+            table, final = (assembled(self.control.data, *part) for part in parts)
         return table, final
 
     def _result(self, finished: IterationRecord) -> IterationResult[Rows]:
-        table = assembled(self.backend.data, finished.index, finished.payload)
-        final = assembled(self.backend.data, finished.final, finished.final_payload)
+        table = assembled(self.control.data, finished.index, finished.payload)
+        final = assembled(self.control.data, finished.final, finished.final_payload)
         self.control.release(finished)
         result = iteration_result(self.stream.flow, self.stream.schedule.sampling.surplus, finished, table, final)
-        result.seconds = stage_seconds(self.stream.flow, self.backend.groups, finished.reports)
-        if len(self.backend.processes.places) > 1:
+        result.seconds = stage_seconds(self.stream.flow, self.groups, finished.reports)
+        if len(self.processes.places) > 1:
             result.sums.add("transfer/bytes_between_nodes", self.backend.bytes_between_nodes())
         return result
 
@@ -159,3 +211,13 @@ def stage_seconds(flow: Flow, groups: Sequence[Group], reports: Sequence[Report]
     for report in reports:
         seconds[report["stage"]] += report["seconds"] / workers[report["stage"]]
     return seconds
+
+
+def sizes_of(config: Config, epoch_groups: int) -> Sizes:
+    """Return the sizes that mean something for the result; `epoch_groups` are the prompts of an epoch."""
+    trainer, samples = config.trainer, config.rollout.samples_per_prompt
+    rows = check_update_size(trainer.prompts_per_step, samples, trainer.rows_per_update)
+    return Sizes(
+        trainer.steps, trainer.prompts_per_step, samples, rows, trainer.epochs, trainer.max_staleness, trainer.surplus,
+        epoch_groups, config.seed, trainer.over_sampling,
+    )  # fmt: skip

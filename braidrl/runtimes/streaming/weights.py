@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from braidrl.data.codec import DTYPES
 from braidrl.data.frames import Frame
-from braidrl.transfer.queue.storage import Block, DataPlane
+from braidrl.transfer.queue.storage import DataPlane
+from braidrl.transfer.queue.table import Block
 
 BUCKET_BYTES = 64 << 20
 

@@ -1,28 +1,44 @@
-"""What every worker of the streaming runtime has at hand, and the loop of the simplest: one that computes.
+"""What every worker of the streaming runtime has at hand, and the loop of all that do not generate: one role's model, or compute stages.
 
-take ──▶ rows ──executor──▶ columns ──▶ written and acknowledged, with a report of seconds and metric sums
+The leader takes leases and orders; every rank does its part of a lease, by the partition function; the leader acknowledges.
+
+leader: take ──▶ share ──▶ each rank: its rows ──executor──▶ columns in shared memory, loss sums ──▶ gather ──▶ leader: done, stepped
+
+A worker whose role no other process shares leads nobody: its rows are the lease's, and nothing is gathered.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import msgpack
+
+from braidrl.cluster.world import World
 from braidrl.config import StreamingConfig
+from braidrl.data.codec import decode, encode
+from braidrl.data.frames import Frame
+from braidrl.data.packing import balanced_partition
+from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.batches import trained_on
 from braidrl.flow.compute import dropped, summed, with_state
-from braidrl.flow.readiness import Uid
+from braidrl.flow.flow import is_optimized
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
-from braidrl.observe.trace import Span, State, TraceWriter
+from braidrl.observe.trace import BusySpan, WorkerTrace
 from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.saving.background import BackgroundWriter
 from braidrl.runtimes.streaming.groups import Group
-from braidrl.transfer.queue.client import Client, StreamLoader, WorkItem
+from braidrl.runtimes.streaming.weights import export, received
+from braidrl.transfer.queue.client import Client, StreamLoader, WorkItem, write_columns
 from braidrl.transfer.queue.storage import DataPlane, Evicted
+from braidrl.transfer.queue.table import StoredPart
 
-WAITING_WORTH_S = 1e-3
-"""Shorter pauses are not worth a line in the trace."""
+SOON_S = 0.2
+"""How long a leader waits for work at most while others wait for what it writes."""
 
 
 class LeaseProgress(Progress):
@@ -43,29 +59,9 @@ class LeaseProgress(Progress):
 
 
 @dataclass
-class BusySpan:
-    """A stretch of a worker's time and what it says of it: seconds, and sums for the iteration's metrics."""
-
-    stage: str
-    iteration: int
-    version: int | None
-    start: float
-    reported: float
-    """Up to when it has been told of."""
-    rows: int = 0
-    seconds: float = 0.0
-    sums: Sums = field(default_factory=Sums)
-
-    def report(self) -> dict[str, Any]:
-        """Return the report as it travels."""
-        return {"stage": self.stage, "seconds": self.seconds, "sums": self.sums.pairs()}
-
-
-@dataclass
 class WorkerContext:
     """What one process of a group works with."""
 
-    name: str
     group: Group
     settings: StreamingConfig
     flow: Flow
@@ -73,89 +69,207 @@ class WorkerContext:
     executor: StageExecutor
     data: DataPlane
     progress: LeaseProgress
-    trace: TraceWriter
-    idle_since: float | None = None
+    trace: WorkerTrace
 
     def stage(self, name: str) -> Stage:
         """Return a stage of the flow, or of the evaluation's."""
         return next(stage for stage in (*self.flow.stages, *self.evaluation.stages) if stage.name == name)
 
-    @contextmanager
-    def busy(
-        self, stage: str, iteration: int, uids: Sequence[Uid] = (), version: int | None = None
-    ) -> Iterator[BusySpan]:
-        """Record the time that a piece of work takes; yields the span, whose sums are to be filled.
-
-        What is raised inside says of which stage and rows.
-        """
-        span = self.begin(stage, iteration, version)
-        try:
-            yield span
-        except Exception as error:
-            error.add_note(f"in {self.name}, stage {stage}, iteration {iteration}, rows {shortened(uids)}")
-            raise
-        finally:
-            span.rows, span.seconds = len(uids), self.trace.now() - span.start
-            self.end(span)
-
-    def begin(self, stage: str, iteration: int, version: int | None = None) -> BusySpan:
-        """Begin a piece of work; with it the waiting before it has ended."""
-        now = self.trace.now()
-        if stage and self.idle_since is not None and now - self.idle_since > WAITING_WORTH_S:
-            self._record(BusySpan(stage, iteration, version, self.idle_since, self.idle_since), now, "waiting")
-        return BusySpan(stage, iteration, version, now, now)
-
-    def count(self, span: BusySpan, stage: str, rows: int) -> dict[str, Any]:
-        """Return a report on rows that are done while the span goes on, with the seconds since the last such report."""
-        span.rows += rows
-        before, span.reported = span.reported, self.trace.now()
-        return {"stage": stage, "seconds": span.reported - before, "sums": []}
-
-    def end(self, span: BusySpan) -> None:
-        """End a span of work; waiting begins."""
-        self.idle_since = self.trace.now()
-        self._record(span, self.idle_since, "busy")
-
-    def _record(self, span: BusySpan, end: float, state: State) -> None:
-        self.trace.record(
-            Span(
-                self.name, self.group.role or self.group.name, span.stage, span.iteration, span.start, end,
-                rows=span.rows, version=span.version, state=state,
-            )
-        )  # fmt: skip
+    def keep_leases(self, client: Client) -> None:
+        """Have the queue told now and then that this worker lives, while it computes."""
+        self.progress.on_advance = lambda: client.renew(self.settings.lease_s / 3)
 
 
-def shortened(uids: Sequence[Uid], most: int = 8) -> str:
-    """Return the first few uids, and how many more there are."""
-    more = f" and {len(uids) - most} more" if len(uids) > most else ""
-    return ", ".join(map(str, uids[:most])) + more if uids else "none"
+class StageLoop:
+    """One rank; the leader has a client."""
 
+    def __init__(self, context: WorkerContext, world: World, client: Client | None) -> None:
+        self.context, self.world, self.client = context, world, client
+        self.losses: dict[str, dict[str, float]] = {}
+        """For each train stage the loss sums of the update that is being accumulated."""
+        self.writing = BackgroundWriter()
+        self.asked: int | None = None
+        """The order to tell how writing has ended."""
 
-def compute(context: WorkerContext, client: Client) -> None:
-    """Run the loop of a compute worker: verifiers, registered functions, selection."""
-    settings = context.settings
-    context.progress.on_advance = lambda: client.renew(settings.lease_s / 3)
-    for work in StreamLoader(client, context.group.stages, settings.dispatch_rows, settings.wait_s):
+    def lead(self) -> None:
+        """Take what there is until the run ends, for all ranks."""
+        assert self.client is not None
+        settings, stages = self.context.settings, self.context.group.stages
+        self.context.keep_leases(self.client)
+        whole = [name for name in stages if self._needs_whole_updates(self.context.stage(name))]
+        most = settings.dispatch_rows * self.world.size
+        stream = StreamLoader(self.client, stages, most, settings.wait_s, whole, self.world.size)
+        for work in stream:
+            # Also when there is nothing to do: so the others know that the leader lives.
+            if self.world.size > 1:
+                self._told(packed(work))
+            self._do(work)
+            self._tell_of_writing()
+            stream.wait_s = settings.wait_s if self.asked is None else min(SOON_S, settings.wait_s)
+        self._told(msgpack.packb([{"kind": "stop"}, []]))
+
+    def follow(self) -> None:
+        """Do what the leader says until the run ends."""
+        while (work := unpacked(self._told(), self.context)).kind != "stop":
+            self._do(work)
+
+    def _told(self, message: bytes = b"") -> bytes:
+        """What the leader says, on every rank."""
+        return bytes(self.world.gather("the leader's word", message)[0])
+
+    def _needs_whole_updates(self, stage: Stage) -> bool:
+        return is_optimized(stage) and self.context.executor.objective(stage).needs_group_tokens
+
+    def _do(self, work: WorkItem) -> None:
+        self.world.at(str(work.message.get("stage", work.kind)))
         if work.kind == "rows":
-            # Rows of a group that selection has dropped meanwhile are gone, and the lease with them.
-            with suppress(Evicted):
-                compute_rows(context, client, work)
+            stage = self.context.stage(work.stage)
+            act = {Kind.TRAIN: self._forward_backward, Kind.SELECT: self._select}.get(stage.kind, self._forward)
+            act(stage, work)
+        elif work.kind == "step":
+            self._optim_step(self.context.stage(work.stage), work)
+        elif work.kind == "give":
+            self._give(work)
+        elif work.kind == "order":
+            self._obey(work.message)
 
+    def _own_places(self, index: Rows) -> list[int]:
+        """The places of this rank's rows in a lease."""
+        if self.world.size == 1:
+            return list(range(len(index)))
+        lengths = index["length"].tolist() if "length" in index else [1.0] * len(index)
+        return balanced_partition(lengths, self.world.size)[self.world.rank]
 
-def compute_rows(context: WorkerContext, client: Client, work: WorkItem) -> None:
-    """Do one lease: columns for its rows, or verdicts on its groups."""
-    stage = with_state(context.stage(work.stage), work.message["state"])
-    leases = [number for number, _ in work.leases]
-    if stage.kind is Kind.SELECT:
-        with context.busy(stage.name, work.iteration, work.index.uids()) as span:
+    def _busy(self, stage: Stage, work: WorkItem, places: Sequence[int]) -> AbstractContextManager[BusySpan]:
+        """Record a piece of work on these rows, under the version of the weights that is used; a frozen role's have none."""
+        uids = work.index.uids() if len(places) else []
+        version = trained_on(work.iteration) if self.context.group.trained else None
+        return self.context.trace.busy(stage.name, work.iteration, [uids[place] for place in places], version)
+
+    def _done(
+        self, stage: Stage, work: WorkItem, written: Sequence[StoredPart], report: dict[str, Any],
+        totals: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        if self.client is not None:
+            self.client.done(stage.name, [number for number, _ in work.leases], written, report, totals)
+
+    def _forward(self, stage: Stage, work: WorkItem) -> None:
+        """Give the rows of a lease the columns that an infer or compute stage writes."""
+        stage, places = with_state(stage, work.message["state"]), self._own_places(work.index)
+        written: list[StoredPart] = []
+        totals: dict[str, float] = {}
+        # Rows of a group that selection has dropped meanwhile are gone, and the lease with them.
+        with self._busy(stage, work, places) as span, suppress(Evicted):
+            if places:
+                rows = work.rows(places)
+                columns = self.context.executor.run(stage, rows, span.sums)
+                written.append(write_columns(self.context.data, rows.uids(), columns))
+                totals = {name: float(total) for name, total in summed(stage, rows).items()} if stage.state else {}
+        if self.world.size > 1:
+            parts = self.world.gather("columns", packed_part(written[0]) if written else b"")
+            written = [unpacked_part(stage.name, part) for part in parts if len(part)]
+        self._done(stage, work, written, span.report(), totals)
+
+    def _select(self, stage: Stage, work: WorkItem) -> None:
+        assert self.client is not None, "verdicts come from processes that share no lease"
+        with self._busy(stage, work, range(len(work.index))) as span:
             gone = dropped(stage, work.index)
             reasons = {group: gone.get(group) for group in dict.fromkeys(work.index["group"].tolist())}
-        client.selected(stage.name, leases[0], reasons, span.report())
-        return
-    with context.busy(stage.name, work.iteration, work.index.uids()) as span:
-        rows = work.rows()
-        columns = context.executor.run(stage, rows, span.sums)
-        written = client.write(rows.uids(), columns)
-        followed = summed(stage, rows) if stage.state else {}
-    totals = {name: float(total) for name, total in followed.items()}
-    client.done(stage.name, leases, [written], span.report(), totals)
+        self.client.selected(stage.name, work.leases[0][0], reasons, span.report())
+
+    def _forward_backward(self, stage: Stage, work: WorkItem) -> None:
+        places = self._own_places(work.index)
+        losses: dict[str, float] = {}
+        with self._busy(stage, work, places) as span:
+            if places:
+                bar = Bar(stage.name, len(places), 0.0, self.context.progress.advanced)
+                rows = work.rows(places)
+                losses = self.context.executor.forward_backward(stage, work.index, rows, span.sums, bar)
+        parts = [
+            msgpack.unpackb(part) for part in self.world.gather("loss sums", msgpack.packb([losses, span.sums.pairs()]))
+        ]
+        totals = self.losses.setdefault(stage.name, {})
+        for found, _ in parts:
+            for name, loss in found.items():
+                totals[name] = totals.get(name, 0.0) + loss
+        span.sums = Sums.merged(Sums(pairs) for _, pairs in parts)
+        self._done(stage, work, [], span.report())
+
+    def _optim_step(self, stage: Stage, work: WorkItem) -> None:
+        with self._busy(stage, work, ()) as span:
+            if is_optimized(stage):
+                losses = self.losses.pop(stage.name, {})
+                self.context.executor.optim_step(stage, losses, work.index, work.iteration, span.sums)
+            else:
+                self.context.executor.copy_weights(stage, received(work.message["weights"], self.context.data))
+                # The weights are freed once the leader says that the step is made: by then every rank must have them.
+                self.world.gather("weights of another role", b"")
+        if self.client is not None:
+            version = self.client.ask("stepped", stage=stage.name, report=span.report())[0]["export"]
+            if version is not None:
+                self._export(version)
+
+    def _give(self, work: WorkItem) -> None:
+        """Hands the role's weights to the update of another role that asked for them."""
+        if self.client is not None:
+            blocks = export(
+                dict(self.context.executor.workers[str(self.context.group.role)].tensors()), self.context.data
+            )
+            self.client.ask("given", stage=work.stage, blocks=blocks)
+
+    def _obey(self, order: Mapping[str, Any]) -> None:
+        """Saves or loads a checkpoint, or begins to write one; the leader says when it is done."""
+        if order["do"] == "load":
+            self.context.executor.load(Path(order["folder"]))
+            if self.client is not None and order["version"] is not None:
+                self._export(order["version"])
+        elif self.client is None:
+            return
+        elif order["do"] == "save":
+            self.context.executor.save(Path(order["folder"]))
+        elif order["do"] == "copy":
+            self.writing.begin(self.context.executor.copy_for_saving(Path(order["folder"])))
+        else:
+            # Not before it is written.
+            self.asked = order["order"]
+            return
+        if self.client is not None:
+            self.client.ask("ordered", order=order["order"], result={})
+
+    def _tell_of_writing(self) -> None:
+        """Says how writing has ended, once it has and somebody asked."""
+        assert self.client is not None
+        if self.asked is not None and not self.writing.goes_on:
+            self.client.ask("ordered", order=self.asked, result={"trouble": self.writing.trouble()})
+            self.asked = None
+
+    def _export(self, version: int) -> None:
+        assert self.client is not None and self.context.group.role
+        blocks = export(dict(self.context.executor.workers[self.context.group.role].tensors()), self.context.data)
+        self.client.ask("weights", role=self.context.group.role, version=version, blocks=blocks)
+
+
+def packed(work: WorkItem) -> bytes:
+    """Return a piece of work as the other ranks get it: what the queue said, and the index columns."""
+    frames = [bytes(frame) for frame in encode(work.index)] if len(work.index) else []
+    answer: bytes = msgpack.packb([dict(work.message) | {"kind": work.kind}, frames])
+    return answer
+
+
+def unpacked(message: bytes, context: WorkerContext) -> WorkItem:
+    """Return the piece of work that `packed` was given."""
+    answer, frames = msgpack.unpackb(message)
+    return WorkItem(answer["kind"], context.data, answer, decode(frames) if frames else Rows({}))
+
+
+def packed_part(part: StoredPart) -> bytes:
+    """Return where a rank's columns lie, for the leader to acknowledge."""
+    frames: list[Frame] = []
+    result: bytes = msgpack.packb([part.message(frames), [bytes(frame) for frame in frames]])
+    return result
+
+
+def unpacked_part(stage: str, packed: Frame) -> StoredPart:
+    """Return what `packed_part` was given."""
+    message, frames = msgpack.unpackb(packed)
+    return StoredPart.received(stage, message, frames)

@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from braidrl.data.rows import Rows
-from braidrl.transfer.queue.storage import Block
-from braidrl.transfer.queue.table import Row, StoredPart, row_name
+from braidrl.transfer.queue.table import Block, Row, StoredPart, row_name
 
 CLOSED = 4096
 """How many leases that are done are remembered, for clients that ask again."""

@@ -15,9 +15,9 @@ from typing import Any
 from braidrl.data.codec import decode
 from braidrl.data.frames import Frame
 from braidrl.data.rows import Column, Rows
-from braidrl.transfer.queue.storage import Block, DataPlane
-from braidrl.transfer.queue.table import Row, StoredPart, in_order
-from braidrl.transfer.queue.transport import Answer
+from braidrl.transfer.queue.requests import Answer
+from braidrl.transfer.queue.storage import DataPlane
+from braidrl.transfer.queue.table import Block, Row, StoredPart, in_order
 
 
 @dataclass(frozen=True)

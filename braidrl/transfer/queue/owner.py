@@ -9,17 +9,13 @@ finding an owner file that nobody locks, removes what a killed run left.
 import fcntl
 import os
 import secrets
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from braidrl.data.frames import Frame
 from braidrl.errors import UserError
-from braidrl.transfer.queue.server import QueueServer
-from braidrl.transfer.queue.storage import DataPlane, Place
-from braidrl.transfer.queue.storage_backends import PREFIX, Segments, open_storage, shared_folder
-from braidrl.transfer.queue.transport import Answer
+from braidrl.transfer.queue.storage import PREFIX, DataPlane, Place, Segments, shared_folder
+from braidrl.transfer.queue.storage_backends import open_storage
+from braidrl.transfer.queue.transport import QueueServer
 
 
 class Owner:
@@ -95,7 +91,7 @@ class StorageNode:
         """Serve a node; `host` is what the run calls it, `ip` where others reach it, who must know the secret."""
         self.owner = Owner(storage=storage)
         self.data = DataPlane(open_storage(storage, self.owner.run, "node"), "", host, secret=secret)
-        self.server = QueueServer(self._answer, address=f"tcp://{ip}:*", secret=secret, remembers=False)
+        self.server = QueueServer(self.data.answer, address=f"tcp://{ip}:*", secret=secret, remembers=False)
         self.data.address = self.server.address
 
     def place(self) -> Place:
@@ -107,6 +103,3 @@ class StorageNode:
         self.server.close()
         self.data.close()
         self.owner.close()
-
-    def _answer(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        return self.data.answer(request)

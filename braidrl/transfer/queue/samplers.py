@@ -100,10 +100,17 @@ def checked(sampler: Sampler, ready: Sequence[Candidate], most: int, ranks: int)
 
 
 def check_sampler(name: str, sizes: Iterable[int] = range(1, 33)) -> None:
-    """Run the contract of samplers on one of them; what its own test calls. Raises AssertionError where it fails.
+    """Run the contract of samplers on one of them; what its own test calls.
 
     Every call must choose different rows that are ready, at most as many as wanted and at least one, must choose the same again, and
     calls one after the other must choose every row.
+
+    Args:
+        name: A built-in sampler, `module:function` or `file.py:function`.
+        sizes: Numbers of ready rows to try.
+
+    Raises:
+        AssertionError: The contract is broken; the message says where.
     """
     sampler = sampler_named(name)
     for size in sizes:

@@ -18,11 +18,13 @@ from braidrl.cluster.local import from_server
 from braidrl.cluster.process import Process, ProcessSpec
 from braidrl.data.frames import Frame
 from braidrl.errors import WorkerError
+from braidrl.transfer.queue.calls import CallingServer
+from braidrl.transfer.queue.requests import Answer
 from braidrl.transfer.queue.samplers import sampler_named
-from braidrl.transfer.queue.server import QueueServer
-from braidrl.transfer.queue.storage import DataPlane, Place
+from braidrl.transfer.queue.storage import Place
+from braidrl.transfer.queue.storage_backends import data_plane
 from braidrl.transfer.queue.task_controller import TaskController
-from braidrl.transfer.queue.transport import Answer
+from braidrl.transfer.queue.transport import QueueServer
 from braidrl.transfer.queue.unit import StorageUnit
 
 PORTS = range(20_000, 32_000)
@@ -137,11 +139,11 @@ def start(name: str, entry: str, arguments: Mapping[str, Any]) -> Process:
 
 def serve_unit(arguments: Mapping[str, Any]) -> None:
     """Be a storage unit until the serving process ends."""
-    data = DataPlane.at(Place(*arguments["place"]), "unit", secret=arguments["secret"])
+    data = data_plane(Place(*arguments["place"]), "unit", secret=arguments["secret"])
     unit = StorageUnit(
         arguments["tasks"], data, arguments["lease_s"], arguments["budget_bytes"], arguments["recovers"]
     )  # fmt: skip
-    QueueServer(unit.handle, None, arguments["address"], arguments["secret"], begin=unit.begin).join()
+    CallingServer(unit.handle, None, arguments["address"], arguments["secret"], unit.begin).join()
 
 
 def serve_task(arguments: Mapping[str, Any]) -> None:
@@ -150,9 +152,8 @@ def serve_task(arguments: Mapping[str, Any]) -> None:
         arguments["name"], arguments["columns"], sampler_named(arguments["sampler"]), arguments["lease_s"],
         arguments["units"], arguments["recovers"],
     )  # fmt: skip
-    QueueServer(
-        controller.handle, controller.tick, arguments["address"], arguments["secret"], begin=controller.begin
-    ).join()
+    address, secret = arguments["address"], arguments["secret"]
+    CallingServer(controller.handle, controller.tick, address, secret, controller.begin).join()
 
 
 def free_addresses(ip: str, count: int) -> list[str]:

@@ -3,27 +3,31 @@
 same node     read ──▶ segment, as views
 another node  read ──▶ that node's server ──▶ the named columns of the rows that are asked for, as frames
 
-What a node keeps it in is its storage backend's business.
+A segment is written once, whole, by whoever makes it, and can be read until it is unlinked. Its name, braid-<run>-<writer>-<n>, carries
+the run and the process that wrote it, so that all that either has left can be found. Segments are files in shared memory or on a
+disk (`Segments`), or what another backend makes of them (`storage_backends`).
 """
 
+import itertools
+import mmap
+import os
+import re
+import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from braidrl.data.codec import decode, encode
-from braidrl.data.frames import Frame
+from braidrl.data.frames import Frame, laid_out, split
 from braidrl.data.rows import Rows
-from braidrl.transfer.queue.storage_backends import StorageBackend, open_storage
-from braidrl.transfer.queue.transport import Answer, Connections
+from braidrl.transfer.queue.requests import Answer
+from braidrl.transfer.queue.table import Block
+from braidrl.transfer.queue.transport import Connections
 
-
-class Block(NamedTuple):
-    """Where some frames lie: a segment of a node, and the address at which that node's server gives them to others."""
-
-    host: str
-    address: str
-    name: str
-    size: int
+SHARED = "/dev/shm"
+PREFIX = "braid-"
+NAME = re.compile(r"braid-[0-9a-f]+-[A-Za-z0-9_.]+-[0-9]+")
 
 
 class Place(NamedTuple):
@@ -39,6 +43,24 @@ class Evicted(LookupError):
     """A block is gone: its rows were dropped, so that whatever was to be made of them is not needed."""
 
 
+class StorageBackend(Protocol):
+    """The segments of one run. `check_storage` is its contract."""
+
+    run: str
+
+    def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
+        """Write a new segment with these frames; return its name and size in bytes. Raises OSError where there is no room."""
+
+    def read(self, name: str) -> Sequence[Frame]:
+        """Return the frames of a segment. Raises FileNotFoundError for one that was unlinked, ValueError for what is no name."""
+
+    def unlink(self, names: Collection[str]) -> None:
+        """Free segments; those that are gone already are left at that. Raises ValueError for what is no name."""
+
+    def names(self, writer: str | None = None) -> list[str]:
+        """Return the names of all segments of the run, or those of one writer."""
+
+
 class DataPlane:
     """A process's view of the payload of all nodes. `host` names its own one, whose server is at `address`."""
 
@@ -51,11 +73,6 @@ class DataPlane:
         """Bytes that this node's server has given to other nodes."""
         self.connections = Connections(limit_s, secret)
         """To other nodes' servers, and to whoever else this process asks."""
-
-    @staticmethod
-    def at(place: Place, writer: str, limit_s: float = 60.0, secret: str | None = None) -> "DataPlane":
-        """Return the view of a process at a place."""
-        return DataPlane(open_storage(place.storage, place.run, writer), place.address, place.host, limit_s, secret)
 
     def write(self, frames: Sequence[Frame]) -> Block:
         """Put frames into a segment of this node. Raises OSError where memory is full."""
@@ -110,7 +127,7 @@ class DataPlane:
             return self.served
         return int(self.connections.ask(address, {"request": "served"})[0]["bytes"])
 
-    def answer(self, request: dict[str, Any]) -> Answer:
+    def answer(self, request: dict[str, Any], frames: Sequence[Frame] = ()) -> Answer:
         """Answer another node: with frames or rows of a block, or that blocks are freed."""
         if request["request"] == "served":
             return {"bytes": self.served}, ()
@@ -121,7 +138,7 @@ class DataPlane:
             self.segments.unlink(set(self.segments.names(request["writer"])) - set(request["known"]))
             return {}, ()
         try:
-            frames: Sequence[Frame] = self.segments.read(request["name"])
+            frames = self.segments.read(request["name"])
         except FileNotFoundError:
             return {"missing": request["name"]}, ()
         if request["request"] == "rows":
@@ -150,3 +167,83 @@ def chosen(frames: Sequence[Frame], columns: Sequence[str], positions: Sequence[
     """Return the named columns of encoded rows, of all or of those at some positions."""
     rows = decode(frames, columns)
     return rows if positions is None else rows.take(positions)
+
+
+class Named:
+    """Gives names to the segments of one process."""
+
+    def __init__(self, run: str, writer: str) -> None:
+        """Begin with number 0; `writer` tells the segments of processes apart."""
+        self.run, self.writer = run, re.sub(r"[^A-Za-z0-9_.]", ".", writer)
+        self._numbers = itertools.count()
+
+    def next_name(self) -> str:
+        """Return a name that no other segment of the run has."""
+        return f"{PREFIX}{self.run}-{self.writer}-{next(self._numbers)}"
+
+    def pattern(self, writer: str | None) -> str:
+        """Return the glob pattern of a writer's segments, or of all."""
+        return f"{PREFIX}{self.run}-{'*' if writer is None else re.sub(r'[^A-Za-z0-9_.]', '.', writer)}-*"
+
+
+class Segments(Named):
+    """Segments that are files of one folder."""
+
+    def __init__(self, run: str, writer: str, folder: Path | None = None) -> None:
+        """Use shared memory, or another folder."""
+        super().__init__(run, writer)
+        self.folder = folder or shared_folder()
+
+    def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
+        """Write a new segment with these frames; return its name and size in bytes. Raises OSError where memory is full."""
+        size, pieces = laid_out(frames)
+        name = self.next_name()
+        handle = os.open(self.folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            # Not through a mapping: that fills every page with zeros first, and full memory ends the process by SIGBUS.
+            os.ftruncate(handle, size)
+            for start, piece in pieces:
+                written = 0
+                while written < piece.nbytes:
+                    written += os.pwrite(handle, piece[written:], start + written)
+        except BaseException as error:
+            self.unlink([name])
+            if isinstance(error, OSError):
+                error.filename = str(self.folder)
+            raise
+        finally:
+            os.close(handle)
+        return name, size
+
+    def read(self, name: str) -> list[memoryview]:
+        """Return the frames of a segment as read-only views, which keep the memory even when the segment is unlinked.
+
+        Raises FileNotFoundError for one that was evicted, ValueError for what is no segment's name.
+        """
+        handle = os.open(self.folder / allowed(name), os.O_RDONLY)
+        try:
+            return split(memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ)))
+        finally:
+            os.close(handle)
+
+    def unlink(self, names: Collection[str]) -> None:
+        """Free segments once their last reader lets go; those that are gone already are left at that."""
+        for name in names:
+            (self.folder / allowed(name)).unlink(missing_ok=True)
+
+    def names(self, writer: str | None = None) -> list[str]:
+        """Return the names of all segments of the run on this node, or those of one writer."""
+        return sorted(path.name for path in self.folder.glob(self.pattern(writer)))
+
+
+def allowed(name: str) -> str:
+    """Return a segment's name, which came over the wire and must not lead anywhere else. Raises ValueError for any other."""
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no segment's name")
+    return name
+
+
+def shared_folder() -> Path:
+    """Return where files live in memory: the folder that BRAID_SHARED_MEMORY names, else /dev/shm; without such a place, on disk."""
+    folder = Path(os.environ.get("BRAID_SHARED_MEMORY", SHARED))
+    return folder if folder.is_dir() else Path(tempfile.gettempdir())

@@ -1,52 +1,16 @@
-"""Where payload lies: an interface, and what implements it. `open_storage` makes one by name.
+"""Storage by name: `open_storage` makes what keeps the segments of a run.
 
 shared_memory            files under /dev/shm, read as views                    the default
 file:/path               the same files on a disk: as much room as that has     spills what memory cannot hold
 redis://host:port/0      values of a Redis server, read as copies               needs the package redis
-
-A segment is written once, whole, by whoever makes it, and can be read until it is unlinked. Its name, braid-<run>-<writer>-<n>, carries
-the run and the process that wrote it, so that all that either has left can be found.
 """
 
-import itertools
-import mmap
-import os
-import re
-import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Protocol
 
-from braidrl.data.frames import Frame, join, laid_out, split
+from braidrl.data.frames import Frame, join, split
 from braidrl.errors import UserError
-
-SHARED = "/dev/shm"
-PREFIX = "braid-"
-NAME = re.compile(r"braid-[0-9a-f]+-[A-Za-z0-9_.]+-[0-9]+")
-
-
-class StorageBackend(Protocol):
-    """The segments of one run. `check_storage` is its contract."""
-
-    run: str
-
-    def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
-        """Write a new segment with these frames; return its name and size in bytes. Raises OSError where there is no room."""
-
-    def read(self, name: str) -> Sequence[Frame]:
-        """Return the frames of a segment. Raises FileNotFoundError for one that was unlinked, ValueError for what is no name."""
-
-    def unlink(self, names: Collection[str]) -> None:
-        """Free segments; those that are gone already are left at that. Raises ValueError for what is no name."""
-
-    def names(self, writer: str | None = None) -> list[str]:
-        """Return the names of all segments of the run, or those of one writer."""
-
-
-def shared_folder() -> Path:
-    """Return where files live in memory: the folder that BRAID_SHARED_MEMORY names, else /dev/shm; without such a place, on disk."""
-    folder = Path(os.environ.get("BRAID_SHARED_MEMORY", SHARED))
-    return folder if folder.is_dir() else Path(tempfile.gettempdir())
+from braidrl.transfer.queue.storage import DataPlane, Named, Place, Segments, StorageBackend, allowed
 
 
 def open_storage(storage: str, run: str, writer: str) -> StorageBackend:
@@ -72,78 +36,20 @@ def open_storage(storage: str, run: str, writer: str) -> StorageBackend:
     raise UserError(f"no storage is called {storage!r}; write shared_memory, file:/path or redis://host:port/0")
 
 
-def allowed(name: str) -> str:
-    """Return a segment's name, which came over the wire and must not lead anywhere else. Raises ValueError for any other."""
-    if not NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no segment's name")
-    return name
+def data_plane(place: Place, writer: str, limit_s: float = 60.0, secret: str | None = None) -> DataPlane:
+    """Return the view of payload that a process has at a place.
 
+    Args:
+        place: of the process's node.
+        writer: the process's name.
+        limit_s: how long other nodes may take to answer, in seconds.
+        secret: what they must be told.
 
-class Named:
-    """Gives names to the segments of one process."""
-
-    def __init__(self, run: str, writer: str) -> None:
-        """Begin with number 0; `writer` tells the segments of processes apart."""
-        self.run, self.writer = run, re.sub(r"[^A-Za-z0-9_.]", ".", writer)
-        self._numbers = itertools.count()
-
-    def next_name(self) -> str:
-        """Return a name that no other segment of the run has."""
-        return f"{PREFIX}{self.run}-{self.writer}-{next(self._numbers)}"
-
-    def pattern(self, writer: str | None) -> str:
-        """Return the glob pattern of a writer's segments, or of all."""
-        return f"{PREFIX}{self.run}-{'*' if writer is None else re.sub(r'[^A-Za-z0-9_.]', '.', writer)}-*"
-
-
-class Segments(Named):
-    """Segments that are files of one folder."""
-
-    def __init__(self, run: str, writer: str, folder: Path | None = None) -> None:
-        """Use shared memory, or another folder."""
-        super().__init__(run, writer)
-        self.folder = folder or shared_folder()
-
-    def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
-        """Write a new segment with these frames; return its name and size in bytes. Raises OSError where memory is full."""
-        size, pieces = laid_out(frames)
-        name = self.next_name()
-        handle = os.open(self.folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        try:
-            # Not through a mapping: that fills every page with zeros first, and full memory ends the process by SIGBUS.
-            os.ftruncate(handle, size)
-            for start, piece in pieces:
-                written = 0
-                while written < piece.nbytes:
-                    written += os.pwrite(handle, piece[written:], start + written)
-        except BaseException as error:
-            self.unlink([name])
-            if isinstance(error, OSError):
-                error.filename = str(self.folder)
-            raise
-        finally:
-            os.close(handle)
-        return name, size
-
-    def read(self, name: str) -> list[memoryview]:
-        """Return the frames of a segment as read-only views, which keep the memory even when the segment is unlinked.
-
-        Raises FileNotFoundError for one that was evicted, ValueError for what is no segment's name.
-        """
-        handle = os.open(self.folder / allowed(name), os.O_RDONLY)
-        try:
-            return split(memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ)))
-        finally:
-            os.close(handle)
-
-    def unlink(self, names: Collection[str]) -> None:
-        """Free segments once their last reader lets go; those that are gone already are left at that."""
-        for name in names:
-            (self.folder / allowed(name)).unlink(missing_ok=True)
-
-    def names(self, writer: str | None = None) -> list[str]:
-        """Return the names of all segments of the run on this node, or those of one writer."""
-        return sorted(path.name for path in self.folder.glob(self.pattern(writer)))
+    Raises:
+        UserError: as `open_storage` does.
+    """
+    segments = open_storage(place.storage, place.run, writer)
+    return DataPlane(segments, place.address, place.host, limit_s, secret)
 
 
 class RedisStorage(Named):

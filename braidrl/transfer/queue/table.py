@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import msgpack
@@ -16,10 +16,18 @@ import msgpack
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame
 from braidrl.data.rows import Column, Rows
-from braidrl.transfer.queue.storage import Block
 
 Row = Any
 """A row's name: a number, a string or a tuple of these."""
+
+
+class Block(NamedTuple):
+    """Where some frames lie: a segment of a node, and the address at which that node's server gives them to others."""
+
+    host: str
+    address: str
+    name: str
+    size: int
 
 
 @dataclass(eq=False)

@@ -16,16 +16,14 @@ from itertools import count
 from typing import Any
 
 from braidrl.data.frames import Frame
+from braidrl.transfer.queue.calls import Server
 from braidrl.transfer.queue.changes import close
-from braidrl.transfer.queue.controller import Holder, QueueController
-from braidrl.transfer.queue.parking import Wait
+from braidrl.transfer.queue.requests import Answer, Holder, QueueController, Wait
 from braidrl.transfer.queue.samplers import Sampler
-from braidrl.transfer.queue.server import Server
-from braidrl.transfer.queue.storage import Block
-from braidrl.transfer.queue.table import Row, home, row_name
+from braidrl.transfer.queue.table import Block, Row, home, row_name
 from braidrl.transfer.queue.task_rows import TaskRows
 from braidrl.transfer.queue.tasks import LeaseLost, Tasks
-from braidrl.transfer.queue.transport import REPEAT_S, Answer
+from braidrl.transfer.queue.transport import REPEAT_S
 
 HEARD = "heard"
 """What waits until all units have said what they hold."""

@@ -9,8 +9,7 @@ from typing import Any
 
 from braidrl.transfer.queue.changes import born, grouped_rows, part_of, written
 from braidrl.transfer.queue.samplers import Candidate
-from braidrl.transfer.queue.storage import Block
-from braidrl.transfer.queue.table import Row, Table, row_name
+from braidrl.transfer.queue.table import Block, Row, Table, row_name
 from braidrl.transfer.queue.tasks import Tasks
 
 

@@ -29,6 +29,7 @@ from braidrl.transfer.queue.owner import StorageNode
 from braidrl.transfer.queue.samplers import sampler_named
 from braidrl.transfer.queue.service import Service
 from braidrl.transfer.queue.storage import DataPlane, Evicted, Place
+from braidrl.transfer.queue.storage_backends import data_plane
 from braidrl.transfer.queue.table import home, row_name
 from braidrl.transfer.queue.transport import Connection, QueueTimeout
 
@@ -47,7 +48,15 @@ class TransferQueue:
     def __init__(
         self, address: str, holder: str, directory: Mapping[str, Any], data: DataPlane, resources: ExitStack
     ) -> None:
-        """Use `serve` or `connect`; `resources` is closed with this object."""
+        """Hold a connection; use `serve` or `connect`.
+
+        Args:
+            address: Of the process that serves.
+            holder: This process's name at the queue.
+            directory: Where units and tasks are.
+            data: This process's view of payload.
+            resources: Closed with this object.
+        """
         self.address, self.holder, self.data = address, holder, data
         self.units, self.tasks = directory["units"], directory["tasks"]
         self._has_budget, self._resources = directory["budget"], resources
@@ -61,7 +70,7 @@ class TransferQueue:
         budget_bytes: int | None = None, ip: str = LOOPBACK, storage: str = "shared_memory", units: int = 1,
         secret: str | None = None,
     ) -> "TransferQueue":  # fmt: skip
-        """Start a queue: its processes end with this one.
+        """Return a queue whose processes are started here, and end with this one.
 
         Args:
             tasks: for each consuming task the columns that a row must have before it is given to it.
@@ -86,7 +95,7 @@ class TransferQueue:
             resources.callback(node.close)
             service = Service(tasks, chosen, lease_s, budget_bytes, units, node.place(), ip, secret)
             resources.callback(service.close)
-            data = DataPlane.at(node.place(), "owner", secret=secret)
+            data = data_plane(node.place(), "owner", secret=secret)
             resources.callback(data.close)
             queue = cls(service.server.address, "owner", service.directory, data, resources.pop_all())
             queue.service = service
@@ -96,7 +105,7 @@ class TransferQueue:
     def connect(
         cls, address: str, name: str | None = None, ip: str = LOOPBACK, limit_s: float = 60.0, secret: str | None = None
     ) -> "TransferQueue":
-        """Join a queue that another process serves.
+        """Return a queue that another process serves.
 
         Args:
             address: what the serving process's `address` says.
@@ -118,7 +127,7 @@ class TransferQueue:
                 node = StorageNode(node_name(), ip, secret)
                 resources.callback(node.close)
                 place = node.place()
-            data = DataPlane.at(place, holder, limit_s, secret)
+            data = data_plane(place, holder, limit_s, secret)
             resources.callback(data.close)
             return cls(address, holder, directory, data, resources.pop_all())
 
@@ -212,13 +221,24 @@ class TransferQueue:
         return lost
 
     def stream(self, task: str, rows: int, **options: Any) -> Iterator[Batch]:
-        """Yield batches until no more rows will come, as `get` with the same options; each is done when the next is asked for."""
+        """Yield batches until no more rows will come; each is done when the next is asked for.
+
+        Args:
+            task: The task whose rows are wanted.
+            rows: Of a batch, at most.
+            options: Further arguments of `get`.
+        """
         while (batch := self.get(task, rows, **options)) is not None:
             yield batch
             self.done(batch)
 
     def clear(self, rows: Sequence[Any] | None = None, table: Any = None) -> None:
-        """Let rows leave, done or not: those named, those of a table, or all."""
+        """Let rows leave, done or not.
+
+        Args:
+            rows: Their names; None is all.
+            table: The table whose rows leave; None is every table.
+        """
         for unit in range(len(self.units)):
             self._ask(unit, "clear", rows=None if rows is None else list(rows), table=table)
 

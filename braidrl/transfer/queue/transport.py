@@ -1,16 +1,19 @@
-"""The asking end of the queue's sockets: a msgpack map, then raw frames; every request gets one answer, and is repeated until it has.
+"""The queue's sockets: a msgpack map, then raw frames; every request gets one answer, and is repeated until it has.
 
            ┌───────────── request ────────────▶ handle ──▶ answer at once
 client ────┤    again after REPEAT_S, same number   └── Wait ──▶ parked until what it waits for has changed ──▶ answer
-           └◀──── {"waited": true} once it has waited as long as it said                       (server.py is the other end)
+           └◀──── {"waited": true} once it has waited as long as it said                          (requests.py)
+
+Nothing is unpickled. What is no request costs its sender the right to be read.
 """
 
 import contextlib
 import secrets
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+import traceback
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -19,12 +22,22 @@ import zmq
 from zmq.utils import z85
 
 from braidrl.data.frames import Frame
+from braidrl.transfer.queue.requests import Answer, Handler, Parking
 
-Answer = tuple[dict[str, Any], Sequence[Frame]]
 REPEAT_S = 1.0
 """How long a request may be unanswered before it is sent again: its server may have been replaced."""
 FRAME_BYTES = 1 << 31
 """A server that answers with a larger frame loses the connection."""
+TICK_S = 0.1
+"""How late an expired lease or a reader's limit may be noticed."""
+REQUEST_BYTES = 1 << 28
+"""Whoever sends a larger frame loses the connection: requests name rows and say where payload lies, and hold none."""
+REFUSED = 1024
+"""How many senders of malformed messages are remembered."""
+FRAMES = 4096
+"""A message of more frames is malformed."""
+AT_ONCE = 100
+"""How many requests are taken in before those that wait are looked at again."""
 
 
 class QueueError(RuntimeError):
@@ -170,3 +183,129 @@ class Connections:
         for idle in self._idle.values():
             while idle:
                 idle.pop().close()
+
+
+class QueueServer:
+    """Serves `handle` on an address of this machine until it is closed."""
+
+    def __init__(
+        self, handle: Handler, tick: Callable[[], None] | None = None, address: str = "tcp://127.0.0.1:*",
+        secret: str | None = None, remembers: bool = True,
+    ) -> None:  # fmt: skip
+        """Serve from a thread.
+
+        Args:
+            handle: answers a request, or says what it waits for.
+            tick: called several times a second.
+            address: where to listen.
+            secret: what everybody must know who connects; None is nothing.
+            remembers: keep answers for requests that are repeated; not where every request may be handled twice.
+
+        Raises:
+            zmq.ZMQError: the address cannot be bound.
+        """
+        self._tick, self.poller = tick, zmq.Poller()
+        self._parking = Parking(handle, self._send, remembers)
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES)
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if secret is not None:
+            self._router.curve_server, self._router.curve_secretkey = True, key_pair(secret)[1]
+        self._router.bind(address)
+        self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._inside = self._context.socket(zmq.PULL)
+        self._inside.bind("inproc://changed")
+        self._outside = self._context.socket(zmq.PUSH)
+        self._outside.connect("inproc://changed")
+        self._outside_lock = threading.Lock()
+        self._refused: OrderedDict[bytes, None] = OrderedDict()
+        """Senders of malformed messages, the last ones."""
+        self._closing = False
+        self.failure: str | None = None
+        self._thread = threading.Thread(target=self._run, name="queue-server", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Called by the thread before it serves."""
+
+    def receive(self, ready: dict[Any, int]) -> None:
+        """Called by the thread whenever something has come; `ready` are the sockets of `poller` that can be read."""
+
+    def end(self) -> None:
+        """Called by the thread before it ends."""
+
+    def wake(self, key: Hashable) -> None:
+        """Have requests asked again that wait for a key; from the server's own thread."""
+        self._parking.wake(key)
+
+    def changed(self) -> None:
+        """Have those asked again that wait for any change; for changes that came by other ways than a request."""
+        # Not waited for: the thread may have ended, or has more to read already than it needs to wake up.
+        with self._outside_lock, contextlib.suppress(zmq.Again):
+            self._outside.send(b"", zmq.NOBLOCK)
+
+    def join(self) -> None:
+        """Wait until the thread ends. Raises RuntimeError with its traceback where it has failed."""
+        self._thread.join()
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
+
+    def close(self) -> None:
+        """End the thread and free the port."""
+        self._closing = True
+        self.changed()
+        self._thread.join()
+        self._outside.close()
+        self._context.term()
+
+    def _run(self) -> None:
+        self.poller.register(self._router, zmq.POLLIN)
+        self.poller.register(self._inside, zmq.POLLIN)
+        try:
+            self.begin()
+            while not self._closing:
+                # What was woken by what was woken is looked at before anything else is waited for.
+                ready = dict(self.poller.poll(0 if self._parking.is_woken else round(TICK_S * 1000)))
+                while self._inside in ready and self._inside.poll(0):
+                    self._inside.recv()
+                if self._router in ready:
+                    self._take_in()
+                self.receive(ready)
+                if self._tick is not None:
+                    self._tick()
+                self._parking.ask_parked(time.monotonic())
+        except Exception:
+            self.failure = traceback.format_exc()
+        finally:
+            self._router.close()
+            self._inside.close()
+            self.end()
+
+    def _take_in(self) -> None:
+        """Read what has come before those that wait are asked again, which may be many."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(AT_ONCE):
+                self._receive(self._router.recv_multipart(zmq.NOBLOCK, copy=False))
+
+    def _receive(self, message: Sequence[zmq.Frame]) -> None:
+        sender = message[0].bytes
+        if sender in self._refused:
+            return
+        frames = [frame.buffer for frame in message[1:]]
+        try:
+            request = unpack(frames[0])
+            number, _ = int(request["number"]), float(request.get("wait_s", 0.0))
+            if len(frames) > FRAMES or not isinstance(request["request"], str):
+                raise ValueError("no request")
+        except (ValueError, TypeError, LookupError, RecursionError):
+            # Not from one of ours: it has no number to answer to, and nothing that it sends is read any more.
+            self._refused[sender] = None
+            if len(self._refused) > REFUSED:
+                self._refused.popitem(last=False)
+            return
+        self._parking.receive(sender, number, request, frames[1:], time.monotonic())
+
+    def _send(self, sender: bytes, number: int, answer: Answer) -> None:
+        self._router.send_multipart([sender, pack({**answer[0], "number": number}), *answer[1]], copy=False)

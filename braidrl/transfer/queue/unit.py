@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from braidrl.data.frames import Frame
+from braidrl.transfer.queue.calls import Server
 from braidrl.transfer.queue.changes import ChangeLog, born, close, grouped_rows, part_of, written
-from braidrl.transfer.queue.controller import handler_of
-from braidrl.transfer.queue.parking import Wait
-from braidrl.transfer.queue.server import Server
-from braidrl.transfer.queue.storage import Block, DataPlane
-from braidrl.transfer.queue.table import Row, StoredPart, Table, row_name
-from braidrl.transfer.queue.transport import Answer
+from braidrl.transfer.queue.requests import Answer, Wait, handler_of
+from braidrl.transfer.queue.storage import DataPlane
+from braidrl.transfer.queue.table import Block, Row, StoredPart, Table, row_name
 
 HEARD, ROOM, RECOVERED = "heard", "room", "recovered"
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braidrl.errors import UserError
-from braidrl.flow.updates import Sizes
+from braidrl.flow.batches import Sizes
 from braidrl.placement.plan.choices import Choice
 from braidrl.placement.plan.devices import Cluster, NodeGroup
 from braidrl.placement.plan.problem import Problem

@@ -21,7 +21,7 @@ from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import run_config
 from braidrl.runtimes.streaming.backend import StreamingBackend
 from braidrl.transfer.queue.owner import remove_abandoned
-from braidrl.transfer.queue.storage_backends import PREFIX, shared_folder
+from braidrl.transfer.queue.storage import PREFIX, shared_folder
 from tests.leftovers import family, listening
 from tests.runtimes.turns import PLAYED
 from tests.tiny import (

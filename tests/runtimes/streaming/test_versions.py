@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from braidrl.runtimes.streaming.weights import Copies, Versions
-from braidrl.transfer.queue.storage import Block
+from braidrl.transfer.queue.table import Block
 
 
 def block(name: str) -> Block:

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from braidrl.runtimes.streaming.weights import WeightReceiver, WrongWeights, export
 from braidrl.transfer.queue.owner import Owner
-from braidrl.transfer.queue.storage import DataPlane, Evicted
-from braidrl.transfer.queue.storage_backends import Segments
+from braidrl.transfer.queue.storage import DataPlane, Evicted, Segments
 from tests.tiny import MODELS
 
 

@@ -14,14 +14,14 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import encode
 from braidrl.data.rows import Objects, Rows
 from braidrl.flow import Flow, Kind, Scope, Stage
+from braidrl.flow.batches import Sizes
 from braidrl.flow.stage import Signature
-from braidrl.flow.updates import Sizes
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.stream import Stream
 from braidrl.transfer.queue.client import Client
 from braidrl.transfer.queue.owner import StorageNode
-from braidrl.transfer.queue.server import QueueServer
-from braidrl.transfer.queue.storage import DataPlane
+from braidrl.transfer.queue.storage_backends import data_plane
+from braidrl.transfer.queue.transport import QueueServer
 
 SAMPLES = 2
 LOADED: dict[str, int] = {}
@@ -88,7 +88,7 @@ def queue(
 
 
 def client(server: QueueServer, node: StorageNode, name: str, generates: bool = False) -> Client:
-    return Client(server.address, name, DataPlane.at(node.place(), name, 10.0), generates)
+    return Client(server.address, name, data_plane(node.place(), name, 10.0), generates)
 
 
 def work_once(

@@ -13,12 +13,11 @@ from typing import Any
 import msgpack
 
 from braidrl.data.frames import Frame
-from braidrl.transfer.queue.parking import Parking
+from braidrl.transfer.queue.requests import Answer, Parking
 from braidrl.transfer.queue.samplers import sampler_named
-from braidrl.transfer.queue.storage import Block
-from braidrl.transfer.queue.table import home
+from braidrl.transfer.queue.table import Block, home
 from braidrl.transfer.queue.task_controller import TaskController
-from braidrl.transfer.queue.transport import REPEAT_S, Answer
+from braidrl.transfer.queue.transport import REPEAT_S
 from braidrl.transfer.queue.unit import StorageUnit
 
 TASKS = {"score": ["x"], "train": ["x", "score"]}

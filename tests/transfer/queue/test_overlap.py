@@ -11,15 +11,15 @@ import time
 
 import pytest
 
-from braidrl.data.partition import balanced_partition
+from braidrl.data.packing import balanced_partition
 from braidrl.flow import Flow, Kind
+from braidrl.flow.batches import Sizes
 from braidrl.flow.readiness import Uid
-from braidrl.flow.updates import Sizes
 from braidrl.placement.simulation import Streaming
 from braidrl.placement.workload import Workload
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.transfer.queue.client import Client
-from braidrl.transfer.queue.server import QueueServer
+from braidrl.transfer.queue.transport import QueueServer
 from tests.placement.durations import long_tailed
 from tests.transfer.queue.made_up import GENERATE, SAMPLES, client, made_from, main_program, queue, stage
 

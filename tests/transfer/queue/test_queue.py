@@ -25,8 +25,9 @@ from braidrl.flow.stage import Signature
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.transfer.queue.client import Client, assembled
 from braidrl.transfer.queue.owner import Owner, StorageNode, owner_path, remove_abandoned
-from braidrl.transfer.queue.storage import Block, DataPlane, Evicted, Place
-from braidrl.transfer.queue.storage_backends import Segments, shared_folder
+from braidrl.transfer.queue.storage import Evicted, Place, Segments, shared_folder
+from braidrl.transfer.queue.storage_backends import data_plane
+from braidrl.transfer.queue.table import Block
 from braidrl.transfer.queue.transport import Connection, QueueError, QueueTimeout
 from tests.transfer.queue.made_up import (
     CHECK,
@@ -225,7 +226,7 @@ def two_nodes() -> Iterator[tuple[ControlPlane, Client, Client, StorageNode]]:
     with queue(iterations=1, host="node-a") as (control, server, own):
         node = StorageNode("node-b", "127.0.0.1")
         near = client(server, own, "near")
-        far = Client(server.address, "far", DataPlane.at(node.place(), "far", 10.0), generates=True)
+        far = Client(server.address, "far", data_plane(node.place(), "far", 10.0), generates=True)
         control.training.schedule.groups_wanted(0)
         control.admit(control.training, born([0, 1]))
         yield control, near, far, node
@@ -254,7 +255,7 @@ def test_rows_that_lie_on_ones_own_node_do_not_travel() -> None:
     with two_nodes() as (_, near, far, node):
         assert work_once(far, ["generate"]) == "rows"
         before = node.data.served
-        other = Client(near.address, "beside", DataPlane.at(node.place(), "beside"))
+        other = Client(near.address, "beside", data_plane(node.place(), "beside"))
         assert len(other.take(["check"], 8, 1.0).rows()["tokens"].values) == len(born([0, 1])["prompt"].values)
         assert node.data.served == before
         other.close()
@@ -381,7 +382,7 @@ def play(
     """Workers in turn: most do their work, some forget it, some are late. Returns how often each row was trained."""
 
     def join(number: int) -> Client:
-        return Client(address, f"w{number}", DataPlane.at(where, f"w{number}", 10.0), generates=True)
+        return Client(address, f"w{number}", data_plane(where, f"w{number}", 10.0), generates=True)
 
     trained: Counter[tuple[int, int, int]] = Counter()
     clients, joined, steps, admitted = [join(n) for n in range(workers)], workers, 0, -1

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from braidrl.transfer.queue.samplers import SAMPLERS, Candidate, Sampler, sampler_named
-from braidrl.transfer.queue.task import PATIENCE, Task
-from braidrl.transfer.queue.tasks import LeaseLost, Tasks
+from braidrl.transfer.queue.tasks import PATIENCE, LeaseLost, Task, Tasks
 
 Row = tuple[int, int]
 ROWS = [(group, sample) for group in range(3) for sample in range(2)]

@@ -15,8 +15,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from braidrl.transfer.queue.storage import Block
-from braidrl.transfer.queue.storage_backends import Segments
+from braidrl.transfer.queue.storage import Segments
+from braidrl.transfer.queue.table import Block
 from braidrl.transfer.queue.transfer_queue import QueueFull, TransferQueue
 from braidrl.transfer.queue.transport import QueueError
 

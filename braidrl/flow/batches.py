@@ -1,21 +1,29 @@
-"""Selection with refill: how many prompts to admit, which groups make the batch, what happens to those that are over.
+"""The batches of a run: which groups make one, which rows belong to which optimizer step, and which weights it is trained on.
 
-    begin ─▶ next_wave ─▶ admit ─▶ (generate, verify, select) ─▶ decide ─▶ enough kept? ─▶ batch, finish
+    begin ─▶ next_wave ─▶ admit ─▶ (generate, verify, select) ─▶ decide ─▶ enough kept? ─▶ batch, finish ─▶ updates
                  ▲                                                              │ no
                  └──────────────────────────────────────────────────────────────┘
 
-Everything is decided by group number: a wave is sized only when all earlier groups are decided, and the batch is the first kept
-groups by number. Who finishes first changes nothing, which would favour short answers. A flow that selects nothing keeps every
-group, so that its first wave is its batch.
+Everything is decided by group number, never by who finished first, which would favour short answers: a wave is sized only when all
+earlier groups are decided, the batch is the first kept groups by number, and a seeded shuffle of them makes the updates. A flow that
+selects nothing keeps every group, so that its first wave is its batch.
+
+version  0            1            2            3          publications of a role's weights, one at the end of each iteration
+batch    └─ 1 on 0 ──▶└─ 2 on 1 ──▶└─ 3 on 2 ──▶           iteration k trains batch k on version k - 1 and publishes version k
+
+Staleness is the version that a batch is trained on less that of the oldest token. A role that skips an iteration (`when`) publishes
+what it has, so that version and iteration keep step.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from braidrl.algorithms.random import permutation
 from braidrl.errors import UserError
+from braidrl.flow.readiness import Uid
 
 SURPLUS = "surplus"
 STALE = "stale"
@@ -219,3 +227,132 @@ def nothing_to_learn(dropped: Mapping[str, int]) -> str:
         "a group whose answers all have the same score teaches nothing; use prompts that the model sometimes gets right, "
         "raise rollout.samples_per_prompt, or check reward.verify against a few answers"
     )
+
+
+class Update(NamedTuple):
+    """The rows of one optimizer step and its epoch."""
+
+    epoch: int
+    rows: tuple[Uid, ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """As in the configuration; `rows_per_update` is never None here, and `epoch_groups` are the prompts of an epoch."""
+
+    iterations: int
+    prompts_per_step: int
+    samples_per_prompt: int
+    rows_per_update: int
+    epochs: int = 1
+    max_staleness: int = 0
+    surplus: Literal["drop", "keep"] = "drop"
+    epoch_groups: int = 1_000_000
+    seed: int = 0
+    over_sampling: float = 1.0
+
+    def sampling(self) -> GroupSelector:
+        """Return the selection at the run's beginning."""
+        return GroupSelector(
+            self.prompts_per_step, self.epoch_groups, self.surplus, self.max_staleness, self.over_sampling
+        )
+
+    def updates(self, iteration: int, uids: Sequence[Uid]) -> list[Update]:
+        """Return the optimizer steps of a batch, in order."""
+        plan = update_plan(
+            [uid[1] for uid in uids], [uid[2] for uid in uids],
+            rows_per_update=self.rows_per_update, epochs=self.epochs, seed=self.seed, iteration=iteration,
+        )  # fmt: skip
+        per_epoch = len(plan) // self.epochs
+        return [Update(n // per_epoch, tuple(uids[i] for i in rows)) for n, rows in enumerate(plan)]
+
+
+def check_update_size(prompts_per_step: int, samples_per_prompt: int, rows_per_update: int | None) -> int:
+    """Return the rows of one optimizer step (None is the whole batch). Raises UserError unless a batch is a whole number of updates."""
+    rows = prompts_per_step * samples_per_prompt
+    if rows_per_update is None:
+        return rows
+    if rows % rows_per_update:
+        divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+        below = max(n for n in divisors if n < rows_per_update)
+        above = min((n for n in divisors if n > rows_per_update), default=rows)
+        raise UserError(
+            f"trainer.rows_per_update={rows_per_update} does not divide the {rows} rows of a batch "
+            f"(trainer.prompts_per_step={prompts_per_step} × rollout.samples_per_prompt={samples_per_prompt}); "
+            f"write {' or '.join(str(n) for n in dict.fromkeys((below, above)))}"
+        )
+    return rows_per_update
+
+
+def group_order(groups: Sequence[int], seed: int, iteration: int, epoch: int) -> list[int]:
+    """Return the distinct groups of a batch in the order in which an epoch (from 0) trains on them."""
+    distinct = sorted(set(groups))
+    return [distinct[i] for i in permutation((seed, "updates", iteration, epoch), len(distinct)).tolist()]
+
+
+def update_plan(
+    groups: Sequence[int], samples: Sequence[int], *, rows_per_update: int, epochs: int, seed: int, iteration: int
+) -> list[list[int]]:
+    """Return the row positions of each optimizer step, epoch after epoch; rows of one step are in the order of (group, sample).
+
+    Args:
+        groups: Group of each row of the batch, in any order.
+        samples: Sample of each row.
+        rows_per_update: Rows of one step.
+        epochs: Passes over the batch.
+        seed: The run's.
+        iteration: Number of the batch.
+
+    Raises:
+        ValueError: The rows are no whole number of updates, or two rows have one identity.
+    """
+    identities = list(zip(groups, samples, strict=True))
+    if len(set(identities)) < len(identities):
+        raise ValueError("two rows of the batch have the same group and sample")
+    if len(identities) % rows_per_update:
+        raise ValueError(f"{len(identities)} rows are no whole number of updates of {rows_per_update} rows")
+    updates: list[list[int]] = []
+    for epoch in range(epochs):
+        place = {group: i for i, group in enumerate(group_order(groups, seed, iteration, epoch))}
+        shuffled = sorted(range(len(identities)), key=lambda row: (place[groups[row]], samples[row]))
+        for start in range(0, len(shuffled), rows_per_update):
+            updates.append(sorted(shuffled[start : start + rows_per_update], key=identities.__getitem__))
+    return updates
+
+
+class TooStale(RuntimeError):
+    """Rows older than `max_staleness` reached training: admission let too much in."""
+
+
+def trained_on(iteration: int) -> int:
+    """Return the version whose weights iteration `iteration` (from 1) starts from."""
+    return iteration - 1
+
+
+def admissible(iteration: int, engine_version: int, max_staleness: int) -> bool:
+    """Return whether prompts for the batch of `iteration` may be admitted while the engine holds `engine_version`.
+
+    A row begun now has tokens of this version or later ones, whatever is loaded while it is generated.
+    """
+    return trained_on(iteration) - engine_version <= max_staleness
+
+
+def check_staleness(iteration: int, versions: Sequence[int], max_staleness: int, uids: Sequence[Any]) -> int:
+    """Return the largest staleness in a batch. Raises TooStale, naming the row, if it is over the bound or a version not yet published.
+
+    Args:
+        iteration: Number of the batch, from 1.
+        versions: The version of each row's oldest token.
+        max_staleness: The bound.
+        uids: Names of the rows.
+    """
+    oldest = 0
+    for uid, version in zip(uids, versions, strict=True):
+        behind = trained_on(iteration) - version
+        if not 0 <= behind <= max_staleness:
+            raise TooStale(
+                f"row {uid} has tokens of version {version}, and iteration {iteration} trains on version "
+                f"{trained_on(iteration)} with max_staleness={max_staleness}"
+            )
+        oldest = max(oldest, behind)
+    return oldest
