@@ -18,6 +18,8 @@ from typing import Any, Protocol
 from braidrl.errors import BadUpdate, UserError, WorkerError
 from braidrl.placement.pools import Pool
 
+BEAT, BEAT_S = b"", 1.0
+"""What a process says to its starter while it lives, and how often."""
 END_LIMIT_S = 10.0
 """How long processes have to end by themselves before they are killed."""
 
@@ -154,6 +156,11 @@ class Process(ABC):
     @abstractmethod
     def outcome(self) -> Outcome | None:
         """Return its last word; None for a process that still works, or that has ended without one."""
+
+    @property
+    def silence(self) -> float:
+        """Return for how many seconds nothing was heard of it."""
+        return 0.0
 
     @abstractmethod
     def describe_end(self) -> str:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
+from braidrl.cluster.silence import FrozenWatch
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.data.loader import PromptLoader
@@ -76,6 +77,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         with ExitStack() as resources:
             if self.world.first:
                 resources.enter_context(held_alone(self.folder))
+            if world is None:  # ranks are watched by who has started them
+                resources.enter_context(FrozenWatch(config.cluster.silence_s, self.progress.print, self.folder))
             checkpoint = self._checkpoint(newest_whole) if resume else None
             self.controller = start_controller(
                 RunContext(self.prepared, self.progress, self.loader, self.folder, self.world, self.interrupts)
