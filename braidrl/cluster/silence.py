@@ -21,6 +21,8 @@ from braidrl.cluster.process import BEAT_S, END_LIMIT_S
 
 LOOKS = 6
 """How often a process is looked at within the time after which it counts as frozen."""
+ASLEEP_S = 5.0
+"""So much later than it meant to a watch looks again that was stopped itself, and not only slow."""
 STACK = "braid-stack"
 STACK_S = 0.5
 """How long a process may take to write down its stack."""
@@ -123,7 +125,7 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
         pause, looked = self.silence_s / LOOKS, time.monotonic()
         while not self._ending.wait(pause):
             now = time.monotonic()
-            if now - looked > 2 * pause:
+            if now - looked > pause + ASLEEP_S:
                 self._since.clear()  # this process was stopped itself, and perhaps with it all others
             looked = now
             self._look(now)
