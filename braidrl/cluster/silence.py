@@ -44,8 +44,10 @@ def named(name: str) -> None:
 
 def stack_of(process: int) -> str:
     """Return the stacks of a process of ours, also where a signal has stopped it; nothing for one that does not write them down."""
-    with contextlib.suppress(OSError, LookupError):
-        held = next(fd for fd in Path(f"/proc/{process}/fd").iterdir() if STACK in os.readlink(fd))
+    with contextlib.suppress(OSError):
+        held = next((fd for fd in Path(f"/proc/{process}/fd").iterdir() if STACK in os.readlink(fd)), None)
+        if held is None:
+            return ""
         for number in (signal.SIGUSR1, signal.SIGCONT):
             os.kill(process, number)
         limit = time.monotonic() + STACK_S

@@ -181,6 +181,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         said = max(words, key=lambda word: NAMES_A_TOKEN in word)
         if error.batch is not None:
             self._record(rollout_path(self.folder, step), *error.batch)
+            # The first rank that fails ends the others, which must have written their parts.
+            self.world.gather("the batch that is kept", b"")
         again = f"braid train {self.folder}/config.yaml name={self.folder.name}-replay trainer.steps={step} --replay {self.folder}"
         return f"step {step}: {said}; see it again with `{again}`, or go on without such updates with trainer.skip_bad_updates=true"
 

@@ -76,7 +76,9 @@ def test_an_attack_is_its_own_rows_failure_and_costs_no_other_row_its_answer(
 ) -> None:
     monkeypatch.setenv("AWS_SECRET", "hush")
     failure, detail = IN_ANY[attack]
-    first, found, second, wrong = outcomes(["ok", attack, "ok", "no"], RewardConfig(timeout_s=3))
+    first, found, second, wrong = outcomes(
+        ["ok", attack, "ok", "no"], RewardConfig(timeout_s=3 if attack == "spins" else 20)
+    )
     assert found.failure == failure and detail in found.detail, found
     assert (first.correct, second.correct, wrong.correct) == (True, True, False)
 

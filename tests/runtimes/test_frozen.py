@@ -26,7 +26,7 @@ KINDS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "streaming trainer's second rank": (STREAMING, "actor-1", False),
     "streaming generator": (STREAMING, "actor.generate-", True),
     "streaming compute": (STREAMING, "compute-0", True),
-    "verifier": ({}, "verifier", True),
+    "verifier": ({"reward": {"sandbox": "process"}}, "verifier", True),
     "engine": ({"rollout": {"engines": 1}}, "actor's engine", True),
     "rank 0": ({"runtime": "distributed", "workers": 2}, "rank 0", False),
     "rank 1": ({"runtime": "distributed", "workers": 2}, "rank 1", False),
