@@ -149,6 +149,18 @@ def metrics_without_times(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in read_metrics(run)]
 
 
+def metrics_agree(one: Path, other: Path, tolerance: float = 1e-6) -> bool:
+    """Whether two runs have the same metrics up to rounding: gradients may have been added in another order."""
+    pairs = [metrics_without_times(run) for run in (one, other)]
+    if [line.keys() for line in pairs[0]] != [line.keys() for line in pairs[1]]:
+        return False
+    values = [[value for line in lines for value in line.values()] for lines in pairs]
+    return all(
+        a == b or (a is not None and b is not None and abs(a - b) <= tolerance * (1 + abs(a)))
+        for a, b in zip(*values, strict=True)
+    )
+
+
 def weights_of(run: Path, role: str = "actor") -> dict[str, torch.Tensor]:
     """The model in the latest checkpoint."""
     latest = (run / "checkpoints" / "latest").read_text().strip()

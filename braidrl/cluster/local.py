@@ -31,6 +31,7 @@ from braidrl.cluster.child import serve
 from braidrl.cluster.devices import Devices, assign_devices, device_count
 from braidrl.cluster.groups import LOOPBACK
 from braidrl.cluster.process import BEAT, END_LIMIT_S, Outcome, Process, ProcessSpec, default_threads, environment_of
+from braidrl.errors import WorkerError
 from braidrl.placement.pools import Pool
 
 BOOT = """
@@ -143,7 +144,10 @@ class Spawned(LocalProcess):
 
     def kill(self) -> None:
         self.kill_group()
-        self._process.wait()
+        try:
+            self._process.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise WorkerError(f"{self.name} (process {self.pid}) was killed and does not end") from None
 
 
 class Forked(LocalProcess):
@@ -164,7 +168,9 @@ class Forked(LocalProcess):
             if self.alive and os.getpgid(self.pid) == self.pid:
                 os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
-        self._process.join()
+        self._process.join(END_LIMIT_S)
+        if self._process.is_alive():
+            raise WorkerError(f"{self.name} (process {self.pid}) was killed and does not end")
 
 
 def spawn(spec: ProcessSpec) -> Spawned:

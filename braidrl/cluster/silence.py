@@ -133,7 +133,7 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
             self._look(now)
 
     def _look(self, now: float) -> None:
-        stopped = {process for process, state in descendants(os.getpid()).items() if state in "Tt"}
+        stopped = {process for process, state in descendants(os.getpid()).items() if state == "T"}
         self._since = {process: self._since.get(process, now) for process in stopped}
         for process, since in list(self._since.items()):
             if now - since >= self.silence_s:

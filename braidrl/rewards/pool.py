@@ -10,6 +10,7 @@ import threading
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
+from braidrl.cluster.process import END_LIMIT_S
 from braidrl.config import RewardConfig
 from braidrl.rewards.lanes import Call, CallOutcome, Calls, Concurrent, Lane, OneByOne
 from braidrl.rewards.verifier import Completion, Verifier
@@ -67,7 +68,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         for lane in self._lanes:
             lane.stop()
         for lane in self._lanes:
-            lane.thread.join()
+            lane.thread.join(END_LIMIT_S)
         for lane in self._lanes:
             lane.abandon_queued()
 

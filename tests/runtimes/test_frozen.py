@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from braidrl.cluster.silence import FrozenWatch, descendants, name_of
-from tests.tiny import Workshop, braid, metrics_without_times, wait_for_steps
+from tests.tiny import Workshop, braid, metrics_agree, wait_for_steps
 
 SILENCE_S = 3.0
 NOTICED_S = 30.0
@@ -92,7 +92,7 @@ def test_a_main_program_that_was_paused_loses_nothing(workshop: Workshop) -> Non
         finally:
             process.kill()
     assert process.returncode == 0, said
-    assert metrics_without_times(workshop.folder / "run") == metrics_without_times(undisturbed)
+    assert metrics_agree(workshop.folder / "run", undisturbed)
 
 
 def test_a_stopped_process_that_can_say_where_it_was_leaves_its_stack(tmp_path: Path) -> None:

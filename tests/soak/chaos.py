@@ -27,7 +27,7 @@ import psutil
 from braidrl.cluster.silence import descendants, name_of
 from braidrl.runtimes.saving.folders import checkpoints_of
 from tests.leftovers import family, listening
-from tests.tiny import Workshop, braid, metrics_without_times, recorded, sums, write_jsonl, write_model
+from tests.tiny import Workshop, braid, metrics_agree, recorded, sums, write_jsonl, write_model
 
 STEPS, SILENCE_S, LIMIT_S, RESUMES = 8, 5.0, 240.0, 4
 RUNTIMES: dict[str, dict[str, Any]] = {
@@ -119,7 +119,7 @@ class Chaos:
 
     def compared(self, folder: Path, reference: Path) -> list[str]:
         """Return what differs from the undisturbed run: lines of metrics, rows of each step."""
-        troubles = [] if metrics_without_times(folder) == metrics_without_times(reference) else ["other metrics"]
+        troubles = [] if metrics_agree(folder, reference) else ["other metrics"]
         for step in range(1, STEPS + 1):
             if recorded(folder, step).uids() != recorded(reference, step).uids():
                 troubles.append(f"other rows in step {step}")
