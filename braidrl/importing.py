@@ -99,7 +99,7 @@ def import_object(name: str, type: Any) -> Any:
 
 
 def relative_to(folder: Path, name: str) -> str:
-    """`file.py:function` with the file looked for in `folder` first; any other name as it is."""
+    """Return `file.py:function` with the file looked for in `folder` first; any other name as it is."""
     place, colon, attribute = name.rpartition(":")
     if place.endswith(".py") and (folder / place).is_file():
         return f"{(folder / place).resolve()}{colon}{attribute}"
@@ -138,7 +138,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _loaded_from(path: Path) -> ModuleType | None:
-    """The module that this file was imported as already: executing it twice would register its functions twice."""
+    """Return the module that this file was imported as already: executing it twice would register its functions twice."""
     for module in list(sys.modules.values()):
         file = getattr(module, "__dict__", {}).get("__file__")
         if isinstance(file, str) and file.endswith(path.name) and Path(file).resolve() == path:

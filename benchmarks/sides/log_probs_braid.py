@@ -11,7 +11,7 @@ from benchmarks.sides.packing_braid import rows_of
 from benchmarks.sides.workers import worker_of
 from benchmarks.turns import Turn, peak_mebibytes
 from braidrl.models.compute.packed import pack
-from braidrl.models.roles.decoder import DecoderWorker
+from braidrl.models.roles.make import DecoderWorker
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:

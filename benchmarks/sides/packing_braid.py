@@ -17,7 +17,7 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
 from braidrl.models.compute.packed import Packed
 from braidrl.models.objective import Objective, denominators
-from braidrl.models.roles.decoder import DecoderWorker
+from braidrl.models.roles.make import DecoderWorker
 from braidrl.observe.metrics import Sums
 
 MICRO_BATCH_TOKENS = 4096

@@ -12,7 +12,7 @@ from benchmarks.turns import Turn, peak_mebibytes
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
 from braidrl.models.objective import Objective, denominators
-from braidrl.models.roles.decoder import DecoderWorker
+from braidrl.models.roles.make import DecoderWorker
 from braidrl.observe.metrics import Sums
 
 

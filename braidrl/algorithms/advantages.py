@@ -32,7 +32,7 @@ def centered(reward: Tensor, group: Tensor, statistics_mask: Tensor | None) -> t
 def group_normalized(
     reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-6
 ) -> Tensor:
-    """(R − R̄)/(s + epsilon) with the sample deviation s, (B,); 0 in a group of one or of equal scores.
+    """Return (R − R̄)/(s + epsilon) with the sample deviation s, (B,); 0 in a group of one or of equal scores.
 
     GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476, equation 9.
     """
@@ -78,7 +78,7 @@ def remax(reward: Tensor, greedy_reward: Tensor) -> Tensor:
 
 @advantages.register(writes=["advantage"], scope="group", needs=PAIR)
 def maxrl(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> Tensor:
-    """(R − R̄)/R̄ on the successes R ∈ {0, 1}, (B,); 0 in a group without a success. MaxRL, arXiv 2602.02710."""
+    """Return (R − R̄)/R̄ on the successes R ∈ {0, 1}, (B,); 0 in a group without a success. MaxRL, arXiv 2602.02710."""
     difference, groups, counted = centered(correct, group, statistics_mask)
     mean = groups.spread(groups.means(correct.double(), counted))
     return (difference / mean.masked_fill(mean == 0, 1)).to(floating(correct))

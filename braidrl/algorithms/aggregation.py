@@ -20,31 +20,31 @@ def per_token(offsets: Tensor, per_row: Tensor) -> Tensor:
 
 @aggregations.register("token-mean")
 def token_mean(offsets: Tensor) -> Tensor:
-    """1 for every token, over all tokens: long rows count more. DAPO, arXiv 2503.14476, equation 12."""
+    """Return 1 for every token, over all tokens: long rows count more. DAPO, arXiv 2503.14476, equation 12."""
     return per_token(offsets, torch.ones_like(offsets[1:]))
 
 
 @aggregations.register("seq-mean-token-mean", denominator="rows")
 def seq_mean_token_mean(offsets: Tensor) -> Tensor:
-    """1/|o_i|, over rows: every row counts the same. GRPO, arXiv 2402.03300, equation 3."""
+    """Return 1/|o_i|, over rows: every row counts the same. GRPO, arXiv 2402.03300, equation 3."""
     return per_token(offsets, 1 / offsets.diff().clamp(min=1).double())
 
 
 @aggregations.register("seq-mean-token-sum", denominator="rows")
 def seq_mean_token_sum(offsets: Tensor) -> Tensor:
-    """1 for every token, over rows: the mean of row sums."""
+    """Return 1 for every token, over rows: the mean of row sums."""
     return token_mean(offsets)
 
 
 @aggregations.register("token-sum-norm", denominator="rows", needs=Needs({"max_tokens": (1, 1 << 40)}))
 def token_sum_norm(offsets: Tensor, *, max_tokens: int) -> Tensor:
-    """1/L_max, over rows: a constant instead of the lengths. Dr. GRPO, arXiv 2503.20783. `max_tokens` is L_max."""
+    """Return 1/L_max, over rows: a constant instead of the lengths. Dr. GRPO, arXiv 2503.20783. `max_tokens` is L_max."""
     return token_mean(offsets) / max_tokens
 
 
 @aggregations.register("prompt-mean", denominator="groups")
 def prompt_mean(offsets: Tensor, group_tokens: Tensor) -> Tensor:
-    """1/(action tokens of the row's group), over groups: tokens averaged in a group, then over groups.
+    """Return 1/(action tokens of the row's group), over groups: tokens averaged in a group, then over groups.
 
     ScaleRL, arXiv 2510.13786. `group_tokens` (B,) is counted over the group's rows in the optimizer step, after masking.
     """

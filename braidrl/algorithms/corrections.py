@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from braidrl.algorithms.ratios import Level, ratio_at
+from braidrl.algorithms.kl import Level, ratio_at
 from braidrl.algorithms.registry import Needs, corrections
 
 LEVELS = ("token", "sequence", "geometric")
@@ -20,7 +20,7 @@ Metrics = dict[str, Tensor]
 def truncated(
     old_log_probs: Tensor, rollout_log_probs: Tensor, offsets: Tensor, *, level: Level = "token", cap: float = 2.0
 ) -> tuple[Tensor, Metrics]:
-    """min(ρ, cap), (N,): truncated importance sampling."""
+    """Return min(ρ, cap), (N,): truncated importance sampling."""
     rho = ratio_at(level, old_log_probs, rollout_log_probs, offsets)
     return rho.clamp(max=cap), correction_metrics(rho, rho > cap)
 
@@ -35,7 +35,7 @@ def masked(
     low: float = 0.5,
     high: float = 2.0,
 ) -> tuple[Tensor, Metrics]:
-    """ρ where low ≤ ρ ≤ high and 0 elsewhere, (N,): masked importance sampling, IcePop at level `token`."""
+    """Return ρ where low ≤ ρ ≤ high and 0 elsewhere, (N,): masked importance sampling, IcePop at level `token`."""
     rho = ratio_at(level, old_log_probs, rollout_log_probs, offsets)
     outside = (rho < low) | (rho > high)
     return rho.masked_fill(outside, 0), correction_metrics(rho, outside)
@@ -51,7 +51,7 @@ def sequence_rejection(
     low: float = 0.5,
     high: float = 2.0,
 ) -> tuple[Tensor, Metrics]:
-    """1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows whose engine and trainer disagree are left out, others kept as they are.
+    """Return 1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows whose engine and trainer disagree are left out, others kept as they are.
 
     Raises ValueError at level `token`, which would reject tokens and not sequences.
     """

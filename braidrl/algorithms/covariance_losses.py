@@ -11,10 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.kl import estimate
+from braidrl.algorithms.kl import estimate, ratio
 from braidrl.algorithms.policy_losses import CLIP, Metrics, clip_metrics, clipped_surrogate, kl_metrics, stopped
 from braidrl.algorithms.ragged import Ragged
-from braidrl.algorithms.ratios import ratio
 from braidrl.algorithms.registry import Needs, divergences, losses, shapes
 
 # Bins of equal ratio between the smallest and the largest covariance told apart: neighbours differ by 0.3%.
@@ -51,7 +50,7 @@ def kl_cov(
     coef: float = 1.0,
     estimator: str = "abs",
 ) -> tuple[Tensor, Metrics]:
-    """−r·A, plus coef·KL(π_old, π) on tokens of high covariance (1 in `high_covariance`, (N,)).
+    """Return −r·A, plus coef·KL(π_old, π) on tokens of high covariance (1 in `high_covariance`, (N,)).
 
     KL-Cov, arXiv 2505.22617.
     """
@@ -63,7 +62,7 @@ def kl_cov(
 def token_pairs(
     rollout_log_probs: Ragged, old_log_probs: Ragged | None, advantage: Tensor | None, advantages: Ragged | None
 ) -> tuple[Tensor, Tensor]:
-    """log π_old and A of each action token, (N,) float64 each. Raises ValueError when no advantage is given."""
+    """Return log π_old and A of each action token, (N,) float64 each. Raises ValueError when no advantage is given."""
     log_probs = rollout_log_probs if old_log_probs is None else old_log_probs
     if advantages is not None:
         return log_probs.values.double(), advantages.values.double()
@@ -92,7 +91,7 @@ def covariance(
     *,
     totals: dict[str, Tensor],
 ) -> Ragged:
-    """(log π_old − its mean)·(A − its mean) per action token, the means over the batch's action tokens.
+    """Return (log π_old − its mean)·(A − its mean) per action token, the means over the batch's action tokens.
 
     arXiv 2505.22617, at the policy that starts the update.
     """
@@ -138,7 +137,7 @@ def highest_covariance(
     high: float | None = None,
     totals: dict[str, Tensor],
 ) -> Ragged:
-    """1 for the `fraction` of the batch's action tokens with the highest covariance, 0 for others.
+    """Return 1 for the `fraction` of the batch's action tokens with the highest covariance, 0 for others.
 
     arXiv 2505.22617: 2e-4 within (1, 5) for Clip-Cov, which draws at random there where this takes the highest so that nothing depends on a
     draw; 2e-4 to 2e-3 without bounds for KL-Cov. At least one token and at most one bin (0.3% in value) too many are taken, and

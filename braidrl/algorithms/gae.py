@@ -26,7 +26,7 @@ def at_row_end(per_row: Tensor, rows: Ragged) -> Ragged:
 
 
 def sums_to_go(rows: Ragged, decay: Tensor) -> Ragged:
-    """x_t + d·x_{t+1} + d²·x_{t+2} + ... to the row's end, with a decay d per row (B,).
+    """Return x_t + d·x_{t+1} + d²·x_{t+2} + ... to the row's end, with a decay d per row (B,).
 
     Rows are laid side by side from their ends, so that there is one step per position of the longest row and not one per
     token.
@@ -47,7 +47,7 @@ def same_for_rows(rows: Ragged, number: float) -> Tensor:
 
 
 def residuals(values: Ragged, rewards: Ragged, gamma: float) -> Ragged:
-    """δ_t = r_t + γ·V_{t+1} − V_t, where V after the row's last action token is 0."""
+    """Return δ_t = r_t + γ·V_{t+1} − V_t, where V after the row's last action token is 0."""
     v = values.values
     following = torch.cat([v[1:], v.new_zeros(min(len(v), 1))]) * ~is_row_end(values)
     return values.with_values(rewards.values.to(v.dtype) + gamma * following - v)
@@ -101,7 +101,7 @@ def decoupled_gae(
 
 
 def actor_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """λ = 1 − 1/(alpha·l), clamped to [0, 1], for rows of `lengths` (B,) action tokens; (B,) float64."""
+    """Return λ = 1 − 1/(alpha·l), clamped to [0, 1], for rows of `lengths` (B,) action tokens; (B,) float64."""
     return (1 - 1 / (alpha * lengths.clamp(min=1).double())).clamp(0, 1)
 
 

@@ -1,39 +1,67 @@
-"""Estimates of KL(π, π_ref) from log-probs of sampled tokens, one number per token.
+"""Two policies compared by their log-probs: importance ratios of a token or a whole row, and estimates of KL(π, π_ref), one per token.
 
 With x = log π − log π_ref: k1 = x, k2 = x²/2, k3 = e^(−x) + x − 1, after J. Schulman, "Approximating KL divergence" (2020). A name
 with `+` has that value and the gradient of k2, whose expectation under π is the gradient of the divergence itself.
 """
 
 from collections.abc import Callable
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from braidrl.algorithms.ratios import LOG_RATIO_LIMIT
+from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import divergences
+
+Level = Literal["token", "sequence", "geometric"]
+# e^20 is beyond any ratio that is clipped or truncated, and far below overflow: an infinite ratio times a zero advantage is NaN.
+LOG_RATIO_LIMIT = 20.0
+
+
+def ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """Return π/π_old of each token, (N,); log-ratios beyond ±20 are held there."""
+    return (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def ratio_at(level: Level, log_probs: Tensor, old_log_probs: Tensor, offsets: Tensor) -> Tensor:
+    """Return π/π_old (N,) of each token, or of its row: the product of the row's ratios, or their geometric mean.
+
+    Raises ValueError for another level.
+    """
+    rows = Ragged(log_probs - old_log_probs, offsets)
+    if level == "token":
+        log_ratio = rows.values
+    elif level == "sequence":
+        log_ratio = rows.spread(rows.row_sums())
+    elif level == "geometric":
+        log_ratio = rows.spread(rows.row_means())
+    else:
+        raise ValueError(f"level must be token, sequence or geometric, got {level!r}")
+    return torch.clamp(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 @divergences.register()
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """log(π/π_ref), (N,): unbiased, of either sign, and with a gradient that is 0 in expectation."""
+    """Return log(π/π_ref), (N,): unbiased, of either sign, and with a gradient that is 0 in expectation."""
     return log_probs - ref_log_probs
 
 
 @divergences.register()
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """½·(log π/π_ref)², (N,): biased in value, unbiased in gradient."""
+    """Return ½·(log π/π_ref)², (N,): biased in value, unbiased in gradient."""
     return 0.5 * (log_probs - ref_log_probs) ** 2
 
 
 @divergences.register()
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """π_ref/π − log(π_ref/π) − 1, (N,): unbiased and never negative. GRPO, arXiv 2402.03300, equation 4."""
+    """Return π_ref/π − log(π_ref/π) − 1, (N,): unbiased and never negative. GRPO, arXiv 2402.03300, equation 4."""
     inverse = ref_log_probs - log_probs
     return inverse.clamp(max=LOG_RATIO_LIMIT).expm1() - inverse
 
 
 @divergences.register("abs")
 def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """|log(π/π_ref)|, (N,)."""
+    """Return |log(π/π_ref)|, (N,)."""
     return (log_probs - ref_log_probs).abs()
 
 

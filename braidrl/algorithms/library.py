@@ -7,7 +7,6 @@ from braidrl.algorithms import (  # noqa: F401
     covariance_losses,
     gae,
     kl,
-    pair_losses,
     policy_losses,
     responses,
     row_losses,

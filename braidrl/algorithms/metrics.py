@@ -22,7 +22,7 @@ REFLECTION_PHRASES = (
 
 
 def explained_variance(error: Tensor, error_squared: Tensor, returns: Tensor, returns_squared: Tensor) -> Tensor:
-    """1 − Var(R − V)/Var(R) from means over action tokens of R − V, its square, R and its square; 0 where R is constant."""
+    """Return 1 − Var(R − V)/Var(R) from means over action tokens of R − V, its square, R and its square; 0 where R is constant."""
     variance = returns_squared - returns**2
     unexplained = error_squared - error**2
     # The difference of two equal numbers of this size may be its rounding error.
@@ -31,12 +31,12 @@ def explained_variance(error: Tensor, error_squared: Tensor, returns: Tensor, re
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:
-    """(Σw)²/(N·Σw²): the share of N weighted samples that as many equal ones are worth, between 1/N and 1."""
+    """Return (Σw)²/(N·Σw²): the share of N weighted samples that as many equal ones are worth, between 1/N and 1."""
     return effective_sample_share(weights.mean(), (weights**2).mean())
 
 
 def effective_sample_share(mean: Tensor, mean_square: Tensor) -> Tensor:
-    """`effective_sample_size` from the mean weight and the mean squared one; 0 where every weight is 0."""
+    """Return `effective_sample_size` from the mean weight and the mean squared one; 0 where every weight is 0."""
     return torch.where(mean_square > 0, mean**2 / mean_square.masked_fill(mean_square <= 0, 1), 0.0)
 
 

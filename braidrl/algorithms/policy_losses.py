@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.ratios import LOG_RATIO_LIMIT, ratio
+from braidrl.algorithms.kl import LOG_RATIO_LIMIT, ratio
 from braidrl.algorithms.registry import Needs, losses
 
 Metrics = dict[str, Tensor]
@@ -26,7 +26,7 @@ def clip(
     high: float = 0.2,
     dual: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """−min(r·A, clip(r, 1 − low, 1 + high)·A), and with `dual` c where A < 0 at most −c·A.
+    """Return −min(r·A, clip(r, 1 − low, 1 + high)·A), and with `dual` c where A < 0 at most −c·A.
 
     PPO, arXiv 1707.06347, equation 7; high > low is Clip-Higher, DAPO, arXiv 2503.14476, equation 10 (0.2 and 0.28); dual clip,
     arXiv 1912.09729.
@@ -42,7 +42,7 @@ def clip(
 
 
 def clipped_surrogate(r: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """−min(r·A, clip(r, 1 − low, 1 + high)·A), (N,)."""
+    """Return −min(r·A, clip(r, 1 − low, 1 + high)·A), (N,)."""
     return -torch.minimum(r * advantages, r.clamp(1 - low, 1 + high) * advantages)
 
 
@@ -74,7 +74,7 @@ def kl_metrics(log_probs: Tensor, old_log_probs: Tensor) -> Metrics:
 def cispo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, low: float = 1.0, high: float = 4.0
 ) -> tuple[Tensor, Metrics]:
-    """−sg(clip(r, 1 − low, 1 + high))·A·log π: weights are clipped, no token loses its gradient.
+    """Return −sg(clip(r, 1 − low, 1 + high))·A·log π: weights are clipped, no token loses its gradient.
 
     MiniMax-M1, arXiv 2506.13585, which sets no lower bound (low = 1) and does not print its upper one; 1 + high = 5 is
     from ScaleRL, arXiv 2510.13786.
@@ -94,7 +94,7 @@ def sapo(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> tuple[Tensor, Metrics]:
-    """−(4/τ)·σ(τ(r − 1))·A: a gate that closes smoothly, with τ by the sign of A. SAPO, arXiv 2511.20347."""
+    """Return −(4/τ)·σ(τ(r − 1))·A: a gate that closes smoothly, with τ by the sign of A. SAPO, arXiv 2511.20347."""
     r = ratio(log_probs, old_log_probs)
     tau = torch.full_like(r, tau_negative).masked_fill(advantages > 0, tau_positive)
     return -(4 / tau) * torch.sigmoid(tau * (r - 1)) * advantages, kl_metrics(log_probs, old_log_probs)
@@ -104,7 +104,7 @@ def sapo(
 def dppo_tv(
     log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, *, delta: float = 0.15
 ) -> tuple[Tensor, Metrics]:
-    """−(π/μ)·A, 0 where A > 0 and π − μ > delta, or A < 0 and π − μ < −delta; μ is the rollout policy.
+    """Return −(π/μ)·A, 0 where A > 0 and π − μ > delta, or A < 0 and π − μ < −delta; μ is the rollout policy.
 
     The trust region is in total variation, so that rare tokens may change by large ratios. DPPO, arXiv 2602.04879.
     """
@@ -131,7 +131,7 @@ def decoupled(
     cap: float = 5.0,
     over_cap: Literal["clamp", "mask"] = "clamp",
 ) -> tuple[Tensor, Metrics]:
-    """−w·min(u·A, clip(u, 1 − low, 1 + high)·A) with u = π/π_prox and w = π_prox/π_behaviour.
+    """Return −w·min(u·A, clip(u, 1 − low, 1 + high)·A) with u = π/π_prox and w = π_prox/π_behaviour.
 
     AReaL, arXiv 2505.24298. π_prox is `old_log_probs`, recomputed under the weights that start the update, and
     π_behaviour what sampled. A w above `cap` is clamped to it, or its token masked.
@@ -147,25 +147,25 @@ def decoupled(
 
 @losses.register()
 def reinforce(log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Metrics]:
-    """−A·log π. Williams, "Simple statistical gradient-following algorithms", 1992."""
+    """Return −A·log π. Williams, "Simple statistical gradient-following algorithms", 1992."""
     return -advantages * log_probs, {}
 
 
 @losses.register()
 def sft(log_probs: Tensor) -> tuple[Tensor, Metrics]:
-    """−log π of given tokens: REINFORCE with every advantage 1."""
+    """Return −log π of given tokens: REINFORCE with every advantage 1."""
     return -log_probs, {}
 
 
 @losses.register()
 def ptx(log_probs: Tensor) -> tuple[Tensor, Metrics]:
-    """−log π of pre-training text, added to a policy loss. PPO-ptx, InstructGPT, arXiv 2203.02155, equation 2."""
+    """Return −log π of pre-training text, added to a policy loss. PPO-ptx, InstructGPT, arXiv 2203.02155, equation 2."""
     return sft(log_probs)
 
 
 @losses.register()
 def distillation(log_probs: Tensor, ref_log_probs: Tensor) -> tuple[Tensor, Metrics]:
-    """−sg(log π_teacher − log π)·log π on the student's own tokens: its gradient is that of the reverse KL.
+    """Return −sg(log π_teacher − log π)·log π on the student's own tokens: its gradient is that of the reverse KL.
 
     On-policy distillation, arXiv 2306.13649. The teacher is the flow's reference.
     """

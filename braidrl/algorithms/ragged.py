@@ -59,7 +59,7 @@ class Ragged:
 
     @property
     def lengths(self) -> Tensor:
-        """Entries per row, (B,) int64."""
+        """Return the entries of each row, (B,) int64."""
         return self.offsets.diff()
 
     def row_ids(self) -> Tensor:

@@ -30,7 +30,7 @@ def overlong_penalty(reward: Tensor, action_tokens: Tensor, *, max_response_toke
 
 @shapes.register(writes=["loss_mask"])
 def overlong_filter(finish_reason: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-    """0 for rows cut off at the length limit and 1 for others, (B,) float32, times a mask written before.
+    """Return 0 for rows cut off at the length limit and 1 for others, (B,) float32, times a mask written before.
 
     Overlong filtering, DAPO, arXiv 2503.14476, section 3.4: such rows leave the loss, and still count in their group.
     """
@@ -40,7 +40,7 @@ def overlong_filter(finish_reason: Tensor, loss_mask: Tensor | None = None) -> T
 
 @shapes.register(writes=["loss_mask", "statistics_mask"])
 def overlong_exclude(finish_reason: Tensor, loss_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`overlong_filter` that also leaves the rows cut off out of their group's statistics; two masks (B,) float32."""
+    """Do as `overlong_filter`, and leave the rows cut off out of their group's statistics; two masks (B,) float32."""
     return overlong_filter(finish_reason, loss_mask), overlong_filter(finish_reason)
 
 
@@ -54,7 +54,7 @@ def kl_penalty(
     coef: float,
     estimator: str = "k1",
 ) -> Ragged:
-    """−coef·KL(π, π_ref) per action token, plus `reward` (B,) at the row's last one.
+    """Return −coef·KL(π, π_ref) per action token, plus `reward` (B,) at the row's last one.
 
     arXiv 1909.08593, equation 2, per token as in InstructGPT, arXiv 2203.02155. π is `old_log_probs` where a stage writes them
     and the engine's `rollout_log_probs` otherwise.
@@ -74,7 +74,7 @@ def row_kl_penalty(
     coef: float,
     estimator: str = "k1",
 ) -> Tensor:
-    """`reward` (B,) minus coef·KL(π, π_ref) summed over the row: the response is one action.
+    """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row: the response is one action.
 
     arXiv 1909.08593, equation 2, for estimators of one number per row, as in RLOO, arXiv 2402.14740.
     """
@@ -122,7 +122,7 @@ def kl_sums(
 def adaptive_kl_coefficient(
     coefficient: float, kl: float, *, target: float, gain: float = 0.1, limit: float = 0.2
 ) -> float:
-    """β·(1 + gain·e) with the relative error e = (kl − target)/target, held within ±limit.
+    """Return β·(1 + gain·e) with the relative error e = (kl − target)/target, held within ±limit.
 
     arXiv 1909.08593, section 2.2. `kl` is the batch's mean, in the unit of `target`: nats per row in the paper.
     """
@@ -156,7 +156,7 @@ def adaptive_kl_penalty(
     estimator: str = "k1",
     state: dict[str, float],
 ) -> Ragged:
-    """`kl_penalty` with a coefficient that follows `target`, a mean KL in nats per row; `coef` is its first value.
+    """Return `kl_penalty` with a coefficient that follows `target`, a mean KL in nats per row; `coef` is its first value.
 
     arXiv 1909.08593, section 2.2.
     """
@@ -185,6 +185,6 @@ def safe_rlhf_kl_penalty(
 
 
 def kl_shaped(per_row: Tensor, log_probs: Ragged, ref_log_probs: Ragged, factor: float, estimator: str) -> Ragged:
-    """factor·KL per action token, plus `per_row` (B,) at the row's last one."""
+    """Return factor·KL per action token, plus `per_row` (B,) at the row's last one."""
     kl = estimate(estimator, log_probs.values, ref_log_probs.values)
     return log_probs.with_values(factor * kl + at_row_end(per_row.to(kl.dtype), log_probs).values)

@@ -98,7 +98,7 @@ def reinforce_plus_plus_baseline(
 
 @advantages.register(writes=["advantages"])
 def distillation(rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None) -> Ragged:
-    """log π_teacher − log π per action token, the teacher being the reference. On-policy distillation, arXiv 2306.13649."""
+    """Return log π_teacher − log π per action token, the teacher being the reference. On-policy distillation, arXiv 2306.13649."""
     student = rollout_log_probs if old_log_probs is None else old_log_probs
     return student.with_values(ref_log_probs.values - student.values)
 
@@ -111,7 +111,7 @@ def cost_sums(
 
 
 def safe_rlhf_multiplier(multiplier: float, mean_cost: float, *, threshold: float, learning_rate: float) -> float:
-    """λ + learning_rate·(mean cost − threshold), kept ≥ 0: ascent on the constraint. Safe-RLHF, arXiv 2310.12773."""
+    """Return λ + learning_rate·(mean cost − threshold), kept ≥ 0: ascent on the constraint. Safe-RLHF, arXiv 2310.12773."""
     return max(0.0, multiplier + learning_rate * (mean_cost - threshold))
 
 
@@ -141,7 +141,7 @@ def safe_rlhf(
     learning_rate: float = 0.1,
     state: dict[str, float],
 ) -> Ragged:
-    """(A_reward − λ·A_cost)/(1 + λ) per action token, with the multiplier λ of `state`. Safe-RLHF, arXiv 2310.12773.
+    """Return (A_reward − λ·A_cost)/(1 + λ) per action token, with the multiplier λ of `state`. Safe-RLHF, arXiv 2310.12773.
 
     After each iteration λ rises by learning_rate·(mean of `cost` (B,) − threshold), kept ≥ 0.
     """

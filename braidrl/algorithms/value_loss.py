@@ -10,7 +10,7 @@ Metrics = dict[str, Tensor]
 
 @losses.register(columns={"old_values": "values"}, needs=Needs({"clip": (0, 1e6)}))
 def value(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> tuple[Tensor, Metrics]:
-    """½·max((V − R)², (clip(V, V_old ± clip) − R)²) per action token, (N,); without `clip` ½·(V − R)².
+    """Return ½·max((V − R)², (clip(V, V_old ± clip) − R)²) per action token, (N,); without `clip` ½·(V − R)².
 
     PPO as its authors implemented it, arXiv 1707.06347. `values` is what the critic says now, with gradient, and `old_values`
     what it said when the returns were made. The metrics hold the moments that explained variance is made of.

@@ -252,11 +252,10 @@ class LocalLauncher:
         self._table: dict[str, Devices] = {}
         self._threads: int | None = None
 
-    def reserve(self, pools: Sequence[Pool]) -> int | None:
+    def reserve(self, pools: Sequence[Pool]) -> None:
         if self._devices is not None:
             self._table = assign_devices(pools, self._devices)
         self._threads = default_threads(sum(pool.workers for pool in pools))
-        return self._threads
 
     def node_of(self, pool: str, number: int) -> str:
         return self.node
@@ -276,4 +275,4 @@ class LocalLauncher:
         return [each for each in spoken if each.outcome is not None or each.hung_up]
 
     def close(self) -> None:
-        """Nothing was reserved that others could want."""
+        """Free nothing: nothing was reserved that others could want."""

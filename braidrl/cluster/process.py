@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -64,6 +65,10 @@ class Outcome:
         """Return what `encode` has written."""
         plain = json.loads(message)
         return Outcome(plain["result"], Failure(**plain["failure"]) if plain["failure"] else None)
+
+
+CHOSEN_BY_BRAID = "BRAID_SETS_THREADS"
+"""Environment variable beside an OMP_NUM_THREADS that is no wish of the user's: a launcher has divided a machine's cores."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ def environment_of(spec: ProcessSpec, starter: Mapping[str, str]) -> dict[str, s
     """
     own = dict(spec.environment)
     if spec.threads is not None:
-        own["OMP_NUM_THREADS"] = str(spec.threads)
+        own |= {"OMP_NUM_THREADS": str(spec.threads), CHOSEN_BY_BRAID: "1"}
     if spec.devices is not None:
         seen = starter.get("CUDA_VISIBLE_DEVICES", "").split(",")
         own["CUDA_VISIBLE_DEVICES"] = ",".join(seen[n] if seen != [""] else str(n) for n in spec.devices)
@@ -132,9 +137,19 @@ def environment_of(spec: ProcessSpec, starter: Mapping[str, str]) -> dict[str, s
     return {**passed, **own}
 
 
+def usable_cores() -> int:
+    """Return the cores that this process may use: of its affinity, and no more than its container's share of time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+
+
 def default_threads(processes: int) -> int | None:
     """Return the threads of each of so many processes of this machine; None where OMP_NUM_THREADS says it already."""
-    return None if "OMP_NUM_THREADS" in os.environ else max(1, (os.cpu_count() or 1) // processes)
+    return None if "OMP_NUM_THREADS" in os.environ else max(1, usable_cores() // processes)
 
 
 class Process(ABC):
@@ -194,11 +209,8 @@ class Launcher(Protocol):
     def node(self) -> str:
         """Return the name of this process's node."""
 
-    def reserve(self, pools: Sequence[Pool]) -> int | None:
-        """See to devices for every process of the pools, and return the threads of each; None where the environment says them.
-
-        Raises UserError where there are too few devices.
-        """
+    def reserve(self, pools: Sequence[Pool]) -> None:
+        """See to devices and threads for every process of the pools. Raises UserError where there are too few devices."""
 
     def node_of(self, pool: str, number: int) -> str:
         """Return the name of the node on which a process of a pool will be."""

@@ -20,7 +20,7 @@ INLINE_BYTES = 1 << 20
 
 
 def import_ray(needed_by: str = "runtime=hybrid") -> Any:
-    """The module. Raises UserError where Ray is not installed."""
+    """Return the module. Raises UserError where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise UserError(f"{needed_by} needs Ray, which is not installed; run `pip install braidrl[ray]`")
     # Ray's own accounting of usage goes to its makers unless it is told not to.
@@ -43,7 +43,7 @@ class RayCluster:
     """A connection to a cluster, and what was started on it. `close` ends all of it, and the cluster too if it began here."""
 
     def __init__(self, config: ClusterConfig, device: str) -> None:
-        """Uses the cluster that this process is connected to, else connects or starts one. Raises UserError if it cannot."""
+        """Use the cluster that this process is connected to, else connect or start one. Raises UserError if it cannot."""
         self.ray, self.config = import_ray(), config
         self.started = not self.ray.is_initialized()
         self.groups: list[Any] = []

@@ -115,10 +115,9 @@ class RayLauncher:
     def ip(self) -> str:
         return self._reached_at(self.node)
 
-    def reserve(self, pools: Sequence[Pool]) -> int | None:
+    def reserve(self, pools: Sequence[Pool]) -> None:
         """See to devices as every launcher does; Ray tells each actor how many threads its share of a machine is."""
         self._reserved = {pool.name: places for pool, places in zip(pools, self.cluster.reserve(pools), strict=True)}
-        return None
 
     def node_of(self, pool: str, number: int) -> str:
         return self.cluster.node_of(self._reserved[pool][number])

@@ -3,6 +3,7 @@
 gather      every rank's bytes, on every rank                 (index columns: a few numbers per row)
 exchange    to each rank what is meant for it, and no more    (payload)
 share       rank 0's JSON value, on every rank
+notices     what any rank tells, while each goes on with its own work: a list in the store at which they met
 
 Each wait has a limit. Before it waits, a rank notes in the store where it is; whoever waits in vain reads there for whom.
 """
@@ -24,9 +25,46 @@ from torch.distributed.rendezvous import rendezvous
 
 from braidrl.cluster.devices import own_devices
 from braidrl.cluster.groups import join_group
-from braidrl.cluster.notices import Notices
 from braidrl.errors import LostPeers, first_line
 from braidrl.models.parallel.replicated import DataParallel
+
+HEAR_EVERY_S = 0.02
+"""How often a rank looks for what is new; in between it is told nothing."""
+
+
+class Notices:
+    """Lists that any rank may append to, one after the other. Nobody waits for anybody."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._list = ""
+        self._told: list[str] = []
+        self._heard, self._next = 0, 0.0
+
+    def begin(self, name: str) -> None:
+        """Begin the list of this name, which none has had before; nobody listens to the one before any more."""
+        for key in self._told:
+            self._store.delete_key(key)
+        self._list, self._told, self._heard, self._next = name, [], 0, 0.0
+
+    def tell(self, message: bytes) -> None:
+        """Append a message."""
+        number = self._store.add(f"{self._list}/count", 1) - 1
+        self._told.append(f"{self._list}/{number}")
+        self._store.set(self._told[-1], message)  # type: ignore[arg-type]  # takes bytes too
+
+    def hear(self) -> Sequence[bytes]:
+        """Return the messages that nobody had told when this was asked last, one's own too, in everybody's order."""
+        if (now := time.monotonic()) < self._next:
+            return ()
+        self._next = now + HEAR_EVERY_S
+        new = []
+        # asked for first: a message that is numbered and not there yet would be waited for
+        while self._store.check([key := f"{self._list}/{self._heard}"]):
+            new.append(self._store.get(key))
+            self._heard += 1
+        return new
+
 
 STORE_LIMIT_S = 5.0
 """For reading from the store who is where, after something went wrong."""
@@ -53,21 +91,21 @@ class World:
 
     @property
     def first(self) -> bool:
-        """True for the one rank that writes what is written once."""
+        """Return True for the one rank that writes what is written once."""
         return self.rank == 0
 
     @property
     def data_parallel(self) -> DataParallel:
-        """The ranks as holders of copies of one model."""
+        """Return the ranks as holders of copies of one model."""
         return Supervised(self.group, self)
 
     @property
     def notices(self) -> Notices | None:
-        """What ranks tell each other in passing; None for a process alone."""
+        """Return what ranks tell each other in passing; None for a process alone."""
         return None if self._store is None else Notices(dist.PrefixStore("notices", self._store))
 
     def at(self, place: str) -> None:
-        """Notes what this rank does from now on; the same words on every rank."""
+        """Note what this rank does from now on; the same words on every rank."""
         self.place, self.rows = place, ""
         self._note(place)
 
@@ -102,7 +140,7 @@ class World:
                 raise
 
     def _missing(self) -> str:
-        """The ranks that are not at this meeting and where they were seen last."""
+        """Return the ranks that are not at this meeting and where they were seen last."""
         assert self._store is not None
         self._store.set_timeout(timedelta(seconds=STORE_LIMIT_S))
         late = []
@@ -116,7 +154,7 @@ class World:
         return "; ".join(late) or "a rank that has ended since"
 
     def gather(self, purpose: str, message: bytes | bytearray | memoryview) -> list[memoryview]:
-        """Every rank's message, in the order of ranks."""
+        """Return every rank's message, in the order of ranks."""
         if self.group is None:
             return [memoryview(message)]
         mine = as_tensor(message)
@@ -130,7 +168,7 @@ class World:
         return [part[:size].numpy().data for part, size in zip(found, sizes.tolist(), strict=True)]
 
     def exchange(self, purpose: str, messages: Sequence[bytes | bytearray]) -> list[memoryview]:
-        """What each rank has for this one, given what this one has for each; one all-to-all of bytes."""
+        """Return what each rank has for this one, given what this one has for each; one all-to-all of bytes."""
         if self.group is None:
             return [memoryview(message) for message in messages]
         parts = [as_tensor(message) for message in messages]
@@ -143,7 +181,7 @@ class World:
         return [part.numpy().data for part in received.split(coming.tolist())]
 
     def _sizes(self, where: str, sizes: Tensor) -> Tensor:
-        """Bytes that come from each rank. Raises RuntimeError where a rank is at another meeting than this one."""
+        """Return the bytes that come from each rank. Raises RuntimeError where a rank is at another meeting than this one."""
         sign = zlib.crc32(where.encode())
         sent = torch.stack([sizes, torch.full_like(sizes, sign)], dim=1).contiguous()
         received = torch.empty_like(sent)
@@ -166,11 +204,11 @@ class World:
         return json.loads(message.numpy().tobytes())
 
     def from_first(self, purpose: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns on rank 0, where alone it is called."""
+        """Return what `make` returns on rank 0, where alone it is called."""
         return self.share(purpose, make() if self.first else None)
 
     def close(self) -> None:
-        """Leaves the group; nobody is waited for."""
+        """Leave the group; nobody is waited for."""
         if self.group is not None:
             dist.destroy_process_group()
             self.group = None
@@ -205,7 +243,7 @@ def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1, 
 
 
 def as_tensor(message: bytes | bytearray | memoryview) -> Tensor:
-    """The bytes (N,) uint8; a writable buffer is not copied."""
+    """Return the bytes (N,) uint8; a writable buffer is not copied."""
     if len(message) == 0:
         return torch.empty(0, dtype=torch.uint8)
     buffer = message if isinstance(message, bytearray) else bytearray(message)

@@ -1,8 +1,7 @@
 """The configuration of a run: its sections as typed models, and how it is read."""
 
-from braidrl.config.config import Config, TrackerConfig
+from braidrl.config.config import ClusterConfig, Config, PlacementConfig, PoolConfig, StreamingConfig, TrackerConfig
 from braidrl.config.data import DataConfig, RewardConfig, SourceConfig, VerifierConfig
-from braidrl.config.processes import ClusterConfig, PlacementConfig, PoolConfig, StreamingConfig
 from braidrl.config.reading import apply_override, load_config, parse_config
 from braidrl.config.training import EvaluationConfig, LoraConfig, RoleConfig, TrainerConfig
 

@@ -53,7 +53,7 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def lay_over(tree: dict[str, Any], over: dict[str, Any]) -> None:
-    """Sets the keys of one nested dict in another, section by section; a layout is replaced whole."""
+    """Set the keys of one nested dict in another, section by section; a layout is replaced whole."""
     for key, value in over.items():
         old = tree.get(key)
         if isinstance(value, dict) and isinstance(old, dict) and not key.endswith("layout"):
@@ -95,7 +95,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def as_number(value: Any) -> Any:
-    """YAML reads `1e-6` as text; people mean the number."""
+    """Return the number that a text such as `1e-6`, which YAML reads as text, stands for; anything else as it is."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -105,7 +105,7 @@ def as_number(value: Any) -> Any:
 
 
 def explain(error: ValidationError) -> str:
-    """One line for the first thing that is wrong."""
+    """Return one line for the first thing that is wrong."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

@@ -66,7 +66,7 @@ class PromptLoader:
 
     @property
     def epoch_size(self) -> int:
-        """Prompts of all sources together: so many admissions are one pass, if each weight is as large as its source."""
+        """Return the number of prompts of all sources: so many admissions are one pass, if each weight is as large as its source."""
         return sum(len(source) for source in self.sources)
 
     def take(self, count: int) -> list[Admitted]:
@@ -115,13 +115,13 @@ class PromptLoader:
 
 
 def eval_rows(source: LoadedSource, samples: int, max_prompts: int | None = None, number: int = 0) -> Rows:
-    """Every prompt of a held-out set, or the first `max_prompts`, in file order; `group` is the prompt's place, `source` is `number`."""
+    """Return the prompts of a held-out set, or the first `max_prompts`; `group` is the prompt's place in the file, `source` is `number`."""
     count = len(source) if max_prompts is None else min(max_prompts, len(source))
     return as_rows([Admitted.of(source, i, number, 0, i) for i in range(count)], samples)
 
 
 def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
-    """Rows in the order of `admitted`, the samples of a group one after the other.
+    """Return the rows in the order of `admitted`, the samples of a group one after the other.
 
     Writes source, group, sample, prompt_length (B,) int64; prompt, int64 token ids; metadata, with "prompt" and "answer" as the
     file has them in place of any fields of these names; response, int64 token ids, where the sources have been read with it. A pair of
@@ -151,7 +151,7 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
 
 
 def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows:
-    """The rows with `ptx_tokens`, int64, and `ptx_length`: one pre-training text each, in the texts' own seeded order.
+    """Return the rows with `ptx_tokens`, int64, and `ptx_length`: one pre-training text each, in the texts' own seeded order.
 
     Row (group, sample) gets text group * samples_per_prompt + sample, whichever rows are asked for together and in any order.
     """

@@ -49,7 +49,7 @@ class LoadedSource:
 
     @property
     def dropped(self) -> int:
-        """Prompts that were too long."""
+        """Return the number of prompts that were too long."""
         return self.read - len(self.examples)
 
     def prompt(self, index: int) -> Tensor:

@@ -99,12 +99,12 @@ class Rows:
 
     @property
     def index(self) -> "Rows":
-        """The index columns alone."""
+        """Return the index columns alone."""
         return Rows({name: column for name, column in self._columns.items() if isinstance(column, Tensor)})
 
     @property
     def payload(self) -> "Rows":
-        """The payload columns alone."""
+        """Return the payload columns alone."""
         return Rows({name: column for name, column in self._columns.items() if not isinstance(column, Tensor)})
 
     def take(self, rows: Tensor | Sequence[int] | Sequence[bool]) -> "Rows":

@@ -25,7 +25,7 @@ class PromptTemplate:
 
     @property
     def is_chat(self) -> bool:
-        """True if prompts are rendered with the tokenizer's chat template."""
+        """Return True if prompts are rendered with the tokenizer's chat template."""
         return self.chat_template and bool(self.tokenizer.chat_template)
 
     def messages(self, prompt: Prompt) -> list[Message]:

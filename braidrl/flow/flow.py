@@ -11,9 +11,18 @@ from functools import cached_property
 
 from braidrl.algorithms import registry
 from braidrl.errors import UserError, suggest
-from braidrl.flow.columns import ADMISSION, ADMITTED, ADMITTED_IF_GIVEN, ColumnVersion, Inputs, resolve_columns
+from braidrl.flow.columns import (
+    ADMISSION,
+    ADMITTED,
+    ADMITTED_IF_GIVEN,
+    ColumnVersion,
+    Inputs,
+    check_selects,
+    resolve_columns,
+    serial_order,
+    unique_names,
+)
 from braidrl.flow.lookup import entry_of
-from braidrl.flow.order import check_selects, serial_order, unique_names
 from braidrl.flow.stage import Kind, Stage
 from braidrl.flow.stages import make_stage
 

@@ -1,9 +1,13 @@
-"""What a stage of a flow waits for: of each row the stages that write its columns, of a whole batch those that use the same weights."""
+"""What a stage of a flow waits for: of each row the stages that write its columns, of a whole batch those that use the same weights.
+
+And what follows for a runtime: one serial chain, and what may run at the same time.
+"""
 
 from typing import NamedTuple
 
-from braidrl.flow.flow import ADMISSION, Flow
-from braidrl.flow.stage import Kind
+from braidrl.flow.columns import ADMISSION
+from braidrl.flow.flow import Flow, touched_weights
+from braidrl.flow.stage import Kind, Stage
 
 Uid = tuple[int, int, int]
 
@@ -37,3 +41,44 @@ def weights_wait_for(flow: Flow) -> dict[str, tuple[str, ...]]:
     users = {stage.name for stage in flow.stages if stage.kind in (Kind.INFER, Kind.TRAIN)}
     edges = [edge for edge in flow.edges if edge.weights is not None and edge.source in users]
     return {name: tuple(dict.fromkeys(e.source for e in edges if e.target == name)) for name in sorted(users)}
+
+
+def serial_chain(flow: Flow) -> tuple[Stage, ...]:
+    """Return a deterministic topological order: of the stages that may come next, the first in list order that needs no other model.
+
+    The stages up to a `select` stay in front: they run in waves, the others once.
+    """
+    before = constraints(flow)
+    segment = {stage.name for stage in flow.sampling_segment}
+    waiting = list(flow.stages)
+    chain: list[Stage] = []
+    active: set[str] = set()
+    while waiting:
+        done = {stage.name for stage in chain}
+        part = [stage for stage in waiting if stage.name in segment] or waiting
+        ready = [stage for stage in part if before[stage.name] <= done]
+        chosen = min(ready, key=lambda stage: (not set(touched_weights(stage)) <= active, flow.stages.index(stage)))
+        active = set(touched_weights(chosen)) or active
+        waiting.remove(chosen)
+        chain.append(chosen)
+    return tuple(chain)
+
+
+def constraints(flow: Flow) -> dict[str, set[str]]:
+    """Return, for each stage, those that must have run before it when a column's next version takes the place of the last."""
+    before: dict[str, set[str]] = {stage.name: set() for stage in flow.stages}
+    for edge in flow.edges:
+        if edge.source != ADMISSION:
+            before[edge.target].add(edge.source)
+    for i, stage in enumerate(flow.stages):
+        read = {column.name for column in flow.inputs[stage.name]}
+        for later in flow.stages[i + 1 :]:
+            if read & set(later.writes):
+                before[later.name].add(stage.name)
+    return before
+
+
+def parallel_groups(flow: Flow) -> tuple[tuple[Stage, ...], ...]:
+    """Return the stages by depth: those of one group need nothing of each other and may run at the same time."""
+    deepest = max(flow.depth.values())
+    return tuple(tuple(s for s in flow.stages if flow.depth[s.name] == d) for d in range(1, deepest + 1))

@@ -10,12 +10,9 @@ from braidrl.flow.stages import make_stage
 
 @dataclass(frozen=True)
 class Role:
-    """A model by name. Any name is allowed: a flow may have several actors, or several references. What every method takes:
+    """A model by name. Any name is allowed: a flow may have several actors, or several references.
 
-    Args:
-        id: Name of the stage, by default its role and type.
-        when: The iterations that it runs in.
-        after: Names of stages that it comes after although no column says so.
+    Every method takes the stage's `id`, by default its role and type, `when` it runs, and the names of stages that it comes `after`.
     """
 
     name: str

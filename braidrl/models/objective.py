@@ -72,12 +72,12 @@ class Objective:
 
     @property
     def denominator(self) -> str:
-        """The global count that the sums are divided by: tokens, rows or groups."""
+        """Return the global count that the sums are divided by: tokens, rows or groups."""
         return entry_of(registry.aggregations, self.aggregate).denominator
 
     @property
     def denominators(self) -> tuple[str, ...]:
-        """All global counts that `optim_step` needs: this loss's and those of the auxiliary terms."""
+        """Return all global counts that `optim_step` needs: this loss's and those of the auxiliary terms."""
         return (self.denominator, *(term.denominator for term in self.auxiliary))
 
     def select(self, rows: Rows) -> Rows:
@@ -86,12 +86,12 @@ class Objective:
 
     @property
     def whole_groups(self) -> bool:
-        """True where the loss compares the rows of a group, which then share a micro-batch."""
+        """Return True where the loss compares the rows of a group, which then share a micro-batch."""
         return self.loss.needs.whole_groups
 
     @property
     def needs_group_tokens(self) -> bool:
-        """True if a row's loss depends on how many tokens its whole group has in the optimizer step."""
+        """Return True if a row's loss depends on how many tokens its whole group has in the optimizer step."""
         return "group_tokens" in entry_of(registry.aggregations, self.aggregate).reads
 
     def sums(

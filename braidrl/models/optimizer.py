@@ -119,7 +119,7 @@ class MasterOptimizer:
         self.collecting[i] = gradient.to(self.masters[i].dtype) if known is None else known.add_(gradient)
 
     def step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
-        """One update with every sum over its global count; returns the gradient norm before clipping.
+        """Make one update with every sum over its global count; return the gradient norm before clipping.
 
         All ranks pass the same denominators. One of zero leaves its sum out; with nothing left, nothing is done and None returned.
         Where the norm is not finite, nothing is updated.
@@ -167,7 +167,7 @@ class MasterOptimizer:
 
     @property
     def bytes_in_use(self) -> int:
-        """Bytes of gradients, moments and masters that are copies, from the first step on."""
+        """Return the bytes of gradients, moments and masters that are copies, from the first step on."""
         copies = [p.dtype != m.dtype for p, m in zip(self.parameters, self.masters, strict=True)]
         return sum(m.nbytes * (3 + copied) for m, copied in zip(self.masters, copies, strict=True))
 
@@ -188,7 +188,7 @@ class MasterOptimizer:
         return tensors
 
     def _checked(self, name: str, value: Any, master: Tensor) -> Tensor:
-        """The value. Raises UserError for what a checkpoint cannot divide among ranks as it divides the weights."""
+        """Return the value. Raises UserError for what a checkpoint cannot divide among ranks as it divides the weights."""
         if not isinstance(value, Tensor) or value.shape not in (master.shape, torch.Size()):
             raise UserError(
                 f"trainer.optimizer={self.config.optimizer} keeps {name!r}, which is no tensor of its parameter's shape and no tensor of "

@@ -1,9 +1,39 @@
-"""What a chart of the report shows: curves or stacked bars over steps, as the traces that plotly.js draws."""
+"""What pages are made of: templates of `assets`, which escape whatever they are given, and charts.
+
+A chart shows curves or stacked bars over steps, as the traces that plotly.js draws.
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+TEMPLATES = Environment(
+    loader=PackageLoader("braidrl.observe", "assets"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+    undefined=StrictUndefined,
+)  # fmt: skip
+
+
+class Tile(NamedTuple):
+    """A headline number."""
+
+    label: str
+    value: str
+    detail: str = ""
+
+
+def page(kind: str, name: str, **content: Any) -> str:
+    """Return a whole HTML document.
+
+    Args:
+        kind: The template, without `.html`; with the name it makes the page's title.
+        name: Of the run.
+        content: What the template shows.
+    """
+    return TEMPLATES.get_template(f"{kind}.html").render(kind=kind, name=name, **content)
+
 
 MOST_POINTS = 400
 MOST_BARS = 100

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from plotly.offline import get_plotlyjs
 
-from braidrl.observe.chart import SMOOTH_FROM, Chart, Series, chart, mean, spell
+from braidrl.observe.chart import SMOOTH_FROM, Chart, Series, Tile, chart, mean, page, spell
 from braidrl.observe.metrics import read_metrics
-from braidrl.observe.page import Tile, page
 from braidrl.observe.progress import spell_seconds
 from braidrl.observe.samples import SHOWN_CHARACTERS, sample_groups
 

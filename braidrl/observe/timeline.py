@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from braidrl.observe.page import Tile, page
+from braidrl.observe.chart import Tile, page
 from braidrl.observe.progress import spell_seconds
 from braidrl.observe.trace import Span, State, read_trace
 
@@ -34,7 +34,7 @@ class Busy:
 
 
 def busy_table(spans: Sequence[Span]) -> list[Busy]:
-    """For each role a line over all stages, and one for each stage, in the order in which they first began.
+    """Return for each role a line over all stages, and one for each stage, in the order in which they first began.
 
     A worker's time in the run is the run's, from the first start to the last end, less pauses of more than a minute. Spans of
     one role that overlap in one worker count once in the role's line.
@@ -50,7 +50,7 @@ def busy_table(spans: Sequence[Span]) -> list[Busy]:
 
 
 def busy_line(spans: Sequence[Span], role: str, stage: str, available: float) -> Busy:
-    """The line of these spans; `available` is the seconds that each of their workers had."""
+    """Return the line of these spans; `available` is the seconds that each of their workers had."""
     workers = first_seen(span.worker for span in spans)
 
     def seconds(state: State) -> float:
@@ -64,7 +64,7 @@ def busy_line(spans: Sequence[Span], role: str, stage: str, available: float) ->
 
 
 def covered(spans: Iterable[Span], gap: float = 0.0) -> float:
-    """Seconds in which at least one of the spans runs; gaps of up to `gap` seconds between them count too."""
+    """Return the seconds in which at least one of the spans runs; gaps of up to `gap` seconds between them count too."""
     total, end = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start):
         begin = end if span.start - end <= gap else span.start
@@ -78,7 +78,7 @@ def first_seen(names: Iterable[str]) -> list[str]:
 
 
 def lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
-    """(worker, spans) with no two spans of a lane overlapping; a worker that does several things at once has several lanes."""
+    """Return (worker, spans) with no two spans of a lane overlapping; a worker that does several things at once has several lanes."""
     result = []
     for worker in sorted({span.worker for span in spans}, key=natural_order):
         own: list[list[Span]] = []
@@ -93,12 +93,12 @@ def lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """Sorts `actor/10` after `actor/9`."""
+    """Return a key that sorts `actor/10` after `actor/9`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """The Chrome trace event format (complete events, in microseconds), for chrome://tracing and Perfetto."""
+    """Return the spans in the Chrome trace event format (complete events, in microseconds), for chrome://tracing and Perfetto."""
     events: list[dict[str, Any]] = []
     process_ids: dict[str, int] = {}
     for thread_id, (worker, lane) in enumerate(lanes(spans), start=1):
@@ -119,7 +119,7 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def write_timeline(run: Path) -> tuple[Path, Path]:
-    """Writes `run`/timeline.html and `run`/timeline.json (Chrome trace). Raises UserError where the run has no trace."""
+    """Write `run`/timeline.html and `run`/timeline.json (Chrome trace). Raises UserError where the run has no trace."""
     spans = read_trace(run)
     table, chrome = run / "timeline.html", run / "timeline.json"
     table.write_text(timeline_page(run.resolve().name, spans), encoding="utf-8")
@@ -128,7 +128,7 @@ def write_timeline(run: Path) -> tuple[Path, Path]:
 
 
 def busy_lines(run: Path) -> list[str]:
-    """The table as text for a terminal. Raises UserError where the run has no trace."""
+    """Return the table as text for a terminal. Raises UserError where the run has no trace."""
     header = f"{'role':<14}{'stage':<34}{'workers':>8}{'rows':>10}{'busy s':>10}{'waiting s':>11}{'busy':>7}"
     return [header] + [
         f"{line.role:<14}{line.stage:<34}{line.workers:>8}{line.rows:>10,}{line.busy_seconds:>10.2f}"

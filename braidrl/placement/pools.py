@@ -30,14 +30,14 @@ class Pool:
 
     @property
     def name(self) -> str:
-        """What its workers are called in traces and errors."""
+        """Return what its workers are called in traces and errors."""
         return "+".join(self.roles)
 
 
 def place(
     placement: PlacementConfig, roles: Sequence[str], generating: Collection[str], workers: int
 ) -> tuple[Pool, ...]:
-    """The pools of a run whose models are `roles`; `workers` is a pool's size where it does not say.
+    """Return the pools of a run whose models are `roles`; `workers` is a pool's size where it does not say.
 
     Raises UserError for an unknown name, and for a role that is missing, unknown or in two pools.
     """
@@ -50,7 +50,7 @@ def place(
 
 
 def by_name(name: str, roles: tuple[str, ...], generating: Collection[str]) -> list[tuple[str, ...]]:
-    """The roles of each pool, of which the last may be empty."""
+    """Return the roles of each pool, of which the last may be empty."""
     if name == "colocate":
         return [roles]
     if name == "standalone":
@@ -59,7 +59,7 @@ def by_name(name: str, roles: tuple[str, ...], generating: Collection[str]) -> l
 
 
 def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str]) -> None:
-    """Raises UserError unless each role is in exactly one pool."""
+    """Raise UserError unless each role is in exactly one pool."""
     placed: dict[str, int] = {}
     for number, pool in enumerate(pools):
         for role in pool.roles:
@@ -79,7 +79,7 @@ def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str]) -> None:
 
 
 def check_copies(flow: Flow, pools: Sequence[Pool]) -> None:
-    """Raises UserError where a role takes its weights from one in another pool: they would have to leave their processes."""
+    """Raise UserError where a role takes its weights from one in another pool: they would have to leave their processes."""
     for stage in flow.stages:
         for pool in pools:
             source = stage.params.get("source") if stage.kind is Kind.TRAIN else None
@@ -91,7 +91,7 @@ def check_copies(flow: Flow, pools: Sequence[Pool]) -> None:
 
 
 def check_devices(pools: Sequence[Pool], devices: int, kind: str) -> None:
-    """Raises UserError where the pools together need more devices than there are; `kind` is what they are (CPUs, GPUs)."""
+    """Raise UserError where the pools together need more devices than there are; `kind` is what they are (CPUs, GPUs)."""
     needed = sum(pool.workers for pool in pools)
     if needed > devices:
         sizes = ", ".join(f"{pool.name}: {pool.workers}" for pool in pools)

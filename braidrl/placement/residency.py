@@ -57,7 +57,7 @@ def residency_plan(
     shared: frozenset[str] = frozenset(),
     copied: frozenset[str] = frozenset(),
 ) -> ResidencyPlan:
-    """The plan of one process. `sizes` names its assets with their bytes, `budget` the bytes they may take (None keeps everything).
+    """Return the plan of one process. `sizes` names its assets with their bytes, `budget` the bytes they may take (None keeps everything).
 
     Roles in `shared` have engines that read the trainer's own weights, those in `copied` infer with a copy of them. Raises UserError
     for a stage that alone is over the budget.
@@ -84,7 +84,7 @@ def residency_plan(
 def needed_assets(
     flow: Flow, shared: frozenset[str] = frozenset(), copied: frozenset[str] = frozenset()
 ) -> dict[str, frozenset[Asset]]:
-    """What each stage, and publication after the last one, needs on the device."""
+    """Return what each stage, and publication after the last one, needs on the device."""
     needs = {stage.name: stage_needs(stage, shared, copied) for stage in flow.stages}
     generating = {stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
     published = [role for role in flow.trained_roles if role in generating and role not in shared]
@@ -95,7 +95,7 @@ def needed_assets(
 def stage_needs(
     stage: Stage, shared: frozenset[str] = frozenset(), copied: frozenset[str] = frozenset()
 ) -> frozenset[Asset]:
-    """What a stage needs on the device; nothing where it uses no model."""
+    """Return what a stage needs on the device; nothing where it uses no model."""
     if stage.role is None or stage.kind in (Kind.COMPUTE, Kind.SELECT):
         return frozenset()
     if stage.kind is Kind.GENERATE:
@@ -109,7 +109,7 @@ def stage_needs(
 
 
 def _kept(needs: Mapping[str, frozenset[Asset]], sizes: Mapping[Asset, int], budget: int) -> frozenset[Asset]:
-    """Assets that fit beside every step's needs, first those that would move most often."""
+    """Return the assets that fit beside every step's needs, first those that would move most often."""
     steps = list(needs.values())
     kept: frozenset[Asset] = frozenset()
     for asset in sorted(sizes, key=lambda asset: (-_runs(steps, asset), sizes[asset], asset)):
@@ -120,7 +120,7 @@ def _kept(needs: Mapping[str, frozenset[Asset]], sizes: Mapping[Asset, int], bud
 
 
 def _runs(steps: Sequence[frozenset[Asset]], asset: Asset) -> int:
-    """How often in an iteration the asset would be brought: the runs of steps that need it."""
+    """Return how often in an iteration the asset would be brought: the runs of steps that need it."""
     return sum(asset in step and asset not in steps[number - 1] for number, step in enumerate(steps))
 
 

@@ -31,12 +31,12 @@ class Clock:
     asked: int = 0
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Asks for `action` in `seconds` from now."""
+        """Ask for `action` in `seconds` from now."""
         heapq.heappush(self.events, (self.now + seconds, self.asked, action))
         self.asked += 1
 
     def step(self) -> bool:
-        """Runs the next event; False if there is none."""
+        """Run the next event; return False if there is none."""
         if not self.events:
             return False
         self.now, _, action = heapq.heappop(self.events)
@@ -69,7 +69,7 @@ class Streaming:
         self.watching = False
 
     def simulate(self) -> Simulation:
-        """Runs to the last publication. Raises Deadlock where nothing goes on before."""
+        """Run to the last publication. Raises Deadlock where nothing goes on before."""
         self._decide()
         while self.schedule.published < self.work.sizes.iterations:
             if not self.clock.step():
@@ -80,7 +80,7 @@ class Streaming:
         return self.result
 
     def _decide(self) -> None:
-        """Everything that can begin now."""
+        """Begin everything that can begin now."""
         while self._admit() or self._step() or self._publish() or self._load_together():
             pass
         idle: set[str] = set()
@@ -116,7 +116,7 @@ class Streaming:
         return True
 
     def _load_together(self) -> bool:
-        """Delayed loading: all engines at once, between two batches."""
+        """Load, where loading is delayed, on all engines at once, between two batches."""
         published = self.schedule.published
         if self.engines[0].version == published or not self.schedule.is_generation_over():
             return False
@@ -125,7 +125,7 @@ class Streaming:
         return True
 
     def _begin(self, worker: SimulatedWorker) -> bool:
-        """Gives an idle worker what is ready for it; False if nothing is."""
+        """Give an idle worker what is ready for it; return False if nothing is."""
         generates = worker.stage.kind is Kind.GENERATE
         if generates and self.work.loading == "rolling":
             worker.version = self.schedule.published
@@ -173,7 +173,7 @@ class Streaming:
             self.result.trained.update((lease.task, row) for row in lease.rows)
 
     def _reason(self, worker: SimulatedWorker, group: int) -> str | None:
-        """The verdict falls at the last select; those before it keep everything."""
+        """Return the verdict, which falls at the last select; those before it keep everything."""
         return self.work.verdict(group) if worker.stage.name == self.schedule.selects[-1] else None
 
     def _dies(self, worker: SimulatedWorker) -> None:
@@ -181,7 +181,7 @@ class Streaming:
         self.schedule.fail_holder(worker.name)
 
     def _watch(self) -> None:
-        """Asks to be woken when the first lease will have run out."""
+        """Ask to be woken when the first lease will have run out."""
         deadline = self.schedule.tasks.leases.next_deadline()
         if deadline is not None and not self.watching:
             self.watching = True

@@ -38,7 +38,7 @@ class Workload:
     lease_seconds: float = 1e6
 
     def uids(self, groups: Sequence[int]) -> list[Uid]:
-        """The rows of some groups."""
+        """Return the rows of some groups."""
         return [(0, group, sample) for group in groups for sample in range(self.sizes.samples_per_prompt)]
 
 
@@ -69,7 +69,7 @@ class Simulation:
     """The largest of any trained row."""
 
     def finish_batch(self, outcome: Selection) -> None:
-        """Notes what selection made of a batch."""
+        """Note what selection made of a batch."""
         self.batches.append(outcome.groups)
         self.dropped.update(outcome.dropped)
         self.released += outcome.released

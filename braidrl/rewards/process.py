@@ -61,11 +61,11 @@ class WorkerProcess:
         return failure
 
     def signal(self) -> None:
-        """Kills the process and all that it started, without waiting."""
+        """Kill the process and all that it started, without waiting."""
         self.process.kill_group()
 
     def kill(self) -> int:
-        """Kills and waits, once; returns the exit status of a process that had ended by itself, else minus the signal."""
+        """Kill and wait, once; return the exit status of a process that had ended by itself, else minus the signal."""
         self.process.kill()
         self.connection.close()
         status = self.process.status

@@ -38,12 +38,12 @@ class Verifier:
 
     @property
     def key(self) -> str:
-        """The same for equal names and settings; what another process makes the same verifier from."""
+        """Return the same for equal names and settings: what another process makes the same verifier from."""
         return json.dumps([self.name, self.settings], sort_keys=True)
 
     @property
     def label(self) -> str:
-        """The short name in metrics and columns: `judge` of `file.py:judge`."""
+        """Return the short name in metrics and columns: `judge` of `file.py:judge`."""
         return self.name.rpartition(":")[2]
 
     def __call__(self, completion: Mapping[str, Any]) -> Any:

@@ -44,7 +44,7 @@ class Load:
 
     @property
     def rows(self) -> int:
-        """Rows in flight."""
+        """Return the number of rows in flight."""
         return self.running + self.waiting
 
 

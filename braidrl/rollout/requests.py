@@ -50,7 +50,7 @@ class SamplingParams:
 
     @property
     def log_prob_temperature(self) -> float:
-        """The divisor of logits before log-softmax; 1 where a temperature of 0 asks for the likeliest token."""
+        """Return the divisor of logits before log-softmax; 1 where a temperature of 0 asks for the likeliest token."""
         return self.temperature or 1.0
 
 

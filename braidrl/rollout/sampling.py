@@ -29,7 +29,7 @@ class BatchSampling:
 
     @property
     def untruncated(self) -> bool:
-        """True where every row may draw any token."""
+        """Return True where every row may draw any token."""
         return self.top_k is None and self.top_p is None
 
 

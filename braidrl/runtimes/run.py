@@ -48,7 +48,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         newest_whole: bool = False,
         world: World | None = None,
     ) -> None:
-        """Checks everything that can be checked before a model loads. Raises UserError for what could not run.
+        """Check everything that can be checked before a model loads. Raises UserError for what could not run.
 
         `world` are the ranks that run this together, each in a TrainingRun of its own; what is written once, the first one writes.
         """

@@ -39,7 +39,7 @@ class Session(AbstractContextManager["Session"]):
     """The models, data and processes of a configuration, without its loop. Its flow says which roles there are and which are trained."""
 
     def __init__(self, config: Config) -> None:
-        """Starts everything. Raises UserError for what could not run."""
+        """Start everything. Raises UserError for what could not run."""
         if config.runtime not in ("eager", "hybrid"):
             raise UserError(
                 f"a session has one driver, and runtime={config.runtime} none; write runtime=eager or hybrid"

@@ -39,7 +39,7 @@ class DataBuffer:
         self._held: dict[Key, Rows] = {}
 
     def put(self, key: Key, rows: Rows, owner: Tensor, target: Tensor) -> None:
-        """Hands over `rows`, this rank's of a table whose rows lie on `owner` (B,) and are wanted on `target` (B,).
+        """Hand over `rows`, this rank's of a table whose rows lie on `owner` (B,) and are wanted on `target` (B,).
 
         This rank's rows are in the order of the table, before and after. Raises ValueError for a key that is in the buffer.
         """
@@ -48,7 +48,7 @@ class DataBuffer:
         self._held[key] = rows if torch.equal(owner, target) else self._exchanged(key, rows, owner, target)
 
     def take(self, key: Key) -> Rows:
-        """The rows that this rank is to have, which leave the buffer. Raises KeyError for a key that is not there."""
+        """Return the rows that this rank is to have, which leave the buffer. Raises KeyError for a key that is not there."""
         return self._held.pop(key)
 
     def _exchanged(self, key: Key, rows: Rows, owner: Tensor, target: Tensor) -> Rows:
@@ -68,12 +68,12 @@ class DataBuffer:
 
 
 def encoded(rows: Rows, places: Tensor) -> bytes | bytearray:
-    """The rows at these places as one message; nothing where there are none."""
+    """Return the rows at these places as one message; nothing where there are none."""
     return join(encode(rows.take(places))) if len(places) else b""
 
 
 def balanced_owners(costs: Sequence[int], owner: Tensor, ranks: int, groups: Sequence[int] | None = None) -> Tensor:
-    """Which rank is to have each row (B,): `owner` where that is balanced enough, else the partition function's answer.
+    """Return which rank is to have each row (B,): `owner` where that is balanced enough, else the partition function's answer.
 
     With `groups`, one for each row, they stay or come together. Of a new partition each part goes, the fullest first, to the rank
     that has most of it already.
@@ -93,7 +93,7 @@ def balanced_owners(costs: Sequence[int], owner: Tensor, ranks: int, groups: Seq
 
 
 def named_parts(parts: Sequence[list[int]], costs: Sequence[int], owners: Sequence[int]) -> dict[int, list[int]]:
-    """A rank for each part: the fullest first choose, among those that are left, the one that has most of their rows."""
+    """Return a rank for each part: the fullest first choose, among those that are left, the one that has most of their rows."""
     chosen: dict[int, list[int]] = {}
     others = []
     for part in parts:
@@ -110,5 +110,5 @@ def named_parts(parts: Sequence[list[int]], costs: Sequence[int], owners: Sequen
 
 
 def equal_shares(rows: int, ranks: int) -> Tensor:
-    """Owners (B,) of rows that cannot be told apart: equally many for each of `ranks`, neighbours together."""
+    """Return the owners (B,) of rows that cannot be told apart: equally many for each of `ranks`, neighbours together."""
     return torch.arange(rows) * ranks // max(rows, 1)

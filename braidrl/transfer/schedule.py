@@ -299,13 +299,13 @@ class StreamSchedule:
         self.tasks.write(ADMISSION, uids)
 
     def _skip(self, stages: Iterable[Stage], uids: Sequence[Uid]) -> None:
-        """Stages that `when` leaves out of the open iteration leave out these rows."""
+        """Let stages that `when` leaves out of the open iteration leave out these rows."""
         for stage in stages:
             if stage.kind is not Kind.TRAIN and not stage.when.includes(self.opened):
                 self._leave_out(stage.name, uids)
 
     def _leave_out(self, stage: str, uids: Sequence[Uid]) -> None:
-        """Nobody waits for a stage with these rows, and it takes none of them."""
+        """Leave rows out of a stage: nobody waits for it with them, and it takes none of them."""
         self.tasks.write(stage, uids)
         self.tasks.skip(Consumer(stage), uids)
 

@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from braidrl.data.rows import Column, Rows
-from braidrl.models.roles.decoder import DecoderWorker
+from braidrl.models.roles.make import DecoderWorker
 from braidrl.transfer.protocols import Calls, DivisibleTable, Mesh, TransferProtocol, register
 
 

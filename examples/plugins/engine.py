@@ -11,12 +11,11 @@ from braidrl.algorithms.random import uniform
 from braidrl.models.loading import load_tokenizer
 from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.engine import WeightSource
-from braidrl.rollout.process.spec import EngineSpec
 from braidrl.rollout.requests import Response, Uid
-from braidrl.rollout.row import RemoteRow, Row
+from braidrl.rollout.row import RemoteRow, Row, end_ids_of
 from braidrl.rollout.sampling import batch_sampling, sample
-from braidrl.rollout.stopping import end_ids_of
 from braidrl.rollout.weights.local import EngineWeights
+from braidrl.rollout.wire import EngineSpec
 
 
 class PlainEngine(SteppingEngine):

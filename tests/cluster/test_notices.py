@@ -7,13 +7,13 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from braidrl.cluster import notices
-from braidrl.cluster.notices import Notices
+from braidrl.cluster import world
+from braidrl.cluster.world import Notices
 
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> tuple[Notices, Notices]:
-    monkeypatch.setattr(notices, "HEAR_EVERY_S", 0.0)
+    monkeypatch.setattr(world, "HEAR_EVERY_S", 0.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     other = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=5))
     return Notices(store), Notices(other)

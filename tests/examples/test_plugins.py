@@ -29,8 +29,8 @@ from braidrl.rollout.contract import EngineUnderTest
 from braidrl.rollout.engine import ENGINES, ModelWeights
 from braidrl.rollout.episodes.contract import CHECKS as ENVIRONMENT_CHECKS
 from braidrl.rollout.episodes.contract import EnvironmentUnderTest
-from braidrl.rollout.process.spec import EngineSpec
 from braidrl.rollout.replica import EngineReplica
+from braidrl.rollout.wire import EngineSpec
 from braidrl.runtimes.run import TrainingRun
 from tests.models.parallel.laid_out import OBJECTIVE, config_of, make_rows
 from tests.rollout.tiny import END, make_model, make_tokenizer, training_log_probs

@@ -15,7 +15,7 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config, parse_config
 from braidrl.data.rows import Rows
 from braidrl.models.objective import Objective, denominators, with_group_tokens
-from braidrl.models.roles.decoder import DecoderWorker
+from braidrl.models.roles.make import DecoderWorker
 from braidrl.observe.metrics import Sums
 from tests.tiny import MODELS, TOKENIZER, settings
 

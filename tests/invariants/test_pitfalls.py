@@ -16,12 +16,12 @@ from braidrl.data.codec import decode, encode
 from braidrl.data.rows import Objects, Rows
 from braidrl.errors import UserError
 from braidrl.flow import actor, loss
-from braidrl.flow.planner import serial_chain
+from braidrl.flow.readiness import serial_chain
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.stages import make_stage
 from braidrl.models.compute.packed import pack
 from braidrl.models.objective import Objective, denominators
-from braidrl.models.roles.decoder import DecoderWorker
+from braidrl.models.roles.make import DecoderWorker
 from braidrl.observe.metrics import Sums, read_metrics
 from braidrl.observe.rollouts import read_rollouts, rollout_path
 from braidrl.rollout.weights.local import EngineWeights

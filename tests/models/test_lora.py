@@ -19,8 +19,7 @@ from braidrl.models.lora import ADAPTER
 from braidrl.models.memory.footprint import model_shape, resident_bytes
 from braidrl.models.objective import Objective, denominators
 from braidrl.models.parallel.layout import ParallelLayout
-from braidrl.models.roles.decoder import DecoderWorker
-from braidrl.models.roles.scalar import ScalarWorker
+from braidrl.models.roles.make import DecoderWorker, ScalarWorker
 from braidrl.models.weights.mirror import Following
 from braidrl.observe.metrics import Sums
 from tests.models.parallel.laid_out import OBJECTIVE, config_of, make_rows, one_step

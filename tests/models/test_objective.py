@@ -13,7 +13,7 @@ from braidrl.algorithms.registry import aggregations
 from braidrl.data.rows import Rows
 from braidrl.models.compute.packed import pack
 from braidrl.models.objective import Objective, denominators
-from braidrl.models.roles.decoder import DecoderWorker
+from braidrl.models.roles.make import DecoderWorker
 from braidrl.observe.metrics import Sums
 from tests.models.roles.test_scalar import random_rows
 from tests.recipes.tiny import make_config, write_decoder

@@ -17,8 +17,8 @@ from braidrl.models.compute.attention import ATTENTION
 from braidrl.rollout.contract import all_of
 from braidrl.rollout.engine import Engine, ModelWeights
 from braidrl.rollout.process.client import EngineProcess
-from braidrl.rollout.process.spec import EngineSpec
 from braidrl.rollout.requests import Request
+from braidrl.rollout.wire import EngineSpec
 from tests.rollout.tiny import SIZES, make_tokenizer, training_log_probs
 from tests.tiny import ROOT
 

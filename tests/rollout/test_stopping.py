@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.rollout.stopping import StopTexts
+from braidrl.rollout.row import StopTexts
 from tests.rollout.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer()

@@ -98,7 +98,7 @@ def test_a_main_program_that_was_paused_loses_nothing(workshop: Workshop) -> Non
 def test_a_stopped_process_that_can_say_where_it_was_leaves_its_stack(tmp_path: Path) -> None:
     code = (
         "from braidrl.cluster.silence import named\nimport time\nnamed('sleeper')\n"
-        "def deeply(): time.sleep(600)\nprint(1, flush=True)\ndeeply()"
+        "def deeply():\n  print(1, flush=True)\n  time.sleep(600)\ndeeply()"
     )
     said: list[str] = []
     with (

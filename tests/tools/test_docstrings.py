@@ -100,7 +100,7 @@ def test_what_users_and_plug_ins_meet_describes_its_arguments_and_what_it_return
     # What implements a protocol need not repeat it, nor a function that does as another.
     if text.startswith("Do as `") or (not text and (function.name, frozenset(arguments(function))) in IN_PROTOCOLS):
         return
-    assert arguments(function) <= described(text) | described(about)
+    assert arguments(function) <= described(text) | set(re.findall(r"`(\w+)`", about))
     says = re.match(r"Return|Yield|Make|Draw", text) or re.search(r"^Returns:$", text, re.M)
     assert returned == "None" or says, f"it returns {returned}"
 

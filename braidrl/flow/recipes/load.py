@@ -41,14 +41,14 @@ def load_flow(name: str, params: Mapping[str, Any] | None = None, defaults: Mapp
 
 
 def from_yaml_alone(path: str, params: Mapping[str, Any]) -> Flow:
-    """The flow in a file, which says everything itself. Raises UserError for parameters beside it."""
+    """Return the flow in a file, which says everything itself. Raises UserError for parameters beside it."""
     if params:
         raise UserError(f"{path} is a YAML flow and takes no parameter {next(iter(params))!r}; set it in the file")
     return from_yaml(path)
 
 
 def check_group_size(flow: Flow, samples: int) -> None:
-    """Raises UserError where a function of the flow needs more than so many samples per prompt."""
+    """Raise UserError where a function of the flow needs more than so many samples per prompt."""
     for stage in flow.stages:
         used: list[tuple[Entry, dict[str, Any]]] = []
         if stage.role is None:
@@ -64,7 +64,7 @@ def check_group_size(flow: Flow, samples: int) -> None:
 
 
 def call_recipe(name: str, params: dict[str, Any], defaults: dict[str, Any]) -> Flow:
-    """What the recipe returns for parameters checked by the model that its only argument is annotated with."""
+    """Return what the recipe returns for parameters checked by the model that its only argument is annotated with."""
     recipe = RECIPES.find(name)
     model = parameter_model(name, recipe)
     if model is None and params:
@@ -76,7 +76,7 @@ def call_recipe(name: str, params: dict[str, Any], defaults: dict[str, Any]) -> 
 
 
 def checked(name: str, model: type[BaseModel], params: dict[str, Any], defaults: dict[str, Any]) -> BaseModel:
-    """The parameters as their model, with defaults where it has such a field. Raises UserError for the first that is wrong."""
+    """Return the parameters as their model, with defaults where it has such a field. Raises UserError for the first that is wrong."""
     known = {key: value for key, value in defaults.items() if key in model.model_fields}
     try:
         return model.model_validate({**known, **params})
@@ -85,7 +85,7 @@ def checked(name: str, model: type[BaseModel], params: dict[str, Any], defaults:
 
 
 def parameter_model(name: str, recipe: Callable[..., Any]) -> type[BaseModel] | None:
-    """The pydantic model of a recipe's parameters; None for a function without arguments."""
+    """Return the pydantic model of a recipe's parameters; None for a function without arguments."""
     try:
         hints = typing.get_type_hints(recipe)
     except NameError as error:
@@ -100,7 +100,7 @@ def parameter_model(name: str, recipe: Callable[..., Any]) -> type[BaseModel] | 
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """One line for the first thing that is wrong."""
+    """Return one line for the first thing that is wrong."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

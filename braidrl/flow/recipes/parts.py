@@ -16,7 +16,7 @@ def rewarded(
     correct_score: float | None = None,
     wrong_score: float | None = None,
 ) -> list[Stage]:
-    """A stage for each source of rewards; each adds its weight times its score to `reward`, and has a column of its own.
+    """Return a stage for each source of rewards; each adds its weight times its score to `reward`, and has a column of its own.
 
     Raises UserError for no source and for a name that no role can have.
     """
@@ -38,17 +38,17 @@ def rewarded(
 
 
 def informative(sources: str | Mapping[str, float]) -> Stage:
-    """Drops groups without a signal: all right or all wrong, or where nothing is verified those of equal rewards."""
+    """Return a stage that drops groups without a signal: all right or all wrong, or where nothing is verified those of equal rewards."""
     return select.informative_groups() if "verify" in sources else select.informative_rewards()
 
 
 def surrogate(p: ClippedParameters) -> dict[str, Any]:
-    """The clipped surrogate at the recipe's clip range."""
+    """Return the clipped surrogate at the recipe's clip range."""
     return loss.clip(low=p.clip_low, high=p.clip_high, dual=p.dual_clip)
 
 
 def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> Stage:
-    """The actor's update by a loss; `more` goes over what the parameters say."""
+    """Return the actor's update by a loss; `more` goes over what the parameters say."""
     given = {
         "aggregate": p.aggregate, "old": p.old, "entropy_coef": p.entropy_coef or None, "correction": p.correction,
     }  # fmt: skip
@@ -56,10 +56,10 @@ def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> 
 
 
 def kl_term(p: KlParameters) -> dict[str, Any] | None:
-    """The KL term in the loss, or None where its weight is 0."""
+    """Return the KL term in the loss, or None where its weight is 0."""
     return {"name": p.kl_estimator, "coef": p.kl_coef} if p.kl_coef > 0 else None
 
 
 def reference_model(p: KlParameters) -> list[Stage]:
-    """The reference's log-probs, where the recipe compares with it."""
+    """Return the reference's log-probs, where the recipe compares with it."""
     return [reference.log_probs()] if p.kl_coef > 0 else []

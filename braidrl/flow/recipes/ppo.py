@@ -25,7 +25,7 @@ class CriticParameters(ClippedParameters, KlParameters):
 
     @property
     def actor_when(self) -> When:
-        """The iterations that train the actor."""
+        """Return the iterations that train the actor."""
         return When(start=self.critic_warmup + 1)
 
 
@@ -57,7 +57,7 @@ def ppo_stages(p: PpoParameters, ptx_coef: float = 0.0) -> list[Stage]:
 
 
 def kl_penalty(p: PpoParameters) -> list[Stage]:
-    """The penalty per token, of a fixed weight or of one that follows a target."""
+    """Return the penalty per token, of a fixed weight or of one that follows a target."""
     if p.kl_coef == 0:
         return []
     if p.kl_target is None:

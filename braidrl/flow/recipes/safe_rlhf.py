@@ -46,5 +46,5 @@ def safe_rlhf(p: SafeRlhfParameters) -> Flow:
 
 
 def cost_stage(who: str) -> Stage:
-    """The stage that writes `cost`."""
+    """Return the stage that writes `cost`."""
     return cost.score() if who == "score" else make_stage(who)

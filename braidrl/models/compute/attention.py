@@ -132,7 +132,7 @@ class PackedSequences:
 
     @cached_property
     def _by_length(self) -> dict[int, list[int]]:
-        """The sequences' numbers by their length, lengths in the order in which they first occur."""
+        """Return the sequences' numbers by their length, lengths in the order in which they first occur."""
         numbers: dict[int, list[int]] = {}
         for number, length in enumerate(self.lengths):
             numbers.setdefault(length, []).append(number)
@@ -140,7 +140,7 @@ class PackedSequences:
 
     @cached_property
     def _permutation(self) -> tuple[Tensor, Tensor] | None:
-        """Where each token comes from when equal lengths lie together, and the inverse; None where they already do."""
+        """Return where each token comes from when equal lengths lie together, and the inverse; None where they already do."""
         order = [number for numbers in self._by_length.values() for number in numbers]
         if order == sorted(order):
             return None

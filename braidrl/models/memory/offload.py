@@ -43,7 +43,7 @@ class OffloadableTensors:
 
     @property
     def away_bytes(self) -> int:
-        """Bytes that are not on the device."""
+        """Return the number of bytes that are not on the device."""
         return sum(size for _, size, _ in self._away.values())
 
     def offload(self) -> None:

@@ -39,7 +39,7 @@ class ParallelLayout(BaseModel):
 
     @property
     def is_replicated(self) -> bool:
-        """True where every device has a full replica of the model."""
+        """Return True where every device has a full replica of the model."""
         return self.ranks_per_replica == 1 and self.shard == "none"
 
     def resolve(self, devices: int, key: str = "trainer.layout") -> "ParallelLayout":

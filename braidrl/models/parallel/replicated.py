@@ -45,22 +45,22 @@ class DataParallel:
 
     @property
     def is_reporting_rank(self) -> bool:
-        """True for the one rank of a replica that adds its rows to losses and metrics."""
+        """Return True for the one rank of a replica that adds its rows to losses and metrics."""
         return True
 
     @property
     def forward_is_collective(self) -> bool:
-        """True where a rank without rows must still join the forward pass of the others."""
+        """Return True where a rank without rows must still join the forward pass of the others."""
         return False
 
     @property
     def has_predictions(self) -> bool:
-        """True where this rank holds the model's last layer, and so its predictions."""
+        """Return True where this rank holds the model's last layer, and so its predictions."""
         return True
 
     @property
     def is_sharded(self) -> bool:
-        """True where no rank has the full model."""
+        """Return True where no rank has the full model."""
         return False
 
     def meeting(self, purpose: str) -> AbstractContextManager[object]:

@@ -89,7 +89,7 @@ class Sharded(DataParallel):
 
     @property
     def uses_fsdp(self) -> bool:
-        """True where ranks with different rows join collectives in every micro-batch."""
+        """Return True where ranks with different rows join collectives in every micro-batch."""
         return self.layout.shard != "none"
 
     def parallelize(self, model: Any, predict: Predict, read_parameters: ReadParameters) -> Predict:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.cores import adapt_threads
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.models.backend import Advance, TrainingBackend
@@ -142,9 +143,11 @@ class RoleWorker(RoleModel, TrainingBackend):
         self._run(batches, loss_of, term)
 
     def _run(self, batches: Sequence[MicroBatch], on_prediction: OnPrediction, *term: Objective | Likelihood) -> None:
-        self.ranks.run_micro_batches(
-            self.model, lambda packed: self.compute(packed, *term), [batch.packed for batch in batches], on_prediction
-        )
+        def compute(packed: Packed) -> dict[str, Tensor]:
+            adapt_threads()
+            return self.compute(packed, *term)
+
+        self.ranks.run_micro_batches(self.model, compute, [batch.packed for batch in batches], on_prediction)
 
     def _report_progress(self, advance: Advance | None, batch: MicroBatch, counts_rows: bool = True) -> None:
         if advance and self.ranks.is_reporting_rank:

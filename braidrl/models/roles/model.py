@@ -88,7 +88,7 @@ class RoleModel(ABC):
 
     @property
     def has_full_weights(self) -> bool:
-        """True where the module's own parameters are the role's full weights, which an engine in this process may share."""
+        """Return True where the module's own parameters are the role's full weights, which an engine in this process may share."""
         return self.lora is None and not self.ranks.is_sharded
 
     @abstractmethod

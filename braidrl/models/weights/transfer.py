@@ -40,7 +40,7 @@ class WeightPart:
 
     @property
     def box(self) -> Box:
-        """The local block of the global tensor."""
+        """Return the local block of the global tensor."""
         if self.slices is not None:
             return self.slices.boxes[self.names[0]]
         return box_of(self.tensor.base if isinstance(self.tensor, Adapted) else self.tensor)
@@ -51,7 +51,7 @@ class WeightPart:
 
     @property
     def shape(self) -> torch.Size:
-        """The global shape."""
+        """Return the global shape."""
         return self.tensor.shape if self.slices is None else self.slices.shapes[self.names[0]]
 
     def values(self) -> Tensor:

@@ -1,13 +1,17 @@
-"""The follower processes of an engine's leader, forked before it has computed anything, and how all of them start.
+"""The processes of an engine that each hold a slice of its model: a leader, and followers forked before it has computed anything.
 
-leader ──commands, over a pipe──▶ follower        a pipe that ends is the end of the leader, and so of the follower
-       ◀──"" when done, or an error─┘
+run ──▶ leader ──add, abort, clear ... step──▶ follower, follower, ...        within a step they run collectives in each layer
+               ◀──"" when done, or an error──┘                               a pipe that ends is the end of the leader, and so of all
+
+All execute the same commands in the same order. Drawing is deterministic, so that all processes draw the same tokens, and the
+leader's results are everybody's.
 """
 
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,15 +20,112 @@ import msgpack
 import torch
 import torch.distributed as dist
 
+from braidrl.cluster.cores import follow_load
 from braidrl.cluster.devices import see_only
 from braidrl.cluster.groups import LOOPBACK, connect_store, join_group, open_store
 from braidrl.cluster.local import LOOK_EVERY_S, Forked, fork
 from braidrl.models.cpu.malloc import keep_freed_memory
 from braidrl.models.loading import load_tokenizer
 from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
-from braidrl.rollout.divided.leader import Command, LeadingEngine, execute
 from braidrl.rollout.embedded.engine import EmbeddedEngine
-from braidrl.rollout.process.spec import EngineSpec
+from braidrl.rollout.engine import EngineError, WeightSource
+from braidrl.rollout.requests import Response, Uid
+from braidrl.rollout.row import Row
+from braidrl.rollout.weights.shared_file import WeightFile
+from braidrl.rollout.wire import EngineSpec, plain_request, request_of
+
+Command = list[Any]
+"""A method's name and plain arguments."""
+
+
+class LeadingEngine(EmbeddedEngine):
+    """Used like an engine that has the full model. After a failure of any process every call raises `EngineError`."""
+
+    def __init__(self, followers: "ForkedFollowers", **settings: Any) -> None:
+        """Make the engine with `settings` of `EmbeddedEngine`."""
+        super().__init__(**settings)
+        self._followers = followers
+        self._pending: list[Command] = []
+        self._failure: EngineError | None = None
+
+    def await_followers(self) -> None:
+        """Wait until all have loaded their slices. Raises EngineError for one that did not."""
+        with self._in_lockstep():
+            self._followers.wait()
+
+    def publish(self, version: int, source: WeightSource | None = None) -> None:
+        """Raise ValueError also for a source that is no file: every process reads its own part."""
+        if not isinstance(source, WeightFile):
+            raise ValueError("an engine of several processes takes weights from a file that all of them can read")
+        given = self._weights.checked(source)
+        with self._in_lockstep():
+            self._command("publish", version, str(source.path))
+            self._weights.take(given)
+            self._changed(version)
+            # The file may be gone once this returns.
+            self._followers.wait()
+
+    def step(self) -> list[Response]:
+        with self._in_lockstep():
+            self._command("step")
+            return super().step()
+
+    def abort(self, uid: Uid) -> Response:
+        finished = super().abort(uid)
+        self._pending.append(["abort", uid])
+        return finished
+
+    def clear(self, release: bool = True) -> None:
+        super().clear(release)
+        if self._failure is None:
+            with self._in_lockstep():
+                self._command("clear", release)
+
+    def recover(self) -> int:
+        """Raise EngineError after any failure: processes that are out of step cannot be brought together."""
+        if self._failure is not None:
+            raise self._failure
+        return super().recover()
+
+    def _accept(self, row: Row) -> None:
+        super()._accept(row)
+        self._pending.append(["add", plain_request(row.request)])
+
+    def _command(self, name: str, *arguments: Any) -> None:
+        self._followers.send([*self._pending, [name, *arguments]])
+        self._pending.clear()
+
+    @contextmanager
+    def _in_lockstep(self) -> Iterator[None]:
+        """Mark the engine as failed where anything inside fails: its processes are out of step then."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except Exception as error:
+            self._failure = EngineError(self._followers.describe_end(error))
+            raise self._failure from error
+
+
+def execute(engine: EmbeddedEngine, commands: Sequence[Command]) -> bool:
+    """Repeat the leader's commands; returns True where the leader waits for an acknowledgement."""
+    asked = False
+    for name, *arguments in commands:
+        if name == "add":
+            engine.add(request_of(*arguments))
+        elif name == "abort":
+            engine.abort(tuple(*arguments))
+        elif name == "clear":
+            engine.clear(*arguments)
+        elif name == "publish":
+            version, path = arguments
+            engine.publish(version, WeightFile(path))
+            asked = True
+        else:
+            assert name == "step", name
+            engine.step()
+    return asked
+
 
 ENDING_S = 2.0
 """How long to look for the process that caused a failure: its connections close a moment before it ends."""
@@ -114,7 +215,7 @@ def lead(spec: EngineSpec, followers: ForkedFollowers) -> LeadingEngine:
 
 
 def _follower(spec: EngineSpec, rank: int, port: int) -> EmbeddedEngine:
-    torch.set_num_threads(spec.threads)
+    follow_load()
     keep_freed_memory()
     return EmbeddedEngine(**_parts(spec, rank, connect_store(LOOPBACK, port, wait_s(spec))))
 
@@ -133,5 +234,5 @@ def _parts(spec: EngineSpec, rank: int, store: dist.Store) -> dict[str, Any]:
 
 
 def wait_s(spec: EngineSpec) -> float:
-    """Seconds that the processes wait for one another: less than the run waits for the leader, which can still say who was missing."""
+    """Return how long processes wait for one another, in seconds: less than the run waits for the leader, which says who was missing."""
     return spec.limit_s / 2

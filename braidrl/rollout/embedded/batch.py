@@ -43,7 +43,7 @@ class SlotBatch:
 
     @property
     def log_prob_dtype(self) -> torch.dtype:
-        """float32, or float64 for a model in float64."""
+        """Return float32, or float64 for a model in float64."""
         return torch.promote_types(self._model.dtype, torch.float32)
 
     def clear(self, release: bool = True) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from braidrl.cluster.cores import adapt_threads
 from braidrl.models.memory.footprint import cache_bytes
 from braidrl.models.parallel.decoding import Slices
 from braidrl.rollout.embedded.batch import SlotBatch
@@ -23,8 +24,7 @@ from braidrl.rollout.embedded.slots import round_up
 from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.engine import EngineMemory, WeightSource
 from braidrl.rollout.requests import Response, Uid
-from braidrl.rollout.row import Row
-from braidrl.rollout.stopping import end_of_sequence_ids
+from braidrl.rollout.row import Row, end_of_sequence_ids
 from braidrl.rollout.weights.local import EngineWeights
 
 
@@ -52,7 +52,7 @@ class EmbeddedEngine(SteppingEngine):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model that decodes: the trainer's module, or a copy."""
+        """Return the model that decodes: the trainer's module, or a copy."""
         return self._weights.model
 
     @property
@@ -94,6 +94,7 @@ class EmbeddedEngine(SteppingEngine):
 
     def step(self) -> list[Response]:
         """Fill free slots, then draw a token for each row."""
+        adapt_threads()
         with self._decoding():
             if self._waiting:
                 count = min(self.waiting, len(free := self._batch.free()))

@@ -46,17 +46,17 @@ class SteppingEngine(ABC):
     @property
     @abstractmethod
     def slots(self) -> int:
-        """Rows that can be decoded at once."""
+        """Return the number of rows that can be decoded at once."""
 
     @property
     @abstractmethod
     def in_flight(self) -> int:
-        """Rows that are being decoded."""
+        """Return the number of rows that are being decoded."""
 
     @property
     @abstractmethod
     def waiting(self) -> int:
-        """Rows that have no slot yet."""
+        """Return the number of rows that have no slot yet."""
 
     @abstractmethod
     def publish(self, version: int, source: WeightSource | None = None) -> None:

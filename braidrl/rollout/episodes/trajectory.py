@@ -31,17 +31,17 @@ class Trajectory:
 
     @property
     def sequence(self) -> list[int]:
-        """The tokens of the sequence that is being extended, which the engine gets next."""
+        """Return the tokens of the sequence that is being extended, which the engine gets next."""
         return self.tokens[len(self.tokens) - self.sequence_lengths[-1] :]
 
     @property
     def action_tokens(self) -> int:
-        """Tokens sampled so far, which is also the number of the row's random numbers that are used up."""
+        """Return the number of tokens sampled so far, which is also the number of the row's random numbers that are used up."""
         return sum(len(turn) for turn in self.log_probs)
 
     @property
     def last_turn(self) -> list[int]:
-        """The tokens sampled last, while nothing has been appended to them."""
+        """Return the tokens sampled last, while nothing has been appended to them."""
         return self.tokens[len(self.tokens) - len(self.log_probs[-1]) :]
 
     def append(
@@ -133,7 +133,7 @@ def _columns(
     tokens: Ragged, action_mask: Ragged, sequence_lengths: Ragged, log_probs: Ragged, versions: Sequence[Tensor],
     reasons: Sequence[FinishReason],
 ) -> dict[str, Column]:  # fmt: skip
-    """`version` is the oldest among the row's action tokens, 0 without any."""
+    """Return the columns; `version` is the oldest among the row's action tokens, 0 without any."""
     return {
         "tokens": tokens,
         "action_mask": action_mask,

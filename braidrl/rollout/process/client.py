@@ -19,10 +19,9 @@ from braidrl.cluster.process import ProcessSpec
 from braidrl.errors import UserError
 from braidrl.rollout.engine import EngineError, Load, WeightSource
 from braidrl.rollout.process.server import READY
-from braidrl.rollout.process.spec import EngineSpec
 from braidrl.rollout.requests import Request, Response, Uid
 from braidrl.rollout.weights.shared_file import SharedWeights, WeightFile
-from braidrl.rollout.wire import Message, error_of, packed, plain_request, receive, response_of
+from braidrl.rollout.wire import EngineSpec, Message, error_of, packed, plain_request, receive, response_of
 
 DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1",
@@ -57,7 +56,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id, while there is a process."""
+        """Return the process id, while there is a process."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from braidrl.cluster.cores import follow_load
 from braidrl.cluster.silence import named
 from braidrl.errors import UserError
 from braidrl.models.cpu.malloc import keep_freed_memory
@@ -21,10 +22,18 @@ from braidrl.rollout.divided.followers import ForkedFollowers, lead
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.engine import ENGINES, Engine, EngineError, ServedEngine
-from braidrl.rollout.process.spec import EngineSpec
 from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.weights.shared_file import WeightFile
-from braidrl.rollout.wire import Message, packed, plain_error, plain_response, receive, receive_at_once, request_of
+from braidrl.rollout.wire import (
+    EngineSpec,
+    Message,
+    packed,
+    plain_error,
+    plain_response,
+    receive,
+    receive_at_once,
+    request_of,
+)
 
 BEAT_S = 0.02
 """Seconds between messages about the load of a process with rows."""
@@ -108,7 +117,7 @@ class Host:
 async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFollowers | None) -> None:
     """Make the engine, and execute messages until the run is gone."""
     reader, writer = await asyncio.open_connection(sock=connection)
-    torch.set_num_threads(spec.threads)
+    follow_load()
     keep_freed_memory()
     try:
         engine = served(lead(spec, followers) if followers else ENGINES.find(spec.kind)(spec))

@@ -68,7 +68,7 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
-        """Rows that no engine has."""
+        """Return the number of rows that no engine has."""
         return len(self._waiting)
 
     @property

@@ -35,12 +35,12 @@ class Router:
 
     @property
     def alive(self) -> int:
-        """Engines that take requests."""
+        """Return the number of engines that take requests."""
         return len(self._living())
 
     @property
     def failures(self) -> list[EngineError]:
-        """Why engines do not take requests."""
+        """Return why engines do not take requests."""
         return list(self._errors.values())
 
     async def submit(self, request: Request) -> Response:

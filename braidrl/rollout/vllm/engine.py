@@ -22,8 +22,7 @@ from braidrl.errors import UserError
 from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.engine import EngineError, WeightSource
 from braidrl.rollout.requests import Response, Uid, row_draws
-from braidrl.rollout.row import RemoteRow, Row
-from braidrl.rollout.stopping import end_ids_of
+from braidrl.rollout.row import RemoteRow, Row, end_ids_of
 from braidrl.rollout.vllm.logits_processor import DrawByRow
 from braidrl.rollout.weights.local import check_shapes, shapes_of
 from braidrl.rollout.weights.shared_file import WeightFile

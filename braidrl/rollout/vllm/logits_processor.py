@@ -28,7 +28,7 @@ class Drawing:
 
     @property
     def position(self) -> int:
-        """The number of the next draw."""
+        """Return the number of the next draw."""
         return self.draws.first + len(self.tokens)
 
 

@@ -41,7 +41,7 @@ class TensorSpec:
 
     @property
     def bytes(self) -> int:
-        """Bytes that it takes in a bucket."""
+        """Return the bytes that it takes in a bucket."""
         size = torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
         return -(-size // ALIGNMENT) * ALIGNMENT
 

@@ -62,7 +62,7 @@ class WeightWriter:
 
     @property
     def is_leader(self) -> bool:
-        """True for the rank that creates its machine's file."""
+        """Return True for the rank that creates its machine's file."""
         return self.ranks.rank == self.here[0]
 
     def in_memory(self, parts: Mapping[str, WeightPart]) -> UnnamedWeights:

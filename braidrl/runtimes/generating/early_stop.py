@@ -11,7 +11,7 @@ What ends early depends on who was fast; what is in the batch does not: it is th
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from braidrl.cluster.notices import Notices
+from braidrl.cluster.world import Notices
 from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind, Stage

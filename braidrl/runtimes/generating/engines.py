@@ -1,7 +1,12 @@
-"""From a configuration to what generates for a role: the trainer's own weights, engines in processes of their own, or servers."""
+"""From a configuration to what generates for a role, and how a version of its weights comes there, in whatever layout it is trained.
 
-import os
-from collections.abc import Collection, Sequence
+engine with the trainer's own weights    they are there
+engine with a copy, whole or slices      box to box from the ranks that have divided them, adapters merged
+engines in processes of their own        one file on each machine, which its ranks write side by side
+servers                                  the same in a folder, which they read, or sent to them from there
+"""
+
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,12 +16,17 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.cluster.devices import choose_device, device_count, own_devices
 from braidrl.cluster.groups import subgroup
+from braidrl.cluster.process import default_threads
 from braidrl.config import Config
 from braidrl.errors import UserError
 from braidrl.models.backend import TrainingBackend
 from braidrl.models.loading import load_decoder, read_model_config
-from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
+from braidrl.models.parallel.decoding import Slices, TensorRanks, load_tensor_parallel
+from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.role_settings import DTYPES, dtype_of, model_path
+from braidrl.models.roles.base import RoleWorker
+from braidrl.models.weights.mirror import LayoutCopy, local_weight_parts
+from braidrl.models.weights.transfer import weight_parts
 from braidrl.placement.pools import Pool
 from braidrl.rollout.divided.spmd import SpmdEngine
 from braidrl.rollout.embedded.engine import EmbeddedEngine
@@ -24,12 +34,54 @@ from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.engine import ENGINES, ModelWeights, RoleEngine, ServedEngine
 from braidrl.rollout.http.dialects import DIALECTS
 from braidrl.rollout.process.client import EngineProcess
-from braidrl.rollout.process.spec import EngineSpec
 from braidrl.rollout.routing.service import EngineService
-from braidrl.rollout.stopping import end_ids_of
+from braidrl.rollout.row import end_ids_of
+from braidrl.rollout.weights.joint_file import WeightWriter
 from braidrl.rollout.weights.local import shapes_of
 from braidrl.rollout.weights.shared_file import SharedWeights, WeightFolder
-from braidrl.runtimes.generating.publishing import Publish, from_source, into_copy, through_file
+from braidrl.rollout.wire import EngineSpec
+
+Publish = Callable[[int], None]
+"""Has an engine generate with the weights of now, under a version's number; all ranks that generate for the role call it together."""
+
+
+def from_source(worker: TrainingBackend, engine: RoleEngine) -> Publish:
+    """Return how an engine takes every full tensor by its name: one of a user's own, or from a backend of a user's own."""
+    return lambda version: engine.publish(version, worker)
+
+
+def into_copy(worker: TrainingBackend, engine: EmbeddedEngine, slices: Slices | None = None) -> Publish:
+    """Return how the engine's own weights, or this rank's slices of them, take the worker's, a bounded number of bytes at a time."""
+    if not isinstance(worker, RoleWorker):
+        return from_source(worker, engine)
+    copy = LayoutCopy(worker, lambda: weight_parts(engine.model, slices), divided=slices is not None)
+
+    def publish(version: int) -> None:
+        copy.refresh()
+        engine.publish(version)
+
+    return publish
+
+
+def through_file(worker: TrainingBackend, engine: EngineService, config: Config) -> Publish:
+    """Return how processes of engines, and servers, read what the ranks of their machine have written."""
+    if not isinstance(worker, RoleWorker):
+        return from_source(worker, engine)
+    own = config.roles.get(worker.role)
+    # Of ranks that each have everything some may generate alone: those do not wait for the others.
+    together = worker.ranks.is_sharded or own is None or own.generate_workers is None
+    ranks, rollout = worker.ranks if together else DataParallel(), config.rollout
+    asks = rollout.engine == "http"
+    in_folder = asks and rollout.servers.weights == "folder"
+    # What servers are sent is checked on its way.
+    writer = WeightWriter(local_weight_parts(worker), ranks, rollout.check_weights and not asks, repeat=in_folder)
+
+    def publish(version: int) -> None:
+        parts = local_weight_parts(worker)
+        folder = rollout.servers.folder
+        engine.publish(version, writer.in_folder(parts, folder) if in_folder else writer.in_memory(parts))
+
+    return publish
 
 
 def start_engine(
@@ -67,11 +119,10 @@ def engine_spec(role: str, config: Config) -> EngineSpec:
     longest, dtype = config.max_sequence_tokens, DTYPES[rollout.dtype] if rollout.dtype else dtype_of(role, config)
     longest = min(longest, getattr(read_model_config(path), "max_position_embeddings", None) or longest)
     processes = max(1, engine_processes(config)) * rollout.tensor
-    threads = config.threads or max(1, (os.cpu_count() or 1) // processes)
     options = {"embedded": {"compile": rollout.compile}, "vllm": rollout.vllm}
     return EngineSpec(
         rollout.engine, str(path), rollout.slots, longest, config.seed, str(dtype).removeprefix("torch."),
-        choose_device(config.device).type, threads, rollout.tensor, config.cluster.wait_limit_s,
+        choose_device(config.device).type, default_threads(processes), rollout.tensor, config.cluster.wait_limit_s,
         options.get(rollout.engine, rollout.engine_settings),
     )  # fmt: skip
 

@@ -88,7 +88,7 @@ class HybridBackend(StageDispatch):
     def generate_needed(
         self, segment: Segment, table: Handle, iteration: int, sums: Sums, needless: Needless
     ) -> Handle:
-        """As `run`; ranks tell each other of their rows meanwhile, and each ends those of its own that nobody needs."""
+        """Do as `run`; ranks tell each other of their rows meanwhile, and each ends those of its own that nobody needs."""
         stage = segment.generate
         if pools_ranks(self.executor.config):
             # A rank without rows would have to be asked for those that others end: all are drawn to their ends.
@@ -194,7 +194,7 @@ class HybridBackend(StageDispatch):
             group.wait(group.call("save", folder.resolve(), aside=not self._divides(group)))
 
     def copy_for_saving(self, folder: Path) -> list[Write]:
-        """As `save`, but each worker goes on as soon as it has copies, and writes them in a thread."""
+        """Do as `save`, but each worker goes on as soon as it has copies, and writes them in a thread."""
         for group in self.distinct:
             group.wait(group.call("copy_for_saving", folder.resolve(), aside=not self._divides(group)))
         return [partial(written, group) for group in self.distinct]

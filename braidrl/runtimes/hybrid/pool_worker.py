@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from braidrl.cluster.groups import connect_store, join_group, open_store
-from braidrl.cluster.notices import Notices
+from braidrl.cluster.world import Notices
 from braidrl.config import Config
 from braidrl.data.rows import Rows
 from braidrl.importing import import_function

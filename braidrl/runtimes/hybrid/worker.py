@@ -104,7 +104,7 @@ class HybridWorker(PoolWorker):
     def generate_needed(
         self, part: Part, stage: Stage, iteration: int, key: int, segment: Segment, needless: Needless, uids: list[Uid]
     ) -> Answer:
-        """As `execute`, for rows of a wave with the rows `uids`: those of groups that are not needed end with what they have."""
+        """Do as `execute`, for rows of a wave with the rows `uids`: those of groups that are not needed end with what they have."""
         if self.notices is not None:
             self.notices.begin(str(key))
         stop = EarlyStop.of(segment, needless, self.flow, uids, self.notices)

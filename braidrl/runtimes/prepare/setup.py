@@ -1,5 +1,6 @@
 """What a run needs before its first step, checked in the order of cost: flow, tokenizer, data, verifiers."""
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,15 +10,19 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from braidrl.cluster.cores import follow_load
+from braidrl.cluster.process import CHOSEN_BY_BRAID
 from braidrl.cluster.world import World
-from braidrl.config import Config, VerifierConfig
+from braidrl.config import Config, SourceConfig, VerifierConfig
 from braidrl.data.prompts import LoadedSource, load_eval, load_texts, load_train
-from braidrl.errors import LostPeers, UserError
-from braidrl.flow import Flow, Stage
-from braidrl.flow.planner import serial_chain
+from braidrl.data.sources import place as place_of
+from braidrl.errors import LostPeers, UserError, suggest
+from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.readiness import serial_chain
 from braidrl.models.loading import check_scorer, load_tokenizer
 from braidrl.models.role_settings import model_path
 from braidrl.placement.pools import check_copies, place
+from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.prepare.checks import (
     check_adapters,
@@ -27,8 +32,8 @@ from braidrl.runtimes.prepare.checks import (
     check_layouts,
     check_names,
     check_roles,
+    model_settings,
 )
-from braidrl.runtimes.prepare.data import check_answers, check_lengths
 from braidrl.runtimes.prepare.flow import build_flow, evaluation_flow
 from braidrl.runtimes.saving.row_store import RowStore
 
@@ -162,8 +167,71 @@ def set_up_torch(config: Config) -> None:
     """Set this process's threads, seeds and determinism."""
     transformers_logging.disable_progress_bar()
     if config.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(config.threads)
+        os.environ.pop(CHOSEN_BY_BRAID, None)
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    else:
+        follow_load()
+
+
+def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Sequence[SourceConfig]) -> None:
+    """Raise UserError, with its line, for the first example without the answer that a verifier compares with."""
+    for source, own in zip(sources, settings, strict=True):
+        verifiers = [resolve(v.name, v.params) for v in (config.reward.verify if own.verify is None else own.verify)]
+        needy = next((verifier for verifier in verifiers if needs_answer(verifier)), None)
+        missing = next((example for example in source.examples if example.answer is None), None)
+        if needy is not None and missing is not None:
+            hint = suggest(own.answer_field, missing.metadata) if missing.metadata else "There is no other field."
+            raise UserError(
+                f"{place_of(source.path, missing.line)}: no field {own.answer_field!r} for the answer, which the verifier "
+                f"{needy.label!r} compares with. {hint} Set answer_field of this source."
+            )
+
+
+def needs_answer(verifier: Verifier) -> bool:
+    """Return True where the verifier asks for the answer and has no default for it."""
+    if "answer" not in verifier.reads:
+        return False
+    return inspect.signature(verifier.function).parameters["answer"].default is inspect.Parameter.empty
+
+
+def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], held_out: Sequence[LoadedSource]) -> None:
+    """Raise UserError for prompts that leave no room for a response in a micro-batch, or in the model."""
+    generates = any(stage.kind is Kind.GENERATE for stage in flow.stages)
+    responses = config.rollout.max_response_tokens
+    trained = longest(train, responses if generates else 0)
+    if any("environment" in stage.params for stage in flow.stages):
+        # where none is set, generation ends a sequence at the model's own limit
+        trained = max(trained, config.rollout.max_sequence_tokens or 0)
+    limits = {"trainer": config.trainer.max_tokens_per_device}
+    limits |= {f"roles.{r}": own.max_tokens_per_device or trained for r, own in config.roles.items()}
+    for section, limit in limits.items():
+        if trained > limit:
+            key = f"{section}.max_tokens_per_device"
+            raise UserError(
+                f"rows of data.train may have {trained} tokens, prompt and response together, and {key}={limit} is the most that one "
+                f"micro-batch holds; write {key}={trained}, or lower data.max_prompt_tokens or rollout.max_response_tokens"
+            )
+    positions: int | None = model_settings(config.model).get("max_position_embeddings")
+    needed = max(trained, longest(held_out, responses))
+    if positions is not None and needed > positions:
+        raise UserError(
+            f"rows may have {needed} tokens, prompt and response together, and {config.model} has max_position_embeddings "
+            f"{positions}; lower data.max_prompt_tokens or rollout.max_response_tokens"
+        )
+
+
+def longest(sources: Sequence[LoadedSource], added: int) -> int:
+    """Return the tokens of the longest row of prompt and given response, or where none is given of prompt and `added` sampled tokens."""
+    found = 0
+    for source in sources:
+        # A rank that leaves the filter to another has not tokenised its prompts.
+        if source.prompts is not None:
+            lengths = source.prompts.lengths
+            given = [known.lengths for known in (source.responses, source.rejected) if known is not None]
+            found = max(found, *(int((lengths + response).max()) for response in given or [torch.tensor(added)]))
+    return found

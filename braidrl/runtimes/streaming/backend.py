@@ -118,7 +118,7 @@ class StreamingBackend(RowsBackend):
         return self.counted_bytes - before
 
     def _begin_evaluation(self, rows: Rows) -> None:
-        """Waits until engines may load the newest version, keeps them at it, and puts the set's rows into the queue."""
+        """Wait until engines may load the newest version, keep them at it, and put the set's rows into the queue."""
         schedule = self.stream.schedule
         while self.control.engine_version < schedule.published:
             self.admit_refills()
@@ -134,14 +134,14 @@ class StreamingBackend(RowsBackend):
         self.control.change(lambda: None)
 
     def _carry_out(self, order: dict[str, Any]) -> None:
-        """Returns when every leader has done it. Raises WorkerError where one does not in time."""
+        """Return when every leader has done it. Raises WorkerError where one does not in time."""
         limit = time.monotonic() + ORDER_LIMIT_S
         for number, holder in self._give(order).items():
             while number not in self.control.results:
                 self._wait_until(limit, holder)
 
     def _give(self, order: dict[str, Any]) -> dict[int, str]:
-        """Whom the order was given to, by its number. Raises WorkerError for a leader that is not there in time."""
+        """Give every leader an order; return who got it by its number. Raises WorkerError for a leader that is not there in time."""
         limit, given = time.monotonic() + ORDER_LIMIT_S, {}
         for holder, role in self.processes.trainers().items():
             while holder not in self.control.holders:
@@ -152,7 +152,7 @@ class StreamingBackend(RowsBackend):
         return given
 
     def _written(self, number: int, holder: str) -> None:
-        """Waits, in whatever thread, until a leader has written what it copied. Raises OSError where it could not, or has ended."""
+        """Wait, in whatever thread, until a leader has written what it copied. Raises OSError where it could not, or has ended."""
         process = next(member.process for member in self.processes.members if member.holder == holder)
         while number not in self.control.results:
             if self.control.stopping or not process.alive:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from braidrl.data.codec import decode, encode
+from braidrl.data.codec import encode
 from braidrl.data.frames import Frame
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
@@ -22,7 +22,7 @@ from braidrl.runtimes.streaming.stream import IterationRecord, Stream
 from braidrl.runtimes.streaming.weights import Copies, Versions
 from braidrl.transfer.queue.requests import Answer, Holder, QueueController, Wait
 from braidrl.transfer.queue.storage import DataPlane
-from braidrl.transfer.queue.table import Block, StoredPart
+from braidrl.transfer.queue.table import StoredPart
 from braidrl.transfer.queue.tasks import Tasks
 
 
@@ -176,13 +176,6 @@ class ControlPlane(QueueController):
         self.results[request["order"]] = request["result"]
         return {}, ()
 
-    def on_admit(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Let rows be born; a batch is opened where one may be. Refused with ValueError for groups that are known."""
-        block = Block(*request["block"]) if request["block"] else None
-        self.training.schedule.groups_wanted(self.engine_version)
-        self.training.admit(decode(list(frames)), block, tuple(request["columns"]))
-        return {}, ()
-
     # The main program
 
     def change(self, change: Callable[[], object]) -> None:
@@ -244,7 +237,7 @@ class ControlPlane(QueueController):
     # Inside
 
     def _work(self, stream: Stream, stage: Stage, request: dict[str, Any], version: int | None) -> Answer | None:
-        """What there is to do for a stage, for an engine that holds `version` of the weights; None while there is nothing."""
+        """Return what there is to do for a stage, for an engine that holds `version` of the weights; None while there is nothing."""
         if (wanted := self._copy_from(stage)) is not None:
             self.copies.ask(wanted, request["holder"])
             return {"kind": "give", "stage": wanted}, ()
@@ -270,7 +263,7 @@ class ControlPlane(QueueController):
         return answer, encode(index)
 
     def _copy_from(self, stage: Stage) -> str | None:
-        """The update that is due and waits for the weights that whoever does this stage has."""
+        """Return the update that is due and waits for the weights that whoever does this stage has."""
         schedule, flow = self.training.schedule, self.training.flow
         if stage.kind not in (Kind.INFER, Kind.TRAIN) or schedule.published + 1 > self.allowed:
             return None
@@ -281,7 +274,7 @@ class ControlPlane(QueueController):
         return next((stream for stream in self.streams if stage in stream.stages), None)
 
     def _load(self, holder: WorkerHolder) -> dict[str, Any]:
-        """The weights that take an engine from what it holds to the version that it should have."""
+        """Return the weights that take an engine from what it holds to the version that it should have."""
         holder.loading = self.engine_version
         return {"version": holder.loading, "weights": self.weights.between(holder.version or 0, holder.loading)}
 

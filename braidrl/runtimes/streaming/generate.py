@@ -93,7 +93,7 @@ class GenerateLoop:
             self._load(work)
 
     def _play(self, work: WorkItem, given: Sequence[tuple[int, Rows]]) -> None:
-        """Plays the rows' episodes to their ends, writes and acknowledges them."""
+        """Play the rows' episodes to their ends, write and acknowledge them."""
         if not given:
             return
         stage, rows = self.context.stage(work.stage), Rows.cat([row for _, row in given])
@@ -114,7 +114,7 @@ class GenerateLoop:
         self.flight[uid] = (lease, work, row)
 
     def _decode(self) -> None:
-        """Steps until rows end, or until it is time to look after the queue."""
+        """Step until rows end, or until it is time to look after the queue."""
         finished: list[Response] = []
         until = time.monotonic() + ASK_EVERY_S
         while not finished and time.monotonic() < until:
@@ -129,7 +129,7 @@ class GenerateLoop:
         self._drop(self.client.renew(self.context.settings.lease_s / 3))
 
     def _deliver(self, name: str, finished: list[Response]) -> None:
-        """Writes and acknowledges rows of one stage; those whose lease was lost are somebody else's by now."""
+        """Write and acknowledge rows of one stage; those whose lease was lost are somebody else's by now."""
         leases, rows = [], []
         for row in finished:
             lease, _, given = self.flight.pop(row.uid)
@@ -148,7 +148,7 @@ class GenerateLoop:
             self._begin(lease, work, row)
 
     def _drop(self, lost: Collection[int]) -> None:
-        """Ends rows whose lease was lost: they were dropped by selection, or are generated elsewhere."""
+        """End rows whose lease was lost: they were dropped by selection, or are generated elsewhere."""
         self.postponed = [item for item in self.postponed if item[0] not in lost]
         gone = [uid for uid, (lease, _, _) in self.flight.items() if lease in lost]
         for uid in gone:
@@ -158,13 +158,13 @@ class GenerateLoop:
         self._settle()
 
     def _settle(self) -> None:
-        """Ends the stretch of time when the last row has left."""
+        """End the stretch of time when the last row has left."""
         if self.span is not None and not self.flight:
             self.context.trace.end(self.span)
             self.span = None
 
     def _load(self, work: WorkItem) -> None:
-        """Takes a version whole. What is still under way belongs to dropped rows."""
+        """Take a version whole. What is still under way belongs to dropped rows."""
         self._drop([lease for lease, _, _ in [*self.flight.values(), *self.postponed]])
         version = int(work.message["version"])
         with self.context.trace.busy(LOAD, version, version=version):
@@ -176,7 +176,7 @@ class GenerateLoop:
         self.client.ask("loaded", version=version)
 
     def _prefetch(self) -> None:
-        """With `delayed` weights: one bucket of the newest version between two decode steps."""
+        """Receive, with `delayed` weights, one bucket of the newest version between two decode steps."""
         if self.context.settings.weights != "delayed":
             return
         try:

@@ -102,8 +102,7 @@ class Processes:
 
     def start(self, groups: Sequence[Group]) -> None:
         """Start every process of these groups. Raises UserError where there is no room for them."""
-        threads = self.launcher.reserve(pools_of(groups, self.config))
-        self.config = self.config.model_copy(update={"threads": self.config.threads or threads})
+        self.launcher.reserve(pools_of(groups, self.config))
         self.places |= {place.host: place for place in self.launcher.serve(StorageNode, self.secret)}
         self._store = open_store(self.launcher.ip, RANKS_LIMIT_S)
         for group in groups:
@@ -147,7 +146,7 @@ class Processes:
             member.process = self._start(member.group, member.number, member.starts)
 
     def _raise_failure(self, member: Member) -> None:
-        """Raises what a process has raised; where it only lost its peers, what one of those raised."""
+        """Raise what a process has raised; where it only lost its peers, what one of those raised."""
         failure, limit = failure_of(member), time.monotonic() + PEERS_LIMIT_S
         while failure is not None and failure.follows and time.monotonic() < limit:
             causes = [cause for peer in self.members if (cause := failure_of(peer)) and cause.is_cause]

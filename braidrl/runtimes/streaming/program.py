@@ -131,7 +131,7 @@ class StreamingProgram:
         self.seen = self.control.wait(self.seen, LOOK_EVERY_S)
 
     def _admit(self, may_begin: bool = True) -> None:
-        """Admits the groups that are wanted now, of a new iteration only if one may begin."""
+        """Admit the groups that are wanted now, of a new iteration only if one may begin."""
         schedule, version = self.stream.schedule, self.control.engine_version
         with self.control.changed:
             begins = not schedule.is_open
@@ -147,7 +147,7 @@ class StreamingProgram:
         self.control.change(lambda: None)
 
     def _current(self) -> Position:
-        """The state of selection and loader as it is, with the rows of kept surplus."""
+        """Return the state of selection and loader as it is, with the rows of kept surplus."""
         schedule, surplus = self.stream.schedule, []
         waiting = [uid for group in schedule.sampling.waiting for uid in schedule.rows_of[group]]
         if waiting:

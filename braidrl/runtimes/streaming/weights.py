@@ -172,7 +172,7 @@ class Copies:
     _asked: dict[str, Copy] = field(default_factory=dict)
 
     def __contains__(self, stage: object) -> bool:
-        """True if somebody was asked for them."""
+        """Return True if somebody was asked for them."""
         return stage in self._asked
 
     def ask(self, stage: str, giver: str) -> None:

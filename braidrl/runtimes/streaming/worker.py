@@ -114,7 +114,7 @@ class StageLoop:
             self._do(work)
 
     def _told(self, message: bytes = b"") -> bytes:
-        """What the leader says, on every rank."""
+        """Return what the leader says, on every rank."""
         return bytes(self.world.gather("the leader's word", message)[0])
 
     def _needs_whole_updates(self, stage: Stage) -> bool:
@@ -134,7 +134,7 @@ class StageLoop:
             self._obey(work.message)
 
     def _own_places(self, index: Rows) -> list[int]:
-        """The places of this rank's rows in a lease."""
+        """Return the places of this rank's rows in a lease."""
         if self.world.size == 1:
             return list(range(len(index)))
         lengths = index["length"].tolist() if "length" in index else [1.0] * len(index)
@@ -210,7 +210,7 @@ class StageLoop:
                 self._export(version)
 
     def _give(self, work: WorkItem) -> None:
-        """Hands the role's weights to the update of another role that asked for them."""
+        """Hand the role's weights to the update of another role that asked for them."""
         if self.client is not None:
             blocks = export(
                 dict(self.context.executor.workers[str(self.context.group.role)].tensors()), self.context.data
@@ -218,7 +218,7 @@ class StageLoop:
             self.client.ask("given", stage=work.stage, blocks=blocks)
 
     def _obey(self, order: Mapping[str, Any]) -> None:
-        """Saves or loads a checkpoint, or begins to write one; the leader says when it is done."""
+        """Save or load a checkpoint, or begin to write one; the leader says when it is done."""
         if order["do"] == "load":
             self.context.executor.load(Path(order["folder"]))
             if self.client is not None and order["version"] is not None:
@@ -237,7 +237,7 @@ class StageLoop:
             self.client.ask("ordered", order=order["order"], result={})
 
     def _tell_of_writing(self) -> None:
-        """Says how writing has ended, once it has and somebody asked."""
+        """Say how writing has ended, once it has and somebody asked."""
         assert self.client is not None
         if self.asked is not None and not self.writing.goes_on:
             self.client.ask("ordered", order=self.asked, result={"trouble": self.writing.trouble()})

@@ -11,7 +11,7 @@ import torch
 
 from braidrl.errors import UserError
 from braidrl.models.memory.offload import OffloadableTensors, UnnamedFile, storages
-from braidrl.models.roles.decoder import DecoderWorker
+from braidrl.models.roles.make import DecoderWorker
 from tests.models.parallel.laid_out import config_of, make_rows, one_step
 
 MIB = 1 << 20

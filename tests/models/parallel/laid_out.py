@@ -26,7 +26,7 @@ from braidrl.models.objective import Objective, denominators, with_group_tokens
 from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.parallel.shards import full_tensor, local_shard
-from braidrl.models.roles.decoder import DecoderWorker
+from braidrl.models.roles.make import DecoderWorker
 from braidrl.models.weights.mirror import Following, LayoutCopy, local_weight_parts
 from braidrl.models.weights.transfer import LIMIT_BYTES, TransferVolume, WeightTransfer, weight_parts
 from braidrl.observe.metrics import Sums

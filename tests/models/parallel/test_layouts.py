@@ -19,7 +19,7 @@ from braidrl.errors import UserError
 from braidrl.models.checkpoint import load_worker
 from braidrl.models.contract import CHECKS, BackendUnderTest
 from braidrl.models.objective import Objective, denominators
-from braidrl.models.roles.decoder import DecoderWorker
+from braidrl.models.roles.make import DecoderWorker
 from tests.models.parallel.laid_out import OBJECTIVE, alone, config_of, differences, make_rows, one_step
 from tests.tiny import MODELS, TOKENIZER
 

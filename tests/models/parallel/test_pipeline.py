@@ -16,7 +16,7 @@ from braidrl.models.compute.shared_prompts import pack_shared, saves_enough
 from braidrl.models.loading import load_scorer
 from braidrl.models.parallel.pipeline import HIDDEN, RUN, local_layers, runs, split_layers
 from braidrl.models.parallel.shards import shapes_of
-from braidrl.models.roles.decoder import DecoderWorker
+from braidrl.models.roles.make import DecoderWorker
 from tests.models.compute.test_shared_prompts import rows_of
 from tests.models.parallel.laid_out import config_of, make_rows
 from tests.tiny import TOKENIZER

@@ -18,7 +18,7 @@ from braidrl.errors import UserError
 from braidrl.models.checkpoint import load_worker, save_worker
 from braidrl.models.loading import load_scorer
 from braidrl.models.objective import Objective, denominators
-from braidrl.models.roles.scalar import ScalarWorker
+from braidrl.models.roles.make import ScalarWorker
 from braidrl.observe.metrics import Sums
 from tests.recipes.tiny import make_config, write_decoder, write_scorer
 

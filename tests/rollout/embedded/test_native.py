@@ -13,8 +13,7 @@ from braidrl.models.compute.attention import ATTENTION
 from braidrl.models.cpu.native import building
 from braidrl.models.cpu.native.building import build
 from braidrl.rollout.embedded.engine import EmbeddedEngine
-from braidrl.rollout.embedded.native.decoder import native_decoder, side_by_side
-from braidrl.rollout.embedded.native.kernels import Kernels
+from braidrl.rollout.embedded.native.decoder import Kernels, native_decoder, side_by_side
 from braidrl.rollout.requests import Request, SamplingParams
 from tests.rollout.tiny import CONFIGS, SIZES, VOCABULARY, make_model, make_requests, make_tokenizer, training_log_probs
 

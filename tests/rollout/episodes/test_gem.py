@@ -8,8 +8,7 @@ import random
 import pytest
 
 from braidrl.errors import UserError
-from braidrl.rollout.episodes.environments import environments
-from braidrl.rollout.episodes.gem import GemEnvironment
+from braidrl.rollout.episodes.environments import GemEnvironment, environments
 
 NAME = "game:GuessTheNumber-v0-easy"
 needs_gem = pytest.importorskip("gem", reason="gem-llm is not installed")

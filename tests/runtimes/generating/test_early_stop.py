@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from braidrl.cluster import notices
-from braidrl.cluster.notices import Notices
+from braidrl.cluster import world
 from braidrl.cluster.ranks import run_ranks
+from braidrl.cluster.world import Notices
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow.batches import GroupSelector
@@ -109,7 +109,7 @@ def test_ranks_give_up_what_others_rows_make_needless(
 
 
 def test_a_rank_learns_from_others_rows_which_of_its_own_are_needless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "HEAR_EVERY_S", 0.0)
+    monkeypatch.setattr(world, "HEAR_EVERY_S", 0.0)
     dapo = load_flow("dapo", {}, {"max_response_tokens": 8, "samples_per_prompt": 2})
     segment, sampling, store = segment_of(dapo, 1), GroupSelector(1, 9, over_sampling=3.0), dist.HashStore()
     assert segment is not None

@@ -11,7 +11,8 @@ import msgpack
 import torch
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.data.codec import encode
+from braidrl.data.codec import decode, encode
+from braidrl.data.frames import Frame
 from braidrl.data.rows import Objects, Rows
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.batches import Sizes
@@ -20,7 +21,9 @@ from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.stream import Stream
 from braidrl.transfer.queue.client import Client
 from braidrl.transfer.queue.owner import StorageNode
+from braidrl.transfer.queue.requests import Answer
 from braidrl.transfer.queue.storage_backends import data_plane
+from braidrl.transfer.queue.table import Block
 from braidrl.transfer.queue.transport import QueueServer
 
 SAMPLES = 2
@@ -64,6 +67,17 @@ def made_from(name: str, rows: Rows, version: int = 0) -> dict[str, Any]:
     return {"advantage": rows["reward"] - rows["reward"].mean()}
 
 
+class AdmittingPlane(ControlPlane):
+    """Lets a process of its own admit prompts, which in a run the main program does."""
+
+    def on_admit(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Let rows be born; a batch is opened where one may be. Refused with ValueError for groups that are known."""
+        block = Block(*request["block"]) if request["block"] else None
+        self.training.schedule.groups_wanted(self.engine_version)
+        self.training.admit(decode(list(frames)), block, tuple(request["columns"]))
+        return {}, ()
+
+
 @contextmanager
 def queue(
     flow: Flow = FLOW,
@@ -77,7 +91,7 @@ def queue(
     node = StorageNode(host, "127.0.0.1")
     LOADED.clear()
     sizes = Sizes(iterations, prompts, SAMPLES, prompts * SAMPLES, max_staleness=staleness)
-    control = ControlPlane(Stream(flow, sizes), node.data, lease_s)
+    control = AdmittingPlane(Stream(flow, sizes), node.data, lease_s)
     server = QueueServer(control.handle, control.tick)
     try:
         yield control, server, node
