@@ -12,6 +12,7 @@ from typing import Generic
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import FinishReason, Rows
+from braidrl.errors import BadUpdate
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import SURPLUS, GroupSelector, Selection, Verdict, update_plan
 from braidrl.flow.compute import State, initial_states, next_state, with_state
@@ -51,13 +52,14 @@ class SerialController(Generic[T]):
                 continue
             if training:
                 before_training()
-            with self.timed(stage):
+            with self.timed(stage), kept_on_failure(result.table, table):
                 if training:
                     self.backend.train(stage, table, self.updates(table, iteration), iteration, sums)
                 else:
                     table, states[stage.name] = self.run_with_state(stage, table, iteration, sums)
         if train:
-            self.backend.publish(version + 1)
+            with kept_on_failure(result.table, table):
+                self.backend.publish(version + 1)
             self.states = {name: states[name] for name in self.states}
         result.batch, result.seconds, result.final = self.backend.index(table), self.seconds, table
         if not self.flow.sampling_segment:
@@ -160,6 +162,16 @@ class SerialController(Generic[T]):
         start = time.perf_counter()
         yield
         self.seconds[stage.name] += time.perf_counter() - start
+
+
+@contextmanager
+def kept_on_failure(table: T, final: T) -> Iterator[None]:
+    """Add the batch, as it is recorded and with all columns so far, to the failure of an update inside."""
+    try:
+        yield
+    except BadUpdate as error:
+        error.batch = (table, final)
+        raise
 
 
 def needed(generated: Rows, outcome: Selection, surplus: str) -> Rows:
