@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import packing, speed, transport
+from benchmarks import packing, resharding, speed, transport
 from benchmarks.case import Case
 from benchmarks.duel import OURS, duel
 
@@ -21,6 +21,7 @@ BENCHMARKS: dict[str, Callable[[], list[Case]]] = {
     "shared_prompt": speed.shared_prompt, "memory": speed.memory,
     "packing": packing.packing, "transport": transport.transport,
     "queue_control": transport.queue_control,
+    "planning": resharding.planning,
 }  # fmt: skip
 
 

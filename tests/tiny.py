@@ -143,8 +143,8 @@ class Workshop:
 
 
 def metrics_without_times(run: Path) -> list[dict[str, Any]]:
-    """What `metrics.jsonl` says, without seconds and rates, which differ from run to run."""
-    timed = ("time/", "throughput/")
+    """What `metrics.jsonl` says, without seconds, rates and weights' ways, which differ from run to run."""
+    timed = ("time/", "throughput/", "weights/")
     return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in read_metrics(run)]
 
 

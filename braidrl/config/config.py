@@ -130,7 +130,14 @@ class RolloutConfig(Section):
     tensor: int = Field(1, ge=1)
     """Processes that each of those engines consists of, where it is embedded: they divide its weights, heads and vocabulary, for a model
     that is too large for one device. A number that divides the model's heads and key/value heads. With `engines` 0, under `runtime:
-    distributed` or `hybrid`, so many of the ranks that train decode together in the same way."""
+    distributed` or `hybrid`, so many of the ranks that train decode together in the same way; see `grouping`."""
+    pipeline: int = Field(1, ge=1)
+    """Ranks among which the layers are divided, each with the slices of `tensor` of its own: for ranks that train and generate."""
+    grouping: Literal["interval", "neighbour", "gather"] | None = None
+    """Which ranks that train generate together, and what they receive. `interval`: ranks that lie apart, so that what each trains is
+    part of what it generates with, and it receives the rest (HybridFlow); `neighbour`: the ranks of each copy gather all of it and keep
+    their slices (HybridFlow-V); `gather`: all ranks gather it, for `shard: full` (DeepSpeed-Chat). By default `interval` where
+    `pipeline` and `tensor` divide those of the training layout, else neighbours that receive what they lack."""
     python: Path | None = None
     """The interpreter of those processes, where vLLM is installed in an environment of its own; by default Braid's."""
     vllm: dict[str, Any] = {}

@@ -97,6 +97,17 @@ class Role:
         }  # fmt: skip
         return make_stage("update", self.name, params, id=id, when=when, after=after)
 
+    def method(
+        self, type: str, *, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = (), **params: Any
+    ) -> Stage:
+        """Call a method of a user's class on the role's workers.
+
+        Args:
+            type: `module:Class.method` or `file.py:Class.method`, registered with a protocol and the columns that it writes.
+            params: What the method takes besides rows.
+        """
+        return make_stage(type, self.name, params, id=id, when=when, after=after)
+
 
 actor = Role("actor")
 reference = Role("reference")

@@ -133,5 +133,5 @@ def default_name(type: str, role: str | None, params: Mapping[str, Any]) -> str:
     """Return `actor.generate`, `actor.generate.greedy` for one with a namespace, or a user's function's own name."""
     if role is None:
         return type.rsplit(":", 1)[-1]
-    namespace = params.get("into") or params.get("of")
+    namespace, type = params.get("into") or params.get("of"), type.rsplit(".", 1)[-1]
     return f"{role}.{type}.{namespace}" if namespace else f"{role}.{type}"

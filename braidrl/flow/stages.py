@@ -6,6 +6,7 @@ type                 signature comes from
 generate, update...  `signatures.ROLE_TYPES`
 advantage.gae ...    the function registered in braidrl.algorithms
 module:function      the user's registered function, or file.py:function
+module:Class.method  the user's registered method for the workers of a role
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from braidrl.algorithms import registry
 from braidrl.algorithms.registry import Registry
 from braidrl.errors import UserError
 from braidrl.flow.lookup import FAMILIES, compute_entry, entry_of, public_name
+from braidrl.flow.methods import is_method, method_signature
 from braidrl.flow.signatures import CHOICES, ROLE_TYPES, compute_signature, role_signature
 from braidrl.flow.stage import ALWAYS, Stage, When, default_name
 
@@ -45,6 +47,8 @@ def make_stage(
             raise UserError(f"stage {id or type}: the type {type!r} needs a role, as in `role: actor`")
         signature = role_signature(type, role, params)
         params = with_public_names(params) if type == "update" else params
+    elif is_method(type, role):
+        signature = method_signature(type, params)
     else:
         entry = compute_entry(type, also=ROLE_TYPES)
         type = public_name(entry, type)

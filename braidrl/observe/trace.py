@@ -59,7 +59,7 @@ class TraceWriter:
     """Appends one worker's spans to `run`/trace/<worker>.jsonl; may be used from several threads."""
 
     def __init__(self, run: Path, worker: str) -> None:
-        self._worker = worker
+        self.worker = worker
         self._lines = LineFile(run / "trace" / f"{re.sub(r'[^A-Za-z0-9._-]', '-', worker)}.jsonl")
         self._lock = threading.Lock()
         self._origin = time.time() - time.perf_counter()
@@ -80,7 +80,12 @@ class TraceWriter:
             yield done
         finally:
             counts = asdict(done)
-            self.record(Span(self._worker, role, stage, iteration, start, self.now(), **counts, state=state))
+            self.record(Span(self.worker, role, stage, iteration, start, self.now(), **counts, state=state))
+
+    def past(self, role: str, stage: str, iteration: int, seconds: float) -> None:
+        """Record what has taken so many seconds until now."""
+        end = self.now()
+        self.record(Span(self.worker, role, stage, iteration, end - seconds, end))
 
     def record(self, span: Span) -> None:
         """Append a span that was measured elsewhere."""
@@ -132,7 +137,7 @@ class WorkerTrace(TraceWriter):
         try:
             yield span
         except Exception as error:
-            error.add_note(f"in {self._worker}, stage {stage}, iteration {iteration}, rows {shortened(uids)}")
+            error.add_note(f"in {self.worker}, stage {stage}, iteration {iteration}, rows {shortened(uids)}")
             raise
         finally:
             span.rows, span.seconds = len(uids), self.now() - span.start
@@ -158,7 +163,7 @@ class WorkerTrace(TraceWriter):
 
     def _note(self, span: BusySpan, end: float, state: State) -> None:
         found = Span(
-            self._worker,
+            self.worker,
             self._role,
             span.stage,
             span.iteration,

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor, nn
 
 from braidrl.importing import PluginRegistry
+from braidrl.models.weights.phases import GenerationWeights
 from braidrl.rollout.requests import Request, Response, Uid
 
 T = TypeVar("T")
@@ -126,6 +127,8 @@ class EngineMemory:
     """What it decodes with; the trainer's own module where it shares that."""
     cache_bytes: int
     """Keys and values of all its slots."""
+    weights: GenerationWeights | None = None
+    """Where the model's weights give way to those of training."""
 
 
 class RoleEngine(Protocol):

@@ -8,15 +8,18 @@ rows ──train(stage)──▶ for each update: forward_backward ──loss su
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.config import Config
 from braidrl.data.rows import Column, Rows
+from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.compute import computed, of_namespace, summed
 from braidrl.flow.flow import is_optimized
+from braidrl.flow.methods import class_and_method, is_method
 from braidrl.flow.signatures import is_reward
 from braidrl.models.backend import TrainingBackend
 from braidrl.models.checkpoint import Write, saving_tasks
@@ -62,7 +65,8 @@ class StageExecutor:
         self.workers: dict[str, TrainingBackend] = {}
         self.followings: dict[tuple[str, str], Following] = {}
         self.copies: dict[str, InferenceCopy] = {}  # of roles that infer in another layout than they train in
-        self.residency = Residency(config, flow)
+        self.methods: dict[tuple[str, Any], Any] = {}
+        self.residency = Residency(config, flow, self.generation.moves)
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
         for role in roles:
             self._load_role(role, role in generating, ranks, training)
@@ -97,6 +101,7 @@ class StageExecutor:
             reduce: Adds up what a stage of scope batch sums, over all processes that have rows.
         """
         self.residency.before(stage)
+        self.generation.moves.report(sums)
         if stage.scope is Scope.BATCH:
             totals = reduce(summed(stage, rows) if len(rows) else {})
             return computed(stage, rows, totals) if len(rows) else {}
@@ -104,13 +109,26 @@ class StageExecutor:
             return {}
         if stage.kind is Kind.GENERATE:
             return self.generation.generate(stage, rows, sums, stop)
+        if is_method(stage.type, stage.role):
+            return checked(stage, self.own_method(stage)(rows, **stage.settings))
         if stage.kind is Kind.INFER:
             return self._infer(stage, rows)
         return self.generation.verify(stage, rows, sums) if stage.type == "verify" else computed(stage, rows)
 
+    def own_method(self, stage: Stage) -> Callable[..., Any]:
+        """Return the method of a user's class that a stage names, bound to the role's worker."""
+        owner, method = class_and_method(stage.type)
+        role = str(stage.role)
+        if (role, owner) not in self.methods:
+            self.methods[role, owner] = owner(self.workers[role])
+        return cast(Callable[..., Any], getattr(self.methods[role, owner], method))
+
     def _infer(self, stage: Stage, rows: Rows) -> Mapping[str, Column]:
         rows, role = of_namespace(rows, stage.params.get("of")), str(stage.role)
-        worker = self.copies[role].current() if role in self.copies else self.workers[role]
+        worker = self.workers[role]
+        if role in self.copies:
+            worker = self.copies[role].frozen
+            self.generation.moves.note(role, self.copies[role].refresh())
         with self.progress.stage(stage.name, len(rows)) as bar:
             found = worker.forward(PREDICTED.get(stage.type, "log_probs"), rows, bar.update)
         if not len(rows) or stage.type != "score":
@@ -234,3 +252,10 @@ class StageExecutor:
     def close(self) -> None:
         """End the processes of engines and checks."""
         self.generation.close()
+
+
+def checked(stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
+    """Return the columns that a user's method returned. Raises UserError where they are not those that it is registered with."""
+    if set(columns) != set(stage.writes):
+        raise UserError(f"{stage.name} returned {sorted(columns)} and is registered with writes={stage.writes}")
+    return columns

@@ -73,6 +73,7 @@ def start_distributed(context: RunContext) -> DistributedBackend:
     executor = context.executor([role for role, count in ranks.items() if world.rank < count])
     at_end.append(executor.close)
     trace = TraceWriter(context.folder, f"rank-{world.rank}") if context.folder else None
+    executor.generation.moves.trace = trace
     return DistributedBackend(
         prepared.config, context.flow, context.loader, executor, prepared.store(), world, ranks, context.interrupts, trace
     )  # fmt: skip

@@ -9,28 +9,54 @@ called; `docs/add-a-protocol.md` shows how to write one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from itertools import product
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from braidrl.errors import UserError, suggest
+from braidrl.flow.methods import registration_of
 from braidrl.importing import PluginRegistry
 
 Arguments = tuple[Any, ...]
 Calls = list[Arguments | None]
 """For each rank the arguments that it is called with, or None where it is not called."""
 F = TypeVar("F", bound=Callable[..., Any])
-BUILT_IN = ("ONE_TO_ALL", "RANK_ZERO", "ALL_TO_ALL", "DP")
+BUILT_IN = ("ONE_TO_ALL", "RANK_ZERO", "ALL_TO_ALL", "DP", "THREE_D", "THREE_D_MICRO_DP", "PP_AS_DP", "PP_ONLY")
+
+
+class Place(NamedTuple):
+    """Where a rank is along each axis of its mesh."""
+
+    pipeline: int
+    data: int
+    sequence: int
+    tensor: int
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The shape of a worker group: how many ranks hold copies of the model."""
+    """The shape of a worker group for one role: ranks along each axis, of which tensor varies fastest and pipeline slowest."""
 
     data: int
+    pipeline: int = 1
+    tensor: int = 1
+    sequence: int = 1
+    generation: tuple[tuple[int, ...], ...] = ()
+    """The ranks of each generation group, where ranks generate together: those of one copy of the model are micro data-parallel."""
 
     @property
     def size(self) -> int:
         """Return how many workers the group has."""
-        return self.data
+        return self.pipeline * self.data * self.sequence * self.tensor
+
+    @property
+    def places(self) -> list[Place]:
+        """Return where each rank is, in order of ranks."""
+        axes = (self.pipeline, self.data, self.sequence, self.tensor)
+        return [Place(*place) for place in product(*map(range, axes))]
+
+    @property
+    def micro_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each generation group; where none were named each rank generates alone."""
+        return self.generation or tuple((rank,) for rank in range(self.size))
 
 
 @runtime_checkable
@@ -104,12 +130,7 @@ def registered(worker: type, method: str) -> Registration:
     Raises:
         UserError: The class has no such method, or it was not registered.
     """
-    found = getattr(getattr(worker, method, None), "registration", None)
-    if not isinstance(found, Registration):
-        known = [name for name in dir(worker) if hasattr(getattr(worker, name), "registration")]
-        raise UserError(
-            f"{worker.__name__} has no method {method!r} with @register(protocol=...) above it. {suggest(method, known)}"
-        )
+    found: Registration = registration_of(worker, method)
     return found
 
 
@@ -132,8 +153,54 @@ def one_each(mesh: Mesh, *lists: Sequence[Any]) -> Calls:
 
 
 def by_rows(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> Calls:
-    """Call each data rank with its part of the rows, which may be empty, and the same other arguments."""
-    return [(part, *arguments) for part in rows.divide(mesh.data)]
+    """Call each rank with its part of the rows, which may be empty, and the same other arguments: ranks of one copy pool theirs."""
+    return [(part, *arguments) for part in rows.divide(mesh.size)]
+
+
+def by_replica(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> Calls:
+    """Call all ranks of one copy of the model with the same part of the rows, each copy with its own."""
+    parts = rows.divide(mesh.data)
+    return [(parts[place.data], *arguments) for place in mesh.places]
+
+
+def of_last_pipeline_ranks(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
+    """Join what the last pipeline ranks return, which have the model's outputs: one of each copy, in order of data ranks."""
+    last = [place.pipeline == mesh.pipeline - 1 and place.sequence == place.tensor == 0 for place in mesh.places]
+    return in_order_of_ranks(mesh, calls, [result for result, chosen in zip(results, last, strict=True) if chosen])
+
+
+def by_generation_group(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> Calls:
+    """Call all ranks of a generation group with the same part of the rows, each group with its own."""
+    calls: Calls = [None] * mesh.size
+    for group, part in zip(mesh.micro_groups, rows.divide(len(mesh.micro_groups)), strict=True):
+        for rank in group:
+            calls[rank] = (part, *arguments)
+    return calls
+
+
+def of_generation_groups(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
+    """Join what the first rank of each generation group returns, in order of groups."""
+    return in_order_of_ranks(mesh, calls, [results[group[0]] for group in mesh.micro_groups])
+
+
+def by_pipeline_rank(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> Calls:
+    """Call pipeline ranks with rows of their own, as if they were data ranks: those of one that divide matrices or tokens with the same."""
+    parts = rows.divide(mesh.data * mesh.pipeline)
+    return [(parts[place.data * mesh.pipeline + place.pipeline], *arguments) for place in mesh.places]
+
+
+def of_pipeline_ranks_as_data(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
+    """Join what each pipeline rank returns, in the order in which the rows were given."""
+    places = mesh.places
+    first = [rank for rank, place in enumerate(places) if place.sequence == place.tensor == 0]
+    ordered = sorted(first, key=lambda rank: (places[rank].data, places[rank].pipeline))
+    return in_order_of_ranks(mesh, calls, [results[rank] for rank in ordered])
+
+
+def of_pipeline_ranks(mesh: Mesh, calls: Calls, results: list[Any]) -> list[Any]:
+    """Return a list by pipeline rank of what the first rank of each returns."""
+    first = [place.data == place.sequence == place.tensor == 0 for place in mesh.places]
+    return [result for result, chosen in zip(results, first, strict=True) if chosen]
 
 
 def in_order_of_ranks(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
@@ -150,3 +217,7 @@ ONE_TO_ALL = TransferProtocol("ONE_TO_ALL", to_everyone, in_order_of_ranks)
 RANK_ZERO = TransferProtocol("RANK_ZERO", to_rank_zero, of_rank_zero)
 ALL_TO_ALL = TransferProtocol("ALL_TO_ALL", one_each, in_order_of_ranks)
 DP = TransferProtocol("DP", by_rows, in_order_of_ranks)
+THREE_D = TransferProtocol("THREE_D", by_replica, of_last_pipeline_ranks)
+THREE_D_MICRO_DP = TransferProtocol("THREE_D_MICRO_DP", by_generation_group, of_generation_groups)
+PP_AS_DP = TransferProtocol("PP_AS_DP", by_pipeline_rank, of_pipeline_ranks_as_data)
+PP_ONLY = TransferProtocol("PP_ONLY", to_everyone, of_pipeline_ranks)

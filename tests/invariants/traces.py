@@ -45,7 +45,8 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trace(folder: Path) -> list[Step]:
-    timed = ("time/", "throughput/")
+    # What weights take on their way is a matter of the layout.
+    timed = ("time/", "throughput/", "weights/")
     steps = []
     for line in read_metrics(folder):
         rows = read_rollouts(rollout_path(folder, line["step"])).ordered()

@@ -13,7 +13,7 @@ import torch
 
 from braidrl.errors import UserError
 from braidrl.models.parallel.replicated import DataParallel
-from braidrl.models.weights.transfer import weight_parts
+from braidrl.models.weights.index import weight_parts
 from braidrl.rollout.contract import CHECKS, EngineUnderTest, all_of, requests
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.engine import EngineError, ModelWeights

@@ -72,8 +72,48 @@ def test_data_parallel_divides_rows_among_all_ranks_and_joins_what_they_return()
     assert PROTOCOLS.find("DP").distribute(Mesh(2), Numbered([7]), 2) == [((), 2), ((7,), 2)]
 
 
-def test_data_parallel_keeps_the_contract() -> None:
-    check_protocol(PROTOCOLS.find("DP"))
+@pytest.mark.parametrize("name", ["DP", "THREE_D", "THREE_D_MICRO_DP", "PP_AS_DP"])
+def test_protocols_that_divide_rows_keep_the_contract(name: str) -> None:
+    check_protocol(PROTOCOLS.find(name))
+
+
+# Ranks 0 to 7: (pipeline, data, tensor) = (2, 2, 2), tensor fastest.
+MESH = Mesh(2, pipeline=2, tensor=2)
+
+
+def given_rows(name: str, mesh: Mesh = MESH) -> list[Any]:
+    calls = PROTOCOLS.find(name).distribute(mesh, Numbered(range(8)), "more")
+    assert all(call is not None and call[1] == "more" for call in calls)
+    return [tuple(call[0]) for call in calls if call is not None]
+
+
+def kept_results(name: str, mesh: Mesh = MESH) -> Any:
+    """What is returned where each rank returns its own number."""
+    calls = PROTOCOLS.find(name).distribute(mesh, Numbered(range(8)))
+    return PROTOCOLS.find(name).collect(mesh, calls, list(range(mesh.size)))
+
+
+def test_ranks_of_one_copy_get_the_same_rows_and_the_last_pipeline_ranks_answer() -> None:
+    first, second = (0, 1, 2, 3), (4, 5, 6, 7)
+    assert given_rows("THREE_D") == [first, first, second, second] * 2
+    assert kept_results("THREE_D") == [4, 6]
+
+
+def test_ranks_that_generate_together_get_the_same_rows_and_one_of_them_answers() -> None:
+    mesh = Mesh(2, tensor=4, generation=((0, 2), (1, 3), (4, 6), (5, 7)))
+    assert given_rows("THREE_D_MICRO_DP", mesh) == [(0, 1), (2, 3), (0, 1), (2, 3), (4, 5), (6, 7), (4, 5), (6, 7)]
+    assert kept_results("THREE_D_MICRO_DP", mesh) == [0, 1, 4, 5]
+    assert given_rows("THREE_D_MICRO_DP", Mesh(8)) == [(row,) for row in range(8)]
+
+
+def test_pipeline_ranks_take_rows_as_data_ranks_do() -> None:
+    assert given_rows("PP_AS_DP") == [(0, 1), (0, 1), (4, 5), (4, 5), (2, 3), (2, 3), (6, 7), (6, 7)]
+    assert kept_results("PP_AS_DP") == [0, 4, 2, 6]
+
+
+def test_one_of_each_pipeline_rank_answers_what_all_were_asked() -> None:
+    assert PROTOCOLS.find("PP_ONLY").distribute(MESH, 3) == [(3,)] * 8
+    assert kept_results("PP_ONLY") == [0, 4]
 
 
 def test_a_protocol_of_your_own_is_named_by_its_file_and_keeps_the_contract() -> None:
@@ -107,7 +147,7 @@ def backwards(mesh: Mesh, calls: Calls, results: list[Numbered]) -> Numbered:
 @pytest.mark.parametrize(
     ("distribute", "collect", "message"),
     [
-        (twice, in_order_of_ranks, "WRONG of 1 rows on 2 workers: distribute gives rows .* once"),
+        (twice, in_order_of_ranks, "WRONG of 1 rows on 2 workers: collect returns rows"),
         (without_the_last, in_order_of_ranks, "of 1 rows on 1 workers: distribute gives rows"),
         (one_call, in_order_of_ranks, "of 0 rows on 2 workers: distribute has 1 entries"),
         (nobody, in_order_of_ranks, "distribute calls nobody"),

@@ -101,6 +101,12 @@ def empty(storage: UntypedStorage) -> None:
     madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(mmap.MADV_DONTNEED))
 
 
+def occupy(storage: UntypedStorage, size: int) -> None:
+    """Give an emptied storage its memory back, with any content; on a CPU that comes with the first use."""
+    if storage.is_cuda:
+        storage.resize_(size)
+
+
 def memory(storage: UntypedStorage) -> memoryview:
     """Return a view of a CPU storage's bytes."""
     return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -63,12 +64,29 @@ class Box:
             rest = rest.along(axis, at, at + size)
         return found
 
-    def cut(self, elements: int) -> "list[Box]":
-        """Return blocks of at most so many elements that together are this one, in memory order."""
-        if self.elements <= max(1, elements):
+    def span(self, start: int, end: int, axis: int = 0) -> "list[Box]":
+        """Return blocks that together are the elements `start` to `end` of this one, in memory order; axes before `axis` are one long."""
+        if start >= end:
+            return []
+        if end - start == self.elements:
             return [self]
-        axis = next(axis for axis, size in enumerate(self.sizes) if size > 1)
-        start, end = self.offsets[axis], self.offsets[axis] + self.sizes[axis]
-        step = max(1, elements * self.sizes[axis] // self.elements)
-        parts = [self.along(axis, at, min(at + step, end)) for at in range(start, end, step)]
-        return [piece for part in parts for piece in part.cut(elements)]
+        row, at = self.elements // self.sizes[axis], self.offsets[axis]
+        first, last = -(-start // row), end // row
+        if first > last:
+            return self.along(axis, at + last, at + last + 1).span(start - last * row, end - last * row, axis + 1)
+        head = self.along(axis, at + first - 1, at + first) if start < first * row else None
+        tail = self.along(axis, at + last, at + last + 1) if end > last * row else None
+        return [
+            *(head.span(start - (first - 1) * row, row, axis + 1) if head else ()),
+            *([self.along(axis, at + first, at + last)] if first < last else ()),
+            *(tail.span(0, end - last * row, axis + 1) if tail else ()),
+        ]
+
+    def divided(self, parts: int) -> "list[Box]":
+        """Return at most so many disjoint blocks, about equal, that together are this one."""
+        if not self.sizes:
+            return [self]
+        axis = max(range(len(self.sizes)), key=lambda one: self.sizes[one])
+        at, size = self.offsets[axis], self.sizes[axis]
+        edges = [at + size * part // parts for part in range(parts + 1)]
+        return [self.along(axis, a, b) for a, b in pairwise(edges) if a < b]

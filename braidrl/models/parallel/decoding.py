@@ -1,9 +1,10 @@
-"""Tensor-parallel decoding: plain layers that compute their local slices, and layers with a collective.
+"""Decoding among several ranks: plain layers that compute their local slices, and layers with a collective.
 
     embedding ──all-reduce──▶ [q k v ─▶ attend ─▶ o ──all-reduce──▶ gate up ─▶ down ──all-reduce──▶] × layers ─▶ norm ─▶ output
     ──all-gather──▶ logits
 
-All ranks compute the same rows, with hidden states that are bitwise equal. For generation: no gradients.
+All ranks compute the same rows, with hidden states that are bitwise equal. For generation: no gradients. With pipeline ranks each of these
+has some of the layers, and the last one draws for all.
 
 Shapes: V vocabulary, D model width; `...` are rows and tokens.
 """
@@ -23,6 +24,7 @@ from braidrl.errors import UserError
 from braidrl.models.cpu.linear import product
 from braidrl.models.loading import is_on_meta, load_decoder
 from braidrl.models.parallel.boxes import Box
+from braidrl.models.parallel.pipeline import PassThrough, local_layers, split_layers
 from braidrl.models.parallel.slices import boxes_of, chunk, pattern_of
 from braidrl.models.parallel.tensor import full_plan_of
 from braidrl.models.weight_files import ParameterReader
@@ -61,6 +63,54 @@ class TensorRanks:
         found = [torch.empty_like(part) for _ in range(self.size)]
         dist.all_gather(found, part, group=self._group)
         return found
+
+
+class PipelineRanks:
+    """This rank's view of the ranks that have the layers of one model, each some of them."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self.rank, self.size = group, group.rank(), group.size()
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+    def send(self, hidden: Tensor) -> None:
+        """Send hidden states to the rank with the next layers."""
+        dist.send(hidden.contiguous(), group=self._group, group_dst=self.rank + 1)
+
+    def receive(self, hidden: Tensor) -> Tensor:
+        """Fill `hidden` from the rank with the layers before."""
+        dist.recv(hidden, group=self._group, group_src=self.rank - 1)
+        return hidden
+
+    def broadcast_draws(self, tokens: Tensor, log_probs: Tensor) -> None:
+        """Give every rank what the last one has drawn, in place."""
+        for values in (tokens, log_probs):
+            dist.broadcast(values, group=self._group, group_src=self.size - 1)
+
+
+class ReceiveHidden(nn.Module):
+    """Takes the place of the embedding: returns the hidden states of the layers before."""
+
+    def __init__(self, ranks: PipelineRanks, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.ranks, self.width, self.dtype = ranks, width, dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.ranks.receive(torch.empty(*input.shape, self.width, dtype=self.dtype, device=input.device))
+
+
+class SendHidden(nn.Module):
+    """Takes the place of the last norm: sends the hidden states on."""
+
+    def __init__(self, ranks: PipelineRanks, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.ranks, self.dtype = ranks, dtype
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.ranks.send(hidden.to(self.dtype))
+        return hidden
 
 
 class RowParallelLinear(nn.Linear):
@@ -109,25 +159,49 @@ class Slices:
     boxes: Mapping[str, Box]
 
 
-def load_tensor_parallel(
-    path: str | Path, dtype: torch.dtype, device: torch.device | str, ranks: TensorRanks
+def load_for_decoding(
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    ranks: TensorRanks,
+    pipeline: PipelineRanks | None = None,
 ) -> tuple[PreTrainedModel, Slices]:
-    """Load this rank's slices of the decoder in a Hugging Face directory; nothing else of it is read.
+    """Load this rank's layers and slices of the decoder in a Hugging Face directory; nothing else of it is read.
 
     Raises UserError as `load_decoder`, and for a model that has no tensor-parallel plan or does not divide among so many ranks.
     """
     model: Any = load_decoder(path, dtype, on_meta=True)
     check_heads(model.config.to_dict(), ranks.size)
-    plan = full_plan_of(model, KEY, f"{KEY}=1")
+    plan = full_plan_of(model, KEY, f"{KEY}=1") if ranks.size > 1 else {}
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     boxes = boxes_of(shapes, plan, ranks.rank, ranks.size)
+    if pipeline is not None:
+        split_layers(model, pipeline.rank, pipeline.size)
     if is_on_meta(model):
         ParameterReader(Path(path), model, boxes)(model)
     else:
         _keep_local_slices(model, boxes)
-    _use_parallel_modules(model, ranks, plan)
-    _set_local_heads(model.config, ranks.size)
+    if ranks.size > 1:
+        _use_parallel_modules(model, ranks, plan)
+        _set_local_heads(model.config, ranks.size)
+    if pipeline is not None:
+        _connect(model, pipeline)
     return model.requires_grad_(False).eval().to(device), Slices(shapes, boxes)
+
+
+def _connect(model: Any, pipeline: PipelineRanks) -> None:
+    """Receive hidden states before this rank's layers and send them after; the key/value cache numbers its layers from 0."""
+    body = model.base_model
+    for number, layer in enumerate(local_layers(model)):
+        layer.self_attn.layer_idx = number  # type: ignore[union-attr]
+    if pipeline.rank > 0:
+        received, embedding = ReceiveHidden(pipeline, model.config.hidden_size, model.dtype), body.embed_tokens
+        if not isinstance(embedding, PassThrough):
+            # The output layer's weight, under the name that it has on the first rank.
+            received.weight = embedding.weight
+        body.embed_tokens = received
+    if not pipeline.is_last:
+        body.norm = SendHidden(pipeline, model.dtype)
 
 
 def check_heads(settings: Mapping[str, Any], ranks: int) -> None:

@@ -18,14 +18,8 @@ from braidrl.errors import UserError
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.parallel.shards import local_shard, shard_of
 from braidrl.models.roles.base import RoleWorker
-from braidrl.models.weights.transfer import (
-    LIMIT_BYTES,
-    TransferVolume,
-    WeightPart,
-    WeightTransfer,
-    gather_weight_index,
-    weight_parts,
-)
+from braidrl.models.weights.index import WeightPart, gather_weight_index, weight_parts
+from braidrl.models.weights.transfer import LIMIT_BYTES, TransferVolume, WeightTransfer
 
 Parts = Callable[[], Mapping[str, WeightPart]]
 
@@ -46,13 +40,14 @@ class LayoutCopy:
         # Where each rank has all of both, nobody is waited for.
         meet = worker.ranks if worker.ranks.is_sharded or divided else DataParallel()
         known = gather_weight_index(local_weight_parts(worker), meet)
-        self.transfer = WeightTransfer(known, gather_weight_index(parts(), meet).boxes, meet, limit_bytes)
+        self.transfer = WeightTransfer(known, known.groups(gather_weight_index(parts(), meet)), meet, limit_bytes)
         self.traffic = TransferVolume()
 
-    def refresh(self, keep: float = 0.0) -> None:
-        """Copy the worker's current weights; `keep` is the share of the old ones that stays."""
+    def refresh(self, keep: float = 0.0) -> TransferVolume:
+        """Copy the worker's current weights; `keep` is the share of the old ones that stays. Returns what travelled."""
         into = {name: replace(part, kept=keep) for name, part in self.parts().items()}
         self.traffic = self.transfer.run(local_weight_parts(self.worker), into)
+        return self.traffic
 
 
 class InferenceCopy:
@@ -64,12 +59,12 @@ class InferenceCopy:
         self.copy = LayoutCopy(worker, partial(local_weight_parts, frozen), frozen.ranks.is_sharded)
         self._weight_updates = worker.weight_updates
 
-    def current(self) -> RoleWorker:
-        """Return the frozen worker with the current weights; all ranks of the role call this at the same time."""
-        if self._weight_updates != self.worker.weight_updates:
-            self.copy.refresh()
-            self._weight_updates = self.worker.weight_updates
-        return self.frozen
+    def refresh(self) -> TransferVolume | None:
+        """Bring the frozen worker up to date; all ranks of the role call this at the same time. Returns None where it is."""
+        if self._weight_updates == self.worker.weight_updates:
+            return None
+        self._weight_updates = self.worker.weight_updates
+        return self.copy.refresh()
 
 
 def local_weight_parts(worker: RoleWorker) -> Mapping[str, WeightPart]:

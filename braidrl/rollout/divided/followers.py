@@ -26,7 +26,7 @@ from braidrl.cluster.groups import LOOPBACK, connect_store, join_group, open_sto
 from braidrl.cluster.local import LOOK_EVERY_S, Forked, fork
 from braidrl.models.cpu.malloc import keep_freed_memory
 from braidrl.models.loading import load_tokenizer
-from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
+from braidrl.models.parallel.decoding import TensorRanks, load_for_decoding
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.engine import EngineError, WeightSource
 from braidrl.rollout.requests import Response, Uid
@@ -226,7 +226,7 @@ def _parts(spec: EngineSpec, rank: int, store: dist.Store) -> dict[str, Any]:
     if device.type == "cuda":
         see_only(rank)
     group = join_group(store, rank, spec.tensor, wait_s(spec), device.type == "cuda", LOOPBACK)
-    model, slices = load_tensor_parallel(spec.model, getattr(torch, spec.dtype), device, TensorRanks(group))
+    model, slices = load_for_decoding(spec.model, getattr(torch, spec.dtype), device, TensorRanks(group))
     return {
         "model": model, "tokenizer": load_tokenizer(spec.model), "slots": spec.slots,
         "max_sequence_tokens": spec.max_sequence_tokens, "seed": spec.seed, "slices": slices, **spec.options,

@@ -7,15 +7,18 @@ Drawing is deterministic: ranks with the same requests in the same order draw th
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import msgpack
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from braidrl.models.parallel.decoding import Slices
+from braidrl.models.parallel.decoding import PipelineRanks, Slices
 from braidrl.models.parallel.replicated import all_gather_bytes
+from braidrl.models.weights.phases import GenerationWeights
 from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.engine import EngineMemory, WeightSource
 from braidrl.rollout.requests import Request, Response, Uid
 from braidrl.rollout.wire import plain_request, request_of
 
@@ -27,11 +30,28 @@ class SpmdEngine(EmbeddedEngine):
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int,
-        seed: int, slices: Slices, group: dist.ProcessGroup, compile: bool = True,
+        seed: int, slices: Slices, group: dist.ProcessGroup, compile: bool = True, pipeline: PipelineRanks | None = None,
     ) -> None:  # fmt: skip
-        """Make the engine of a model of which this rank holds `slices`; the other settings are the same on all ranks."""
-        super().__init__(model, tokenizer, slots, max_sequence_tokens, seed, compile=compile, slices=slices)
+        """Make the engine of a model of which this rank holds `slices`; the other settings are the same on all ranks.
+
+        `group` has all ranks that decode together; `pipeline` are those of them that have other layers.
+        """
+        # Set where the weights take turns with those of training.
+        self.phases: GenerationWeights | None = None
+        super().__init__(
+            model, tokenizer, slots, max_sequence_tokens, seed, compile=compile, slices=slices, pipeline=pipeline
+        )
         self.slices, self._group = slices, group
+
+    @property
+    def memory(self) -> EngineMemory:
+        return replace(super().memory, weights=self.phases)
+
+    def publish(self, version: int, source: WeightSource | None = None) -> None:
+        """Weights that take turns with those of training come with the next generation."""
+        if self.phases is not None:
+            self.phases.leave()
+        super().publish(version, source)
 
     def generate(
         self,

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from braidrl.models.parallel.decoding import PipelineRanks
+from braidrl.models.parallel.pipeline import local_layers
 from braidrl.rollout.embedded.graphs import StepGraphs
 from braidrl.rollout.embedded.native.decoder import NativeDecoder
 from braidrl.rollout.embedded.prompts import ROW_MULTIPLE, Prompts, prompt_key
@@ -30,12 +32,16 @@ class SlotBatch:
 
     def __init__(
         self, model: PreTrainedModel, slots: int, seed: int, shrink: bool, native: NativeDecoder | None = None,
-        graphs: StepGraphs | None = None,
+        graphs: StepGraphs | None = None, pipeline: PipelineRanks | None = None,
     ) -> None:  # fmt: skip
-        """Start empty. `native` computes the steps in place of the model's own forward; `graphs` record and replay that forward."""
+        """Start empty. `native` computes the steps in place of the model's own forward; `graphs` record and replay that forward.
+
+        Of the ranks of a `pipeline` the last one draws.
+        """
+        self._pipeline = pipeline
         self._model, self.slots, self._seed, self._shrink = model, slots, seed, shrink
         self._native, self._graphs = native, graphs
-        self._cache = SlotCache(model.config, slots, model.dtype, model.device)
+        self._cache = SlotCache(model.config, len(local_layers(model)), slots, model.dtype, model.device)
         self.prompts = Prompts(self._cache)
         self._states = SlotStates.idle(slots, 1, 1, self.log_prob_dtype, model.device)
         self.rows: dict[int, Row] = {}
@@ -152,10 +158,17 @@ class SlotBatch:
             logits = self._graphs.logits(len(states.current), longest, self._logits)
         else:
             logits = self._logits(longest)
-        if native and self._sampling.untruncated:
+        if self._pipeline is not None and not self._pipeline.is_last:
+            tokens, log_probs = (
+                torch.empty_like(states.current),
+                logits.new_empty(len(logits), dtype=self.log_prob_dtype),
+            )
+        elif native and self._sampling.untruncated:
             tokens, log_probs = native.kernels.draw(logits, states.temperature, states.greedy, uniforms)
         else:
             tokens, log_probs = sample(logits, self._sampling, uniforms)
+        if self._pipeline is not None:
+            self._pipeline.broadcast_draws(tokens, log_probs)
         self._steps += 1
         return tokens, states.advance(tokens, log_probs)
 

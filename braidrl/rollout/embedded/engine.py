@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from braidrl.cluster.cores import adapt_threads
 from braidrl.models.memory.footprint import cache_bytes
-from braidrl.models.parallel.decoding import Slices
+from braidrl.models.parallel.decoding import PipelineRanks, Slices
+from braidrl.models.parallel.pipeline import local_layers
 from braidrl.rollout.embedded.batch import SlotBatch
 from braidrl.rollout.embedded.graphs import CudaRecorder, StepGraphs
 from braidrl.rollout.embedded.native.decoder import native_decoder
@@ -39,15 +40,20 @@ class EmbeddedEngine(SteppingEngine):
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int,
         seed: int = 0, dtype: torch.dtype | None = None, shrink: bool | None = None, compile: bool = True,
-        slices: Slices | None = None,
+        slices: Slices | None = None, pipeline: PipelineRanks | None = None,
     ) -> None:  # fmt: skip
-        """With `slices` the model is a rank's part of one, and all ranks execute the same calls in the same order."""
+        """With `slices` the model is a rank's part of one, and all ranks execute the same calls in the same order.
+
+        Under `pipeline` it has some of the layers.
+        """
         super().__init__(tokenizer, end_of_sequence_ids(model.generation_config, tokenizer), max_sequence_tokens, seed)
         self._weights = EngineWeights(model, dtype, slices)
         shrink = model.device.type == "cpu" if shrink is None else shrink
         native = native_decoder(self._weights.model) if compile else None
         graphs = StepGraphs(CudaRecorder()) if compile and slices is None and model.device.type == "cuda" else None
-        self._batch = SlotBatch(self._weights.model, round_up(slots, ROW_MULTIPLE), seed, shrink, native, graphs)
+        self._batch = SlotBatch(
+            self._weights.model, round_up(slots, ROW_MULTIPLE), seed, shrink, native, graphs, pipeline
+        )
         self._waiting: deque[Row] = deque()
 
     @property
@@ -59,9 +65,9 @@ class EmbeddedEngine(SteppingEngine):
     def memory(self) -> EngineMemory:
         """Return its model and the size of its keys and values."""
         model = self.model
-        return EngineMemory(
-            model, cache_bytes(model.config, model.dtype.itemsize, self.slots, self.max_sequence_tokens)
-        )
+        config, layers = model.config, len(local_layers(model))
+        of_all = cache_bytes(config, model.dtype.itemsize, self.slots, self.max_sequence_tokens)
+        return EngineMemory(model, of_all * layers // config.num_hidden_layers)
 
     @property
     def slots(self) -> int:

@@ -23,9 +23,9 @@ READ_MULTIPLE = 32
 class SlotCache:
     """Keys and values of `slots` rows; grows to the longest row that is asked for."""
 
-    def __init__(self, config: Any, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: Any, layers: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (2, config.num_hidden_layers, slots, config.num_key_value_heads, 0, width)
+        shape = (2, layers, slots, config.num_key_value_heads, 0, width)
         self.store = torch.zeros(shape, dtype=dtype, device=device)
 
     @property

@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from braidrl.models.parallel.replicated import DataParallel, all_gather_bytes
-from braidrl.models.weights.plan import Boxes, assign_writers
-from braidrl.models.weights.transfer import TransferVolume, WeightIndex, WeightPart, WeightTransfer, gather_weight_index
+from braidrl.models.weights.index import WeightIndex, WeightPart, gather_weight_index
+from braidrl.models.weights.plan import TensorGroup, shared_blocks
+from braidrl.models.weights.transfer import TransferVolume, WeightTransfer
 from braidrl.rollout.weights.shared_file import (
     CHECKSUM,
     WEIGHTS,
@@ -163,15 +164,15 @@ def machine() -> str:
     return f"{boot.read_text().strip() if boot.is_file() else os.uname().nodename} {about.st_dev} {about.st_ino}"
 
 
-def blocks_to_write(known: WeightIndex) -> list[Boxes]:
-    """Return the blocks that each rank writes into its machine's file: together, on each machine, everything once."""
-    found: list[Boxes] = [{} for _ in known.boxes]
-    for where in dict.fromkeys(known.machines):
-        here = [rank for rank, other in enumerate(known.machines) if other == where]
-        shares = assign_writers(known.boxes, known.shapes, here)
-        for rank in here:
-            found[rank] = shares[rank]
-    return found
+def blocks_to_write(known: WeightIndex) -> list[TensorGroup]:
+    """Return the tensors with the blocks that each rank writes into its machine's file: together, on each machine, everything once."""
+    machines: dict[str, list[int]] = {}
+    for rank, where in enumerate(known.machines):
+        machines.setdefault(where, []).append(rank)
+    return [
+        replace(group, wanted=[block for here in machines.values() for block in shared_blocks(group, here)])
+        for group in known.groups()
+    ]
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,15 @@ from braidrl.config import Config
 from braidrl.errors import UserError
 from braidrl.models.backend import TrainingBackend
 from braidrl.models.loading import load_decoder, read_model_config
-from braidrl.models.parallel.decoding import Slices, TensorRanks, load_tensor_parallel
+from braidrl.models.parallel.decoding import PipelineRanks, Slices, TensorRanks, load_for_decoding
+from braidrl.models.parallel.generation import GenerationLayout
 from braidrl.models.parallel.replicated import DataParallel
-from braidrl.models.role_settings import DTYPES, dtype_of, model_path
+from braidrl.models.role_settings import DTYPES, dtype_of, layout_of, model_path
 from braidrl.models.roles.base import RoleWorker
+from braidrl.models.weights.index import weight_parts
 from braidrl.models.weights.mirror import LayoutCopy, local_weight_parts
-from braidrl.models.weights.transfer import weight_parts
+from braidrl.models.weights.phases import GenerationWeights
+from braidrl.models.weights.transfer import TransferVolume
 from braidrl.placement.pools import Pool
 from braidrl.rollout.divided.spmd import SpmdEngine
 from braidrl.rollout.embedded.engine import EmbeddedEngine
@@ -41,13 +44,18 @@ from braidrl.rollout.weights.local import shapes_of
 from braidrl.rollout.weights.shared_file import SharedWeights, WeightFolder
 from braidrl.rollout.wire import EngineSpec
 
-Publish = Callable[[int], None]
-"""Has an engine generate with the weights of now, under a version's number; all ranks that generate for the role call it together."""
+Publish = Callable[[int], TransferVolume | None]
+"""Has an engine generate with the weights of now, under a version's number; all ranks that generate for the role call it together.
+Returns what this rank sent and received for it, None where weights do not travel now."""
 
 
 def from_source(worker: TrainingBackend, engine: RoleEngine) -> Publish:
     """Return how an engine takes every full tensor by its name: one of a user's own, or from a backend of a user's own."""
-    return lambda version: engine.publish(version, worker)
+
+    def publish(version: int) -> None:
+        engine.publish(version, worker)
+
+    return publish
 
 
 def into_copy(worker: TrainingBackend, engine: EmbeddedEngine, slices: Slices | None = None) -> Publish:
@@ -56,9 +64,10 @@ def into_copy(worker: TrainingBackend, engine: EmbeddedEngine, slices: Slices | 
         return from_source(worker, engine)
     copy = LayoutCopy(worker, lambda: weight_parts(engine.model, slices), divided=slices is not None)
 
-    def publish(version: int) -> None:
-        copy.refresh()
+    def publish(version: int) -> TransferVolume:
+        moved = copy.refresh()
         engine.publish(version)
+        return moved
 
     return publish
 
@@ -76,10 +85,11 @@ def through_file(worker: TrainingBackend, engine: EngineService, config: Config)
     # What servers are sent is checked on its way.
     writer = WeightWriter(local_weight_parts(worker), ranks, rollout.check_weights and not asks, repeat=in_folder)
 
-    def publish(version: int) -> None:
+    def publish(version: int) -> TransferVolume:
         parts = local_weight_parts(worker)
         folder = rollout.servers.folder
         engine.publish(version, writer.in_folder(parts, folder) if in_folder else writer.in_memory(parts))
+        return writer.traffic
 
     return publish
 
@@ -149,15 +159,31 @@ def own_engine(config: Config, spec: EngineSpec) -> RoleEngine:
 def spmd_engine(
     worker: TrainingBackend, config: Config, tokenizer: PreTrainedTokenizerBase, spec: EngineSpec
 ) -> tuple[RoleEngine, Publish]:
-    """Return what neighbouring ranks decode with together; all ranks call this at the same time. Raises UserError as `start_engine`."""
-    group = subgroup(torch.arange(worker.ranks.size).view(-1, spec.tensor))
-    assert group is not None
-    model, slices = load_tensor_parallel(Path(spec.model), getattr(torch, spec.dtype), spec.device, TensorRanks(group))
+    """Return what ranks decode with together; all ranks call this at the same time. Raises UserError as `start_engine`."""
+    layout, training = generation_layout(config), layout_of(worker.role, config).resolve(worker.ranks.size)
+    groups = layout.groups(training)
+    group, tensor_group = subgroup(groups.flatten(1)), subgroup(groups.flatten(0, 1))
+    pipeline_group = subgroup(groups.movedim(1, 2).flatten(0, 1)) if layout.pipeline > 1 else None
+    assert group is not None and tensor_group is not None
+    pipeline = PipelineRanks(pipeline_group) if pipeline_group else None
+    model, slices = load_for_decoding(
+        Path(spec.model), getattr(torch, spec.dtype), spec.device, TensorRanks(tensor_group), pipeline
+    )
     engine = SpmdEngine(
         model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, slices, group,
-        compile=config.rollout.compile,
+        compile=config.rollout.compile, pipeline=pipeline,
     )  # fmt: skip
-    return engine, into_copy(worker, engine, slices)
+    # With a budget a copy stays, and comes and goes as the budget says.
+    takes_turns = (layout.grouping or layout.nests(training)) and config.trainer.resident_gib is None
+    if not takes_turns or not isinstance(worker, RoleWorker):
+        return engine, into_copy(worker, engine, slices)
+    engine.phases = GenerationWeights(worker, model, slices, layout)
+    return engine, engine.publish
+
+
+def generation_layout(config: Config) -> GenerationLayout:
+    """Return the layout in which ranks that train generate."""
+    return GenerationLayout(config.rollout.pipeline, config.rollout.tensor, config.rollout.grouping)
 
 
 def on_devices(spec: EngineSpec, count: int) -> list[EngineSpec]:
@@ -217,7 +243,8 @@ def reach_servers(
 
 def pools_ranks(config: Config) -> bool:
     """Return True where ranks decode together, of which each has slices of the model."""
-    return config.rollout.tensor > 1 and not engine_processes(config)
+    layout = generation_layout(config)
+    return (layout.ranks > 1 or layout.grouping is not None) and not engine_processes(config)
 
 
 def engine_processes(config: Config) -> int:

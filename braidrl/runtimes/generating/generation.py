@@ -32,6 +32,7 @@ from braidrl.rollout.episodes.turns import TurnTemplate
 from braidrl.rollout.requests import Request, Response, SamplingParams, Uid
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.engines import Publish, start_engine
+from braidrl.runtimes.generating.residency import WeightMoves
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks, early_verify_stages, verified
 
 
@@ -50,6 +51,7 @@ class Generation:
         self.checks = Checks(rewards, progress)
         self.engines: dict[str, RoleEngine] = {}
         self.publications: dict[str, Publish] = {}
+        self.moves = WeightMoves()
 
     def start_engine(self, worker: TrainingBackend) -> None:
         """Start what generates with the weights of `worker`."""
@@ -119,8 +121,9 @@ class Generation:
 
     def publish(self, version: int) -> None:
         """Generate with the trained weights from now on, under this version's number."""
-        for publish in self.publications.values():
-            publish(version)
+        self.moves.version = version
+        for role, publish in self.publications.items():
+            self.moves.note(role, publish(version))
 
     def close(self) -> None:
         """End the engines' processes and those that check answers."""

@@ -14,6 +14,10 @@ from braidrl.models.backend import TrainingBackend
 from braidrl.models.memory.offload import OffloadableTensors, storages
 from braidrl.models.roles.base import RoleWorker
 from braidrl.models.roles.make import torch_worker
+from braidrl.models.weights.phases import GenerationWeights
+from braidrl.models.weights.transfer import TransferVolume
+from braidrl.observe.metrics import Sums
+from braidrl.observe.trace import TraceWriter
 from braidrl.placement.residency import PUBLISH, Asset, needed_assets, residency_plan, stage_needs
 from braidrl.rollout.engine import RoleEngine
 
@@ -30,11 +34,37 @@ class Held:
     before_leaving: Callable[[], object] = lambda: None
 
 
-class Residency:
-    """What of the roles of one process is on its device. Without `trainer.resident_gib` everything is, always."""
+class WeightMoves:
+    """What weights take on their way to another layout: a span each in the trace, and numbers for the next stage's metrics."""
 
-    def __init__(self, config: Config, flow: Flow) -> None:
-        self.flow = flow
+    def __init__(self) -> None:
+        self.trace: TraceWriter | None = None
+        self.version = 0
+        self._sums = Sums()
+
+    def note(self, role: str, moved: TransferVolume | None) -> None:
+        """Note one transition of a role's weights, None or without rounds where nothing travelled."""
+        if moved is None or not moved.rounds:
+            return
+        for name in ("received", "rounds", "seconds"):
+            self._sums.add(f"weights/{role}/{name}", getattr(moved, name))
+        if self.trace is not None:
+            self.trace.past(role, "weights", self.version + 1, moved.seconds)
+
+    def report(self, sums: Sums) -> None:
+        """Add the numbers of the transitions since the last report."""
+        sums.merge(self._sums)
+        self._sums = Sums()
+
+
+class Residency:
+    """What of the roles of one process is on its device. Without `trainer.resident_gib` everything is, always, save that weights which
+    a role trains and generates with in the same memory take turns.
+    """
+
+    def __init__(self, config: Config, flow: Flow, moves: WeightMoves) -> None:
+        self.flow, self.moves = flow, moves
+        self.phases: dict[str, GenerationWeights] = {}
         # Under streaming each role has processes of its own, and nobody to make room for.
         gib = config.trainer.resident_gib if config.runtime != "streaming" else None
         self.budget = None if gib is None else int(gib * GIB)
@@ -48,6 +78,8 @@ class Residency:
 
     def add(self, worker: TrainingBackend, engine: RoleEngine | None, inferring: RoleWorker | None = None) -> None:
         """Take charge of a role that was just loaded, with what it infers with, and put it away: the next one needs the room."""
+        if engine is not None and engine.memory is not None and engine.memory.weights is not None:
+            self.phases[worker.role] = engine.memory.weights
         if self.budget is None:
             return
         worker = torch_worker(worker)
@@ -76,6 +108,11 @@ class Residency:
         """Load what a stage needs; one that needs no model leaves all where it is."""
         if needed := stage_needs(stage, self.shared, self.copied):
             self._move(frozenset(needed))
+            for role, weights in self.phases.items():
+                if Asset(role, "weights") in needed:
+                    weights.leave()
+                elif Asset(role, "engine") in needed:
+                    self.moves.note(role, weights.enter())
 
     def before_publishing(self) -> None:
         """Load the weights that go from trainers to engines with weights of their own."""
@@ -86,6 +123,8 @@ class Residency:
     def all_of(self, role: str) -> Iterator[None]:
         """Hold a role's weights and optimizer on the device in addition to what the current stage needs; no stage begins meanwhile."""
         with self._lock:
+            if role in self.phases:
+                self.phases[role].leave()
             before = self.current
             self._move(before | {Asset(role, "weights"), Asset(role, "optimizer")})
             yield

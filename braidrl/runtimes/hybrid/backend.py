@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from braidrl.config import Config
 from braidrl.data.codec import pack_rows, payload_forbidden, unpack_rows
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
@@ -22,20 +23,21 @@ from braidrl.errors import UserError
 from braidrl.flow import Kind, Stage
 from braidrl.flow.compute import dropped
 from braidrl.flow.flow import is_optimized
+from braidrl.flow.methods import class_and_method, is_method
 from braidrl.flow.stage import Signature
 from braidrl.models.checkpoint import Write
 from braidrl.models.role_settings import layout_of
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import Needless, Segment
-from braidrl.runtimes.generating.engines import pools_ranks
+from braidrl.runtimes.generating.engines import generation_layout, pools_ranks
 from braidrl.runtimes.hybrid.dispatch import StageDispatch, by_length, by_number
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import READ, Handle, Output, columns_read
 from braidrl.runtimes.hybrid.pool_worker import method_class
 from braidrl.runtimes.saving.background import check_written
 from braidrl.runtimes.saving.row_store import Admission, Origin
-from braidrl.transfer.protocols import registered
+from braidrl.transfer.protocols import Mesh, Registration, registered
 
 
 class HybridBackend(StageDispatch):
@@ -80,6 +82,9 @@ class HybridBackend(StageDispatch):
 
     def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums) -> Handle:
         """Begin a stage; one without a role is deferred until somebody needs what it writes."""
+        if is_method(stage.type, stage.role):
+            written: Handle = self._call(stage, registered(*class_and_method(stage.type)), [table], iteration, sums)
+            return written
         output = Output(stage, table, iteration, sums)
         if stage.role is not None:
             self._begin(output, *self._place(stage, table), "execute")
@@ -142,28 +147,36 @@ class HybridBackend(StageDispatch):
         Raises:
             UserError: The role has no such class, or the class no such method.
         """
-        methods = method_class(self.executor.config, role)
+        config = self.executor.config
+        methods = method_class(config, role)
         if methods is None:
             raise UserError(f"{role} has no methods of your own; write roles.{role}.methods=file.py:Class")
-        own, group, key = registered(methods, method), self.groups[role], next(self.keys)
-        stage = Stage(f"{role}.{method}", method, role, Signature(Kind.INFER, own.reads, own.writes))
+        registration = registered(methods, method)
+        signature = Signature(Kind.INFER, registration.reads, registration.writes)
+        stage = Stage(f"{role}.{method}", f"{config.roles[role].methods}.{method}", role, signature)
+        return self._call(stage, registration, arguments, iteration, sums)
+
+    def _call(self, stage: Stage, own: Registration, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
+        """Call a user's method by its protocol, with the mesh of the stage's role."""
+        group, key = self.groups[str(stage.role)], next(self.keys)
+        mesh = role_mesh(self.executor.config, str(stage.role), group.mesh.size)
         for table in arguments:
             if isinstance(table, Handle):
                 self._begin_deferred(table.writers(own.reads))
-        calls = own.protocol.distribute(group.mesh, *arguments)
+        calls = own.protocol.distribute(mesh, *arguments)
         called = [(rank, call) for rank, call in enumerate(calls) if call is not None]
         futures = [
             group.send(rank, "call_own", (stage, iteration, key, *call), columns_read(stage)) for rank, call in called
         ]
         if not own.writes:
             answers = self._answers(Output(stage, None, iteration, sums, group, futures))
-            return own.protocol.collect(group.mesh, calls, [answer.result for answer in answers])
+            return own.protocol.collect(mesh, calls, [answer.result for answer in answers])
         results = []
         for future, (_, call) in zip(futures, called, strict=True):
             output, rows = Output(stage, None, iteration, sums), call[0]
             self._note(output, key, group, [future], [range(len(rows))])
             results.append(rows.with_output(output))
-        return own.protocol.collect(group.mesh, calls, results)
+        return own.protocol.collect(mesh, calls, results)
 
     def index(self, table: Handle) -> Rows:
         """Wait for all that was begun, and compute what was deferred."""
@@ -214,10 +227,19 @@ class HybridBackend(StageDispatch):
     def _divides(self, group: WorkerGroup) -> bool:
         """Return True where the group's ranks have parts of a role's weights, or compute with each other."""
         layouts = [layout_of(role, self.executor.config) for role in group.pool.roles]
-        return not all(layout.resolve(group.mesh.size).is_replicated for layout in layouts)
+        return pools_ranks(self.executor.config) or not all(
+            layout.resolve(group.mesh.size).is_replicated for layout in layouts
+        )
 
 
 def written(group: WorkerGroup) -> None:
     """Wait until the workers have written what they copied. Raises OSError where one could not."""
     for answer in group.wait(group.call("written", aside=True)):
         check_written(answer.result)
+
+
+def role_mesh(config: Config, role: str, workers: int) -> Mesh:
+    """Return a role's worker group along each axis of its layout, and its generation groups where ranks generate together."""
+    layout = layout_of(role, config).resolve(workers)
+    groups = generation_layout(config).groups(layout).flatten(1).tolist() if pools_ranks(config) else []
+    return Mesh(layout.data or 1, layout.pipeline, layout.tensor, layout.sequence, tuple(map(tuple, groups)))

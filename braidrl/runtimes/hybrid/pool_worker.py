@@ -55,7 +55,6 @@ class PoolWorker:
 
     def __init__(self) -> None:
         self.kept: dict[int, Rows] = {}
-        self.own: dict[str, Any] = {}
         self.ranks = DataParallel()
         self.notices: Notices | None = None
         # Of the call that a thread runs.
@@ -119,9 +118,7 @@ class PoolWorker:
             prepared.rewards() if verifies else None, Progress(stream=silent), own, self.ranks,
         )  # fmt: skip
         self.resources.callback(self.executor.close)
-        for role, worker in self.executor.workers.items():
-            if (name := method_class(prepared.config, role)) is not None:
-                self.own[role] = name(worker)
+        self.executor.generation.moves.trace = self.trace
         return os.getpid()
 
     @register(protocol="ONE_TO_ALL")

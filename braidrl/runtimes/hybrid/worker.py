@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from braidrl.flow.compute import computed, summed
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import traced
 from braidrl.rollout.requests import Uid
+from braidrl.runtimes.executor import checked
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.hybrid.handles import Answer, Numbers, Part, assemble, columns_read
 from braidrl.runtimes.hybrid.pool_worker import PoolWorker
@@ -118,7 +120,7 @@ class HybridWorker(PoolWorker):
 
         A rank without rows is left out, unless the role's ranks compute with each other.
         """
-        call = getattr(self.own[str(stage.role)], stage.type)
+        call = partial(self.executor.own_method(stage), **stage.settings)
         self.executor.residency.before(stage)
         if not (arguments and isinstance(arguments[0], Part)):
             return Answer(result=call(*arguments))
@@ -213,10 +215,3 @@ class HybridWorker(PoolWorker):
         kept = self.kept[key].only(columns)
         everything = len(rows) == len(kept) and bool((rows == np.arange(len(rows))).all())
         return kept if everything else kept.take(torch.tensor(rows))
-
-
-def checked(stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
-    """Return the columns that a user's method returned. Raises UserError where they are not those that it is registered with."""
-    if set(columns) != set(stage.writes):
-        raise UserError(f"{stage.name} returned {sorted(columns)} and is registered with writes={stage.writes}")
-    return columns

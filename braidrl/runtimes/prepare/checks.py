@@ -15,6 +15,7 @@ from braidrl.models.backend import BACKENDS
 from braidrl.models.memory.footprint import model_shape
 from braidrl.models.optimizer import check_optimizer
 from braidrl.models.parallel.decoding import check_heads
+from braidrl.models.parallel.generation import GenerationLayout
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.role_settings import (
     backend_of,
@@ -29,7 +30,7 @@ from braidrl.observe.trackers import TRACKERS
 from braidrl.placement.pools import NAMES as PLACEMENTS
 from braidrl.rollout.engine import ENGINES
 from braidrl.rollout.http.dialects import DIALECTS
-from braidrl.runtimes.generating.engines import pools_ranks
+from braidrl.runtimes.generating.engines import generation_layout, pools_ranks
 
 LAID_OUT = ("distributed", "hybrid")
 """Runtimes whose processes of a role can divide its model."""
@@ -58,21 +59,32 @@ def check_names(config: Config) -> None:
 def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
     """Raise UserError for engines of several processes that cannot be so, with the stages of a run."""
     generating = {str(stage.role): stage for stage in stages if stage.kind is Kind.GENERATE}
-    ranks, rollout = config.rollout.tensor, config.rollout
-    if ranks == 1:
+    layout, rollout = generation_layout(config), config.rollout
+    if layout == GenerationLayout():
         return
+    key = f"rollout.tensor={layout.tensor}" if layout.tensor > 1 else f"rollout.pipeline={layout.pipeline}"
     if rollout.engine != "embedded":
-        raise UserError(f"rollout.tensor={ranks} divides the embedded engine, and rollout.engine is {rollout.engine}")
+        raise UserError(f"{key} divides the embedded engine, and rollout.engine is {rollout.engine}")
+    if rollout.engines and (layout.pipeline > 1 or layout.grouping):
+        raise UserError(
+            "rollout.pipeline and rollout.grouping are for ranks that train and generate, and rollout.engines="
+            f"{rollout.engines} are processes of their own; remove one of them"
+        )
     if not rollout.engines:
         environments = any("environment" in stage.params for stage in stages)
-        check_pooled_engines(config, generating, environments)
+        check_pooled_engines(config, key, generating, environments)
     for role in generating:
-        check_heads(model_settings(model_path(role, config)), ranks)
+        settings = model_settings(model_path(role, config))
+        check_heads(settings, layout.tensor)
+        if settings.get("num_hidden_layers", layout.pipeline) % layout.pipeline:
+            raise UserError(
+                f"rollout.pipeline={layout.pipeline} does not divide the model's {settings['num_hidden_layers']} layers; "
+                f"write a number that divides {settings['num_hidden_layers']}"
+            )
 
 
-def check_pooled_engines(config: Config, generating: Iterable[str], environments: bool) -> None:
+def check_pooled_engines(config: Config, key: str, generating: Iterable[str], environments: bool) -> None:
     """Raise UserError where ranks that train cannot decode together."""
-    key = f"rollout.tensor={config.rollout.tensor}"
     if config.runtime not in LAID_OUT:
         raise UserError(
             f"{key} divides engines in processes of their own, or among the ranks of runtime=distributed or hybrid; "
@@ -89,13 +101,12 @@ def check_pooled_engines(config: Config, generating: Iterable[str], environments
             raise UserError(f"roles.{role}.generate_workers: with {key} all ranks decode together; remove it")
 
 
-def check_generating_ranks(config: Config, devices: int) -> None:
-    """Raise UserError where ranks that decode together do not divide those that generate."""
-    if pools_ranks(config) and devices % config.rollout.tensor:
-        raise UserError(
-            f"rollout.tensor={config.rollout.tensor}: {devices} ranks generate, which it does not divide; "
-            f"write a number that divides {devices}"
-        )
+def check_generating_ranks(config: Config, roles: Iterable[str], devices: int) -> None:
+    """Raise UserError where ranks that train these roles cannot decode together as the configuration says."""
+    if pools_ranks(config):
+        for role in roles:
+            training = layout_of(role, config).resolve(devices, layout_key(role, config))
+            generation_layout(config).check(training, devices)
 
 
 def check_servers(config: Config) -> None:

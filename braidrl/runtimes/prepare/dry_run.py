@@ -13,7 +13,7 @@ from braidrl.config import Config
 from braidrl.placement.memory import ENGINE, GIB, INFERENCE, Footprint, RoleUse, assets, footprint, peak
 from braidrl.placement.pools import Pool, place
 from braidrl.placement.residency import Asset, needed_assets, residency_plan
-from braidrl.runtimes.generating.engines import pools_ranks, with_engines
+from braidrl.runtimes.generating.engines import generation_layout, pools_ranks, with_engines
 from braidrl.runtimes.prepare.setup import Prepared, prepare
 from braidrl.runtimes.start import check_runtime
 from braidrl.runtimes.streaming.groups import pools_of, worker_groups
@@ -34,7 +34,7 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
     prepared = prepare(config)
     check_runtime(config, prepared.flow, generates=True, trains=True)
     groups = device_groups(prepared)
-    together = config.rollout.tensor if pools_ranks(config) else 1
+    together = generation_layout(config).ranks if pools_ranks(config) else 1
     found = [
         (group, [footprint(use, config, prepared.flow, group.devices, together) for use in group.uses])
         for group in groups

@@ -146,8 +146,7 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
         check_copies(flow, pools)
         for pool in pools:
             check_layouts(config, flow, pool.roles, pool.workers)
-            if set(pool.roles) & set(prepared.generating):
-                check_generating_ranks(config, pool.workers)
+            check_generating_ranks(config, set(pool.roles) & set(prepared.generating), pool.workers)
     return prepared
 
 

@@ -70,7 +70,7 @@ def test_checkpointing_keeps_the_inputs_of_layers_and_one_layer_whole(tiny_model
 
 def test_the_cache_is_counted_as_it_is_reserved(tiny_models: dict[str, Path]) -> None:
     shape = model_shape(tiny_models["qwen3"], torch.float32)
-    cache = SlotCache(shape.config, 16, torch.float32, torch.device("cpu"))
+    cache = SlotCache(shape.config, shape.config.num_hidden_layers, 16, torch.float32, torch.device("cpu"))
     cache.reserve(64)
     assert cache_bytes(shape.config, 4, 16, 64) == cache.store.untyped_storage().nbytes()
 

@@ -23,12 +23,13 @@ from braidrl.models.checkpoint import divided_state, full_state_dict, load_worke
 from braidrl.models.contract import CHECKS, BackendUnderTest
 from braidrl.models.memory.footprint import activation_bytes, model_shape
 from braidrl.models.objective import Objective, denominators, with_group_tokens
-from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
+from braidrl.models.parallel.decoding import TensorRanks, load_for_decoding
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.parallel.shards import full_tensor, local_shard
 from braidrl.models.roles.make import DecoderWorker
+from braidrl.models.weights.index import weight_parts
 from braidrl.models.weights.mirror import Following, LayoutCopy, local_weight_parts
-from braidrl.models.weights.transfer import LIMIT_BYTES, TransferVolume, WeightTransfer, weight_parts
+from braidrl.models.weights.transfer import LIMIT_BYTES, TransferVolume, WeightTransfer
 from braidrl.observe.metrics import Sums
 from braidrl.rollout.weights import joint_file
 from braidrl.rollout.weights.joint_file import FileLayout, WeightWriter
@@ -241,7 +242,7 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
             for name, tensor in full_state_dict(other).items()
             if not equal(tensor, wanted[name], lora)
         ]
-        problems += traffic_problems(copy.transfer, copy.traffic, world.rank, limit)
+        problems += traffic_problems(copy.transfer, copy.traffic, limit)
         if not lora and largest.bytes > limit:
             problems.append(f"a tensor of {largest.bytes} bytes was made")
         if layout == layouts[0] and copy.traffic.sent + copy.traffic.received:
@@ -262,7 +263,7 @@ def written(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) ->
     folder = to_folder.in_folder(parts, None)
     again = dict(folder.tensors())
     problems = [n for n, t in wanted.items() if not (equal(read[n], t, nearly) and equal(again[n], t, nearly))]
-    problems += traffic_problems(writer.transfer, writer.traffic, world.rank, LIMIT_BYTES)
+    problems += traffic_problems(writer.transfer, writer.traffic, LIMIT_BYTES)
     problems += [f"{name} is kept by a rank that does not write it" for name in full_state_dict(worker, wanted=False)]
     if not read.keys() == again.keys() == folder.shapes().keys() == wanted.keys() or writer.traffic.sent:
         problems.append(f"the file has {sorted(read)}, and {writer.traffic.sent} bytes were sent for it on one machine")
@@ -289,7 +290,7 @@ def on_two_machines(world: World, worker: DecoderWorker, wanted: Found, nearly: 
         read = dict(file.tensors())
         world.gather("read", b"")
     problems = [f"{name} differs on two machines" for name, t in wanted.items() if not equal(read[name], t, nearly)]
-    return problems + traffic_problems(writer.transfer, writer.traffic, world.rank, LIMIT_BYTES)
+    return problems + traffic_problems(writer.transfer, writer.traffic, LIMIT_BYTES)
 
 
 class FullLayout(FileLayout):
@@ -303,14 +304,14 @@ def sliced(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> 
     """What is wrong with the slices that pairs of ranks decode with; those who train with them have them already."""
     group = subgroup(torch.arange(world.size).view(-1, 2))
     assert group is not None
-    model, slices = load_tensor_parallel(worker.path, worker.dtype, "cpu", TensorRanks(group))
+    model, slices = load_for_decoding(worker.path, worker.dtype, "cpu", TensorRanks(group))
     copy = LayoutCopy(worker, lambda: weight_parts(model, slices), divided=True)
     copy.refresh()
     found = model.state_dict()
     problems = [n for n, whole in wanted.items() if not equal(found[n], slices.boxes[n].of(whole), nearly)]
     if worker.config.trainer.layout == ParallelLayout(tensor=2) and copy.traffic.sent:
         problems.append("what was there was sent")
-    return problems + traffic_problems(copy.transfer, copy.traffic, world.rank, LIMIT_BYTES)
+    return problems + traffic_problems(copy.transfer, copy.traffic, LIMIT_BYTES)
 
 
 def equal(found: torch.Tensor, wanted: torch.Tensor, nearly: bool) -> bool:
@@ -318,14 +319,9 @@ def equal(found: torch.Tensor, wanted: torch.Tensor, nearly: bool) -> bool:
     return torch.allclose(found, wanted, rtol=0, atol=1e-12) if nearly else torch.equal(found, wanted)
 
 
-def traffic_problems(transfer: WeightTransfer, traffic: TransferVolume, rank: int, limit: int) -> list[str]:
+def traffic_problems(transfer: WeightTransfer, traffic: TransferVolume, limit: int) -> list[str]:
     """Says so where a rank sent or received more than the plan says, or more at a time than the limit."""
-    size = {name: dtype.itemsize for name, dtype in transfer.known.dtypes.items()}
-    moves = [move for one in transfer.rounds for move in one.own if not move.stays]
-    planned = [
-        sum(m.box.elements * size[m.name] for m in moves if end(m) == rank)
-        for end in (lambda m: m.source, lambda m: m.target)
-    ]
+    planned = (transfer.plan.sends.total, transfer.plan.receives.total)
     found = [
         f"{done} bytes of {all_}"
         for done, all_ in zip((traffic.sent, traffic.received), planned, strict=True)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from braidrl.errors import UserError
 from braidrl.models.loading import load_decoder
 from braidrl.models.parallel.boxes import Box
-from braidrl.models.parallel.decoding import check_heads, load_tensor_parallel
+from braidrl.models.parallel.decoding import check_heads, load_for_decoding
 from braidrl.models.parallel.slices import boxes_of, chunk
 from braidrl.models.parallel.tensor import full_plan_of
 from tests.tiny import SIZES, TOKENIZER
@@ -62,7 +62,7 @@ def test_four_ranks_load_the_parts_that_the_rule_names_and_together_the_model(
     boxes = [boxes_of(shapes, full_plan_of(whole, "here", "less"), rank, RANKS) for rank in range(RANKS)]
     for rank in range(RANKS):
         ranks: Any = SimpleNamespace(rank=rank, size=RANKS)
-        model, slices = load_tensor_parallel(folders[name], torch.float32, "cpu", ranks)
+        model, slices = load_for_decoding(folders[name], torch.float32, "cpu", ranks)
         assert slices.boxes == boxes[rank] and slices.shapes == shapes
         for key, tensor in model.state_dict().items():
             assert torch.equal(tensor, boxes[rank][key].of(tensors[key])), key
@@ -91,8 +91,8 @@ def test_heads_stay_together(folders: dict[str, Path]) -> None:
 def test_weights_under_other_names_are_divided_too(folders: dict[str, Path], tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(folders["qwen3"]).base_model.save_pretrained(tmp_path)
     ranks: Any = SimpleNamespace(rank=3, size=RANKS)
-    expected, _ = load_tensor_parallel(folders["qwen3"], torch.float32, "cpu", ranks)
-    found, _ = load_tensor_parallel(tmp_path, torch.float32, "cpu", ranks)
+    expected, _ = load_for_decoding(folders["qwen3"], torch.float32, "cpu", ranks)
+    found, _ = load_for_decoding(tmp_path, torch.float32, "cpu", ranks)
     for (name, one), (other_name, other) in zip(expected.state_dict().items(), found.state_dict().items(), strict=True):
         assert name == other_name and torch.equal(one, other)
 

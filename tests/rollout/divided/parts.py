@@ -12,7 +12,7 @@ import torch
 from braidrl.cluster.world import World
 from braidrl.data.rows import FinishReason
 from braidrl.models.loading import load_decoder
-from braidrl.models.parallel.decoding import TensorRanks, load_tensor_parallel
+from braidrl.models.parallel.decoding import TensorRanks, load_for_decoding
 from braidrl.rollout.divided.spmd import SpmdEngine
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.requests import Response, SamplingParams, Uid
@@ -29,7 +29,7 @@ def together(world: World, task: Mapping[str, Any]) -> list[str]:
     """What is wrong where each rank brings some of the rows to an engine of both, and one of them ends a row of its own early."""
     torch.set_num_threads(1)
     assert world.group is not None
-    model, slices = load_tensor_parallel(task["path"], torch.float64, "cpu", TensorRanks(world.group))
+    model, slices = load_for_decoding(task["path"], torch.float64, "cpu", TensorRanks(world.group))
     engine = SpmdEngine(model, make_tokenizer(), 16, 64, 0, slices, world.group, compile=False)
     whole = {row.uid: row for row in generated(load_decoder(Path(task["path"]), torch.float64).eval(), False)}
     own, heard, wrong = REQUESTS[world.rank :: world.size], list[Uid](), list[str]()
@@ -54,7 +54,7 @@ def compare(world: World, task: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for name, (path, dtype, compile) in task["cases"].items():
         world.at(name)
         number_type = getattr(torch, dtype)
-        model, slices = load_tensor_parallel(path, number_type, "cpu", TensorRanks(world.group))
+        model, slices = load_for_decoding(path, number_type, "cpu", TensorRanks(world.group))
         rows = generated(model, compile, slices=slices)
         bits = b"".join(r.tokens.numpy().tobytes() + r.log_probs.numpy().tobytes() for r in rows)
         equal = len({bytes(part) for part in world.gather("bits", bits)}) == 1

@@ -15,7 +15,7 @@ from braidrl.importing import import_function
 from braidrl.runtimes.session import Session
 from braidrl.transfer.contract import check_protocol
 from tests.runtimes.hybrid.warm import WarmCluster
-from tests.tiny import ROOT, Workshop, load_module
+from tests.tiny import ROOT, Workshop, load_module, recorded
 
 EXAMPLE = ROOT / "examples" / "own_protocol"
 PAGE = (ROOT / "docs" / "add-a-protocol.md").read_text()
@@ -104,6 +104,30 @@ def test_what_a_method_computes_does_not_depend_on_the_protocol_or_the_number_of
             rows = session.actor.surprise(session.actor.generate(session.prompts()), 1.0)
             found.append(session.index(rows)["surprise"])
     assert torch.allclose(found[0], found[1], atol=1e-12) and torch.allclose(found[0], found[2], atol=1e-12)
+
+
+FLOW = """
+flow: surprised
+stages:
+- {role: actor, type: generate}
+- {role: reward, type: verify}
+- {role: actor, type: "METHODS:Surprise.surprise", params: {scale: 2.0}}
+- {type: advantage.group_normalized}
+- {role: actor, type: update, params: {loss: {name: clip}, old: self}}
+"""
+
+
+def test_a_method_is_a_stage_of_a_flow_which_any_runtime_runs(workshop: Workshop, warm_cluster: WarmCluster) -> None:
+    """Under hybrid by its protocol, which deals the rows out in turn; in one process with all of them."""
+    flow = workshop.folder / "surprised.yaml"
+    flow.write_text(FLOW.replace("METHODS", str(EXAMPLE / "methods.py")))
+    own = {"flow": str(flow), "dtype": "float64", "trainer": {"steps": 1, "prompts_per_step": 4}}
+    alone, hybrid = (
+        recorded(workshop.run(name, **own, **more), 1).ordered()
+        for name, more in (("alone", {}), ("hybrid", {"runtime": "hybrid", "workers": 2}))
+    )
+    assert bool((alone["surprise"] > 0).all())
+    assert torch.allclose(alone["surprise"], hybrid["surprise"], atol=1e-9)
 
 
 def test_mistakes_are_named_in_one_line(workshop: Workshop, warm_cluster: WarmCluster, own: Path) -> None:

@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 
 from braidrl.models.cpu.linear import product
 from braidrl.models.cpu.native.building import FLOAT, INT, LONG, POINTER, address, build
+from braidrl.models.parallel.decoding import SendHidden
+from braidrl.models.parallel.pipeline import local_layers
 from braidrl.rollout.embedded.slots import SlotCache
 
 BLOCK = 128
@@ -151,11 +153,13 @@ class NativeDecoder:
 
     def refresh(self) -> None:
         """Look up the weights again, in case they have moved."""
-        body: Any = self._model.base_model
-        self._layers = [_layer(layer) for layer in body.layers]
+        self._layers = [_layer(layer) for layer in local_layers(self._model)]
 
     def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
-        """Return logits (B, V) for the tokens (B,) at `positions` (B,) of the first B slots, whose keys and values are written."""
+        """Return logits (B, V) for the tokens (B,) at `positions` (B,) of the first B slots, whose keys and values are written.
+
+        A pipeline rank other than the last returns the hidden states that it has sent.
+        """
         body: Any = self._model.base_model
         kernels, epsilon = self.kernels, self._epsilon
         residual = body.embed_tokens(tokens[:, None])[:, 0].float()
@@ -173,6 +177,9 @@ class NativeDecoder:
             normed = kernels.add_norm(residual, update, layer.post_norm, epsilon)
             gated = kernels.gated(product(normed, layer.gate_up, layer.gate_up_bias))
             update = layer.down(gated)
+        if isinstance(body.norm, SendHidden):
+            sent: Tensor = body.norm(residual + update)
+            return sent
         normed = kernels.add_norm(residual, update, body.norm.weight, epsilon)
         logits: Tensor = self._model.get_output_embeddings()(normed)
         return logits

@@ -1,0 +1,130 @@
+"""What planning a change of layout takes one rank of many: descriptions of all ranks are made up, one process plays a rank.
+
+Qwen2.5-32B's 771 tensors in bfloat16, from the layout that trains to slices that generate. Each rank is played by a process of its own,
+so that its peak memory is the planning's: what it reads of the others, its moves and its rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from benchmarks.turns import Turn
+from braidrl.models.parallel.boxes import Box
+from braidrl.models.parallel.slices import boxes_of, chunk
+from braidrl.models.weights.index import describe, read_index
+from braidrl.models.weights.plan import plan_moves
+from braidrl.models.weights.rounds import Schedule, rounds_needed
+from braidrl.models.weights.transfer import LIMIT_BYTES
+
+WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD, VOCABULARY = 5120, 27648, 64, 40, 8, 128, 152064
+"""Qwen2.5-32B."""
+TENSOR_PLAN = {
+    "model.embed_tokens": "embedding_rowwise", "lm_head": "colwise",
+    **{f"model.layers.*.{name}": style for name, style in {
+        "self_attn.q_proj": "colwise", "self_attn.k_proj": "colwise", "self_attn.v_proj": "colwise",
+        "self_attn.o_proj": "rowwise", "mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise",
+    }.items()},
+}  # fmt: skip
+
+
+@cache
+def shapes() -> dict[str, tuple[int, ...]]:
+    """The global shape of each of the 771 tensors."""
+    one = {
+        "self_attn.q_proj.weight": (HEADS * HEAD, WIDTH), "self_attn.q_proj.bias": (HEADS * HEAD,),
+        "self_attn.k_proj.weight": (KV_HEADS * HEAD, WIDTH), "self_attn.k_proj.bias": (KV_HEADS * HEAD,),
+        "self_attn.v_proj.weight": (KV_HEADS * HEAD, WIDTH), "self_attn.v_proj.bias": (KV_HEADS * HEAD,),
+        "self_attn.o_proj.weight": (WIDTH, HEADS * HEAD),
+        "mlp.gate_proj.weight": (INNER, WIDTH), "mlp.up_proj.weight": (INNER, WIDTH), "mlp.down_proj.weight": (WIDTH, INNER),
+        "input_layernorm.weight": (WIDTH,), "post_attention_layernorm.weight": (WIDTH,),
+    }  # fmt: skip
+    layers = {f"model.layers.{n}.{name}": shape for n in range(LAYERS) for name, shape in one.items()}
+    ends = {"model.embed_tokens.weight": (VOCABULARY, WIDTH), "lm_head.weight": (VOCABULARY, WIDTH)}
+    return {**ends, **layers, "model.norm.weight": (WIDTH,)}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks along each axis, tensor fastest; `shard` divides each rank's slices among as many of the data ranks."""
+
+    ranks: int
+    pipeline: int = 1
+    tensor: int = 1
+    shard: int = 1
+
+    def boxes(self, rank: int) -> dict[str, Box]:
+        """What a rank has."""
+        data = self.ranks // (self.pipeline * self.tensor)
+        stage, tensor_rank, shard_rank = (
+            rank // (self.tensor * data), rank % self.tensor, rank // self.tensor % data % self.shard
+        )  # fmt: skip
+        own = {name: shape for name, shape in shapes().items() if stage_of(name, self.pipeline) == stage}
+        return {
+            n: sharded(b, shard_rank, self.shard)
+            for n, b in boxes_of(own, TENSOR_PLAN, tensor_rank, self.tensor).items()
+        }
+
+
+def stage_of(name: str, stages: int) -> int:
+    if name.startswith("model.layers."):
+        return int(name.split(".")[2]) * stages // LAYERS
+    return 0 if "embed" in name else stages - 1
+
+
+def sharded(box: Box, rank: int, ranks: int) -> Box:
+    """One of equal parts along the first dimension, as FSDP divides."""
+    start, count = chunk(box.sizes[0], rank, ranks)
+    return box.along(0, box.offsets[0] + start, box.offsets[0] + start + count)
+
+
+CASES = {
+    "FSDP": (Layout(1024, shard=1024), Layout(1024, tensor=8)),
+    "tensor": (Layout(1024, tensor=8), Layout(1024, tensor=4)),
+    "pipeline": (Layout(1024, pipeline=16), Layout(1024, tensor=8)),
+    "tensor and FSDP": (Layout(1024, tensor=8, shard=128), Layout(1024, tensor=4)),
+    "pipeline and tensor": (Layout(1024, pipeline=8, tensor=8), Layout(1024, tensor=4)),
+    "pipeline and FSDP": (Layout(1024, pipeline=8, shard=128), Layout(1024, tensor=8)),
+    "pipeline, tensor and FSDP": (Layout(1024, pipeline=4, tensor=8, shard=32), Layout(1024, tensor=4)),
+}
+
+
+def messages(layout: Layout) -> Iterator[bytes]:
+    """What each rank says of its blocks."""
+    every = shapes()
+    for rank in range(layout.ranks):
+        about = [([name], every[name], "bfloat16", box) for name, box in layout.boxes(rank).items()]
+        yield json.dumps(["", describe(about)]).encode()
+
+
+def prepare(case: Mapping[str, Any]) -> Turn:
+    """Make up what the ranks of a case say; a turn plans one rank's moves and rounds."""
+    said = [list(messages(layout)) for layout in CASES[case["layouts"]]]
+    before = peak_bytes()
+
+    def turn() -> Mapping[str, float]:
+        begun = time.perf_counter()
+        held, wanted = map(read_index, said)
+        found = plan_moves(held.groups(wanted), case["rank"], len(held.ranks), held.machines)
+        count = max(rounds_needed(moves, LIMIT_BYTES) for moves in (found.sends, found.receives))
+        for moves in (found.sends, found.receives):
+            Schedule(moves, count).first_rounds(len(held.tensors))
+        seconds = time.perf_counter() - begun
+        most = max(found.sends.total, found.receives.total)
+        return {
+            "seconds": seconds, "bytes": peak_bytes() - before, "moves": len(found.sends.peers) + len(found.receives.peers),
+            "sent": found.sends.total, "received": found.receives.total,
+            "rounds": count, "least_rounds": -(-most // LIMIT_BYTES),
+        }  # fmt: skip
+
+    return turn
+
+
+def peak_bytes() -> int:
+    """Most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

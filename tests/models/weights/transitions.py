@@ -1,0 +1,80 @@
+"""What ranks do in the test of HybridFlow's Table 2: train in one layout, enter generation in another, count, and go back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from braidrl.cluster.groups import subgroup
+from braidrl.cluster.world import World
+from braidrl.models.checkpoint import full_state_dict
+from braidrl.models.parallel.decoding import PipelineRanks, TensorRanks, load_for_decoding
+from braidrl.models.parallel.generation import GenerationLayout
+from braidrl.models.parallel.shards import local_shard
+from braidrl.models.roles.make import DecoderWorker
+from braidrl.models.weights.index import weight_parts
+from braidrl.models.weights.mirror import local_weight_parts
+from braidrl.models.weights.phases import GenerationWeights
+from tests.models.parallel.laid_out import config_of
+
+LIMIT = 16384
+
+
+def measure(world: World, task: dict[str, Any]) -> dict[str, Any]:
+    """By case, what each rank received, had in memory and had twice, by tensor where the formula is of tensors."""
+    torch.set_num_threads(1)
+    return {name: transition(world, task["model"], *case) for name, case in task["cases"].items()}
+
+
+def transition(world: World, model: str, training: dict[str, Any], pipeline: int, tensor: int, grouping: str) -> Any:
+    world.at(f"{training} {grouping}")
+    worker = DecoderWorker("actor", config_of(model, training), True, world.data_parallel)
+    layout = GenerationLayout(pipeline, tensor, grouping)  # type: ignore[arg-type]
+    resolved = worker.config.trainer.layout.resolve(world.size)
+    layout.check(resolved, world.size)
+    groups = layout.groups(resolved)
+    tensor_group, pipeline_group = (subgroup(g) for g in (groups.flatten(0, 1), groups.movedim(1, 2).flatten(0, 1)))
+    assert tensor_group is not None and pipeline_group is not None
+    stages = PipelineRanks(pipeline_group) if pipeline > 1 else None
+    generating, slices = load_for_decoding(worker.path, worker.dtype, "cpu", TensorRanks(tensor_group), stages)
+    weights = GenerationWeights(worker, generating, slices, layout, LIMIT)
+    with torch.no_grad():
+        for parameter in worker.model.parameters():
+            local_shard(parameter).mul_(1.5)
+    wanted = {name: tensor.clone() for name, tensor in full_state_dict(worker).items()}
+    before = {name: part.local.clone() for name, part in local_weight_parts(worker).items()}
+    volume = weights.enter()
+    assert volume is not None and weights.enter() is None
+    problems = [
+        f"{name} differs"
+        for name, part in weight_parts(generating, slices).items()
+        if not torch.equal(part.local, part.box.of(wanted[name]))
+    ]
+    kept = [name for name, part in local_weight_parts(worker).items() if part.local.any()]
+    if grouping == "interval" and kept:
+        problems.append(f"training has {kept} beside generation")
+    weights.leave()
+    weights.leave()
+    after = local_weight_parts(worker)
+    problems += [
+        f"{name} came back otherwise" for name, values in before.items() if not torch.equal(after[name].local, values)
+    ]
+    problems += [
+        f"{n} stays"
+        for n, part in weight_parts(generating, slices).items()
+        if grouping == "interval" and part.local.any()
+    ]
+    again = weights.enter()
+    assert again is not None
+    if (again.received, again.rounds) != (volume.received, volume.rounds):
+        problems.append("the second time is not as the first")
+    weights.leave()
+    said = {
+        "received": volume.received, "peak": weights.peak_bytes, "redundant": weights.redundant_bytes,
+        "rounds": volume.rounds, "problems": problems,
+        "trained": {name: part.box.elements for name, part in local_weight_parts(worker).items()},
+        "generated": {name: part.box.elements for name, part in weight_parts(generating, slices).items()},
+    }  # fmt: skip
+    return [json.loads(bytes(part)) for part in world.gather("measured", json.dumps(said).encode())]
