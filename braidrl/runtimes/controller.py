@@ -14,10 +14,10 @@ from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import BadUpdate
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.flow.batches import SURPLUS, GroupSelector, Selection, Verdict, update_plan
+from braidrl.flow.batches import SURPLUS, GroupSelector, Verdict, update_plan
 from braidrl.flow.compute import State, initial_states, next_state, with_state
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.backend import IterationResult, Position, SerialBackend, T
+from braidrl.runtimes.backend import IterationResult, Position, SerialBackend, T, needed
 from braidrl.runtimes.generating.early_stop import Segment, segment_of
 
 
@@ -172,10 +172,3 @@ def kept_on_failure(table: T, final: T) -> Iterator[None]:
     except BadUpdate as error:
         error.batch = (table, final)
         raise
-
-
-def needed(generated: Rows, outcome: Selection, surplus: str) -> Rows:
-    """Return the rows that metrics speak of: of groups up to the batch's last. How far later ones came is a matter of time."""
-    if surplus == "keep":
-        return generated
-    return generated.take((generated["group"] <= outcome.groups[-1]).nonzero().flatten().tolist())

@@ -60,12 +60,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.flow = self.prepared.flow
         check_runtime(config, self.flow, generates=replay is None, trains=not rollout_only)
         self.folder = resume or Path(self.world.from_first("run folder", lambda: str(new_run_folder(config))))
-        self.progress = Progress(config.trainer.steps) if self.world.first else silent_progress()
-        self.progress.print(str(self.folder))
-        for line in (*without_effect(config), *unusual_rates(config, self.flow)):
-            self.progress.print(line)
-        for source in self.prepared.sources:
-            self.progress.print(source.report())
+        self.progress = self._opened_progress()
         set_up_torch(config)
         self.interrupts = AgreedInterrupts() if world else Interrupts()
         self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
@@ -89,6 +84,14 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self._restore(load_checkpoint(checkpoint))
             self.metrics = self._open_metrics(self.step if resume else None) if self.world.first else None
             self.resources = resources.pop_all()
+
+    def _opened_progress(self) -> Progress:
+        """Return the terminal, which begins with the run's folder, settings without effect, and the data."""
+        progress = Progress(self.config.trainer.steps) if self.world.first else silent_progress()
+        reports = [source.report() for source in self.prepared.sources]
+        for line in [str(self.folder), *without_effect(self.config), *unusual_rates(self.config, self.flow), *reports]:
+            progress.print(line)
+        return progress
 
     def __exit__(self, *_: object) -> None:
         self.resources.close()

@@ -18,8 +18,7 @@ from braidrl.flow import Flow
 from braidrl.flow.batches import Sizes, admissible, check_update_size
 from braidrl.flow.columns import ADMISSION
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.backend import IterationResult, Position
-from braidrl.runtimes.controller import needed
+from braidrl.runtimes.backend import IterationResult, Position, needed
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.saving.row_store import Admission
 from braidrl.runtimes.streaming.backend import LOOK_EVERY_S, StreamingBackend
