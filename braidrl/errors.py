@@ -1,12 +1,23 @@
 """How a run fails: by a mistake of the user's, told in one line, or in a worker process."""
 
+import errno
+import os
+from typing import Any
+
 from braidrl.algorithms.registry import suggest
 
-__all__ = ["LostPeers", "UserError", "WorkerError", "first_line", "suggest"]
+__all__ = ["BadUpdate", "LostPeers", "UserError", "WorkerError", "first_line", "no_room", "suggest"]
 
 
 class UserError(Exception):
     """Ends the command with its message alone; `--debug` adds the traceback."""
+
+
+class BadUpdate(UserError):
+    """The gradient of an optimizer step is not finite; nothing was updated."""
+
+    batch: tuple[Any, Any] | None = None
+    """Tables of the batch's rows as they are recorded, and with every column; whoever drives the iteration adds them."""
 
 
 class WorkerError(RuntimeError):
@@ -15,6 +26,18 @@ class WorkerError(RuntimeError):
 
 class LostPeers(RuntimeError):
     """Other ranks did not come to a meeting: what a rank sees of another's failure."""
+
+
+def no_room(error: BaseException) -> str:
+    """Return what is to be said of an error that a full disk, or a quota, has caused; nothing for any other."""
+    # Libraries have errors of their own for it, which only the system's words tell from others.
+    texts = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
+    found: BaseException | None = error
+    while found is not None:
+        if any(text in str(found) for text in texts):
+            return f"{first_line(found)}; make room and go on with `braid train --resume`"
+        found = found.__cause__ or found.__context__
+    return ""
 
 
 def first_line(error: BaseException) -> str:

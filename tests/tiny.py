@@ -103,7 +103,8 @@ def settings(folder: Path, model: Path, data: Path, /, **sections: Any) -> dict[
     tree: dict[str, Any] = {
         "flow": "grpo", "model": str(model), "output": str(folder), "name": "run", "threads": 1, "device": "cpu",
         "data": {"train": str(data)},
-        "reward": {"verify": "gsm8k"},
+        # The sandbox, which costs some milliseconds for each row, has tests of its own.
+        "reward": {"verify": "gsm8k", "sandbox": "none"},
         "rollout": {"samples_per_prompt": 4, "max_response_tokens": 8, "slots": 16},
         "trainer": {"steps": 2, "prompts_per_step": 4, "learning_rate": 1e-3, "checkpoint_every": 0},
         "evaluation": {"every": 0},
@@ -146,6 +147,18 @@ def metrics_without_times(run: Path) -> list[dict[str, Any]]:
     """What `metrics.jsonl` says, without seconds, rates and weights' ways, which differ from run to run."""
     timed = ("time/", "throughput/", "weights/")
     return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in read_metrics(run)]
+
+
+def metrics_agree(one: Path, other: Path, tolerance: float = 1e-6) -> bool:
+    """Whether two runs have the same metrics up to rounding: gradients may have been added in another order."""
+    pairs = [metrics_without_times(run) for run in (one, other)]
+    if [line.keys() for line in pairs[0]] != [line.keys() for line in pairs[1]]:
+        return False
+    values = [[value for line in lines for value in line.values()] for lines in pairs]
+    return all(
+        a == b or (a is not None and b is not None and abs(a - b) <= tolerance * (1 + abs(a)))
+        for a, b in zip(*values, strict=True)
+    )
 
 
 def weights_of(run: Path, role: str = "actor") -> dict[str, torch.Tensor]:

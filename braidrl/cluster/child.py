@@ -4,18 +4,23 @@ import contextlib
 import importlib
 import json
 import os
+import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from braidrl.cluster.process import Failure, Outcome
-from braidrl.errors import LostPeers, UserError
+from braidrl.cluster.process import BEAT, BEAT_S, Failure, Outcome
+from braidrl.cluster.silence import named
+from braidrl.errors import BadUpdate, LostPeers, UserError, no_room
 
 FAILED = 1
+SPEAKING = threading.Lock()
+"""Held by whoever writes to the connection."""
 at_end: list[Callable[[], None]] = []
 """Called before a process ends that nobody waits for any more: it ends the processes that this one started."""
 
@@ -37,7 +42,9 @@ def main(descriptor: int) -> None:
 def serve(connection: Connection) -> NoReturn:
     """Do the task that comes first over the connection. End with the task, or when the starter is gone."""
     task = json.loads(connection.recv_bytes())
+    named(task["name"])
     threading.Thread(target=end_with, args=(connection, task), daemon=True).start()
+    threading.Thread(target=beat, args=(connection,), daemon=True).start()
     # A thread of Ray's, in which they are blocked, may have started this process.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -48,9 +55,19 @@ def serve(connection: Connection) -> NoReturn:
     except BaseException as error:
         failure = error.failure if isinstance(error, TaskFailed) else failure_of(f"{task['name']} failed", error)
     # Failed or not, this is the last word; the starter may be gone before it is heard.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), SPEAKING:
         connection.send_bytes(Outcome(result, failure).encode())
     end_at_once(FAILED if failure else 0)
+
+
+def beat(connection: Connection) -> None:
+    """Say each second that this process lives, as long as its starter reads it."""
+    with contextlib.suppress(OSError):
+        while True:
+            time.sleep(BEAT_S)
+            with SPEAKING:
+                if select.select((), [connection], (), 0)[1]:
+                    connection.send_bytes(BEAT)
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -63,9 +80,11 @@ def function_of(name: str) -> Callable[..., Any]:
 def failure_of(where: str, error: BaseException) -> Failure:
     """Return how a process reports an error: where it happened, in one line, and the traceback."""
     if isinstance(error, UserError):
-        return Failure("user", str(error))
+        return Failure("update" if isinstance(error, BadUpdate) else "user", str(error))
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", "")
+    if full := no_room(error):
+        return Failure("user", f"{where}: {full}")
     text = "".join(traceback.format_exception(error)).rstrip()
     kind = f"{type(error).__name__}: {error}".splitlines()[0]
     return Failure("error", f"{where}: {kind}\n{text}", follows=isinstance(error, LostPeers))

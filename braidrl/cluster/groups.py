@@ -5,7 +5,11 @@ join_group ──▶ the group of all               its limit is that of all gro
 subgroup, mesh_of, background_group, group_apart
 """
 
+import contextlib
+import fcntl
 import os
+import socket
+import struct
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,6 +23,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from braidrl.errors import LostPeers
 
 LOOPBACK = "127.0.0.1"
+SIOCGIFADDR = 0x8915
 
 
 def open_store(host: str, limit_s: float, port: int = 0) -> dist.TCPStore:
@@ -29,8 +34,13 @@ def open_store(host: str, limit_s: float, port: int = 0) -> dist.TCPStore:
         limit_s: How long a reader of it waits, in seconds.
         port: By default a free one.
     """
-    limit = timedelta(seconds=limit_s)
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit)
+    # A store that opens its port itself listens on every interface.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, port), family=family, backlog=1024)
+    return dist.TCPStore(
+        host, listening.getsockname()[1], is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit_s),
+        master_listen_fd=listening.detach(),
+    )  # fmt: skip
 
 
 def connect_store(host: str, port: int, limit_s: float) -> dist.TCPStore:
@@ -49,13 +59,13 @@ def join_group(
         size: How many processes there are.
         limit_s: How long each wait in the group may take, in seconds.
         cuda: Whether tensors on CUDA devices are exchanged too.
-        host: The store's address, where it is known: on one machine nothing leaves it.
+        host: The store's address; only the interface that leads there is listened on.
 
     Raises:
         LostPeers: Others did not come in time, by their ranks.
     """
-    if host == LOOPBACK:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if host and (interface := interface_of(address_towards(host))):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=limit_s)
     store.set(f"came/{rank}", "")
     try:
@@ -65,6 +75,26 @@ def join_group(
         raise LostPeers(f"waited {limit_s:g} s for ranks {', '.join(late) or 'that came'} to join: {error}") from error
     assert dist.group.WORLD is not None
     return dist.group.WORLD
+
+
+def address_towards(peer: str) -> str:
+    """Return this machine's address that a host sees. Nothing is sent there."""
+    family, *_, where = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as asking:
+        asking.connect(where)
+        address: str = asking.getsockname()[0]
+    return address
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has an IPv4 address of this machine; nothing where none has it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # One without an address.
+                found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return ""
 
 
 def limit_of_all() -> timedelta:

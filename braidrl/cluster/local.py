@@ -30,12 +30,14 @@ import torch
 from braidrl.cluster.child import serve
 from braidrl.cluster.devices import Devices, assign_devices, device_count
 from braidrl.cluster.groups import LOOPBACK
-from braidrl.cluster.process import END_LIMIT_S, Outcome, Process, ProcessSpec, default_threads, environment_of
+from braidrl.cluster.process import BEAT, END_LIMIT_S, Outcome, Process, ProcessSpec, default_threads, environment_of
+from braidrl.errors import WorkerError
 from braidrl.placement.pools import Pool
 
 BOOT = """
 import importlib, json, sys
-descriptor, module, function, path = json.loads(sys.argv[1])
+descriptor, module, function, path, name = json.loads(sys.argv[1])
+open("/proc/self/comm", "w").write(name)
 sys.path[:] = path
 getattr(importlib.import_module(module), function)(descriptor)
 """
@@ -50,6 +52,9 @@ class LocalProcess(Process):
     def __init__(self, name: str, connection: Connection, pid: int) -> None:
         self.name, self.connection, self._pid = name, connection, pid
         self._outcome: Outcome | None = None
+        self._heard = time.monotonic()
+        self.hung_up = False
+        """True once nothing can come any more."""
 
     @property
     def pid(self) -> int:
@@ -66,10 +71,18 @@ class LocalProcess(Process):
 
     @property
     def outcome(self) -> Outcome | None:
-        if self._outcome is None and not self.connection.closed and self.connection.poll():
-            with contextlib.suppress(EOFError, OSError):
-                self._outcome = Outcome.decode(self.connection.recv_bytes())
+        try:
+            while self._outcome is None and not self.connection.closed and self.connection.poll():
+                message, self._heard = self.connection.recv_bytes(), time.monotonic()
+                if message != BEAT:
+                    self._outcome = Outcome.decode(message)
+        except (EOFError, OSError):
+            self.hung_up = True
         return self._outcome
+
+    @property
+    def silence(self) -> float:
+        return 0.0 if self.outcome else time.monotonic() - self._heard
 
     def describe_end(self) -> str:
         self.wait(END_LIMIT_S)
@@ -107,7 +120,7 @@ class Spawned(LocalProcess):
         module, _, function = (spec.entry if spec.arguments is None else "braidrl.cluster.child:main").partition(":")
         boot = BOOT if spec.python == sys.executable else BOOT_ELSEWHERE
         self._process = subprocess.Popen(
-            [spec.python, "-c", boot, json.dumps([theirs.fileno(), module, function, sys.path])],
+            [*spec.wrapper, spec.python, "-c", boot, json.dumps([theirs.fileno(), module, function, sys.path, spec.name[:15]])],
             stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
             env=environment_of(spec, os.environ),
         )  # fmt: skip
@@ -131,7 +144,10 @@ class Spawned(LocalProcess):
 
     def kill(self) -> None:
         self.kill_group()
-        self._process.wait()
+        try:
+            self._process.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise WorkerError(f"{self.name} (process {self.pid}) was killed and does not end") from None
 
 
 class Forked(LocalProcess):
@@ -152,7 +168,9 @@ class Forked(LocalProcess):
             if self.alive and os.getpgid(self.pid) == self.pid:
                 os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
-        self._process.join()
+        self._process.join(END_LIMIT_S)
+        if self._process.is_alive():
+            raise WorkerError(f"{self.name} (process {self.pid}) was killed and does not end")
 
 
 def spawn(spec: ProcessSpec) -> Spawned:
@@ -253,7 +271,8 @@ class LocalLauncher:
 
     def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
         lines = {each.connection: each for each in processes if isinstance(each, LocalProcess)}
-        return [lines[line] for line in wait(list(lines), seconds)]  # type: ignore[index]
+        spoken = [lines[line] for line in wait(list(lines), seconds)]  # type: ignore[index]
+        return [each for each in spoken if each.outcome is not None or each.hung_up]
 
     def close(self) -> None:
         """Free nothing: nothing was reserved that others could want."""

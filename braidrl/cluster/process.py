@@ -16,9 +16,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from braidrl.errors import UserError, WorkerError
+from braidrl.errors import BadUpdate, UserError, WorkerError
 from braidrl.placement.pools import Pool
 
+BEAT, BEAT_S = b"", 1.0
+"""What a process says to its starter while it lives, and how often."""
 END_LIMIT_S = 10.0
 """How long processes have to end by themselves before they are killed."""
 
@@ -28,7 +30,7 @@ class Failure:
     """Why a process did not do its task."""
 
     kind: str
-    """user (a UserError), error, interrupted, or died for a process that ended without a word."""
+    """user (a UserError), update (a BadUpdate), error, interrupted, or died for a process that ended without a word."""
     message: str
     """What the user is to read, with the process's own traceback for an error."""
     follows: bool = False
@@ -40,10 +42,11 @@ class Failure:
         return not self.follows and self.kind != "interrupted"
 
     def error(self) -> BaseException:
-        """Return the exception to raise for this failure: UserError, KeyboardInterrupt or WorkerError."""
+        """Return the exception to raise for this failure: UserError, BadUpdate, KeyboardInterrupt or WorkerError."""
         if self.kind == "interrupted":
             return KeyboardInterrupt()
-        return UserError(self.message) if self.kind == "user" else WorkerError(self.message)
+        kinds: dict[str, type[Exception]] = {"user": UserError, "update": BadUpdate}
+        return kinds.get(self.kind, WorkerError)(self.message)
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,10 @@ class ProcessSpec:
     devices: tuple[int, ...] | None = None
     """The CUDA devices that it sees, by their numbers among the starter's; None for all of those."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    inherits: tuple[str, ...] | None = None
+    """The variables that it gets of the starter's; None for all."""
+    wrapper: tuple[str, ...] = ()
+    """A command that starts the interpreter in its place, with its arguments after its own."""
     also_calls: str = ""
     """`module:function` that the entry calls, so that a fork server imports its module too."""
 
@@ -126,7 +133,8 @@ def environment_of(spec: ProcessSpec, starter: Mapping[str, str]) -> dict[str, s
     if spec.devices is not None:
         seen = starter.get("CUDA_VISIBLE_DEVICES", "").split(",")
         own["CUDA_VISIBLE_DEVICES"] = ",".join(seen[n] if seen != [""] else str(n) for n in spec.devices)
-    return {**starter, **own}
+    passed = starter if spec.inherits is None else {name: starter[name] for name in spec.inherits if name in starter}
+    return {**passed, **own}
 
 
 def usable_cores() -> int:
@@ -163,6 +171,11 @@ class Process(ABC):
     @abstractmethod
     def outcome(self) -> Outcome | None:
         """Return its last word; None for a process that still works, or that has ended without one."""
+
+    @property
+    def silence(self) -> float:
+        """Return for how many seconds nothing was heard of it."""
+        return 0.0
 
     @abstractmethod
     def describe_end(self) -> str:

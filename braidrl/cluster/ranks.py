@@ -7,6 +7,8 @@ A failure in one rank stops the others; what the user sees is the failure that c
 """
 
 import contextlib
+import secrets
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from braidrl.cluster.child import TaskFailed, failure_of, function_of
 from braidrl.cluster.groups import open_store
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import Failure, Launcher, Outcome, Process, ProcessSpec, interrupts_handled
+from braidrl.cluster.silence import FrozenWatch, keep_stack, mute_after
 from braidrl.cluster.world import World, join
 from braidrl.errors import UserError
 from braidrl.placement.pools import Pool
@@ -32,8 +35,9 @@ LOOK_EVERY_S = 0.2
 
 
 def run_ranks(
-    entry: str, task: Mapping[str, Any], workers: int | Pool, limit_s: float, launcher: Launcher | None = None
-) -> Any:
+    entry: str, task: Mapping[str, Any], workers: int | Pool, limit_s: float, launcher: Launcher | None = None,
+    silence_s: float = 60.0,
+) -> Any:  # fmt: skip
     """Run `module:function(world, task)` in `workers` processes and return what rank 0 returned, a JSON value.
 
     Args:
@@ -42,10 +46,13 @@ def run_ranks(
         workers: How many ranks, or their pool where it matters which engines they start.
         limit_s: How long ranks wait for one another, in seconds.
         launcher: Who starts them; by default this process, on this machine.
+        silence_s: After so many seconds without a sign of life a process is killed.
 
     Raises:
         UserError, WorkerError, KeyboardInterrupt: The failure of the rank that failed first. None of the processes is left.
     """
+    # Whoever else reaches the store does not know under which keys the ranks meet.
+    secret = secrets.token_hex(16)
     launcher, pool = launcher or LocalLauncher(), workers if isinstance(workers, Pool) else Pool(("rank",), workers)
     ranks: list[Process] = []
     store = None
@@ -57,11 +64,13 @@ def run_ranks(
                 meeting = {"MASTER_ADDR": launcher.ip, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(pool.workers)}
                 own = {"RANK": str(rank), "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
                 spec = ProcessSpec(
-                    f"rank {rank}", f"{__name__}:work", {"entry": entry, "task": task, "limit_s": limit_s, "rank": rank},
+                    f"rank {rank}", f"{__name__}:work", 
+                    {"entry": entry, "task": task, "limit_s": limit_s, "rank": rank, "secret": secret},
                     environment={**meeting, **own}, also_calls=entry,
                 )  # fmt: skip
                 ranks.append(launcher.start(pool.name, rank, spec))
-            return supervise(launcher, ranks, interrupts)
+            with FrozenWatch(silence_s, tell) as frozen:
+                return supervise(launcher, ranks, interrupts, silence_s, frozen.killed)
     finally:
         end(ranks)
         launcher.close()
@@ -84,15 +93,28 @@ class InterruptCount:
                 rank.interrupt()
 
 
-def supervise(launcher: Launcher, ranks: Sequence[Process], interrupts: InterruptCount) -> Any:
-    """Wait until every rank is done and return rank 0's result. Raises the first failure."""
+def tell(line: str) -> None:
+    """Say something beside the ranks' own words."""
+    print(f"braid: {line}", file=sys.stderr, flush=True)
+
+
+def supervise(
+    launcher: Launcher, ranks: Sequence[Process], interrupts: InterruptCount, silence_s: float, killed: Sequence[str]
+) -> Any:
+    """Wait until every rank is done and return rank 0's result. Raises the first failure; `killed` are lines on frozen processes."""
     silent, outcomes = list(ranks), dict[str, Outcome]()
     deadline = float("inf")
     while silent and time.monotonic() < deadline:
         interrupts.pass_on(ranks)
         for rank in launcher.answered(silent, min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
             silent.remove(rank)
-            outcomes[rank.name] = last_word(rank)
+            outcomes[rank.name] = last_word(rank, killed)
+        for rank in [each for each in silent if each.silence > mute_after(silence_s)]:
+            where = keep_stack(rank.pid, rank.name, None)
+            rank.kill()
+            silent.remove(rank)
+            said = f"{rank.name} has said nothing for {silence_s:g} s and was killed{where}"
+            outcomes[rank.name] = Outcome(failure=Failure("died", said))
         failures = [outcome.failure for outcome in outcomes.values() if outcome.failure]
         if any(failure.is_cause for failure in failures):
             break
@@ -105,12 +127,12 @@ def supervise(launcher: Launcher, ranks: Sequence[Process], interrupts: Interrup
     return outcomes[ranks[0].name].result
 
 
-def last_word(rank: Process) -> Outcome:
+def last_word(rank: Process, killed: Sequence[str] = ()) -> Outcome:
     """Return the outcome of a rank that has answered, or that has ended without a word."""
-    died = (
-        Failure("died", f"{rank.name} is gone without a word ({rank.describe_end()})") if rank.outcome is None else None
-    )
-    return rank.outcome or Outcome(failure=died)
+    if rank.outcome is not None:
+        return rank.outcome
+    frozen = next((line for line in killed if f"(process {rank.pid})" in line), "")
+    return Outcome(failure=Failure("died", frozen or f"{rank.name} is gone without a word ({rank.describe_end()})"))
 
 
 def end(ranks: Sequence[Process]) -> None:
@@ -141,7 +163,7 @@ def work(arguments: Mapping[str, Any]) -> Any:
     task = arguments["task"]
     world = World(arguments["rank"])
     try:
-        world = join(arguments["limit_s"], task.get("cuda", False))
+        world = join(arguments["limit_s"], task.get("cuda", False), secret=arguments["secret"])
         result = function_of(arguments["entry"])(world, task)
         world.gather("the end of the run", b"")
     except (UserError, KeyboardInterrupt):

@@ -31,7 +31,8 @@ class ProcessActor:
     def last_word(self) -> Outcome | None:
         """Wait for the outcome of the process; None where it ends without one."""
         assert self.process is not None
-        self.process.connection.poll(None)
+        while self.process.outcome is None and not self.process.hung_up:
+            self.process.connection.poll(None)
         return self.process.outcome
 
     def perform(self, method: str) -> Any:

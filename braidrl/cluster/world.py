@@ -224,7 +224,7 @@ class Supervised(DataParallel):
         return self.world.meeting(purpose)
 
 
-def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1) -> World:
+def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1, secret: str = "") -> World:
     """Join the world that the environment describes, as `torchrun` and our own launchers set it (RANK, WORLD_SIZE, ...).
 
     Args:
@@ -232,10 +232,12 @@ def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1) 
         cuda: Whether they compute on CUDA devices, of which this rank takes its own.
         engines: Engine processes that each rank starts.
         engine_devices: Devices of each of those.
+        secret: What the ranks' keys in the store begin with.
     """
     if cuda:
         torch.cuda.set_device(own_devices(torch.cuda.device_count(), engines, engine_devices).every[0])
     store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=limit_s)))
+    store = dist.PrefixStore(secret, store) if secret else store
     group = join_group(store, rank, size, limit_s, cuda, os.environ.get("MASTER_ADDR", ""))
     return World(rank, size, group, dist.PrefixStore("places", store))
 

@@ -1,7 +1,7 @@
 """Where prompts come from, and how answers are checked."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -70,7 +70,19 @@ class RewardConfig(Section):
     """Score of a right answer where a verifier gives only right or wrong; by default the recipe's (GRPO 1, DAPO 1)."""
     wrong_score: float | None = None
     """Score of a wrong answer; by default the recipe's (GRPO 0, DAPO -1)."""
+    max_abs: float = Field(1e6, gt=0)
+    """A verifier's or environment's score further from 0 than this counts as that row's failure."""
     timeout_s: float = Field(10.0, gt=0)
     """Seconds for one verifier on one row; after them that check counts as failed and its process is replaced."""
     processes: int = Field(1, ge=1)
     """Processes that check answers beside generation."""
+    sandbox: Literal["process", "bubblewrap", "none"] = "process"
+    """Where verifiers of your own run: each call in processes that cannot reach the run and end with it; with `bubblewrap`, which has to
+    be installed, also without a network and a home directory; with `none` in the process that checks answers. An `async` one shares a
+    process with its other calls."""
+    environment: list[str] = []
+    """Variables that they get of the run's environment, beside PATH and the like."""
+    memory_gib: float = Field(4.0, gt=0)
+    """Address space of each process of a call in the sandbox."""
+    max_processes: int = Field(64, ge=1)
+    """How many processes one call may have at a time in the sandbox."""

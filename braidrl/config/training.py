@@ -53,6 +53,8 @@ class TrainerConfig(Section):
     """AdamW's epsilon, added to the root of the second moment."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """A longer gradient is scaled down to this norm; none does not clip."""
+    skip_bad_updates: bool = False
+    """Leave out an optimizer step whose loss or gradient is NaN or infinite, and count it; by default the run ends there."""
     share_prompts: bool = False
     """Rows of a group put their prompt through the model once, in inference and training, where that makes a quarter of the tokens go
     away. Log-probs and gradients are the same up to rounding."""

@@ -74,6 +74,8 @@ class TrainingBackend(Protocol):
 
     role: str
     ranks: DataParallel
+    nonfinite: tuple[str, ...] = ()
+    """Where this rank's losses were not finite since the last step, in words; a backend need not say it."""
 
     @property
     def shared_model(self) -> Any:
@@ -120,7 +122,8 @@ class TrainingBackend(Protocol):
             iteration: From 1, for the learning-rate schedule.
 
         Returns:
-            The 2-norm of the global gradient before clipping, or None where nothing was counted.
+            The 2-norm of the global gradient before clipping, or None where nothing was counted. Where it is not finite,
+            nothing was updated.
         """
 
     def export(self, folder: Path, write: bool = True) -> None:

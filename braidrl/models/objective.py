@@ -21,10 +21,13 @@ from braidrl.algorithms.aggregation import weighted_sum
 from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry
-from braidrl.data.rows import FinishReason, Rows
+from braidrl.data.rows import FinishReason, Rows, named_rows
 from braidrl.flow.lookup import entry_of
 from braidrl.flow.signatures import columns_in_training
 from braidrl.models.roles.likelihood import Likelihood, likelihood_counts, likelihoods
+
+NAMES_A_TOKEN = "at response token"
+"""What a message says that knows where a number is not finite."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,27 @@ def denominators(index: Rows) -> dict[str, float]:
         "groups": float(len(used["group"].unique())),
         **likelihood_counts(index),
     }
+
+
+def nonfinite_tokens(rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> str:
+    """Return in words which tokens of a micro-batch have a prediction or a column that is not finite; its rows where none has.
+
+    Args:
+        rows: The micro-batch.
+        offsets: (B + 1,) int64, where each row's action tokens begin.
+        predicted: What the model said of them.
+    """
+    count, found = int(offsets[-1]), []
+    columns = [name for name, column in rows.items() if isinstance(column, Tensor | Ragged)]
+    known = {**predicted, **{name: column_values(rows, name, offsets) for name in (*columns, "advantages")}}
+    for name, values in known.items():
+        if values is None or not values.is_floating_point() or len(values) != count:
+            continue
+        for place in (~torch.isfinite(values.detach())).nonzero().flatten().tolist()[:1]:
+            row = int(torch.searchsorted(offsets, torch.tensor(place, device=offsets.device), right=True)) - 1
+            number = place - int(offsets[row])
+            found.append(f"{name} is {values[place].item()} {NAMES_A_TOKEN} {number} of row {rows.uids()[row]}")
+    return "; ".join(found) or f"the loss overflowed{named_rows(rows.uids())}"
 
 
 def with_group_tokens(rows: Rows, index: Rows) -> Rows:

@@ -122,7 +122,7 @@ class MasterOptimizer:
         """Make one update with every sum over its global count; return the gradient norm before clipping.
 
         All ranks pass the same denominators. One of zero leaves its sum out; with nothing left, nothing is done and None returned.
-        Raises RuntimeError for a gradient that is not finite.
+        Where the norm is not finite, nothing is updated.
         """
         counted = {name: count for name, count in sorted(denominators.items()) if count > 0}
         sums = {name: self._summed(name) for name in counted}
@@ -133,6 +133,9 @@ class MasterOptimizer:
             parts = [part.div_(counted[name]) for name, all_parts in sums.items() if (part := all_parts[i]) is not None]
             master.grad = sum(parts[1:], parts[0]) if parts else None
         norm = self._clip()
+        if not math.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            return norm
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(iteration, self.config, self.peak)
         self.optimizer.step()
@@ -152,10 +155,6 @@ class MasterOptimizer:
 
     def _clip(self) -> float:
         norm = self.ranks.gradient_norm([master.grad for master in self.masters], self.parameters)
-        if not torch.isfinite(norm):
-            raise RuntimeError(
-                f"gradient norm is {norm.item()} at optimizer step {self.steps + 1}; nothing was updated"
-            )
         if self.config.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.max_grad_norm, norm)
         return float(norm)

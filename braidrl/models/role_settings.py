@@ -9,6 +9,8 @@ from braidrl.flow import Flow, Kind
 from braidrl.models.parallel.layout import ParallelLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+HIGHEST_USUAL_RATE = 0.01
+"""Of AdamW on all weights; adapters want about ten times as much."""
 
 
 def own_settings(role: str, config: Config) -> RoleConfig:
@@ -85,3 +87,15 @@ def inference_layout_key(role: str, config: Config) -> str:
 def layout_key(role: str, config: Config) -> str:
     """Return the configuration key that sets the role's layout."""
     return f"roles.{role}.layout" if own_settings(role, config).layout else "trainer.layout"
+
+
+def unusual_rates(config: Config, flow: Flow) -> list[str]:
+    """Return a line for each trained role whose learning rate is far beyond what AdamW is run with."""
+    lines = []
+    for role in flow.trained_roles if config.trainer.optimizer == "adamw" else ():
+        rate, most = learning_rate_of(role, config), HIGHEST_USUAL_RATE * (10 if lora_of(role, config) else 1)
+        if rate > most:
+            lines.append(
+                f"the learning rate of {role} is {rate:g}; RL trains at 1e-7 to 1e-4, and beyond {most:g} AdamW rarely learns"
+            )
+    return lines

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from braidrl.config import RewardConfig
 from braidrl.rewards.pool import RewardPool
 from braidrl.rewards.verifier import Completion, resolve
 
@@ -31,7 +32,7 @@ class VerifierUnderTest:
     def scores(self, completions: Sequence[Completion]) -> list[float]:
         """Return the score of each completion, 1 and 0 for right and wrong. Raises AssertionError for a check that came to nothing."""
         verifier, found = resolve(self.name, self.params), []
-        with RewardPool(1, self.timeout_s) as pool:
+        with RewardPool(RewardConfig(timeout_s=self.timeout_s)) as pool:
             for completion, future in [(one, pool.submit(one, verifier)) for one in completions]:
                 outcome = future.result()
                 assert outcome.failure is None, (

@@ -6,20 +6,29 @@ Concurrent    many calls of one async verifier at a time; if its process hangs o
 """
 
 import queue
+import signal
 import threading
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
+from braidrl.config import RewardConfig
 from braidrl.rewards.process import WorkerProcess
 from braidrl.rewards.verifier import Verifier
+from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.rewards.worker import Message, receive
 
 MOST_IN_FLIGHT = 64
 """Calls of one async verifier at a time; for fewer it may hold an asyncio.Semaphore, since they share an event loop."""
 STUCK_AFTER_S = 1.0
 """How much later than its limit an async call may answer before its event loop counts as blocked."""
+REASONS = ("timeout", "exception", "died", "result")
+"""Why a check may have failed."""
+KILLED = tuple(f"killed by signal {number:d}" for number in (signal.SIGKILL, signal.SIGTERM))
+"""How a process ends that somebody else has ended; the call that it was at is made once more."""
+SUPERVISION_S = 2.0
+"""How much longer than its limits a call may take in the sandbox until its worker counts as stuck."""
 TICK_S = 0.02
 """How long a concurrent lane waits for answers before it looks for new calls."""
 
@@ -34,6 +43,20 @@ class CallOutcome:
     """timeout, exception, died, or result when it returned something else; there is no score then."""
     detail: str = ""
 
+    @staticmethod
+    def of(message: Message, max_abs: float) -> "CallOutcome":
+        """Return a worker's answer, in which nothing is believed; a score further from 0 than `max_abs` is a failure."""
+        score, correct, failure = (message.get(name) for name in ("score", "correct", "failure"))
+        if failure is not None:
+            return CallOutcome(
+                failure=failure if failure in REASONS else "result", detail=str(message.get("detail"))[:600]
+            )
+        if correct not in (None, True, False) or isinstance(score, bool) or not isinstance(score, int | float | None):
+            return CallOutcome(failure="result", detail="its process gave an answer that is none")
+        if score is not None and not abs(score) <= max_abs:
+            return CallOutcome(failure="result", detail=f"returned {score:g}, and reward.max_abs is {max_abs:g}")
+        return CallOutcome(score, correct)
+
 
 @dataclass(eq=False)
 class Call:
@@ -43,11 +66,13 @@ class Call:
     verifier: Verifier
     message: bytes
     """The request to the worker."""
+    max_abs: float
+    """A score further from 0 is a failure."""
     future: Future[CallOutcome] = field(default_factory=Future)
 
     def answer(self, message: Message) -> None:
         """Resolve the future with the worker's answer."""
-        self.future.set_result(CallOutcome(**{name: value for name, value in message.items() if name != "call"}))
+        self.future.set_result(CallOutcome.of(message, self.max_abs))
 
     def abandon(self) -> None:
         self.future.set_exception(CancelledError("the reward pool was closed before this check ended"))
@@ -59,9 +84,9 @@ Calls = queue.SimpleQueue[Call | None]
 class Lane(ABC):
     """A thread that owns at most one worker process."""
 
-    def __init__(self, calls: Calls, timeout_s: float) -> None:
-        self.calls = calls
-        self.timeout_s = timeout_s
+    def __init__(self, calls: Calls, settings: RewardConfig) -> None:
+        self.calls, self.settings = calls, settings
+        self.timeout_s = settings.timeout_s
         self.closing = threading.Event()
         self._process: WorkerProcess | None = None
         self._lock = threading.Lock()
@@ -99,7 +124,7 @@ class Lane(ABC):
             if self.closing.is_set():
                 raise EOFError("the reward pool is closing")
             if self._process is None:
-                self._process = WorkerProcess()
+                self._process = WorkerProcess(self.settings)
             return self._process
 
     def _drop_process(self) -> str:
@@ -129,26 +154,34 @@ class OneByOne(Lane):
         if call is not None:
             call.abandon()
 
-    def _answer(self, call: Call) -> Message:
+    def _answer(self, call: Call, tries: int = 2) -> Message:
+        # In a sandbox the worker watches the call itself, and may make it twice: a longer silence is the worker's own.
+        supervised = self.settings.sandbox != "none" and call.verifier.name not in VERIFIERS
+        limit_s = 2 * self.timeout_s + SUPERVISION_S if supervised else self.timeout_s
         try:
             process = self._ready_process()
-            failed = process.load(call.verifier, self.timeout_s)
-            return failed or process.ask(call.message, self.timeout_s)
+            failed = process.load(call.verifier)
+            return failed or process.ask(call.message, limit_s)
         except TimeoutError as error:
             self._drop_process()
+            if supervised and tries > 1:
+                return self._answer(call, tries - 1)
             return {"failure": "timeout", "detail": str(error)}
         except (EOFError, OSError) as error:
-            return {"failure": "died", "detail": f"the verifier's process died: {self._drop_process()} {error}".strip()}
+            how = self._drop_process()
+            if how in KILLED and tries > 1 and not self.closing.is_set():
+                return self._answer(call, tries - 1)
+            return {"failure": "died", "detail": f"the verifier's process died: {how} {error}".strip()}
 
 
 class Concurrent(Lane):
     """Has a queue of its own, for one async verifier."""
 
-    def __init__(self, verifier: Verifier, alone: Calls, timeout_s: float) -> None:
+    def __init__(self, verifier: Verifier, alone: Calls, settings: RewardConfig) -> None:
         self.verifier = verifier
         self.alone = alone
         self.in_flight: dict[int, tuple[Call, float]] = {}
-        super().__init__(queue.SimpleQueue(), timeout_s)
+        super().__init__(queue.SimpleQueue(), settings)
 
     def _serve(self) -> None:
         while not self.closing.is_set():
@@ -177,7 +210,7 @@ class Concurrent(Lane):
                 return
             self.in_flight[call.number] = (call, float("inf"))
             process = self._ready_process()
-            failed = process.load(self.verifier, self.timeout_s, concurrent=True)
+            failed = process.load(self.verifier, concurrent=True)
             if failed:
                 del self.in_flight[call.number]
                 call.answer(failed)

@@ -10,21 +10,23 @@ import threading
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
+from braidrl.cluster.process import END_LIMIT_S
+from braidrl.config import RewardConfig
 from braidrl.rewards.lanes import Call, CallOutcome, Calls, Concurrent, Lane, OneByOne
 from braidrl.rewards.verifier import Completion, Verifier
 from braidrl.rewards.worker import encode
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
-    """Calls verifiers in `processes` processes, and one more for each async verifier; `timeout_s` limits each call.
+    """Calls verifiers in as many processes as the settings say, and one more for each async verifier.
 
     Processes start when first needed. Closing, or leaving the `with` block in any way, leaves none behind.
     """
 
-    def __init__(self, processes: int, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self, settings: RewardConfig) -> None:
+        self.settings = settings
         self._alone: Calls = queue.SimpleQueue()
-        self._lanes: list[Lane] = [OneByOne(self._alone, timeout_s) for _ in range(processes)]
+        self._lanes: list[Lane] = [OneByOne(self._alone, settings) for _ in range(settings.processes)]
         self._concurrent: dict[str, Concurrent] = {}
         self._numbers = itertools.count()
         self._closed = False
@@ -39,8 +41,13 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
             number = next(self._numbers)
-            message = {"call": number, "key": verifier.key, "completion": vars(completion), "limit_s": self.timeout_s}
-            call = Call(number, verifier, encode(message))
+            message = {
+                "call": number,
+                "key": verifier.key,
+                "completion": vars(completion),
+                "limit_s": self.settings.timeout_s,
+            }
+            call = Call(number, verifier, encode(message), self.settings.max_abs)
             call.future.set_running_or_notify_cancel()
             self._queue_of(verifier).put(call)
         return call.future
@@ -49,7 +56,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         if not verifier.asynchronous:
             return self._alone
         if verifier.key not in self._concurrent:
-            lane = Concurrent(verifier, self._alone, self.timeout_s)
+            lane = Concurrent(verifier, self._alone, self.settings)
             self._concurrent[verifier.key] = lane
             self._lanes.append(lane)
         return self._concurrent[verifier.key].calls
@@ -61,7 +68,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         for lane in self._lanes:
             lane.stop()
         for lane in self._lanes:
-            lane.thread.join()
+            lane.thread.join(END_LIMIT_S)
         for lane in self._lanes:
             lane.abandon_queued()
 

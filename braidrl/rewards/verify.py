@@ -120,7 +120,7 @@ class RuleRewards(AbstractContextManager["RuleRewards"]):
         self._per_source = {source: weighted_verifiers(many) for source, many in per_source.items()}
         every = [self._default, *self._per_source.values()]
         self.labels = list(dict.fromkeys(weighted.label for many in every for weighted in many))
-        self._pool = RewardPool(config.processes, config.timeout_s)
+        self._pool = RewardPool(config)
 
     def submit(self, rows: Rows, of: str | None = None) -> Pending:
         """Begin to check rows, and return at once; `of` names the namespace whose tokens are meant."""

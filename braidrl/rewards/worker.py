@@ -1,6 +1,6 @@
 """The process that calls verifiers: it gets JSON over a pipe and answers in JSON, until the pipe ends.
 
--> {"load": key, "concurrent", "limit_s"}             <- {}, or a failure
+-> {"load": key, "concurrent", "limit_s", "limits"}             <- {}, or a failure
 -> {"call", "key", "completion", "limit_s"}           <- {"call", "score", "correct"}, or {"call", "failure", "detail"}
 
 One at a time, an ordinary function may block as it likes. Concurrently, the calls of one `async` function share an event loop.
@@ -11,13 +11,15 @@ import inspect
 import json
 import math
 import os
+import reprlib
 import signal
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from braidrl.rewards.sandbox import Limits, sandboxed
 from braidrl.rewards.verifier import Verifier, resolve
-from braidrl.rewards.verifiers import Score
+from braidrl.rewards.verifiers import VERIFIERS, Score
 
 Message = dict[str, Any]
 ORPHAN_GRACE_S = 3.0
@@ -35,16 +37,19 @@ def main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     verifiers: dict[str, Verifier] = {}
+    limits: Limits | None = None
     try:
         while True:
             message = receive(connection)
             if "load" in message:
                 failed = load(message["load"], verifiers)
+                limits = Limits(**message["limits"]) if message["limits"] else None
                 send(connection, failed)
                 if message["concurrent"] and not failed:
                     asyncio.run(_serve_concurrently(connection, verifiers, message["limit_s"]))
             else:
-                send(connection, {"call": message["call"], **_call_alone(verifiers[message["key"]], message)})
+                answer = _call_alone(verifiers[message["key"]], message, limits)
+                send(connection, {"call": message["call"], **answer})
     except (EOFError, ConnectionError):
         os.killpg(0, signal.SIGKILL)
 
@@ -84,15 +89,22 @@ def load(key: str, verifiers: dict[str, Verifier]) -> Message:
     return {}
 
 
-def _call_alone(verifier: Verifier, message: Message) -> Message:
+def _call_alone(verifier: Verifier, message: Message, limits: Limits | None) -> Message:
+    if limits is not None and verifier.name not in VERIFIERS:
+        return sandboxed(lambda: _call(verifier, message), limits)
     die_after(message["limit_s"] + ORPHAN_GRACE_S)
+    try:
+        return _call(verifier, message)
+    finally:
+        die_after(0)
+
+
+def _call(verifier: Verifier, message: Message) -> Message:
     try:
         value = verifier(message["completion"])
         return judgement(asyncio.run(_wait(value)) if inspect.isawaitable(value) else value)
     except RAISED as error:
         return failure_of(error)
-    finally:
-        die_after(0)
 
 
 async def _wait(value: Any) -> Any:
@@ -164,7 +176,7 @@ def judgement(value: Any) -> Message:
         return {"score": float(score), "correct": None if correct is None else bool(correct)}
     return {
         "failure": "result",
-        "detail": f"returned {value!r:.200}; a verifier returns a bool, a finite number or Score",
+        "detail": f"returned {reprlib.repr(value)}; a verifier returns a bool, a finite number or Score",
     }
 
 

@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from braidrl.data.rows import Rows
 from braidrl.flow import Stage
+from braidrl.flow.batches import Selection
 from braidrl.flow.compute import State
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
@@ -96,6 +97,13 @@ class IterationResult(Generic[T]):
     sums: Sums = field(default_factory=Sums)
     seconds: dict[str, float] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
+
+
+def needed(generated: Rows, outcome: Selection, surplus: str) -> Rows:
+    """Return the rows that metrics speak of: of groups up to the batch's last. How far later ones came is a matter of time."""
+    if surplus == "keep":
+        return generated
+    return generated.take((generated["group"] <= outcome.groups[-1]).nonzero().flatten().tolist())
 
 
 class Position(NamedTuple):

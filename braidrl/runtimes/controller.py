@@ -12,11 +12,12 @@ from typing import Generic
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import FinishReason, Rows
+from braidrl.errors import BadUpdate
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.flow.batches import SURPLUS, GroupSelector, Selection, Verdict, update_plan
+from braidrl.flow.batches import SURPLUS, GroupSelector, Verdict, update_plan
 from braidrl.flow.compute import State, initial_states, next_state, with_state
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.backend import IterationResult, Position, SerialBackend, T
+from braidrl.runtimes.backend import IterationResult, Position, SerialBackend, T, needed
 from braidrl.runtimes.generating.early_stop import Segment, segment_of
 
 
@@ -51,13 +52,14 @@ class SerialController(Generic[T]):
                 continue
             if training:
                 before_training()
-            with self.timed(stage):
+            with self.timed(stage), kept_on_failure(result.table, table):
                 if training:
                     self.backend.train(stage, table, self.updates(table, iteration), iteration, sums)
                 else:
                     table, states[stage.name] = self.run_with_state(stage, table, iteration, sums)
         if train:
-            self.backend.publish(version + 1)
+            with kept_on_failure(result.table, table):
+                self.backend.publish(version + 1)
             self.states = {name: states[name] for name in self.states}
         result.batch, result.seconds, result.final = self.backend.index(table), self.seconds, table
         if not self.flow.sampling_segment:
@@ -162,8 +164,11 @@ class SerialController(Generic[T]):
         self.seconds[stage.name] += time.perf_counter() - start
 
 
-def needed(generated: Rows, outcome: Selection, surplus: str) -> Rows:
-    """Return the rows that metrics speak of: of groups up to the batch's last. How far later ones came is a matter of time."""
-    if surplus == "keep":
-        return generated
-    return generated.take((generated["group"] <= outcome.groups[-1]).nonzero().flatten().tolist())
+@contextmanager
+def kept_on_failure(table: T, final: T) -> Iterator[None]:
+    """Add the batch, as it is recorded and with all columns so far, to the failure of an update inside."""
+    try:
+        yield
+    except BadUpdate as error:
+        error.batch = (table, final)
+        raise

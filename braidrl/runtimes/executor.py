@@ -5,6 +5,7 @@ rows ──select(stage)──▶ dropped groups
 rows ──train(stage)──▶ for each update: forward_backward ──loss sums──▶ optim_step       or a copy of another role's weights
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.config import Config
-from braidrl.data.rows import Column, Rows
-from braidrl.errors import UserError
+from braidrl.data.rows import Column, Rows, named_rows
+from braidrl.errors import BadUpdate, UserError
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.compute import computed, of_namespace, summed
 from braidrl.flow.flow import is_optimized
@@ -188,12 +189,18 @@ class StageExecutor:
         self, stage: Stage, losses: Mapping[str, float], index: Rows, iteration: int, sums: Sums, counted: bool = True
     ) -> None:
         """Make one optimizer step by the global counts of the update's index columns, and add its loss and gradient norm to `sums`."""
-        counts, objective = denominators(index), self.objective(stage)
+        counts, objective, worker = denominators(index), self.objective(stage), self.workers[str(stage.role)]
+        needed = {name: counts[name] for name in objective.denominators}
+        norm = worker.optim_step(needed, iteration)
+        where, worker.nonfinite = worker.nonfinite, ()
+        if norm is not None and not math.isfinite(norm):
+            if not self.config.trainer.skip_bad_updates:
+                raise BadUpdate(bad_update(stage, norm, where, index))
+            sums.add(f"{stage.role}/skipped_updates", int(counted))
+            return
         if any(count > 0 for count in counts.values()):
             loss = sum(part / counts[name] for name, part in losses.items() if counts[name] > 0)
             sums.add(f"loss/{stage.role}", loss, int(counted))
-        needed = {name: counts[name] for name in objective.denominators}
-        norm = self.workers[str(stage.role)].optim_step(needed, iteration)
         if norm is not None and counted:
             sums.add(f"{stage.role}/grad_norm", norm)
 
@@ -259,3 +266,9 @@ def checked(stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]
     if set(columns) != set(stage.writes):
         raise UserError(f"{stage.name} returned {sorted(columns)} and is registered with writes={stage.writes}")
     return columns
+
+
+def bad_update(stage: Stage, norm: float, where: Sequence[str], index: Rows) -> str:
+    """Return what is to be said of an update whose gradient is not finite: of which stage, tokens and rows."""
+    found = "; ".join(where) or f"the losses are finite, and the update was made{named_rows(index.uids())}"
+    return f"{stage.name}: the gradient's norm is {norm}, nothing was updated: {found}"

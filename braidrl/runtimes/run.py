@@ -8,16 +8,19 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
+from braidrl.cluster.silence import FrozenWatch
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.data.loader import PromptLoader
-from braidrl.errors import UserError
+from braidrl.errors import BadUpdate, UserError
+from braidrl.models.objective import NAMES_A_TOKEN
+from braidrl.models.role_settings import unusual_rates
 from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
 from braidrl.observe.trackers import TrackedRun, Trackers
-from braidrl.runtimes.backend import IterationResult, Position
+from braidrl.runtimes.backend import Position
 from braidrl.runtimes.distributed.launch import in_ranks
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
 from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
@@ -57,12 +60,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.flow = self.prepared.flow
         check_runtime(config, self.flow, generates=replay is None, trains=not rollout_only)
         self.folder = resume or Path(self.world.from_first("run folder", lambda: str(new_run_folder(config))))
-        self.progress = Progress(config.trainer.steps) if self.world.first else silent_progress()
-        self.progress.print(str(self.folder))
-        for line in without_effect(config):
-            self.progress.print(line)
-        for source in self.prepared.sources:
-            self.progress.print(source.report())
+        self.progress = self._opened_progress()
         set_up_torch(config)
         self.interrupts = AgreedInterrupts() if world else Interrupts()
         self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
@@ -74,6 +72,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         with ExitStack() as resources:
             if self.world.first:
                 resources.enter_context(held_alone(self.folder))
+            if world is None:  # ranks are watched by who has started them
+                resources.enter_context(FrozenWatch(config.cluster.silence_s, self.progress.print, self.folder))
             checkpoint = self._checkpoint(newest_whole) if resume else None
             self.controller = start_controller(
                 RunContext(self.prepared, self.progress, self.loader, self.folder, self.world, self.interrupts)
@@ -84,6 +84,14 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self._restore(load_checkpoint(checkpoint))
             self.metrics = self._open_metrics(self.step if resume else None) if self.world.first else None
             self.resources = resources.pop_all()
+
+    def _opened_progress(self) -> Progress:
+        """Return the terminal, which begins with the run's folder, settings without effect, and the data."""
+        progress = Progress(self.config.trainer.steps) if self.world.first else silent_progress()
+        reports = [source.report() for source in self.prepared.sources]
+        for line in [str(self.folder), *without_effect(self.config), *unusual_rates(self.config, self.flow), *reports]:
+            progress.print(line)
+        return progress
 
     def __exit__(self, *_: object) -> None:
         self.resources.close()
@@ -136,11 +144,14 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             def hold() -> None:
                 held.enter_context(self.interrupts.hold())
 
-            result = self.controller.iterate(step, self.version, self._recorded(step), not self.rollout_only, hold)
+            try:
+                result = self.controller.iterate(step, self.version, self._recorded(step), not self.rollout_only, hold)
+            except BadUpdate as error:
+                raise UserError(self._kept_for_replay(step, error)) from error
             hold()
             seconds = time.perf_counter() - start
             metrics = step_metrics(self.flow, result, step, self.version, seconds)
-            self._record(rollout_path(self.folder, step), result)
+            self._record(rollout_path(self.folder, step), result.table, result.final)
             self.step = step
             self.version += 0 if self.rollout_only else 1
             if self._evaluation_is_due():
@@ -162,9 +173,21 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         added = {name for stage in later for name in stage.writes} - kept
         return self.backend.read(Recording(rollout_path(self.replay, step), tuple(sorted(added))))
 
-    def _record(self, path: Path, result: IterationResult[Any]) -> None:
+    def _record(self, path: Path, table: Any, final: Any) -> None:
         if any("tokens" in stage.writes for stage in self.flow.stages[: self.flow.recorded_stages]):
-            self.backend.record(path, result.table, result.final)
+            self.backend.record(path, table, final)
+
+    def _kept_for_replay(self, step: int, error: BadUpdate) -> str:
+        """Record the batch of an update that could not be made; return what is to be said of it."""
+        words = [bytes(word).decode() for word in self.world.gather("failure", str(error).encode())]
+        # Of several ranks those that met the numbers say which they are.
+        said = max(words, key=lambda word: NAMES_A_TOKEN in word)
+        if error.batch is not None:
+            self._record(rollout_path(self.folder, step), *error.batch)
+            # The first rank that fails ends the others, which must have written their parts.
+            self.world.gather("the batch that is kept", b"")
+        again = f"braid train {self.folder}/config.yaml name={self.folder.name}-replay trainer.steps={step} --replay {self.folder}"
+        return f"step {step}: {said}; see it again with `{again}`, or go on without such updates with trainer.skip_bad_updates=true"
 
     def _evaluation_is_due(self) -> bool:
         every, steps = self.config.evaluation.every, self.config.trainer.steps

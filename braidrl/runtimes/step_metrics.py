@@ -69,7 +69,7 @@ def training_metrics(result: IterationResult[Any]) -> dict[str, float]:
     for name, value in result.sums.means().items():
         if name.endswith("/rollout_log_prob_gap"):
             metrics[GAP] = value
-        elif "/failures/" in name:
+        elif "/failures/" in name or name.endswith("/skipped_updates"):
             metrics[name] = result.sums.pairs()[name][0]
         else:
             metrics[name] = value

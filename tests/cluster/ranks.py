@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from braidrl.cluster.groups import background_group, join_group, mesh_of, subgroup
+from braidrl.cluster.groups import background_group, connect_store, join_group, mesh_of, subgroup
 from braidrl.cluster.world import World
 from braidrl.errors import LostPeers, UserError
 
@@ -38,6 +38,12 @@ def limits(world: World, task: dict[str, Any]) -> list[float]:
     grid = mesh_of("cpu", (world.size, 1), ("data", "tensor"))
     groups = [world.group, subgroup(torch.arange(world.size)[None]), background_group(), *grid.get_all_groups()]
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups if group]
+
+
+def keys_of_strangers(world: World, task: dict[str, Any]) -> list[bool]:
+    """Whether the keys under which ranks would meet without a secret are in their store."""
+    store = connect_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 10.0)
+    return [store.check([f"{prefix}came/{world.rank}"]) for prefix in ("", "/worker/attempt_0/")]
 
 
 def lonely(arguments: dict[str, Any]) -> str:

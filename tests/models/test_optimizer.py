@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -86,9 +87,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value: float) -> None:
     p = parameter(1.0)
     optimizer = make(p)
     optimizer.backward({"tokens": p.sum() * value})
-    with pytest.raises(RuntimeError, match=r"gradient norm is (nan|inf) at optimizer step 1; nothing was updated"):
-        optimizer.step({"tokens": 1.0}, 1)
-    assert p.item() == 1.0
+    norm = optimizer.step({"tokens": 1.0}, 1)
+    assert norm is not None and not math.isfinite(norm)
+    assert p.item() == 1.0 and optimizer.steps == 0
+    optimizer.backward({"tokens": p.sum()})
+    assert optimizer.step({"tokens": 1.0}, 1) == pytest.approx(1.0)
 
 
 def test_schedules_rise_over_the_warm_up_and_fall_to_the_end_of_the_run() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from braidrl.config import RewardConfig
 from braidrl.rewards.lanes import CallOutcome
 from braidrl.rewards.pool import RewardPool
 from braidrl.rewards.verifier import Completion, resolve
@@ -40,7 +41,7 @@ def wait_until(holds, seconds=15.0):
 def test_a_row_that_hangs_raises_exits_or_kills_its_process_is_its_own_failure():
     words = ["ok", "hang", "ok", "raise", "no", "die", "ok", "exit", "spin", "ok"]
     before = children()
-    with RewardPool(2, timeout_s=0.5) as pool:
+    with RewardPool(RewardConfig(processes=2, timeout_s=0.5)) as pool:
         verifier = own("by_word")
         outcomes = [f.result(60) for f in [pool.submit(completion(word), verifier) for word in words]]
     assert [o.failure for o in outcomes] == [
@@ -53,7 +54,7 @@ def test_a_row_that_hangs_raises_exits_or_kills_its_process_is_its_own_failure()
 
 
 def test_a_process_loads_neither_torch_nor_the_main_script():
-    with RewardPool(1, timeout_s=5) as pool:
+    with RewardPool(RewardConfig(processes=1, timeout_s=5)) as pool:
         modules = pool.submit(completion("x"), own("loaded_modules"))
         other = pool.submit(completion(r"\boxed{\frac{2}{4}}", "0.5"), resolve("math"))
         assert modules.result(60) == CallOutcome(score=0.0)
@@ -62,21 +63,21 @@ def test_a_process_loads_neither_torch_nor_the_main_script():
 
 
 def test_returns_that_are_no_score_are_failures_that_say_so():
-    with RewardPool(1, timeout_s=5) as pool:
+    with RewardPool(RewardConfig(processes=1, timeout_s=5)) as pool:
         text, nan = (pool.submit(completion("x"), own(name)).result(60) for name in ("returns_text", "returns_nan"))
     assert text.failure == nan.failure == "result"
     assert "'x'" in text.detail and "nan" in nan.detail
 
 
 def test_all_fields_reach_the_function_and_score_and_correctness_come_back():
-    with RewardPool(1, timeout_s=5) as pool:
+    with RewardPool(RewardConfig(processes=1, timeout_s=5)) as pool:
         right = Completion("p", "r", "a", {"level": 3}, "s")
         assert pool.submit(right, own("judged")).result(60) == CallOutcome(score=0.25, correct=True)
         assert pool.submit(completion("r"), own("judged")).result(60).failure == "exception"
 
 
 def test_a_completion_that_is_not_json_is_refused_when_submitted():
-    with RewardPool(1, timeout_s=5) as pool:
+    with RewardPool(RewardConfig(processes=1, timeout_s=5)) as pool:
         with pytest.raises(TypeError, match="set"):
             pool.submit(Completion("p", "r", {1, 2}), own("judged"))
         assert pool.submit(completion("ok"), own("by_word")).result(60).correct
@@ -84,7 +85,7 @@ def test_a_completion_that_is_not_json_is_refused_when_submitted():
 
 def test_async_calls_wait_together_and_fail_apart():
     words = ["ok"] * 20 + ["raise", "hang", "no"] + ["ok"] * 20
-    with RewardPool(1, timeout_s=2) as pool:
+    with RewardPool(RewardConfig(processes=1, timeout_s=2)) as pool:
         pool.submit(completion("ok"), own("remote")).result(60)
         begun = time.monotonic()
         verifier = own("remote")
@@ -98,7 +99,7 @@ def test_async_calls_wait_together_and_fail_apart():
 
 @pytest.mark.parametrize(("word", "failure"), [("block", "timeout"), ("die", "died")])
 def test_an_async_call_that_blocks_or_kills_the_shared_process_takes_no_other_along(word, failure):
-    with RewardPool(1, timeout_s=0.5) as pool:
+    with RewardPool(RewardConfig(processes=1, timeout_s=0.5)) as pool:
         verifier = own("blocking")
         futures = [pool.submit(completion(w), verifier) for w in ["ok", "ok", word, "no", "ok"]]
         outcomes = [f.result(60) for f in futures]
@@ -109,10 +110,12 @@ def test_an_async_call_that_blocks_or_kills_the_shared_process_takes_no_other_al
 
 def test_closing_ends_what_is_under_way_and_what_it_started():
     before = children()
-    pool = RewardPool(1, timeout_s=600)
+    pool = RewardPool(RewardConfig(processes=1, timeout_s=600))
     calls = [pool.submit(completion(word), own("by_word")) for word in ("child", "ok")]
     slow = pool.submit(completion("hang"), own("remote"))
-    assert wait_until(lambda: len(children() - before) == 3)  # two workers, and the sleeper that one of them started
+    assert wait_until(
+        lambda: len(children() - before) == 5
+    )  # two workers; a supervisor, the call and the sleeper that it started
     pool.close()
     assert wait_until(lambda: children() == before)
     for call in (*calls, slow):
@@ -126,9 +129,10 @@ def test_closing_ends_what_is_under_way_and_what_it_started():
 SCRIPT = """
 import sys, time
 print("main", flush=True)
+from braidrl.config import RewardConfig
 from braidrl.rewards.pool import RewardPool
 from braidrl.rewards.verifier import Completion, resolve
-with RewardPool(2, timeout_s=float(sys.argv[2])) as pool:
+with RewardPool(RewardConfig(processes=2, timeout_s=float(sys.argv[2]))) as pool:
     words = ("ok", "hang", "spin")
     futures = [pool.submit(Completion("p", word, "ok"), resolve(sys.argv[1] + ":by_word")) for word in words]
     slow = pool.submit(Completion("p", "hang", "ok"), resolve(sys.argv[1] + ":remote"))
@@ -153,7 +157,9 @@ def test_an_interrupted_or_killed_run_leaves_no_process(tmp_path, sent, timeout_
             assert run.stdout is not None
             assert [run.stdout.readline() for _ in range(2)] == ["main\n", "True\n"]
             parent = psutil.Process(run.pid)
-            assert wait_until(lambda: len(parent.children(recursive=True)) == 3)
+            assert wait_until(
+                lambda: len(parent.children(recursive=True)) == 7
+            )  # three workers, and two calls with supervisors
             workers = parent.children(recursive=True)
             run.send_signal(sent)
             run.wait(20)

@@ -3,6 +3,7 @@
 rows ──plan──▶ micro-batches ──pack──▶ hidden states ──predict──▶ per action or row ──objective──▶ sums ──backward──▶ optim_step
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from braidrl.models.backend import Advance, TrainingBackend
 from braidrl.models.checkpoint import full_state_dict, load_worker, save_worker
 from braidrl.models.compute.packed import Packed, empty_packed, pack
 from braidrl.models.compute.shared_prompts import pack_shared, plan_shared, saves_enough
-from braidrl.models.objective import Objective
+from braidrl.models.objective import Objective, nonfinite_tokens
 from braidrl.models.parallel.replicated import OnPrediction
 from braidrl.models.roles.likelihood import Likelihood
 from braidrl.models.roles.model import RoleModel
@@ -130,7 +131,10 @@ class RoleWorker(RoleModel, TrainingBackend):
             losses, metrics = term.sums(batch.rows, batch.packed.offsets, predicted)
             loss = losses[term.denominator]
             if self.ranks.is_reporting_rank:
-                totals[term.denominator] = totals.get(term.denominator, 0.0) + float(loss.detach())
+                total = float(loss.detach())
+                totals[term.denominator] = totals.get(term.denominator, 0.0) + total
+                if not math.isfinite(total):
+                    self.nonfinite += (nonfinite_tokens(batch.rows, batch.packed.offsets, predicted),)
                 sums.add_per_token(self.role, metrics)
             self._report_progress(advance, batch, isinstance(term, Objective))
             return loss
@@ -169,5 +173,5 @@ class RoleWorker(RoleModel, TrainingBackend):
         assert self.optimizer is not None, f"{self.role} is not trained"
         self.ranks.reshard(self.model)
         norm = self.optimizer.step(denominators, iteration)
-        self.weight_updates += norm is not None
+        self.weight_updates += norm is not None and math.isfinite(norm)
         return norm

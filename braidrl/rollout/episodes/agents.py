@@ -31,7 +31,9 @@ class Agents(Player):
         outcome = Observation()
         example = example_of(uid, metadata, self.seed, self.endpoint.purpose)
         try:
-            outcome = outcome_of(await call_user(self.agent, url, example, timeout_s=self.limits.timeout_s))
+            found = outcome_of(await call_user(self.agent, url, example, timeout_s=self.limits.timeout_s))
+            self.limits.check(found.reward)
+            outcome = found
         except EnvironmentFailed as failed:
             failure = failed
         session = await self.endpoint.close(uid)

@@ -1,6 +1,6 @@
 """An OpenAI-compatible endpoint in front of an engine: an agent written elsewhere is trained as a black box.
 
-agent ──POST {url}/sessions/3.1.0/v1/chat/completions──▶ session ──token ids──▶ engine
+agent ──POST {url}/sessions/3.1.0.KEY/v1/chat/completions──▶ session ──token ids──▶ engine
   ▲                                                         │  what is new in `messages`, tokenised alone
   └──────────────── the reply as text ◀── token ids, log-probs, versions, appended to the session's trajectory
 
@@ -10,6 +10,7 @@ that do not (a summary, a second conversation) open a new sequence in the same r
 
 import asyncio
 import json
+import secrets
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,6 +29,8 @@ from braidrl.rollout.episodes.trajectory import Trajectory
 from braidrl.rollout.episodes.turns import TurnTemplate
 from braidrl.rollout.requests import Request, SamplingParams, Uid
 
+BODY_BYTES = 64 << 20
+"""A longer request is answered with 413."""
 UNSUPPORTED = ("stream", "logprobs", "functions")
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "length"}
 
@@ -62,10 +65,12 @@ class Endpoint:
         self.max_sequence_tokens, self.purpose, self.stage = max_sequence_tokens, purpose, stage
         self._host, self._port = host, port
         self._sessions: dict[str, EndpointSession] = {}
+        self._names: dict[Uid, str] = {}
+        """Of each open session the name that its client alone is told."""
         self._runner: web.AppRunner | None = None
 
     async def __aenter__(self) -> "Endpoint":
-        application = web.Application()
+        application = web.Application(client_max_size=BODY_BYTES)
         application.router.add_post("/sessions/{name}/v1/chat/completions", self._handle)
         self._runner = web.AppRunner(application)
         await self._runner.setup()
@@ -79,15 +84,15 @@ class Endpoint:
 
     def open(self, uid: Uid) -> str:
         """Begin a row's session, and return the base URL for its client. Raises ValueError when it is open already."""
-        name = session_name(uid)
-        if name in self._sessions:
+        if uid in self._names:
             raise ValueError(f"the session of row {uid} is open already")
+        name = self._names[uid] = f"{session_name(uid)}.{secrets.token_hex(8)}"
         self._sessions[name] = EndpointSession(Trajectory(uid))
         return f"http://{self._host}:{self._port}/sessions/{name}/v1"
 
     async def close(self, uid: Uid) -> EndpointSession:
         """End a row's session, aborting a turn in flight; later requests get an error. Raises KeyError for a session that is not open."""
-        session = self._sessions.pop(session_name(uid))
+        session = self._sessions.pop(self._names.pop(uid))
         if session.lock.locked():
             # the turn may just be before or behind its time in the engine; then there is nothing to abort
             with suppress(KeyError):
@@ -100,23 +105,26 @@ class Endpoint:
         if session is None:
             return failed(404, f"no session {http.match_info['name']!r} is open")
         try:
-            body = await http.json()
-            asked = checked(body)
+            asked = checked(await body_of(http))
             async with session.lock:
                 return web.json_response(await self._complete(session, asked))
-        except (UserError, json.JSONDecodeError) as error:
+        except UserError as error:
             return failed(400, str(error))
         except EngineError as error:
             return failed(503, str(error))
 
     async def _complete(self, session: EndpointSession, asked: Mapping[str, Any]) -> dict[str, Any]:
         trajectory, tools = session.trajectory, asked.get("tools") or ()
-        ids, opens = self._context(session, asked["messages"], tools)
+        try:
+            ids, opens = self._context(session, asked["messages"], tools)
+        # A chat template may raise whatever it likes over what a client has written into a message.
+        except Exception as error:
+            raise UserError(f"the messages are none for the chat template: {type(error).__name__}: {error}") from error
         context = ids if opens else [*trajectory.sequence, *ids]
         room = self.max_sequence_tokens - len(context)
         if room < 1:
             raise UserError(f"{len(context)} tokens leave no room in a sequence of {self.max_sequence_tokens}")
-        limit = asked.get("max_completion_tokens") or asked.get("max_tokens") or self.sampling.max_tokens
+        limit = max_tokens_of(asked) or self.sampling.max_tokens
         finished = await self.engine.submit(
             Request(
                 trajectory.uid, torch.tensor(context), replace(self.sampling, max_tokens=min(limit, room)),
@@ -145,6 +153,25 @@ def session_name(uid: Uid) -> str:
     return ".".join(map(str, uid))
 
 
+async def body_of(http: web.Request) -> Any:
+    """Return a request's JSON. Raises UserError for what is none."""
+    try:
+        return await http.json()
+    except (ValueError, LookupError, RecursionError) as error:
+        raise UserError(f"the body is not JSON: {type(error).__name__}: {error}") from error
+
+
+def max_tokens_of(asked: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a client wants at most, None where it does not say. Raises UserError for what is no such number."""
+    name = next((name for name in ("max_completion_tokens", "max_tokens") if asked.get(name) is not None), None)
+    if name is None:
+        return None
+    wanted = asked[name]
+    if isinstance(wanted, bool) or not isinstance(wanted, int | float) or wanted != wanted // 1 or wanted < 1:
+        raise UserError(f"{name} must be a whole number from 1 on, not {wanted!r}")
+    return int(wanted)
+
+
 def checked(body: Any) -> Mapping[str, Any]:
     """Return a request's body. Raises UserError for what is not served here."""
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
@@ -157,6 +184,7 @@ def checked(body: Any) -> Mapping[str, Any]:
     for message in body["messages"]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UserError(f"a message is an object with a role, not {message!r}")
+    max_tokens_of(body)
     return body
 
 

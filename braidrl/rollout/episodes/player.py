@@ -7,6 +7,7 @@ context ──▶ engine ──▶ sampled tokens ──append──▶ Trajecto
 """
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -37,6 +38,13 @@ class Limits:
     max_sequence_tokens: int
     correct_score: float = 1.0
     """A score from which on a trajectory counts as correct, where its environment does not say."""
+    max_abs: float = math.inf
+    """A score further from 0 is a failure of the environment."""
+
+    def check(self, score: float) -> None:
+        """Raise EnvironmentFailed for a score that is beyond the limit."""
+        if not abs(score) <= self.max_abs:
+            raise EnvironmentFailed("reward", f"the score is {score:g}, and reward.max_abs is {self.max_abs:g}")
 
 
 @dataclass
@@ -132,6 +140,7 @@ class Episodes(Player):
             observation = await self._ask(environment.step, text)
             if not isinstance(observation, Observation):
                 raise EnvironmentFailed("TypeError", f"`step` returned {observation!r}, which is no Observation")
+            self.limits.check(episode.score + observation.reward)
             episode.score += observation.reward
             episode.correct = observation.correct if observation.correct is not None else episode.correct
             if observation.done:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from braidrl.cluster.cores import follow_load
+from braidrl.cluster.silence import named
 from braidrl.errors import UserError
 from braidrl.models.cpu.malloc import keep_freed_memory
 from braidrl.models.loading import load_decoder, load_tokenizer
@@ -136,6 +137,7 @@ async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFo
 
 def main(handle: int) -> None:
     """Serve the engine that the first message asks for. Its other processes are forked before this one has loaded anything."""
+    named("engine")
     connection = socket.socket(fileno=handle)
     message = receive_at_once(connection)
     if message is None:

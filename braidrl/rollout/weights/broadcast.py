@@ -8,7 +8,6 @@ and keeps its part of each tensor.
 """
 
 import asyncio
-import socket
 import threading
 import time
 import zlib
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braidrl.cluster.groups import connect_store, group_apart, open_store
+from braidrl.cluster.groups import address_towards, connect_store, group_apart, open_store
 from braidrl.errors import first_line
 from braidrl.rollout.engine import EngineError, WeightSource
 
@@ -207,12 +206,3 @@ def bytes_of(bucket: Sequence[TensorSpec], checked: bool) -> int:
 
 def checksum(buffer: Tensor) -> int:
     return zlib.crc32(buffer.cpu().numpy().data)
-
-
-def address_towards(peer: str) -> str:
-    """Return this machine's address that a host sees. Nothing is sent there."""
-    family, *_, where = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as asking:
-        asking.connect(where)
-        address: str = asking.getsockname()[0]
-    return address

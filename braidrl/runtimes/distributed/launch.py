@@ -39,7 +39,8 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
     if launcher == "torchrun":
         return joined(config, entry, task)
     starter = RayLauncher(config.cluster, config.device) if launcher == "ray" else LocalLauncher(config.device)
-    return run_ranks(entry, task, rank_pool(config, size), config.cluster.wait_limit_s, starter)
+    cluster = config.cluster
+    return run_ranks(entry, task, rank_pool(config, size), cluster.wait_limit_s, starter, cluster.silence_s)
 
 
 def launcher_of(config: Config) -> str:

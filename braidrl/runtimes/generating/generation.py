@@ -223,7 +223,7 @@ def limits_of(config: Config, max_sequence_tokens: int) -> Limits:
     environment, right = config.rollout.environment, config.reward.correct_score
     return Limits(
         environment.at_once, environment.timeout_s, environment.max_turns, max_sequence_tokens,
-        1.0 if right is None else right,
+        1.0 if right is None else right, config.reward.max_abs,
     )  # fmt: skip
 
 

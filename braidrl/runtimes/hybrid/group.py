@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from braidrl.data.rows import named_rows
-from braidrl.errors import UserError
+from braidrl.errors import BadUpdate, UserError
 from braidrl.flow import Stage
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.handles import Answer, Future, Handle, Part
@@ -133,7 +133,7 @@ class WorkerGroup:
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, UserError):
-                raise UserError(str(cause)) from None
+                raise (BadUpdate if isinstance(cause, BadUpdate) else UserError)(str(cause)) from None
             story = str(cause) if isinstance(cause, StageFailure) else f"{future.who} failed in {future.what}:\n{error}"
             raise WorkerFailure(story) from None
         except RayActorError as error:

@@ -1,6 +1,7 @@
 """A process of a pool, whatever it computes: it joins the run, loads the models of its roles, and saves and loads their weights."""
 
 import os
+import secrets
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -76,19 +77,20 @@ class PoolWorker:
         self.ranks, self.notices = DataParallel(), None
 
     @register(protocol="RANK_ZERO")
-    def rendezvous(self) -> tuple[str, int]:
-        """Open the store through which the ranks of the pool find each other, and return its address."""
-        address = ray.util.get_node_ip_address()
+    def rendezvous(self) -> tuple[str, int, str]:
+        """Open the store through which the ranks of the pool find each other; return its address, and what their keys begin with."""
+        address, secret = ray.util.get_node_ip_address(), secrets.token_hex(16)
         self.meeting = open_store(address, self.spec.limit_s)
-        return address, self.meeting.port
+        return address, self.meeting.port, secret
 
     @register(protocol="ONE_TO_ALL")
-    def join_process_group(self, address: tuple[str, int]) -> None:
+    def join_process_group(self, meeting: tuple[str, int, str]) -> None:
         """Form a process group with the other ranks of the pool, by the address of their store."""
+        host, port, secret = meeting
         if self.spec.rank > 0:
-            self.meeting = connect_store(*address, self.spec.limit_s)
-        size, cuda = self.spec.pool.workers, torch.cuda.is_available()
-        self.ranks = DataParallel(join_group(self.meeting, self.spec.rank, size, self.spec.limit_s, cuda))
+            self.meeting = connect_store(host, port, self.spec.limit_s)
+        store, size, cuda = dist.PrefixStore(secret, self.meeting), self.spec.pool.workers, torch.cuda.is_available()
+        self.ranks = DataParallel(join_group(store, self.spec.rank, size, self.spec.limit_s, cuda, host))
         self.resources.callback(dist.destroy_process_group)
         self.notices = Notices(dist.PrefixStore("notices", self.meeting))
 

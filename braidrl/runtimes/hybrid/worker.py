@@ -20,7 +20,7 @@ from torch import Tensor
 
 from braidrl.data.codec import decode, encode, pack_rows, unpack_rows
 from braidrl.data.rows import Column, Rows, named_rows, tokens_of
-from braidrl.errors import UserError
+from braidrl.errors import UserError, no_room
 from braidrl.flow import Stage
 from braidrl.flow.compute import computed, summed
 from braidrl.observe.metrics import Sums
@@ -65,9 +65,11 @@ class HybridWorker(PoolWorker):
             answer = getattr(self, method)(*arguments)
         except UserError:
             raise
-        except Exception:
+        except Exception as error:
             role, doing, part = self.call.doing
             who = f"{role} rank {self.spec.rank}"
+            if full := no_room(error):
+                raise UserError(f"{who} failed in {doing}: {full}") from None
             raise StageFailure(f"{who} failed in {doing}{named_rows(part.uids())}:\n{traceback.format_exc()}") from None
         return pickle.dumps(answer if isinstance(answer, Answer) else Answer(result=answer))
 

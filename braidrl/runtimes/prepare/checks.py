@@ -28,6 +28,8 @@ from braidrl.models.role_settings import (
 )
 from braidrl.observe.trackers import TRACKERS
 from braidrl.placement.pools import NAMES as PLACEMENTS
+from braidrl.rewards.sandbox import namespaces_allowed
+from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.rollout.engine import ENGINES
 from braidrl.rollout.http.dialects import DIALECTS
 from braidrl.runtimes.generating.engines import generation_layout, pools_ranks
@@ -151,6 +153,12 @@ def without_effect(config: Config) -> list[str]:
         lines.append(
             f"cluster.launcher={config.cluster.launcher} has no effect: only runtime=distributed has ranks to start, "
             "and runtime=streaming workers"
+        )
+    own_verifiers = [one.name for one in config.reward.verify if one.name not in VERIFIERS]
+    if own_verifiers and config.reward.sandbox != "none" and not namespaces_allowed():
+        lines.append(
+            f"reward.sandbox={config.reward.sandbox} holds limits, environment and results of {own_verifiers[0]}, but this system allows "
+            "no namespaces: its code could signal or read this run's processes"
         )
     trainer = config.trainer
     if trainer.max_staleness and not rows_may_be_stale(config):

@@ -7,7 +7,6 @@ Every method may be called by the server's thread and by the main program: one l
 """
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -95,7 +94,7 @@ class ControlPlane(QueueController):
     def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Note a worker that is there; an engine begins with the model's own weights."""
         name, version = request["holder"], 0 if request["generates"] else None
-        self.holders[name] = WorkerHolder(name, request["address"], time.monotonic(), version)
+        self.holders[name] = WorkerHolder(name, request["address"], self.clock(), version)
         return {}, ()
 
     def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
@@ -129,7 +128,7 @@ class ControlPlane(QueueController):
         known = next((held[number] for number in request["leases"] if number in held), None)
         if known is not None:
             stream.report(known, request["report"])
-        now = time.monotonic()
+        now = self.clock()
         if stream.flow[request["stage"]].kind is Kind.SELECT:
             return {"lost": stream.select(request["leases"][0], dict(request["reasons"]), now)}, ()
         lost = stream.acknowledge(request["leases"], parts, now, request["totals"])
@@ -246,7 +245,7 @@ class ControlPlane(QueueController):
             return self._step(stream, stage)
         # What a trainer has accumulated cannot be taken back: it keeps its rows until it is known to be dead.
         seconds = math.inf if stage.kind is Kind.TRAIN else self.lease_s
-        return stream.take(stage, request, seconds, version if stream is self.training else None)
+        return stream.take(stage, request, self.clock(), seconds, version if stream is self.training else None)
 
     def _step(self, stream: Stream, stage: Stage) -> Answer | None:
         schedule = stream.schedule

@@ -16,6 +16,7 @@ from braidrl.cluster.groups import connect_store, join_group, open_store
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import END_LIMIT_S, Failure, Launcher, Process, ProcessSpec
 from braidrl.cluster.ray_processes import RayLauncher
+from braidrl.cluster.silence import keep_stack, mute_after
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.errors import WorkerError
@@ -33,7 +34,6 @@ from braidrl.transfer.queue.owner import StorageNode, remove_run
 from braidrl.transfer.queue.storage import Place, shared_folder
 from braidrl.transfer.queue.storage_backends import data_plane
 
-CONNECT_LIMIT_S = 60.0
 RANKS_LIMIT_S = 600.0
 """A rank that the others have waited for so long is given up."""
 READY_LIMIT_S = 600.0
@@ -53,6 +53,8 @@ class Member:
     starts: int
     process: Process
     started: float = field(default_factory=time.monotonic)
+    mute: str = ""
+    """Why it was killed, where it said nothing any more."""
 
     def is_late(self, control: ControlPlane) -> bool:
         """Return whether it should long have said hello; ranks that do not lead say nothing to the queue."""
@@ -77,7 +79,7 @@ class Processes:
 
     def __init__(
         self, config: Config, folder: Path, control: ControlPlane, launcher: Launcher, queue: str, node: StorageNode,
-        secret: str | None,
+        secret: str,
     ) -> None:  # fmt: skip
         """Start nothing yet.
 
@@ -119,6 +121,10 @@ class Processes:
         settings = self.config.streaming
         silent = self.control.silent(settings.lease_s + settings.wait_s)
         for member in self.members:
+            if member.process.alive and member.process.silence > mute_after(self.config.cluster.silence_s):
+                where = keep_stack(member.process.pid, member.process.name, self.folder)
+                member.mute = f"it said nothing for {member.process.silence:.0f} s{where}"
+                member.process.kill()
             if member.process.alive and member.holder in silent:
                 member.process.kill()
             if member.process.alive and member.is_late(self.control):
@@ -130,7 +136,7 @@ class Processes:
             name = f"{member.group.name} {member.number}"
             if member.group.trained:
                 raise WorkerError(
-                    f"{name}, which holds weights that have changed, is gone ({member.process.describe_end()}); "
+                    f"{name}, which holds weights that have changed, is gone ({member.mute or member.process.describe_end()}); "
                     "go on from the last checkpoint"
                 )
             if member.starts == RESTARTS:
@@ -192,8 +198,10 @@ def work(arguments: Mapping[str, Any]) -> None:
     flow = build_flow(config)
     evaluation = evaluation_flow(config, flow)
     tokenizer, progress = load_tokenizer(config.model), LeaseProgress()
-    world = join_ranks(group, arguments["rank"], arguments["meeting"], choose_device(config.device).type == "cuda")
-    data = data_plane(Place(*arguments["place"]), arguments["holder"], CONNECT_LIMIT_S, arguments["secret"])
+    world = join_ranks(
+        group, arguments["rank"], arguments["meeting"], arguments["secret"], choose_device(config.device).type == "cuda"
+    )
+    data = data_plane(Place(*arguments["place"]), arguments["holder"], config.cluster.wait_limit_s, arguments["secret"])
     executor = StageExecutor(
         config, flow, (group.role,) if group.role else (), tokenizer,
         rule_rewards(config, [*flow.stages, *evaluation.stages], tokenizer) if group.kind == "compute" else None,
@@ -209,12 +217,12 @@ def work(arguments: Mapping[str, Any]) -> None:
         executor.close()
 
 
-def join_ranks(group: Group, rank: int, meeting: tuple[str, int], cuda: bool) -> World:
+def join_ranks(group: Group, rank: int, meeting: tuple[str, int], secret: str, cuda: bool) -> World:
     """Return the processes of a trained role, which meet at a store; a world of its own for one that shares its role with nobody."""
     if group.ranks == 1:
         return World()
     host, port = meeting
-    store = dist.PrefixStore(group.name, connect_store(host, port, RANKS_LIMIT_S))
+    store = dist.PrefixStore(f"{secret}/{group.name}", connect_store(host, port, RANKS_LIMIT_S))
     everyone = join_group(store, rank, group.ranks, RANKS_LIMIT_S, cuda, host)
     return World(rank, group.ranks, everyone, dist.PrefixStore("places", store))
 

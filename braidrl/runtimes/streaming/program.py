@@ -10,16 +10,15 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from braidrl.cluster.groups import LOOPBACK
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
-from braidrl.errors import WorkerError
+from braidrl.errors import BadUpdate, WorkerError
 from braidrl.flow import Flow
 from braidrl.flow.batches import Sizes, admissible, check_update_size
+from braidrl.flow.columns import ADMISSION
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.backend import IterationResult, Position
-from braidrl.runtimes.controller import needed
+from braidrl.runtimes.backend import IterationResult, Position, needed
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.saving.row_store import Admission
 from braidrl.runtimes.streaming.backend import LOOK_EVERY_S, StreamingBackend
@@ -65,8 +64,8 @@ class StreamingProgram:
         config, streaming = prepared.config, prepared.config.streaming
         launcher = worker_launcher(config)
         resources.callback(launcher.close)
-        # Where other machines can connect, whoever does must know what only this run's processes are told.
-        secret = None if launcher.ip == LOOPBACK else secrets.token_hex(32)
+        # Whoever connects, from this machine too, must know what only this run's processes are told.
+        secret = secrets.token_hex(32)
         node = StorageNode(launcher.node, launcher.ip, secret, streaming.storage)
         resources.callback(node.close)
         exported = [role for role in prepared.generating if role in prepared.flow.changed_roles]
@@ -96,7 +95,11 @@ class StreamingProgram:
             if due:
                 before_training()
                 self.control.change(lambda: setattr(self.control, "allowed", iteration))
-            self.wait()
+            try:
+                self.wait()
+            except BadUpdate as error:
+                error.batch = self._unfinished(iteration)
+                raise
         finished = self.control.finished.popleft()
         assert finished.iteration == iteration
         self.opening.pop(iteration, None)
@@ -151,6 +154,19 @@ class StreamingProgram:
             index = self.stream.table.index(waiting, writers)
             surplus = [assembled(self.control.data, index, self.stream.table.payload(waiting, writers, None))]
         return Position(self.loader.state(), schedule.sampling.state(), surplus, {})
+
+    def _unfinished(self, iteration: int) -> tuple[Rows, Rows]:
+        """Return the batch of an iteration that trains, as it is recorded, and with the columns that its rows have by now."""
+        stream = self.stream
+        every = [ADMISSION, *(stage.name for stage in stream.flow.stages)]
+        with self.control.changed:
+            uids = sorted(stream.schedule.batches[iteration].uids, key=lambda uid: uid[1:])
+            parts = [
+                (stream.table.index(uids, w), stream.table.payload(uids, w, None))
+                for w in (stream.recorded_writers, every)
+            ]
+            table, final = (assembled(self.control.data, *part) for part in parts)
+        return table, final
 
     def _result(self, finished: IterationRecord) -> IterationResult[Rows]:
         table = assembled(self.control.data, finished.index, finished.payload)

@@ -3,7 +3,6 @@
 admit ──▶ table ◀──take: index columns, where the payload lies──▶ acknowledge ──▶ close the batch ──▶ publish ──▶ record
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,19 +95,22 @@ class Stream:
         writers = self.readable[stage]
         return self.table.index(uids, writers), self.table.payload(uids, writers, wanted)
 
-    def take(self, stage: Stage, request: Mapping[str, Any], seconds: float, version: int | None) -> Answer | None:
+    def take(
+        self, stage: Stage, request: Mapping[str, Any], now: float, seconds: float, version: int | None
+    ) -> Answer | None:
         """Return rows under leases as a worker asked for them, or None.
 
         Args:
             stage: what they are ready for.
             request: `holder`, `most` rows, `single` leases for each row, stages that take `whole` updates, `ranks` that share them.
+            now: the time in seconds, on the controller's clock.
             seconds: how long each lease lasts without renewing.
             version: what the asking engine holds.
         """
         single, found = request["single"], list[Lease]()
         for _ in range(request["most"] if single else 1):
             lease = self.schedule.take(
-                stage.name, request["holder"], time.monotonic(), seconds, 1 if single else request["most"],
+                stage.name, request["holder"], now, seconds, 1 if single else request["most"],
                 stage.name in request["whole"], version, request["ranks"],
             )  # fmt: skip
             if lease is None:

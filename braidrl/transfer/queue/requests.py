@@ -21,6 +21,8 @@ from braidrl.transfer.queue.tasks import Tasks
 Answer = tuple[dict[str, Any], Sequence[Frame]]
 REMEMBERED = 4096
 """Senders whose last answer is kept."""
+ASLEEP_S = 2.0
+"""A process that has not asked for the time for so long was stopped, or its machine was."""
 LOOK_EVERY_S = 0.1
 """How late it may be noticed that a request has waited long enough."""
 
@@ -143,14 +145,31 @@ class Holder:
     """When it last asked for anything."""
 
 
+class AwakeClock:
+    """Seconds, but for those in which nobody asked: this process was stopped then, and could hear nobody's sign of life.
+
+    For a server's thread, which asks several times a second.
+    """
+
+    def __init__(self, asked: Callable[[], float] = time.monotonic) -> None:
+        self._asked, self._last, self._slept = asked, asked(), 0.0
+
+    def __call__(self) -> float:
+        now = self._asked()
+        if now - self._last > ASLEEP_S:
+            self._slept += now - self._last
+        self._last = now
+        return now - self._slept
+
+
 class QueueController(ABC):
     """Answers requests. May be called by several threads: one lock guards all of it."""
 
     holders: Mapping[str, Any]
 
-    def __init__(self, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, lease_s: float, clock: Callable[[], float] | None = None) -> None:
         """Begin without holders; a lease lasts `lease_s` seconds of the clock without a sign of life."""
-        self.lease_s, self.clock = lease_s, clock
+        self.lease_s, self.clock = lease_s, clock or AwakeClock()
         self.stopping = False
         self.changes = 0
         """Counts what may interest whoever waits in this process."""

@@ -206,8 +206,10 @@ class Segments(Named):
                 written = 0
                 while written < piece.nbytes:
                     written += os.pwrite(handle, piece[written:], start + written)
-        except BaseException:
+        except BaseException as error:
             self.unlink([name])
+            if isinstance(error, OSError):
+                error.filename = str(self.folder)
             raise
         finally:
             os.close(handle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from itertools import pairwise
 from typing import Any
 
@@ -120,6 +121,52 @@ def test_requests_that_cannot_be_served_get_an_error_and_leave_the_row_as_it_was
     ):  # fmt: skip
         assert part in message
     assert session.trajectory.tokens == []
+
+
+MALFORMED: dict[str, tuple[Any, str]] = {
+    "no JSON": (b"{", "the body is not JSON"),
+    "no text": (b"\xff\xfe", "the body is not JSON"),
+    "too deep": (b"[" * 100_000, "the body is not JSON"),
+    "no object": (b"[1]", "`messages` must be"),
+    "half a token": ({"max_tokens": 8.5}, "max_tokens must be a whole number from 1 on, not 8.5"),
+    "no number": ({"max_tokens": "8"}, "max_tokens must be a whole number"),
+    "no tokens": ({"max_completion_tokens": 0}, "max_completion_tokens must be a whole number"),
+    "infinity": ({"max_tokens": float("inf")}, "max_tokens must be a whole number"),
+    "content of numbers": ({"messages": [{"role": "user", "content": [1, 2]}]}, "none for the chat template"),
+    "calls of nothing": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "none for the chat template"),
+    "tools of nothing": ({"tools": 3}, "none for the chat template"),
+}
+
+
+def test_a_malformed_request_gets_its_reason_and_no_other_row_notices() -> None:
+    tokenizer, model = engine_parts("chatml")
+    user = [{"role": "user", "content": "a"}]
+
+    async def send(url: str, body: Any) -> tuple[int, str]:
+        data = body if isinstance(body, bytes) else json.dumps({"messages": user, **body}).encode()
+        headers = {"Content-Type": "application/json"}
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(f"{url}/chat/completions", data=data, headers=headers) as response,
+        ):
+            answer = await response.json()
+            return response.status, answer.get("error", {}).get("message", "")
+
+    async def run() -> tuple[dict[str, tuple[int, str]], list[int], Any, Any]:
+        engine = EngineReplica(EmbeddedEngine(model, tokenizer, 16, 400))
+        async with Endpoint(engine, turn_template(tokenizer), SamplingParams(max_tokens=9), 400) as endpoint:
+            bad, good = endpoint.open((0, 0, 0)), endpoint.open((0, 0, 1))
+            answers = {name: await send(bad, body) for name, (body, _) in MALFORMED.items()}
+            served = [(await send(url, {"max_tokens": 8.0}))[0] for url in (bad, good)]
+            stranger = good.replace("0.0.1.", "0.0.0.")
+            served.append((await send(stranger, {}))[0])
+            return answers, served, await endpoint.close((0, 0, 0)), await endpoint.close((0, 0, 1))
+
+    answers, served, bad, good = asyncio.run(run())
+    for name, (_, reason) in MALFORMED.items():
+        assert answers[name][0] == 400 and reason in answers[name][1], (name, answers[name])
+    assert served == [200, 200, 404], "8.0 is 8; nobody speaks in another row's name who knows only his own"
+    assert bad.turns == good.turns == 1
 
 
 def test_agents_that_fail_or_take_too_long_end_their_own_rows() -> None:

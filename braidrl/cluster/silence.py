@@ -1,0 +1,149 @@
+"""Processes of a run that are frozen: found, named, their stack kept, and killed, so that those who wait go on as after any death.
+
+watch ──each look──▶ all that this process has started, and what those have: stopped by a signal, or silent
+      ──longer than `cluster.silence_s`──▶ stack into the run's folder ──▶ SIGKILL
+
+A process says that it lives by a message each second over the connection to its starter, from a thread of its own (`child`). One that a
+signal has stopped is seen by the kernel's word, whoever has started it: Ray's own processes and the fork server too.
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from braidrl.cluster.process import BEAT_S, END_LIMIT_S
+
+LOOKS = 6
+"""How often a process is looked at within the time after which it counts as frozen."""
+ASLEEP_S = 5.0
+"""So much later than it meant to a watch looks again that was stopped itself, and not only slow."""
+STACK = "braid-stack"
+STACK_S = 0.5
+"""How long a process may take to write down its stack."""
+COMM_BYTES = 15
+"""The kernel keeps so much of a process's name."""
+
+
+def mute_after(silence_s: float) -> float:
+    """Return after how many seconds a process is killed that says nothing; one that a signal has stopped is named before that."""
+    return 1.25 * silence_s + 2 * BEAT_S
+
+
+def named(name: str) -> None:
+    """Give this process a name that others see, and have it write down its stack on SIGUSR1."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name[:COMM_BYTES])
+    faulthandler.register(signal.SIGUSR1, file=os.memfd_create(STACK), all_threads=True)
+
+
+def stack_of(process: int) -> str:
+    """Return the stacks of a process of ours, also where a signal has stopped it; nothing for one that does not write them down."""
+    with contextlib.suppress(OSError):
+        held = next((fd for fd in Path(f"/proc/{process}/fd").iterdir() if STACK in os.readlink(fd)), None)
+        if held is None:
+            return ""
+        for number in (signal.SIGUSR1, signal.SIGCONT):
+            os.kill(process, number)
+        limit = time.monotonic() + STACK_S
+        while time.monotonic() < limit and not held.stat().st_size:
+            time.sleep(0.01)
+        os.kill(process, signal.SIGSTOP)
+        return held.read_text()
+    return ""
+
+
+def keep_stack(process: int, name: str, folder: Path | None) -> str:
+    """Write a process's stack into a run's folder; return what is to be said of it."""
+    stack = stack_of(process)
+    if not stack or folder is None:
+        return ""
+    path = folder / "stacks" / f"{name.replace(' ', '-').replace('/', '-')}-{process}.txt"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(stack)
+    return f"; its stack is in {path}"
+
+
+def descendants(process: int) -> dict[int, str]:
+    """Return all that a process has started, and what those have, with the kernel's letter for what each does (T is stopped)."""
+    states, children = dict[int, str](), dict[int, list[int]]()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            number = int(entry.name)
+            state, parent, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+            states[number] = state
+            children.setdefault(int(parent), []).append(number)
+    found, waiting = dict[int, str](), [process]
+    while waiting:
+        for child in children.get(waiting.pop(), ()):
+            found[child] = states[child]
+            waiting.append(child)
+    return found
+
+
+def name_of(process: int) -> str:
+    """Return what a process is called."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        if "multiprocessing.forkserver" in command and not was_named(process):
+            return "the fork server"
+        return Path(f"/proc/{process}/comm").read_text().strip()
+    return "a process"
+
+
+def was_named(process: int) -> bool:
+    """Return whether a process was given a name by `named`: copies of the fork server have its command."""
+    return any(STACK in os.readlink(fd) for fd in Path(f"/proc/{process}/fd").iterdir())
+
+
+class FrozenWatch(AbstractContextManager["FrozenWatch"]):
+    """Kills what is stopped for too long among all that this process has started."""
+
+    def __init__(self, silence_s: float, say: Callable[[str], object], folder: Path | None = None) -> None:
+        """Watch from a thread.
+
+        Args:
+            silence_s: how long a process may be stopped, in seconds.
+            say: told of each that was killed, in a line.
+            folder: the run's, for stacks.
+        """
+        self.silence_s, self.say, self.folder = silence_s, say, folder
+        self.killed: list[str] = []
+        self._since: dict[int, float] = {}
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="frozen", daemon=True)
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+        self._thread.join(END_LIMIT_S)
+
+    def _run(self) -> None:
+        pause, looked = self.silence_s / LOOKS, time.monotonic()
+        while not self._ending.wait(pause):
+            now = time.monotonic()
+            if now - looked > pause + ASLEEP_S:
+                self._since.clear()  # this process was stopped itself, and perhaps with it all others
+            looked = now
+            self._look(now)
+
+    def _look(self, now: float) -> None:
+        stopped = {process for process, state in descendants(os.getpid()).items() if state == "T"}
+        self._since = {process: self._since.get(process, now) for process in stopped}
+        for process, since in list(self._since.items()):
+            if now - since >= self.silence_s:
+                self._end(process, now - since)
+
+    def _end(self, process: int, seconds: float) -> None:
+        name = name_of(process)
+        where = keep_stack(process, name, self.folder)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+        del self._since[process]
+        self.killed.append(f"{name} (process {process}) was stopped for {seconds:.0f} s and was killed{where}")
+        self.say(self.killed[-1])

@@ -1,0 +1,153 @@
+"""The sandbox of verifiers: whatever the code does is its own row's counted failure, and nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from braidrl.config import RewardConfig
+from braidrl.errors import UserError
+from braidrl.rewards.lanes import CallOutcome
+from braidrl.rewards.pool import RewardPool
+from braidrl.rewards.verifier import Completion, Verifier, resolve
+
+ATTACKS = str(Path(__file__).with_name("attacks.py"))
+BY_NAME = f"{ATTACKS}:by_name"
+MARK = "braid-left-behind"
+IN_ANY = {
+    "bombs_with_forks": ("died", "more than 64 processes"),
+    "takes_ten_gigabytes": ("exception", "MemoryError"),
+    "prints_a_gigabyte": ("exception", "File too large"),
+    "returns_a_gigabyte": ("result", "a verifier returns a bool"),
+    "kills_the_run": ("exception", "nobody was there"),
+    "traces_the_run": ("exception", "no such process may be traced"),
+    "reads_the_environment": ("exception", "no secret was found"),
+    "forges_results": ("died", "exit status 0"),
+    "leaves_a_daemon": ("died", "exit status 4"),
+    "spins": ("timeout", "no answer within 3 s"),
+}
+STRICT = {"opens_a_socket": ("exception", "Error"), "reads_the_home": ("exception", "No such file")}
+
+
+def namespaces_allowed() -> bool:
+    return subprocess.run(["unshare", "-Urpf", "true"], capture_output=True).returncode == 0
+
+
+pytestmark = pytest.mark.skipif(not namespaces_allowed(), reason="this system gives nobody namespaces of his own")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and (
+        left() or {c.pid for c in psutil.Process().children(recursive=True)} - before
+    ):
+        time.sleep(0.05)
+    assert not left() and {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def left() -> list[int]:
+    return [process.pid for process in psutil.process_iter(["cmdline"]) if MARK in (process.info["cmdline"] or [])]
+
+
+def outcomes(words: list[str], settings: RewardConfig, name: str = BY_NAME, **metadata: Any) -> list[CallOutcome]:
+    verifier = resolve(name)
+    fields = {"run": os.getpid(), "siblings": [], "mark": MARK, "port": 0, "file": "", **metadata}
+    with RewardPool(settings) as pool:
+        futures = [pool.submit(Completion("p", word, "ok", fields), verifier) for word in words]
+        return [future.result(120) for future in futures]
+
+
+@pytest.mark.parametrize("attack", IN_ANY)
+def test_an_attack_is_its_own_rows_failure_and_costs_no_other_row_its_answer(
+    attack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET", "hush")
+    failure, detail = IN_ANY[attack]
+    first, found, second, wrong = outcomes(
+        ["ok", attack, "ok", "no"], RewardConfig(timeout_s=3 if attack == "spins" else 20)
+    )
+    assert found.failure == failure and detail in found.detail, found
+    assert (first.correct, second.correct, wrong.correct) == (True, True, False)
+
+
+@pytest.mark.parametrize("attack", STRICT)
+def test_with_bubblewrap_there_is_no_network_and_no_home(attack: str, tmp_path: Path) -> None:
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    secret = Path.home() / f".braid-secret-{os.getpid()}"
+    secret.write_text("hush")
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            more = {"port": server.getsockname()[1], "file": str(secret)}
+            open_to = outcomes([attack], RewardConfig(timeout_s=5), **more)[0]
+            first, found = outcomes(["ok", attack], RewardConfig(timeout_s=5, sandbox="bubblewrap"), **more)
+    finally:
+        secret.unlink()
+    assert open_to.correct, "in the ordinary sandbox both are there"
+    assert first.correct and found.failure == STRICT[attack][0] and STRICT[attack][1] in found.detail, found
+
+
+def test_bubblewrap_that_is_not_there_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match=r"no command bwrap; install bubblewrap, or write reward\.sandbox=process"):
+        outcomes(["ok"], RewardConfig(sandbox="bubblewrap"))
+
+
+def test_variables_that_are_named_pass_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET", "hush")
+    (found,) = outcomes(["reads_the_environment"], RewardConfig(environment=["AWS_SECRET"]))
+    assert found.correct
+
+
+def killed(pool: RewardPool, verifier: Verifier, chosen: Callable[[psutil.Process], bool]) -> CallOutcome:
+    """The outcome of a call whose process of that kind is killed from outside while it runs."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    future = pool.submit(Completion("p", "ok", "ok", {"seconds": 1}), verifier)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        new = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+        if len(new) == 3:
+            next(child for child in new if chosen(child)).send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.01)
+    return future.result(60)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_row_whose_worker_is_killed_from_outside_gets_a_second_try(depth: int, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef slow(response, answer):\n    time.sleep(1)\n    return response == answer\n"
+    )
+    with RewardPool(RewardConfig(timeout_s=10)) as pool:
+        # The worker, its supervisor and the code are each the parent of the next.
+        found = killed(
+            pool, resolve(f"{tmp_path}/slow.py:slow"), lambda p: len(p.children(recursive=True)) == 2 - depth
+        )
+    assert found.failure is None and found.correct
+
+
+@pytest.mark.soak
+def test_other_rows_are_checked_at_no_less_than_four_fifths_of_the_rate_while_one_attacks() -> None:
+    def seconds(words: list[str]) -> float:
+        begun = time.monotonic()
+        assert all(
+            found.correct for found in outcomes(words, RewardConfig(processes=2, timeout_s=3)) if not found.failure
+        )
+        return time.monotonic() - begun
+
+    rows = ["ok"] * 400
+    quiet = seconds(rows)
+    assert seconds([*rows[:200], "takes_ten_gigabytes", "forges_results", *rows[200:]]) < quiet / 0.8 + 1

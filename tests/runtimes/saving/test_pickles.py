@@ -1,0 +1,83 @@
+"""Nothing that a run reads is unpickled in a way that runs code: a pickle in place of each of its files makes nothing happen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from braidrl.cli import app
+from tests.tiny import Workshop, write_model
+
+
+class Bomb:
+    """What leaves a mark when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return Path.touch, (self.mark,)
+
+
+def commands(run: Path, folder: Path) -> list[list[str]]:
+    """Whatever reads a run's files."""
+    return [
+        ["train", "--resume", str(run)], ["eval", str(run)], ["report", str(run)], ["timeline", str(run)],
+        ["export", str(run), str(folder / "exported")], ["verify", str(run)],
+        ["train", str(run / "config.yaml"), "name=again", "trainer.steps=1", "--replay", str(run)],
+    ]  # fmt: skip
+
+
+def obeyed(*arguments: str) -> None:
+    """Run a command; that it fails is not what is asked here."""
+    with contextlib.suppress(BaseException):
+        app(list(arguments), standalone_mode=False)
+
+
+@pytest.mark.parametrize("manifest", [True, False], ids=["checked", "of the first format"])
+def test_pickles_in_every_file_of_a_run_do_nothing(workshop: Workshop, manifest: bool, tmp_path: Path) -> None:
+    run = workshop.run(trainer={"steps": 1, "surplus": "keep", "max_staleness": 1}, trackers=[])
+    if not manifest:
+        (state := run / "checkpoints" / "step-1" / "state.json").write_text(
+            state.read_text().replace('"format": 2', '"format": 1')
+        )
+        (run / "checkpoints" / "step-1" / "manifest.json").unlink()
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("steps: 1\n", "steps: 2\n", 1))
+    mark, whole = tmp_path / "mark", tmp_path / "whole"
+    shutil.copytree(run, whole)
+    bomb = pickle.dumps(Bomb(mark))
+    files = [path.relative_to(run) for path in run.rglob("*") if path.is_file()]
+    assert len(files) >= 8, files
+    for name in files:
+        shutil.rmtree(run)
+        shutil.copytree(whole, run)
+        (run / name).write_bytes(bomb)
+        for command in commands(run, tmp_path):
+            obeyed(*command)
+            shutil.rmtree(tmp_path / "exported", ignore_errors=True)
+            shutil.rmtree(run.parent / "again", ignore_errors=True)
+        assert not mark.exists(), name
+
+
+def test_pickles_in_data_and_model_do_nothing(workshop: Workshop, tmp_path: Path) -> None:
+    mark, model = tmp_path / "mark", write_model(tmp_path / "model")
+    bomb = pickle.dumps(Bomb(mark))
+    torch.save(Bomb(mark), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    obeyed("train", str(workshop.config_file("bin", model=str(model))))
+    for name in sorted(os.listdir(write_model(tmp_path / "model"))):
+        folder = write_model(tmp_path / "other" / name)
+        (folder / name).write_bytes(bomb)
+        obeyed("train", str(workshop.config_file(f"model-{name}", model=str(folder))))
+    for name in ("train.jsonl", "train.parquet"):
+        (tmp_path / name).write_bytes(bomb)
+        obeyed("train", str(workshop.config_file(f"data-{name}", data={"train": str(tmp_path / name)})))
+    assert not mark.exists()

@@ -1,0 +1,115 @@
+"""A process of a run that is stopped, of whatever kind: noticed, named, and the run goes on or ends in a line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from braidrl.cluster.silence import FrozenWatch, descendants, name_of
+from tests.tiny import Workshop, braid, metrics_agree, wait_for_steps
+
+SILENCE_S = 3.0
+NOTICED_S = 30.0
+"""Within this a run of a loaded machine has gone on or ended; 90 s are what is asked for at 60 s of silence."""
+STREAMING = {"runtime": "streaming", "streaming": {"workers": {"actor": 2}, "wait_s": 0.5}}
+KINDS: dict[str, tuple[dict[str, Any], str, bool]] = {
+    # A run's settings, whom to stop, and whether the run goes on.
+    "streaming trainer": (STREAMING, "actor-0", False),
+    "streaming trainer's second rank": (STREAMING, "actor-1", False),
+    "streaming generator": (STREAMING, "actor.generate-", True),
+    "streaming compute": (STREAMING, "compute-0", True),
+    "verifier": ({"reward": {"sandbox": "process"}}, "verifier", True),
+    "engine": ({"rollout": {"engines": 1}}, "actor's engine", True),
+    "rank 0": ({"runtime": "distributed", "workers": 2}, "rank 0", False),
+    "rank 1": ({"runtime": "distributed", "workers": 2}, "rank 1", False),
+    "rank's verifier": ({"runtime": "distributed", "workers": 2}, "verifier", True),
+    "hybrid worker": ({"runtime": "hybrid", "workers": 2}, "ray::HybridWork", False),
+    "raylet": ({"runtime": "hybrid", "workers": 2}, "raylet", False),
+    "gcs": ({"runtime": "hybrid", "workers": 2}, "gcs_server", False),
+}
+SOON = ("streaming trainer", "streaming generator", "verifier", "rank 1")
+"""Those that `make test` runs; the others are for soak."""
+
+
+def stop(run: subprocess.Popen[str], name: str) -> int:
+    """Stop a process of a run by its name; return its number."""
+    for _ in range(200):
+        found = [process for process in descendants(run.pid) if name_of(process).startswith(name)]
+        if found:
+            os.kill(found[0], signal.SIGSTOP)
+            return found[0]
+        time.sleep(0.05)
+    raise AssertionError(f"no {name} among {sorted(map(name_of, descendants(run.pid)))}")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in SOON else pytest.mark.soak) for k in KINDS])
+def test_a_stopped_process_is_named_and_the_run_goes_on_or_ends_in_a_line(workshop: Workshop, kind: str) -> None:
+    settings, name, goes_on = KINDS[kind]
+    config = workshop.config_file(cluster={"silence_s": SILENCE_S}, trackers=[], trainer={"steps": 100_000}, **settings)
+    folder = workshop.folder / "run"
+    with braid("train", config, folder=workshop.folder) as process:
+        try:
+            wait_for_steps(folder, 2, process)
+            everybody = [process.pid, *descendants(process.pid)]
+            stopped, begun = stop(process, name), time.monotonic()
+            steps = (folder / "metrics.jsonl").read_text().count("\n")
+            if goes_on:
+                while psutil.pid_exists(stopped) and time.monotonic() < begun + NOTICED_S:
+                    time.sleep(0.05)
+                wait_for_steps(folder, steps + 5, process, NOTICED_S)
+                process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=NOTICED_S)
+        finally:
+            process.kill()
+    assert f"{name}" in said and "was stopped for" in said and f"process {stopped}" in said, said
+    assert "Traceback" not in said, said
+    assert process.returncode == (130 if goes_on else 1), said
+    assert goes_on or any(line.startswith("braid: ") for line in said.splitlines()), said
+    left = [each for each in everybody if psutil.pid_exists(each) and psutil.Process(each).status() != "zombie"]
+    assert not left, [name_of(each) for each in left]
+
+
+def test_a_main_program_that_was_paused_loses_nothing(workshop: Workshop) -> None:
+    sections: dict[str, Any] = {"trackers": [], "trainer": {"steps": 40}, "dtype": "float64", **STREAMING}
+    undisturbed = workshop.run("quiet", **sections)
+    lease = {**sections["streaming"], "lease_s": SILENCE_S}
+    config = workshop.config_file(cluster={"silence_s": SILENCE_S}, **{**sections, "streaming": lease})
+    with braid("train", config, folder=workshop.folder) as process:
+        try:
+            wait_for_steps(workshop.folder / "run", 2, process)
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(3 * SILENCE_S)
+            process.send_signal(signal.SIGCONT)
+            _, said = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 0, said
+    assert metrics_agree(workshop.folder / "run", undisturbed)
+
+
+def test_a_stopped_process_that_can_say_where_it_was_leaves_its_stack(tmp_path: Path) -> None:
+    code = (
+        "from braidrl.cluster.silence import named\nimport time\nnamed('sleeper')\n"
+        "def deeply():\n  print(1, flush=True)\n  time.sleep(600)\ndeeply()"
+    )
+    said: list[str] = []
+    with (
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process,
+        FrozenWatch(0.5, said.append, tmp_path),
+    ):
+        assert process.stdout is not None and process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        assert process.wait(20) == -signal.SIGKILL
+        while not said:
+            time.sleep(0.01)
+    (line,) = said
+    assert line.startswith(f"sleeper (process {process.pid}) was stopped for ")
+    assert "in deeply" in Path(line.partition("its stack is in ")[2]).read_text()

@@ -1,0 +1,223 @@
+"""Runs under faults that a seed draws: killed and frozen processes, garbage on sockets, damaged checkpoints; `make chaos` prints a table.
+
+each fault: a run ──at a random moment──▶ the fault ──▶ it goes on, or ends in a line ──resume──▶ the end
+            metrics, rows and leftovers are compared with an undisturbed run's
+
+    python -m tests.soak.chaos --faults 300 --seed 0 --runtimes eager distributed streaming hybrid
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from braidrl.cluster.silence import descendants, name_of
+from braidrl.runtimes.saving.folders import checkpoints_of
+from tests.leftovers import family, listening
+from tests.tiny import Workshop, braid, metrics_agree, recorded, sums, write_jsonl, write_model
+
+STEPS, SILENCE_S, LIMIT_S, RESUMES = 8, 5.0, 240.0, 4
+RUNTIMES: dict[str, dict[str, Any]] = {
+    "eager": {"rollout": {"engines": 1}},
+    "distributed": {"runtime": "distributed", "workers": 2},
+    "streaming": {"runtime": "streaming", "streaming": {"workers": {"actor.generate": 2, "actor": 2}}},
+    "hybrid": {"runtime": "hybrid", "workers": 2},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one fault."""
+
+    number: int
+    runtime: str
+    fault: str
+    victim: str
+    resumes: int
+    seconds: float
+    trouble: str
+    """What was not as it must be, or nothing."""
+
+
+class Chaos:
+    """A workshop, the undisturbed run of each runtime, and the draw of faults."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        data = write_jsonl(folder / "train.jsonl", sums(24))
+        self.workshop, self.seed = Workshop(folder, write_model(folder / "model"), data), seed
+        self.memory = folder / "memory"
+        self.memory.mkdir()
+        os.environ["BRAID_SHARED_MEMORY"] = str(self.memory)
+        self.undisturbed: dict[str, Path] = {}
+
+    def config(self, name: str, runtime: str) -> Path:
+        trainer = {"steps": STEPS, "checkpoint_every": 2, "deterministic": True, "keep_checkpoints": 3}
+        cluster = {"silence_s": SILENCE_S, "wait_limit_s": 60}
+        more = {"trainer": trainer, "cluster": cluster, "dtype": "float64", "trackers": [], **RUNTIMES[runtime]}
+        return self.workshop.config_file(name, **more)
+
+    def run(self, *arguments: Any) -> subprocess.Popen[str]:
+        return braid(*arguments, folder=self.workshop.folder)
+
+    def reference(self, runtime: str) -> Path:
+        """Return the undisturbed run of a runtime, which is made once."""
+        if runtime not in self.undisturbed:
+            process = self.run("train", self.config(f"quiet-{runtime}", runtime))
+            _, said = process.communicate(timeout=LIMIT_S)
+            assert process.returncode == 0, said
+            self.undisturbed[runtime] = self.workshop.folder / f"quiet-{runtime}"
+        return self.undisturbed[runtime]
+
+    def one(self, number: int, runtime: str) -> Row:
+        """Make one run with one fault, resume it until it is through, and compare."""
+        draw, reference = random.Random(f"{self.seed}/{number}"), self.reference(runtime)
+        folder, begun = self.workshop.folder / f"fault-{number}", time.monotonic()
+        fault = draw.choice(list(FAULTS))
+        process = self.run("train", self.config(folder.name, runtime))
+        seen, resumes, victim, troubles = set(descendants(process.pid)), 0, "", list[str]()
+        try:
+            wait_for(folder, draw.randrange(0, STEPS - 1), process)
+            time.sleep(draw.random())
+            seen |= set(descendants(process.pid))
+            victim = FAULTS[fault](draw, process, folder)
+            while True:
+                code, said = self.ended(process, seen)
+                troubles += [f"a traceback: {said[-300:]!r}"] if "Traceback" in said else []
+                if code == 0 or resumes == RESUMES:
+                    break
+                resumes += 1
+                process = self.run("train", "--resume", folder, "--newest-whole")
+            troubles += [f"did not come through: {said[-300:]!r}"] if code else self.compared(folder, reference)
+        except (subprocess.TimeoutExpired, AssertionError) as error:
+            troubles.append(f"hung or ended too soon: {str(error)[:200]}")
+        finally:
+            process.kill()
+        troubles += self.leftovers(seen)
+        return Row(number, runtime, fault, victim, resumes, time.monotonic() - begun, "; ".join(troubles))
+
+    def ended(self, process: subprocess.Popen[str], seen: set[int]) -> tuple[int, str]:
+        limit = time.monotonic() + LIMIT_S
+        while process.poll() is None and time.monotonic() < limit:
+            seen |= set(descendants(process.pid))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.2)
+        _, said = process.communicate(timeout=10)
+        return process.returncode, said
+
+    def compared(self, folder: Path, reference: Path) -> list[str]:
+        """Return what differs from the undisturbed run: lines of metrics, rows of each step."""
+        troubles = [] if metrics_agree(folder, reference) else ["other metrics"]
+        for step in range(1, STEPS + 1):
+            if recorded(folder, step).uids() != recorded(reference, step).uids():
+                troubles.append(f"other rows in step {step}")
+        return troubles
+
+    def leftovers(self, seen: Iterable[int]) -> list[str]:
+        """Return what is left a moment after the end: processes, shared memory, ports."""
+        limit, found = time.monotonic() + 15, ["?"]
+        while found and time.monotonic() < limit:
+            time.sleep(0.2)
+            alive = [p for p in seen if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+            found = [f"left: {name_of(process)}" for process in alive]
+            found += [f"left: {path.name}" for path in self.memory.iterdir() if not path.name.endswith(".owner")]
+        return found
+
+
+def wait_for(folder: Path, steps: int, process: subprocess.Popen[str]) -> None:
+    path, limit = folder / "metrics.jsonl", time.monotonic() + LIMIT_S
+    while steps and (not path.is_file() or path.read_text().count("\n") < steps):
+        assert process.poll() is None and time.monotonic() < limit, "the run ended before its fault"
+        time.sleep(0.02)
+
+
+def victim_of(draw: random.Random, process: subprocess.Popen[str]) -> int:
+    """Return any process of a run, the main program too."""
+    return draw.choice(sorted({process.pid, *descendants(process.pid)}))
+
+
+def kill(draw: random.Random, process: subprocess.Popen[str], folder: Path) -> str:
+    victim = victim_of(draw, process)
+    name = "main program" if victim == process.pid else name_of(victim)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(victim, signal.SIGKILL)
+    return name
+
+
+def freeze(draw: random.Random, process: subprocess.Popen[str], folder: Path) -> str:
+    victim = victim_of(draw, process)
+    name = "main program, for 8 s" if victim == process.pid else name_of(victim)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(victim, signal.SIGSTOP)
+        if victim == process.pid:
+            time.sleep(8)
+            os.kill(victim, signal.SIGCONT)
+    return name
+
+
+def garbage(draw: random.Random, process: subprocess.Popen[str], folder: Path) -> str:
+    """Send noise to every port of the run."""
+    ports = sorted(listening(family(process.pid)))
+    for _ in range(300):
+        for port in ports:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=0.2) as line:
+                line.sendall(draw.choice([b"\x81\x91\x01\x02", draw.randbytes(draw.randrange(1, 2000))]))
+    return f"{len(ports)} ports"
+
+
+def damage(draw: random.Random, process: subprocess.Popen[str], folder: Path) -> str:
+    """Kill the run, and garble or cut a file of its newest checkpoint."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    # With a checkpoint before it, the run can go on from there.
+    if len(checkpoints_of(folder)) < 2:
+        return "no checkpoint yet"
+    path = draw.choice(sorted(file for file in checkpoints_of(folder)[-1].rglob("*") if file.is_file()))
+    content = bytearray(path.read_bytes())
+    place = draw.randrange(max(1, len(content) - 64))
+    path.write_bytes(content[:place] + (b"" if draw.random() < 0.5 else draw.randbytes(64) + content[place + 64 :]))
+    return str(path.relative_to(folder / "checkpoints"))
+
+
+FAULTS: dict[str, Callable[[random.Random, subprocess.Popen[str], Path], str]] = {
+    "kill -9": kill, "freeze": freeze, "garbage": garbage, "damage": damage,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Make the faults that the command names, and print a table; ends with 1 where anything was not as it must be."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=RUNTIMES)
+    given = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="braid-chaos-") as folder:
+        chaos = Chaos(Path(folder), given.seed)
+        print(
+            "| fault | runtime | what | on whom | resumed | seconds | not as it must be |\n|---|---|---|---|---|---|---|"
+        )
+        for number in range(given.faults):
+            row = chaos.one(number, given.runtimes[number % len(given.runtimes)])
+            rows.append(row)
+            found = (row.number, row.runtime, row.fault, row.victim, row.resumes, f"{row.seconds:.0f}", row.trouble)
+            print("| " + " | ".join(map(str, found)) + " |", flush=True)
+    bad = sum(bool(row.trouble) for row in rows)
+    print(f"\n{len(rows)} faults, seed {given.seed}: {bad} not as they must be")
+    raise SystemExit(bad > 0)
+
+
+if __name__ == "__main__":
+    main()
