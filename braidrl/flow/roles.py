@@ -100,7 +100,7 @@ class Role:
     def method(
         self, type: str, *, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = (), **params: Any
     ) -> Stage:
-        """Call a method of a user's class on the role's workers.
+        """Return a stage that calls a method of a user's class on the role's workers.
 
         Args:
             type: `module:Class.method` or `file.py:Class.method`, registered with a protocol and the columns that it writes.
