@@ -75,7 +75,7 @@ class TrainingBackend(Protocol):
     role: str
     ranks: DataParallel
     nonfinite: tuple[str, ...] = ()
-    """Where this rank's losses were not finite since the last step, in words; a backend need not say it."""
+    """Where this rank's losses of the last update were not finite, in words; a backend need not say it."""
 
     @property
     def shared_model(self) -> Any:

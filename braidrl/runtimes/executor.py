@@ -192,10 +192,9 @@ class StageExecutor:
         counts, objective, worker = denominators(index), self.objective(stage), self.workers[str(stage.role)]
         needed = {name: counts[name] for name in objective.denominators}
         norm = worker.optim_step(needed, iteration)
-        where, worker.nonfinite = worker.nonfinite, ()
         if norm is not None and not math.isfinite(norm):
             if not self.config.trainer.skip_bad_updates:
-                raise BadUpdate(bad_update(stage, norm, where, index))
+                raise BadUpdate(bad_update(stage, norm, getattr(worker, "nonfinite", ()), index))
             sums.add(f"{stage.role}/skipped_updates", int(counted))
             return
         if any(count > 0 for count in counts.values()):

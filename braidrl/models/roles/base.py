@@ -44,6 +44,8 @@ class MicroBatch:
 class RoleWorker(RoleModel, TrainingBackend):
     """The training backend that needs nothing but torch."""
 
+    _nonfinite: tuple[str, ...] = ()
+
     def micro_batches(self, rows: Rows, whole_groups: bool = False) -> Iterator[tuple[list[int], Rows]]:
         """Yield micro-batches of at most `max_tokens_per_device` tokens.
 
@@ -134,7 +136,7 @@ class RoleWorker(RoleModel, TrainingBackend):
                 total = float(loss.detach())
                 totals[term.denominator] = totals.get(term.denominator, 0.0) + total
                 if not math.isfinite(total):
-                    self.nonfinite += (nonfinite_tokens(batch.rows, batch.packed.offsets, predicted),)
+                    self._nonfinite += (nonfinite_tokens(batch.rows, batch.packed.offsets, predicted),)
                 sums.add_per_token(self.role, metrics)
             self._report_progress(advance, batch, isinstance(term, Objective))
             return loss
@@ -173,5 +175,6 @@ class RoleWorker(RoleModel, TrainingBackend):
         assert self.optimizer is not None, f"{self.role} is not trained"
         self.ranks.reshard(self.model)
         norm = self.optimizer.step(denominators, iteration)
+        self.nonfinite, self._nonfinite = self._nonfinite, ()
         self.weight_updates += norm is not None and math.isfinite(norm)
         return norm
