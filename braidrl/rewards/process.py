@@ -23,6 +23,8 @@ PASSED = (
     "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM",
 )  # fmt: skip
 """What every verifier gets of the run's environment."""
+PACKAGES = Path(__file__).parents[2]
+"""Where this package lies, which an editable install may keep out of sys.path."""
 SEND_LIMIT_S = 30
 """A process that reads nothing for so long is stuck."""
 
@@ -82,29 +84,18 @@ def _limit_sending(connection: Connection) -> None:
 def without_network_and_home() -> tuple[str, ...]:
     """Return the command that starts a worker where there is no network, nothing can be written but in /tmp, and home is empty.
 
-    What Python needs of the home directory, its environment and packages, can be read there. Raises UserError without bubblewrap.
+    Of what is hidden, Python's environment and packages and the working directory can be read. Raises UserError without bubblewrap.
     """
     if shutil.which("bwrap") is None:
         raise UserError(
             "reward.sandbox=bubblewrap: there is no command bwrap; install bubblewrap, or write reward.sandbox=process"
         )
-    home = Path.home()
-    needed = {Path(place).resolve() for place in (sys.prefix, sys.base_prefix, *sys.path)}
-    shown = sorted(place for place in needed if place.is_relative_to(home) and place != home and place.exists())
-    command = [
-        "bwrap",
-        "--ro-bind",
-        "/",
-        "/",
-        "--dev",
-        "/dev",
-        "--proc",
-        "/proc",
-        "--tmpfs",
-        "/tmp",
-        "--tmpfs",
-        str(home),
-    ]
-    for place in shown:
-        command += ["--ro-bind", str(place), str(place)]
+    hidden = (Path("/tmp"), Path.home())
+    needed = {Path(place).resolve() for place in (sys.prefix, sys.base_prefix, *sys.path, str(PACKAGES), ".")}
+    command = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+    for place in hidden:
+        command += ["--tmpfs", str(place)]
+    for place in sorted(needed):
+        if place.exists() and any(place != parent and place.is_relative_to(parent) for parent in hidden):
+            command += ["--ro-bind", str(place), str(place)]
     return (*command, "--unshare-all", "--die-with-parent", "--new-session", "--chdir", "/")
