@@ -16,7 +16,7 @@ RUN = """
 import sys
 from pathlib import Path
 from demo import learn
-print(learn(Path(sys.argv[1]), 0, 50, ["trainer.steps=30"], ["trainer.steps=8"]))
+print(learn(Path(sys.argv[1]), 0, 50, dapo=["trainer.steps=8"]))
 """
 
 
