@@ -21,26 +21,17 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from braidrl.cluster.groups import subgroup
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.config import parse_config
-from braidrl.models.parallel.decoding import PipelineRanks, TensorRanks, load_for_decoding
+from braidrl.models.parallel.decoding import join_generation_groups, load_for_decoding
 from braidrl.models.parallel.generation import GenerationLayout
 from braidrl.models.roles.make import DecoderWorker
 from braidrl.models.weights.phases import GenerationWeights
+from tests.models.weights.transitions import GROUPINGS, LAYOUTS
 
 RESULT = Path("benchmarks/results/transitions.json")
 RANKS, TURNS, LIMIT_BYTES, WAIT_S = 8, 5, 8 << 20, 600.0
-LAYOUTS = {
-    "1-4-2 to 1-2": ((1, 4, 2), (1, 2)),
-    "1-8-1 to 1-4": ((1, 8, 1), (1, 4)),
-    "2-2-2 to 1-2": ((2, 2, 2), (1, 2)),
-    "2-4-1 to 1-2": ((2, 4, 1), (1, 2)),
-    "2-2-2 to 2-1": ((2, 2, 2), (2, 1)),
-}
-"""Training (pipeline, tensor, data) and generation (pipeline, tensor)."""
-GROUPINGS = ("interval", "neighbour", "gather")
 DRAWN = {"7B": (7e9, 1, 8, 1, 2), "13B": (13e9, 1, 8, 1, 4), "34B": (34e9, 2, 8, 1, 4), "70B": (70e9, 4, 8, 1, 8)}
 """Parameters, and pipeline and tensor of training and of generation, on 1,024 ranks."""
 
@@ -104,11 +95,8 @@ def made(world: World, model: str, training: dict[str, Any], layout: GenerationL
     """Return a rank's weights of both phases."""
     config = parse_config({"flow": "grpo", "model": model, "data": {"train": "none"}, "trainer": {"layout": training}})
     worker = DecoderWorker("actor", config, False, world.data_parallel)
-    groups = layout.groups(config.trainer.layout.resolve(world.size))
-    tensor, pipeline = (subgroup(some) for some in (groups.flatten(0, 1), groups.movedim(1, 2).flatten(0, 1)))
-    assert tensor is not None and pipeline is not None
-    stages = PipelineRanks(pipeline) if layout.pipeline > 1 else None
-    module, slices = load_for_decoding(worker.path, worker.dtype, "cpu", TensorRanks(tensor), stages)
+    ranks = join_generation_groups(layout.groups(config.trainer.layout.resolve(world.size)))
+    module, slices = load_for_decoding(worker.path, worker.dtype, "cpu", *ranks)
     return GenerationWeights(worker, module, slices, layout, LIMIT_BYTES)
 
 

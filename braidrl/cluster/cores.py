@@ -85,11 +85,12 @@ class FollowedLoad:
 _followed: FollowedLoad | None = None
 
 
-def follow_load() -> None:
-    """Let this process follow the machine's load from now on, unless the user has settled its threads."""
+def follow_load(wanted: bool = True) -> None:
+    """Let this process follow the machine's load from now on, where it is wanted and the user has not settled its threads."""
     global _followed
     settled = "OMP_NUM_THREADS" in os.environ and CHOSEN_BY_BRAID not in os.environ
-    if settled or any(name in os.environ for name in USERS_SETTINGS) or not Path("/proc/self/schedstat").exists():
+    settled = settled or any(name in os.environ for name in USERS_SETTINGS)
+    if not wanted or settled or not Path("/proc/self/schedstat").exists():
         _followed = None
     elif _followed is None and (most := min(torch.get_num_threads(), usable_cores())) > 1:
         _followed = FollowedLoad(most)

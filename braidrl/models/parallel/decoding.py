@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, pad
 from transformers import PreTrainedModel
 
+from braidrl.cluster.groups import subgroup
 from braidrl.errors import UserError
 from braidrl.models.cpu.linear import product
 from braidrl.models.loading import is_on_meta, load_decoder
@@ -111,6 +112,21 @@ class SendHidden(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         self.ranks.send(hidden.to(self.dtype))
         return hidden
+
+
+def join_generation_groups(groups: Tensor) -> tuple[TensorRanks, PipelineRanks | None]:
+    """Form the process groups of ranks that decode together; all ranks call this at the same time.
+
+    Args:
+        groups: The ranks of each generation group, (groups, pipeline, tensor), as `GenerationLayout.groups` returns them.
+
+    Returns:
+        The ranks that divide this rank's matrices, and those that have the other layers, None where each rank has all of them.
+    """
+    tensor = subgroup(groups.flatten(0, 1))
+    pipeline = subgroup(groups.movedim(1, 2).flatten(0, 1)) if groups.shape[1] > 1 else None
+    assert tensor is not None, "every rank that generates is in a group"
+    return TensorRanks(tensor), PipelineRanks(pipeline) if pipeline else None
 
 
 class RowParallelLinear(nn.Linear):

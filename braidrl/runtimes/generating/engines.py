@@ -21,7 +21,7 @@ from braidrl.config import Config
 from braidrl.errors import UserError
 from braidrl.models.backend import TrainingBackend
 from braidrl.models.loading import load_decoder, read_model_config
-from braidrl.models.parallel.decoding import PipelineRanks, Slices, TensorRanks, load_for_decoding
+from braidrl.models.parallel.decoding import Slices, join_generation_groups, load_for_decoding
 from braidrl.models.parallel.generation import GenerationLayout
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.role_settings import DTYPES, dtype_of, layout_of, model_path
@@ -162,13 +162,10 @@ def spmd_engine(
     """Return what ranks decode with together; all ranks call this at the same time. Raises UserError as `start_engine`."""
     layout, training = generation_layout(config), layout_of(worker.role, config).resolve(worker.ranks.size)
     groups = layout.groups(training)
-    group, tensor_group = subgroup(groups.flatten(1)), subgroup(groups.flatten(0, 1))
-    pipeline_group = subgroup(groups.movedim(1, 2).flatten(0, 1)) if layout.pipeline > 1 else None
-    assert group is not None and tensor_group is not None
-    pipeline = PipelineRanks(pipeline_group) if pipeline_group else None
-    model, slices = load_for_decoding(
-        Path(spec.model), getattr(torch, spec.dtype), spec.device, TensorRanks(tensor_group), pipeline
-    )
+    group = subgroup(groups.flatten(1))
+    assert group is not None
+    tensor, pipeline = join_generation_groups(groups)
+    model, slices = load_for_decoding(Path(spec.model), getattr(torch, spec.dtype), spec.device, tensor, pipeline)
     engine = SpmdEngine(
         model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, slices, group,
         compile=config.rollout.compile, pipeline=pipeline,

@@ -163,7 +163,7 @@ def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase)
 
 
 def set_up_torch(config: Config) -> None:
-    """Set this process's threads, seeds and determinism."""
+    """Set the threads, seeds and determinism of this process, and by its environment the threads of those that it starts."""
     transformers_logging.disable_progress_bar()
     if config.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(config.threads)
@@ -173,8 +173,7 @@ def set_up_torch(config: Config) -> None:
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    else:
-        follow_load()
+    follow_load(not config.trainer.deterministic)
 
 
 def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Sequence[SourceConfig]) -> None:

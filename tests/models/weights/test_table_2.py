@@ -23,18 +23,10 @@ from braidrl.cluster.ranks import run_ranks
 from braidrl.errors import UserError
 from braidrl.models.parallel.generation import GenerationLayout
 from braidrl.models.parallel.layout import ParallelLayout
+from tests.models.weights.transitions import GROUPINGS, LAYOUTS
 from tests.tiny import TOKENIZER
 
 RANKS, ITEM = 8, 8
-TABLE = {
-    "1-4-2": ((1, 4, 2), (1, 2)),
-    "1-8-1": ((1, 8, 1), (1, 4)),
-    "2-2-2": ((2, 2, 2), (1, 2)),
-    "2-4-1": ((2, 4, 1), (1, 2)),
-    "2-2-2 to a pipeline": ((2, 2, 2), (2, 1)),
-}
-"""Training (p, t, d) and generation (p_g, t_g)."""
-GROUPINGS = ("interval", "neighbour", "gather")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def measured(model: str) -> dict[str, list[dict[str, Any]]]:
     cases = {}
-    for name, ((p, t, d), generation) in TABLE.items():
+    for name, ((p, t, d), generation) in LAYOUTS.items():
         for grouping in GROUPINGS:
             # DeepSpeed-Chat trains with ZeRO-3 among all ranks.
             training = {"shard": "full"} if grouping == "gather" else {"pipeline": p, "tensor": t, "data": d}
@@ -86,11 +78,11 @@ def of_kind(elements: dict[str, int], *kinds: str) -> int:
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS)
-@pytest.mark.parametrize("case", TABLE)
+@pytest.mark.parametrize("case", LAYOUTS)
 def test_a_rank_receives_and_holds_what_the_formula_says(
     measured: dict[str, list[dict[str, Any]]], model: str, case: str, grouping: str
 ) -> None:
-    (p, t, d), (p_g, t_g) = TABLE[case]
+    (p, t, d), (p_g, t_g) = LAYOUTS[case]
     m, every = matrices(model), sizes(model)
     received, peak, redundant = {
         "gather": (m * (t * p * d - 1) // (t * p * d), m, m // (t * p * d)),

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from braidrl.cluster.groups import subgroup
 from braidrl.cluster.world import World
 from braidrl.models.checkpoint import full_state_dict
-from braidrl.models.parallel.decoding import PipelineRanks, TensorRanks, load_for_decoding
+from braidrl.models.parallel.decoding import join_generation_groups, load_for_decoding
 from braidrl.models.parallel.generation import GenerationLayout
 from braidrl.models.parallel.shards import local_shard
 from braidrl.models.roles.make import DecoderWorker
@@ -20,6 +19,15 @@ from braidrl.models.weights.weight_index import weight_parts
 from tests.models.parallel.laid_out import config_of
 
 LIMIT = 16384
+LAYOUTS = {
+    "1-4-2 to 1-2": ((1, 4, 2), (1, 2)),
+    "1-8-1 to 1-4": ((1, 8, 1), (1, 4)),
+    "2-2-2 to 1-2": ((2, 2, 2), (1, 2)),
+    "2-4-1 to 1-2": ((2, 4, 1), (1, 2)),
+    "2-2-2 to 2-1": ((2, 2, 2), (2, 1)),
+}
+"""Training (pipeline, tensor, data) and generation (pipeline, tensor) of the paper's Table 2."""
+GROUPINGS = ("interval", "neighbour", "gather")
 
 
 def measure(world: World, task: dict[str, Any]) -> dict[str, Any]:
@@ -34,11 +42,8 @@ def transition(world: World, model: str, training: dict[str, Any], pipeline: int
     layout = GenerationLayout(pipeline, tensor, grouping)  # type: ignore[arg-type]
     resolved = worker.config.trainer.layout.resolve(world.size)
     layout.check(resolved, world.size)
-    groups = layout.groups(resolved)
-    tensor_group, pipeline_group = (subgroup(g) for g in (groups.flatten(0, 1), groups.movedim(1, 2).flatten(0, 1)))
-    assert tensor_group is not None and pipeline_group is not None
-    stages = PipelineRanks(pipeline_group) if pipeline > 1 else None
-    generating, slices = load_for_decoding(worker.path, worker.dtype, "cpu", TensorRanks(tensor_group), stages)
+    ranks = join_generation_groups(layout.groups(resolved))
+    generating, slices = load_for_decoding(worker.path, worker.dtype, "cpu", *ranks)
     weights = GenerationWeights(worker, generating, slices, layout, LIMIT)
     with torch.no_grad():
         for parameter in worker.model.parameters():
