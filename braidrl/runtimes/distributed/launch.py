@@ -108,7 +108,7 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
             )
     check_layouts(config, flow, flow.roles, size)
     check_divided_engines(config, flow.stages)
-    check_generating_ranks(config, {str(role) for role in generating}, size)
+    check_generating_ranks(config, Pool(tuple(flow.roles), size, generating=tuple(map(str, generating))))
     # Ray's cluster says what devices there are.
     available = None if launcher_of(config) == "ray" else device_count(config.device)
     if available is not None:
