@@ -6,13 +6,12 @@ registries of plug-ins ────name, docstring, settings──────�
 
 import importlib
 import inspect
-import pkgutil
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from braidrl import algorithms
+import braidrl.algorithms.library  # noqa: F401  registers them
 from braidrl.algorithms import registry
 from braidrl.errors import UserError, suggest
 from braidrl.importing import PluginRegistry
@@ -54,8 +53,6 @@ class Listed:
 def catalogue(kind: str) -> list[Listed]:
     """Return what there is of a kind. Raises UserError for a kind that is none."""
     if kind in ALGORITHMS:
-        for module in pkgutil.iter_modules(algorithms.__path__, f"{algorithms.__name__}."):
-            importlib.import_module(module.name)
         return [of_algorithm(ALGORITHMS[kind][name]) for name in ALGORITHMS[kind]]
     if kind == "environments":
         return [Listed(name, about) for name, about in SCHEMES.items()]

@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from braidrl import cli
 from braidrl.catalogue import KINDS, catalogue
+from braidrl.config.reading import section_keys
 from braidrl.flow.yaml_form import from_yaml
 from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.saving.folders import MAY_CHANGE, run_config
 from tests.tiny import Workshop, weights_of
 
 
@@ -142,6 +144,22 @@ def test_doctor_says_what_there_is(braid: Any) -> None:
 def test_help_names_every_command(braid: Any) -> None:
     out, _ = braid("--help")
     assert all(command in out for command in ("train", "eval", "flow", "report", "export", "doctor"))
+
+
+def test_a_resumed_run_takes_what_may_change_from_the_command_and_keeps_it(workshop: Workshop, braid: Any) -> None:
+    run = workshop.run("further", trainer={"steps": 1})
+    braid("train", "--resume", run, "trainer.steps=2", "threads=1")
+    assert [line["step"] for line in read_metrics(run)] == [1, 2]
+    kept = run_config(run)
+    assert (kept.trainer.steps, kept.threads) == (2, 1)
+    braid("train", "--resume", run, "trainer.steps=3")
+    assert run_config(run).threads == 1 and read_metrics(run)[-1]["step"] == 3
+
+
+def test_what_may_change_in_a_resumed_run_are_keys_of_the_configuration() -> None:
+    for key in MAY_CHANGE:
+        *place, last = key.split(".")
+        assert last in section_keys(tuple(place))
 
 
 def test_steps_of_zero_save_the_model_as_it_is(workshop: Workshop, braid: Any, tmp_path: Path) -> None:
