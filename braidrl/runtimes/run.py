@@ -74,14 +74,19 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 resources.enter_context(held_alone(self.folder))
             if world is None:  # ranks are watched by who has started them
                 resources.enter_context(FrozenWatch(config.cluster.silence_s, self.progress.print, self.folder))
-            checkpoint = self._checkpoint(newest_whole) if resume else None
+            # The first rank has checked the files.
+            found = (
+                self.world.from_first("checkpoint", lambda: str(resume_point(self.folder, newest_whole) or ""))
+                if resume
+                else ""
+            )
             self.controller = start_controller(
                 RunContext(self.prepared, self.progress, self.loader, self.folder, self.world, self.interrupts)
             )
             self.backend = self.controller.backend
             resources.callback(self.backend.close)
-            if checkpoint is not None:
-                self._restore(load_checkpoint(checkpoint))
+            if found:
+                self._restore(load_checkpoint(Path(found)))
             self.metrics = self._open_metrics(self.step if resume else None) if self.world.first else None
             self.resources = resources.pop_all()
 
@@ -97,11 +102,6 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.resources.close()
         if self.metrics:
             self.metrics.close()
-
-    def _checkpoint(self, newest_whole: bool) -> Path | None:
-        """Return where the run goes on, whose files the first rank has checked."""
-        found = self.world.from_first("checkpoint", lambda: str(resume_point(self.folder, newest_whole) or ""))
-        return Path(found) if found else None
 
     def _open_metrics(self, resume_step: int | None) -> MetricsWriter:
         run = TrackedRun(self.folder, self.config.model_dump(mode="json"), resume_step)
@@ -154,7 +154,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self._record(rollout_path(self.folder, step), result.table, result.final)
             self.step = step
             self.version += 0 if self.rollout_only else 1
-            if self._evaluation_is_due():
+            every = self.config.evaluation.every
+            if every and (step % every == 0 or step == self.config.trainer.steps):
                 metrics |= self._evaluate()
             if self.metrics:
                 self.metrics.write(metrics)
@@ -188,10 +189,6 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.world.gather("the batch that is kept", b"")
         again = f"braid train {self.folder}/config.yaml name={self.folder.name}-replay trainer.steps={step} --replay {self.folder}"
         return f"step {step}: {said}; see it again with `{again}`, or go on without such updates with trainer.skip_bad_updates=true"
-
-    def _evaluation_is_due(self) -> bool:
-        every, steps = self.config.evaluation.every, self.config.trainer.steps
-        return bool(every) and (self.step % every == 0 or self.step == steps)
 
     def _begin(self) -> None:
         last = self.world.from_first("metrics", lambda: self.metrics.last if self.metrics else None)

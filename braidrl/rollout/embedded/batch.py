@@ -163,7 +163,7 @@ class SlotBatch:
                 torch.empty_like(states.current),
                 logits.new_empty(len(logits), dtype=self.log_prob_dtype),
             )
-        elif native and self._sampling.untruncated:
+        elif native and self._sampling.top_k is None and self._sampling.top_p is None:
             tokens, log_probs = native.kernels.draw(logits, states.temperature, states.greedy, uniforms)
         else:
             tokens, log_probs = sample(logits, self._sampling, uniforms)
