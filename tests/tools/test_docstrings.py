@@ -101,7 +101,8 @@ ALGORITHMS = {
     for node in tree.body
     if module.startswith("braidrl.algorithms.") and isinstance(node, Function) and is_registered(node)
 }
-COLUMNS = described(ast.get_docstring(MODULES["braidrl.algorithms"]) or "")
+COLUMNS = set(re.findall(r"^(\w+) {3,}", ast.get_docstring(MODULES["braidrl.algorithms"]) or "", re.M))
+"""The table in the first lines of `braidrl.algorithms`."""
 
 
 @pytest.mark.parametrize("name", sorted(SURFACE))
