@@ -77,8 +77,8 @@ def arguments(function: Function) -> set[str]:
 
 
 def described(docstring: str) -> set[str]:
-    """The names in a docstring's section Args."""
-    section = re.search(r"^Args:\n((?: +.*\n?)*)", docstring, re.M)
+    """The names in a docstring's section Args, or in the columns of `braidrl.algorithms`."""
+    section = re.search(r"^(?:Args|Columns):\n((?: +.*\n?)*)", docstring, re.M)
     return set(re.findall(r"^    (\w+): ", section[1], re.M)) if section else set()
 
 
@@ -101,8 +101,7 @@ ALGORITHMS = {
     for node in tree.body
     if module.startswith("braidrl.algorithms.") and isinstance(node, Function) and is_registered(node)
 }
-COLUMNS = set(re.findall(r"^(\w+) {3,}", ast.get_docstring(MODULES["braidrl.algorithms"]) or "", re.M))
-"""The table in the first lines of `braidrl.algorithms`."""
+COLUMNS = described(ast.get_docstring(MODULES["braidrl.algorithms"]) or "")
 
 
 @pytest.mark.parametrize("name", sorted(SURFACE))
