@@ -51,9 +51,10 @@ class Listed:
 
 
 def catalogue(kind: str) -> list[Listed]:
-    """Return what there is of a kind. Raises UserError for a kind that is none."""
+    """Return what comes with Braid of a kind. Raises UserError for a kind that is none."""
     if kind in ALGORITHMS:
-        return [of_algorithm(ALGORITHMS[kind][name]) for name in ALGORITHMS[kind]]
+        entries = [ALGORITHMS[kind][name] for name in ALGORITHMS[kind]]
+        return [of_algorithm(entry) for entry in entries if entry.function.__module__.startswith("braidrl.")]
     if kind == "environments":
         return [Listed(name, about) for name, about in SCHEMES.items()]
     if kind not in PLUGINS:
