@@ -64,6 +64,18 @@ def test_a_configuration_may_be_overrides_alone(workshop: Workshop, braid: Any) 
     assert (run / "report.html").is_file()
 
 
+def test_functions_in_files_are_found_beside_the_configuration_from_any_folder(
+    workshop: Workshop, braid: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workshop.folder / "mine.py").write_text("def short(response: str) -> bool:\n    return len(response) < 9\n")
+    config = workshop.config_file(
+        "beside", reward={"verify": [{"name": "mine.py:short", "weight": 0.5}]}, trainer={"steps": 1}
+    )
+    monkeypatch.chdir(tmp_path)
+    braid("train", config)
+    assert run_config(workshop.folder / "beside").reward.verify[0].name == f"{workshop.folder / 'mine.py'}:short"
+
+
 def test_eval_measures_a_model_and_a_checkpoint(workshop: Workshop, braid: Any) -> None:
     run = workshop.run(trainer={"steps": 1})
     config = workshop.config_file("eval", evaluation={"samples": 4, "max_prompts": 4})
