@@ -54,7 +54,13 @@ STUDIES = {
         "Sums of two numbers from one to twenty, asked in words; 80 of the 400 pairs are held out. "
         "Score: the share of right answers on them, four sampled at temperature 1 for each.",
         "eval/held_out/avg@4",
-        {"GRPO": Way("sums", seeds=(0, 1, 2))},
+        {
+            "GRPO": Way("sums", seeds=(0, 1, 2)),
+            "GRPO bfloat16": Way("sums", ("dtype=bfloat16", "trainer.max_tokens_per_device=4096")),
+            "GRPO LoRA": Way(
+                "sums", ("trainer.lora={}", "trainer.learning_rate=4e-4", "trainer.max_tokens_per_device=4096")
+            ),
+        },
     ),
     "told": Page(
         "SmolLM2-135M-Instruct does as it is told",
