@@ -5,16 +5,22 @@ import importlib
 import importlib.util
 import logging
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from braidrl.cluster.devices import devices_each
 from braidrl.cluster.process import END_LIMIT_S
+from braidrl.cluster.silence import descendants, has_ended, name_of
 from braidrl.config import ClusterConfig
-from braidrl.errors import UserError
+from braidrl.errors import UserError, WorkerError
 from braidrl.placement.pools import Pool, check_devices
 
+LOOK_EVERY_S = 1.0
+"""How often Ray's own processes are looked at while a result is awaited."""
+NEEDED = ("gcs_server", "raylet")
+"""Without these a cluster answers no more; Ray itself says so after a minute, by ending this program without a line."""
 INLINE_BYTES = 1 << 20
 """Up to this size rows come with the message that brings them; by default Ray has more than 100 KiB fetched from its object store."""
 
@@ -48,8 +54,12 @@ class RayCluster:
         self.started = not self.ray.is_initialized()
         self.groups: list[Any] = []
         self.actors: list[Any] = []
+        self.needed: dict[int, str] = {}
+        """Ray's own processes of a cluster that began here."""
         if self.started:
             self._connect()
+            names = {process: name_of(process) for process in descendants(os.getpid())}
+            self.needed = {process: name for process, name in names.items() if name in NEEDED}
         resources = self.ray.cluster_resources()
         self.kind = "GPU" if device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0) else "CPU"
         self.devices = int(resources.get(self.kind, 0))
@@ -103,6 +113,34 @@ class RayCluster:
         self.actors.append(actor)
         return actor
 
+    @property
+    def lost(self) -> str:
+        """Return which of Ray's own processes is gone, in a line; nothing while the cluster that began here is whole."""
+        gone = [f"{name} (process {each})" for each, name in self.needed.items() if has_ended(each)]
+        return f"Ray's {' and '.join(gone)} died, and with it the cluster; go on with `braid train --resume`" if gone else ""
+
+    def ready(self, references: Sequence[Any], limit_s: float) -> list[Any]:
+        """Wait for the first of these results.
+
+        Args:
+            references: Ray's references to results.
+            limit_s: How long to wait, in seconds.
+
+        Returns:
+            Those that are there; none after `limit_s`.
+
+        Raises:
+            WorkerError: A process of Ray's own is gone.
+        """
+        deadline = time.monotonic() + limit_s
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            found: list[Any] = self.ray.wait(list(references), timeout=min(LOOK_EVERY_S, left))[0]
+            if self.lost:
+                raise WorkerError(self.lost)
+            if found or left <= LOOK_EVERY_S:
+                return found
+
     def end(self, actor: Any) -> None:
         """End one actor at once; its place is free again."""
         self.ray.kill(actor)
@@ -110,7 +148,7 @@ class RayCluster:
 
     def close(self) -> None:
         """Let every worker clean up for a moment, end it, and free its device."""
-        if not self.ray.is_initialized():
+        if not self.ray.is_initialized() or self.lost:
             return
         leaving = [actor.close.options(concurrency_group="aside").remote() for actor in self.actors]
         self.ray.wait(leaving, num_returns=len(leaving), timeout=END_LIMIT_S) if leaving else None

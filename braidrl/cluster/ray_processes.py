@@ -145,7 +145,7 @@ class RayLauncher:
 
     def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
         ended = {each.ended: each for each in processes if isinstance(each, RayProcess)}
-        return [ended[one] for one in self.cluster.ray.wait(list(ended), timeout=seconds)[0]]
+        return [ended[one] for one in self.cluster.ready(list(ended), seconds)]
 
     def close(self) -> None:
         self.cluster.close()

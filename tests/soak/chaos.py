@@ -22,9 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from braidrl.cluster.silence import descendants, name_of
+from braidrl.cluster.silence import descendants, has_ended, name_of
 from braidrl.runtimes.saving.folders import checkpoints_of
 from tests.leftovers import family, listening
 from tests.tiny import Workshop, braid, metrics_agree, recorded, sums, write_jsonl, write_model
@@ -130,8 +128,7 @@ class Chaos:
         limit, found = time.monotonic() + 15, ["?"]
         while found and time.monotonic() < limit:
             time.sleep(0.2)
-            alive = [p for p in seen if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
-            found = [f"left: {name_of(process)}" for process in alive]
+            found = [f"left: {name_of(process)}" for process in seen if not has_ended(process)]
             found += [f"left: {path.name}" for path in self.memory.iterdir() if not path.name.endswith(".owner")]
         return found
 
