@@ -31,6 +31,7 @@ from braidrl.cluster.child import serve
 from braidrl.cluster.devices import Devices, assign_devices, device_count
 from braidrl.cluster.groups import LOOPBACK
 from braidrl.cluster.process import BEAT, END_LIMIT_S, Outcome, Process, ProcessSpec, default_threads, environment_of
+from braidrl.cluster.silence import has_ended
 from braidrl.errors import WorkerError
 from braidrl.placement.pools import Pool
 
@@ -44,6 +45,8 @@ getattr(importlib.import_module(module), function)(descriptor)
 BOOT_ELSEWHERE = BOOT.replace("sys.path[:] = path", "sys.path += [place for place in path if place not in sys.path]")
 """For the interpreter of another environment, whose own packages come first."""
 LOOK_EVERY_S = 0.02
+SERVER_IS_GONE = 255
+"""The exit status that multiprocessing gives to all copies of a fork server when the server is gone."""
 
 
 class LocalProcess(Process):
@@ -160,16 +163,17 @@ class Forked(LocalProcess):
 
     @property
     def status(self) -> int | None:
-        return self._process.exitcode
+        # The fork server says how its copies ended. Where it was killed itself they live on, and this is all that is heard of them.
+        status = self._process.exitcode
+        return None if status == SERVER_IS_GONE and not has_ended(self.pid) else status
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            # Copies of the fork server lead a group, as fresh interpreters do; copies of this process are in its own.
-            if self.alive and os.getpgid(self.pid) == self.pid:
-                os.killpg(self.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.join(END_LIMIT_S)
-        if self._process.is_alive():
+            if self.alive:
+                # Copies of the fork server lead a group, as fresh interpreters do; copies of this process are in its own.
+                leads = os.getpgid(self.pid) == self.pid
+                (os.killpg if leads else os.kill)(self.pid, signal.SIGKILL)
+        if not self.wait(END_LIMIT_S):
             raise WorkerError(f"{self.name} (process {self.pid}) was killed and does not end")
 
 

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from braidrl.cluster.silence import FrozenWatch, descendants, has_ended, name_of
@@ -78,7 +77,7 @@ def test_a_stopped_process_is_named_and_the_run_goes_on_or_ends_in_a_line(worksh
             stopped, begun = stop(process, name), time.monotonic()
             steps = (folder / "metrics.jsonl").read_text().count("\n")
             if goes_on:
-                while psutil.pid_exists(stopped) and time.monotonic() < begun + NOTICED_S:
+                while not has_ended(stopped) and time.monotonic() < begun + NOTICED_S:
                     time.sleep(0.05)
                 wait_for_steps(folder, steps + 5, process, NOTICED_S)
                 process.send_signal(signal.SIGINT)
