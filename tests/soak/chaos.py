@@ -3,13 +3,14 @@
 each fault: a run ──at a random moment──▶ the fault ──▶ it goes on, or ends in a line ──resume──▶ the end
             metrics, rows and leftovers are compared with an undisturbed run's
 
-    python -m tests.soak.chaos --faults 300 --seed 0 --runtimes eager distributed streaming hybrid
+    python -m tests.soak.chaos --faults 8 --seed 3 --runtimes eager distributed streaming hybrid --file faults.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import signal
@@ -17,8 +18,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ RUNTIMES: dict[str, dict[str, Any]] = {
 class Row:
     """What became of one fault."""
 
+    seed: int
     number: int
     runtime: str
     fault: str
@@ -104,7 +106,7 @@ class Chaos:
         finally:
             process.kill()
         troubles += self.leftovers(seen)
-        return Row(number, runtime, fault, victim, resumes, time.monotonic() - begun, "; ".join(troubles))
+        return Row(self.seed, number, runtime, fault, victim, resumes, time.monotonic() - begun, "; ".join(troubles))
 
     def ended(self, process: subprocess.Popen[str], seen: set[int]) -> tuple[int, str]:
         limit = time.monotonic() + LIMIT_S
@@ -193,27 +195,47 @@ FAULTS: dict[str, Callable[[random.Random, subprocess.Popen[str], Path], str]] =
 }  # fmt: skip
 
 
+def table(rows: Iterable[Row]) -> str:
+    """Return faults as a table of Markdown."""
+    lines = ["| seed | fault | runtime | what | on whom | resumed | seconds | not as it must be |", "|" + "---|" * 8]
+    lines += [
+        f"| {r.seed} | {r.number} | {r.runtime} | {r.fault} | {r.victim} | {r.resumes} | {r.seconds:.0f} | {r.trouble} |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return how many faults of each kind every runtime has met, and after how many something was not as it must be."""
+    lines = [f"| what | {' | '.join(RUNTIMES)} | all |", "|" + "---|" * (len(RUNTIMES) + 2)]
+    for fault in (*FAULTS, "all"):
+        kinds = [row for row in rows if fault in (row.fault, "all")]
+        cells = [[row for row in kinds if row.runtime == runtime] for runtime in RUNTIMES] + [kinds]
+        counts = [f"{len(cell)}, {sum(bool(row.trouble) for row in cell)} bad" for cell in cells]
+        lines.append(f"| {fault} | " + " | ".join(counts) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Make the faults that the command names, and print a table; ends with 1 where anything was not as it must be."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=RUNTIMES)
+    parser.add_argument("--file", type=Path, help="to which each fault is added as a line of JSON, over many calls")
     given = parser.parse_args()
-    rows = []
+    rows = list[Row]()
     with tempfile.TemporaryDirectory(prefix="braid-chaos-") as folder:
         chaos = Chaos(Path(folder), given.seed)
-        print(
-            "| fault | runtime | what | on whom | resumed | seconds | not as it must be |\n|---|---|---|---|---|---|---|"
-        )
         for number in range(given.faults):
-            row = chaos.one(number, given.runtimes[number % len(given.runtimes)])
-            rows.append(row)
-            found = (row.number, row.runtime, row.fault, row.victim, row.resumes, f"{row.seconds:.0f}", row.trouble)
-            print("| " + " | ".join(map(str, found)) + " |", flush=True)
-    bad = sum(bool(row.trouble) for row in rows)
-    print(f"\n{len(rows)} faults, seed {given.seed}: {bad} not as they must be")
-    raise SystemExit(bad > 0)
+            rows.append(chaos.one(number, given.runtimes[number % len(given.runtimes)]))
+            print(table(rows[-1:]) if number == 0 else table(rows[-1:]).splitlines()[-1], flush=True)
+            if given.file:
+                with given.file.open("a") as lines:
+                    lines.write(json.dumps(asdict(rows[-1])) + "\n")
+    seen = [Row(**json.loads(line)) for line in given.file.read_text().splitlines()] if given.file else rows
+    print(f"\nseed {given.seed}: {sum(bool(row.trouble) for row in rows)} of {len(rows)} not as they must be\n\n{summary(seen)}")
+    raise SystemExit(any(row.trouble for row in rows))
 
 
 if __name__ == "__main__":
