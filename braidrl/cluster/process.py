@@ -172,10 +172,17 @@ class Process(ABC):
     def outcome(self) -> Outcome | None:
         """Return its last word; None for a process that still works, or that has ended without one."""
 
-    @property
-    def silence(self) -> float:
-        """Return for how many seconds nothing was heard of it."""
-        return 0.0
+    @abstractmethod
+    def end_if_silent(self, limit_s: float, folder: Path | None = None) -> bool:
+        """Kill it where nothing was heard of it for too long, which `describe_end` says then.
+
+        Args:
+            limit_s: How long, in seconds.
+            folder: The run's, for its stack.
+
+        Returns:
+            Whether it was killed.
+        """
 
     @abstractmethod
     def describe_end(self) -> str:

@@ -21,7 +21,7 @@ from braidrl.placement.pools import Pool
 from tests.leftovers import listening
 from tests.tiny import Workshop, braid, wait_for_steps
 
-STARTED, ENDED = 200, 40
+STARTED, ENDED = 400, 150
 """Seconds for a cluster to start on a machine that has other work, and within which everything must be gone."""
 
 

@@ -234,7 +234,9 @@ def main() -> None:
                 with given.file.open("a") as lines:
                     lines.write(json.dumps(asdict(rows[-1])) + "\n")
     seen = [Row(**json.loads(line)) for line in given.file.read_text().splitlines()] if given.file else rows
-    print(f"\nseed {given.seed}: {sum(bool(row.trouble) for row in rows)} of {len(rows)} not as they must be\n\n{summary(seen)}")
+    print(
+        f"\nseed {given.seed}: {sum(bool(row.trouble) for row in rows)} of {len(rows)} not as they must be\n\n{summary(seen)}"
+    )
     raise SystemExit(any(row.trouble for row in rows))
 
 

@@ -68,7 +68,7 @@ def only(pools: Sequence[Pool], roles: Collection[str]) -> tuple[Pool, ...]:
 
 def start_groups(cluster: RayCluster, pools: Sequence[Pool], limit_s: float, folder: Path | None) -> list[WorkerGroup]:
     """Start an actor for each rank of each pool, and let every worker know the others."""
-    groups, traffic, names = [], DriverTraffic(), dict[str, str]()
+    groups, traffic, names = [], DriverTraffic(), cluster.names
     specs: list[WorkerSpec] = []
     name_of: list[str] = []
     for pool, reserved in zip(pools, cluster.reserve(pools), strict=True):

@@ -16,7 +16,7 @@ from braidrl.cluster.groups import connect_store, join_group, open_store
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import END_LIMIT_S, Failure, Launcher, Process, ProcessSpec
 from braidrl.cluster.ray_processes import RayLauncher
-from braidrl.cluster.silence import keep_stack, mute_after
+from braidrl.cluster.silence import mute_after
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.errors import WorkerError
@@ -53,8 +53,6 @@ class Member:
     starts: int
     process: Process
     started: float = field(default_factory=time.monotonic)
-    mute: str = ""
-    """Why it was killed, where it said nothing any more."""
 
     def is_late(self, control: ControlPlane) -> bool:
         """Return whether it should long have said hello; ranks that do not lead say nothing to the queue."""
@@ -121,10 +119,7 @@ class Processes:
         settings = self.config.streaming
         silent = self.control.silent(settings.lease_s + settings.wait_s)
         for member in self.members:
-            if member.process.alive and member.process.silence > mute_after(self.config.cluster.silence_s):
-                where = keep_stack(member.process.pid, member.process.name, self.folder)
-                member.mute = f"it said nothing for {member.process.silence:.0f} s{where}"
-                member.process.kill()
+            member.process.end_if_silent(mute_after(self.config.cluster.silence_s), self.folder)
             if member.process.alive and member.holder in silent:
                 member.process.kill()
             if member.process.alive and member.is_late(self.control):
@@ -136,7 +131,7 @@ class Processes:
             name = f"{member.group.name} {member.number}"
             if member.group.trained:
                 raise WorkerError(
-                    f"{name}, which holds weights that have changed, is gone ({member.mute or member.process.describe_end()}); "
+                    f"{name}, which holds weights that have changed, is gone ({member.process.describe_end()}); "
                     "go on from the last checkpoint"
                 )
             if member.starts == RESTARTS:
