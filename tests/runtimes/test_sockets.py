@@ -50,7 +50,7 @@ def test_a_store_listens_on_the_address_that_it_is_given() -> None:
     assert interface_of(LOOPBACK) == "lo" and interface_of("203.0.113.1") == ""
 
 
-def recorded_hello(address: str, secret: str, name: str) -> bytes:
+def recorded_hello(address: str, secret: str, name: str, memory: str) -> bytes:
     """Let one of the run's own say hello, and return all bytes that it has sent."""
     host, port = address.removeprefix("tcp://").split(":")
     sent = bytearray()
@@ -74,8 +74,10 @@ def recorded_hello(address: str, secret: str, name: str) -> bytes:
         serving = threading.Thread(target=serve, daemon=True)
         serving.start()
         connection = Connection("tcp://{}:{}".format(*relay.getsockname()), 30.0, secret)
-        connection.ask({"request": "hello", "holder": name, "generates": False, "address": "here"})
-        connection.close()
+        try:
+            connection.ask({"request": "hello", "holder": name, "generates": False, "address": memory})
+        finally:
+            connection.close()
         serving.join(10)
     return bytes(sent)
 
@@ -101,7 +103,10 @@ def test_what_strangers_forge_replay_garble_or_blow_up_changes_nothing_in_a_run(
     mine = open_ports()
     with TrainingRun(workshop.config("flooded", **sections)) as run:
         program: Any = run.controller
-        hello = recorded_hello(program.server.address, program.processes.secret, "recorded")
+        while not set(program.processes.trainers()) <= set(program.control.holders):
+            program.wait()  # ranks that have met listen for one another
+        memory_of_run = program.processes.places["here"].address
+        hello = recorded_hello(program.server.address, program.processes.secret, "recorded", memory_of_run)
         assert "recorded" in program.control.holders and len(hello) > 500
         program.control.fail("recorded")
         (recording := workshop.folder / "recording").write_bytes(hello)

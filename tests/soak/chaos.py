@@ -23,6 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from braidrl.cluster.ray_cluster import NEEDED
 from braidrl.cluster.silence import descendants, has_ended, name_of
 from braidrl.runtimes.saving.folders import checkpoints_of
 from tests.leftovers import family, listening
@@ -89,7 +92,7 @@ class Chaos:
         process = self.run("train", self.config(folder.name, runtime))
         seen, resumes, victim, troubles = set(descendants(process.pid)), 0, "", list[str]()
         try:
-            wait_for(folder, draw.randrange(0, STEPS - 1), process)
+            wait_for(folder, draw.randrange(EARLIEST.get(fault, 0), STEPS - 1), process)
             time.sleep(draw.random())
             seen |= set(descendants(process.pid))
             victim = FAULTS[fault](draw, process, folder)
@@ -99,7 +102,9 @@ class Chaos:
                 if code == 0 or resumes == RESUMES:
                     break
                 resumes += 1
-                process = self.run("train", "--resume", folder, "--newest-whole")
+                there = (folder / "config.yaml").exists()
+                again = ("--resume", folder, "--newest-whole") if there else (self.config(folder.name, runtime),)
+                process = self.run("train", *again)
             troubles += [f"did not come through: {said[-300:]!r}"] if code else self.compared(folder, reference)
         except (subprocess.TimeoutExpired, AssertionError) as error:
             troubles.append(f"hung or ended too soon: {str(error)[:200]}")
@@ -147,9 +152,19 @@ def victim_of(draw: random.Random, process: subprocess.Popen[str]) -> int:
     return draw.choice(sorted({process.pid, *descendants(process.pid)}))
 
 
+def called(process: subprocess.Popen[str], victim: int) -> str:
+    """Return who a process of a run is."""
+    if victim == process.pid:
+        return "main program"
+    name, command = name_of(victim), ""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{victim}/cmdline").read_text()
+    return "resource tracker" if "resource_tracker" in command else name
+
+
 def kill(draw: random.Random, process: subprocess.Popen[str], folder: Path) -> str:
     victim = victim_of(draw, process)
-    name = "main program" if victim == process.pid else name_of(victim)
+    name = called(process, victim)
     with contextlib.suppress(ProcessLookupError):
         os.kill(victim, signal.SIGKILL)
     return name
@@ -157,7 +172,7 @@ def kill(draw: random.Random, process: subprocess.Popen[str], folder: Path) -> s
 
 def freeze(draw: random.Random, process: subprocess.Popen[str], folder: Path) -> str:
     victim = victim_of(draw, process)
-    name = "main program, for 8 s" if victim == process.pid else name_of(victim)
+    name = called(process, victim)
     with contextlib.suppress(ProcessLookupError):
         os.kill(victim, signal.SIGSTOP)
         if victim == process.pid:
@@ -180,9 +195,6 @@ def damage(draw: random.Random, process: subprocess.Popen[str], folder: Path) ->
     """Kill the run, and garble or cut a file of its newest checkpoint."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    # With a checkpoint before it, the run can go on from there.
-    if len(checkpoints_of(folder)) < 2:
-        return "no checkpoint yet"
     path = draw.choice(sorted(file for file in checkpoints_of(folder)[-1].rglob("*") if file.is_file()))
     content = bytearray(path.read_bytes())
     place = draw.randrange(max(1, len(content) - 64))
@@ -190,9 +202,22 @@ def damage(draw: random.Random, process: subprocess.Popen[str], folder: Path) ->
     return str(path.relative_to(folder / "checkpoints"))
 
 
+def full_disk(draw: random.Random, process: subprocess.Popen[str], folder: Path) -> str:
+    """Let the run's processes write no file that is longer than a small number of bytes."""
+    most = draw.choice([1 << 10, 1 << 14, 1 << 16])
+    for victim in (process.pid, *descendants(process.pid)):
+        # Ray's own programs do not outlive the signal that comes with it.
+        if name_of(victim) not in NEEDED:
+            with contextlib.suppress(psutil.Error):
+                psutil.Process(victim).rlimit(psutil.RLIMIT_FSIZE, (most, psutil.RLIM_INFINITY))
+    return f"files of at most {most} bytes"
+
+
 FAULTS: dict[str, Callable[[random.Random, subprocess.Popen[str], Path], str]] = {
-    "kill -9": kill, "freeze": freeze, "garbage": garbage, "damage": damage,
+    "kill -9": kill, "freeze": freeze, "garbage": garbage, "damage": damage, "full disk": full_disk,
 }  # fmt: skip
+EARLIEST = {"garbage": 1, "damage": 5, "full disk": 1}
+"""After so many steps there is something to damage; processes are killed and stopped while they start, too."""
 
 
 def table(rows: Iterable[Row]) -> str:
