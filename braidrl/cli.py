@@ -137,6 +137,24 @@ def plan(
     find_plans(settings, wanted, overlay, html, Console())
 
 
+@app.command(name="list")
+def list_kind(
+    kind: Annotated[
+        str | None, typer.Argument(help="losses, advantages, rewards, engines...; left out, all kinds.")
+    ] = None,
+) -> None:
+    """Show what a flow or a configuration can name, with settings and sources."""
+    from braidrl.catalogue import KINDS, catalogue, lines
+
+    if kind is None:
+        for known in KINDS:
+            typer.echo(f"{known}: {', '.join(listed.name for listed in catalogue(known))}")
+        return
+    for listed in catalogue(kind):
+        for line in lines(listed):
+            typer.echo(line)
+
+
 @app.command()
 def report(run: RunFolder) -> None:
     """Write RUN/report.html: curves, and sample responses over time."""

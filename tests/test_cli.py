@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from braidrl import cli
+from braidrl.catalogue import KINDS, catalogue
 from braidrl.flow.yaml_form import from_yaml
 from braidrl.observe.metrics import read_metrics
 from tests.tiny import Workshop, weights_of
@@ -89,6 +90,22 @@ def test_flow_shows_text_yaml_and_a_drawing(workshop: Workshop, braid: Any) -> N
     drawing = workshop.folder / "flow.svg"
     out, _ = braid("flow", workshop.config_file(), "--svg", drawing)
     assert drawing.read_text().startswith("<svg") and str(drawing) in out
+
+
+def test_list_shows_everything_that_can_be_named_with_settings_and_sources(braid: Any) -> None:
+    kinds = dict(line.split(": ", 1) for line in braid("list")[0].splitlines())
+    assert (
+        kinds.keys() == set(KINDS) and "gspo" in kinds["losses"].split(", ") and "vllm" in kinds["engines"].split(", ")
+    )
+    out, _ = braid("list", "losses")
+    clip = out[out.index("\nclip\n") :].split("\nclip_cov\n")[0]
+    assert "arXiv 1707.06347" in clip and "low=0.2" in clip and "advantages" in clip
+    assert "max_tokens=required" in braid("list", "aggregations")[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_thing_that_can_be_named_says_what_it_does(kind: str) -> None:
+    assert all(len(listed.about.split()) >= 3 and listed.about.endswith(".") for listed in catalogue(kind))
 
 
 def test_report_is_written_again(workshop: Workshop, braid: Any) -> None:

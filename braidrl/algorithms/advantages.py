@@ -35,6 +35,9 @@ def group_normalized(
     """Return (R − R̄)/(s + epsilon) with the sample deviation s, (B,); 0 in a group of one or of equal scores.
 
     GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476, equation 9.
+
+    Args:
+        epsilon: Added to the deviation.
     """
     difference, groups, counted = centered(reward, group, statistics_mask)
     freedom = (groups.sums(counted.double()) - 1).clamp(min=1)
@@ -44,13 +47,13 @@ def group_normalized(
 
 @advantages.register(writes=["advantage"], scope="group", needs=PAIR)
 def group_centered(reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> Tensor:
-    """R − R̄, (B,). Dr. GRPO, arXiv 2503.20783."""
+    """Return R − R̄, (B,). Dr. GRPO, arXiv 2503.20783."""
     return centered(reward, group, statistics_mask)[0].to(reward.dtype)
 
 
 @advantages.register(writes=["advantage"], scope="group", needs=PAIR)
 def leave_one_out(reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> Tensor:
-    """R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one.
+    """Return R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one.
 
     RLOO, arXiv 2402.14740.
     """
@@ -63,7 +66,7 @@ def leave_one_out(reward: Tensor, group: Tensor, statistics_mask: Tensor | None 
 def optimal_baseline(
     reward: Tensor, action_tokens: Tensor, group: Tensor, statistics_mask: Tensor | None = None
 ) -> Tensor:
-    """R − Σ l_j R_j / Σ l_j with the lengths l in action tokens as weights, (B,). OPO, arXiv 2505.23585."""
+    """Return R − Σ l_j R_j / Σ l_j with the lengths l in action tokens as weights, (B,). OPO, arXiv 2505.23585."""
     groups, counted, scores = Groups.of(group), counted_rows(reward, statistics_mask), reward.double()
     baseline = groups.spread(groups.means(scores, action_tokens * counted))
     varies = groups.spread(groups.varies(scores, counted))
@@ -72,7 +75,7 @@ def optimal_baseline(
 
 @advantages.register(writes=["advantage"], columns={"greedy_reward": "greedy.reward"})
 def remax(reward: Tensor, greedy_reward: Tensor) -> Tensor:
-    """R minus the reward of the same prompt's greedy response, (B,). ReMax, arXiv 2310.10505."""
+    """Return R minus the reward of the same prompt's greedy response, (B,). ReMax, arXiv 2310.10505."""
     return reward - greedy_reward
 
 
@@ -94,7 +97,13 @@ def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = N
 
     A subset scores 1 if any of its k samples is right. With n samples of which w are wrong, R̄ = 1 − C(w, k)/C(n, k) and
     σ² = R̄(1 − R̄): a right sample gets (1 − R̄)/σ, a wrong one (1 − R̄ − C(w − 1, k − 1)/C(n − 1, k − 1))/σ, and every
-    sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form. Raises ValueError for a group smaller than k.
+    sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form.
+
+    Args:
+        k: Size of the subsets.
+
+    Raises:
+        ValueError: A group has fewer than k samples.
     """
     groups, counted = Groups.of(group), counted_rows(correct, statistics_mask)
     n = groups.sums(counted.double())
@@ -111,7 +120,13 @@ def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = N
 
 
 def subset_share(part: Tensor, whole: Tensor, size: int) -> Tensor:
-    """C(part, size)/C(whole, size): the share of subsets of `size` from `whole` that lie in `part`; float64 (K,)."""
+    """Return C(part, size)/C(whole, size), the share of subsets of `whole` that lie in `part`, (K,) float64.
+
+    Args:
+        part: Members of the part, (K,) float64.
+        whole: Members of the whole, (K,) float64.
+        size: Members of a subset.
+    """
     share = torch.ones_like(whole)
     for taken in range(size):
         share = share * (part - taken).clamp(min=0) / (whole - taken).clamp(min=1)

@@ -38,7 +38,11 @@ def seq_mean_token_sum(offsets: Tensor) -> Tensor:
 
 @aggregations.register("token-sum-norm", denominator="rows", needs=Needs({"max_tokens": (1, 1 << 40)}))
 def token_sum_norm(offsets: Tensor, *, max_tokens: int) -> Tensor:
-    """Return 1/L_max, over rows: a constant instead of the lengths. Dr. GRPO, arXiv 2503.20783. `max_tokens` is L_max."""
+    """Return 1/L_max, over rows: a constant instead of the lengths. Dr. GRPO, arXiv 2503.20783.
+
+    Args:
+        max_tokens: L_max, the most tokens that a response may have.
+    """
     return token_mean(offsets) / max_tokens
 
 
@@ -46,11 +50,19 @@ def token_sum_norm(offsets: Tensor, *, max_tokens: int) -> Tensor:
 def prompt_mean(offsets: Tensor, group_tokens: Tensor) -> Tensor:
     """Return 1/(action tokens of the row's group), over groups: tokens averaged in a group, then over groups.
 
-    ScaleRL, arXiv 2510.13786. `group_tokens` (B,) is counted over the group's rows in the optimizer step, after masking.
+    ScaleRL, arXiv 2510.13786.
+
+    Args:
+        group_tokens: Action tokens of each row's group in the optimizer step, after masking, (B,).
     """
     return per_token(offsets, 1 / group_tokens.clamp(min=1).double())
 
 
 def weighted_sum(loss: Tensor, weights: Tensor) -> Tensor:
-    """Return Σ weight·loss of one micro-batch, a scalar that is accumulated before the one division."""
+    """Return Σ weight·loss of one micro-batch, a scalar that is accumulated before the one division.
+
+    Args:
+        loss: Per action token, (N,).
+        weights: Per action token, (N,) float64.
+    """
     return (loss * weights.to(loss.dtype)).sum()

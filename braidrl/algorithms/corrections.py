@@ -20,7 +20,12 @@ Metrics = dict[str, Tensor]
 def truncated(
     old_log_probs: Tensor, rollout_log_probs: Tensor, offsets: Tensor, *, level: Level = "token", cap: float = 2.0
 ) -> tuple[Tensor, Metrics]:
-    """Return min(ρ, cap), (N,): truncated importance sampling."""
+    """Return min(ρ, cap), (N,): truncated importance sampling.
+
+    Args:
+        level: What ρ is taken over: `token`, `sequence` or `geometric`.
+        cap: The largest weight.
+    """
     rho = ratio_at(level, old_log_probs, rollout_log_probs, offsets)
     return rho.clamp(max=cap), correction_metrics(rho, rho > cap)
 
@@ -35,7 +40,13 @@ def masked(
     low: float = 0.5,
     high: float = 2.0,
 ) -> tuple[Tensor, Metrics]:
-    """Return ρ where low ≤ ρ ≤ high and 0 elsewhere, (N,): masked importance sampling, IcePop at level `token`."""
+    """Return ρ where low ≤ ρ ≤ high and 0 elsewhere, (N,): masked importance sampling, IcePop at level `token`.
+
+    Args:
+        level: What ρ is taken over: `token`, `sequence` or `geometric`.
+        low: The smallest ρ that counts.
+        high: The largest ρ that counts.
+    """
     rho = ratio_at(level, old_log_probs, rollout_log_probs, offsets)
     outside = (rho < low) | (rho > high)
     return rho.masked_fill(outside, 0), correction_metrics(rho, outside)
@@ -53,7 +64,13 @@ def sequence_rejection(
 ) -> tuple[Tensor, Metrics]:
     """Return 1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows whose engine and trainer disagree are left out, others kept as they are.
 
-    Raises ValueError at level `token`, which would reject tokens and not sequences.
+    Args:
+        level: What ρ is taken over: `sequence` or `geometric`.
+        low: The smallest ρ that counts.
+        high: The largest ρ that counts.
+
+    Raises:
+        ValueError: `level` is `token`, which would reject tokens and not sequences.
     """
     if level == "token":
         raise ValueError("sequence_rejection works at level sequence or geometric, not token")

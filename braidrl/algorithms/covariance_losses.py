@@ -33,6 +33,10 @@ def clip_cov(
     """Return the clipped surrogate, with no gradient from tokens of high covariance (1 in `high_covariance`, (N,)).
 
     Clip-Cov, arXiv 2505.22617.
+
+    Args:
+        low: How far a ratio may fall below 1.
+        high: How far a ratio may rise above 1.
     """
     r = ratio(log_probs, old_log_probs)
     metrics = clip_metrics(*stopped(r, advantages, low, high), log_probs, old_log_probs)
@@ -53,6 +57,10 @@ def kl_cov(
     """Return −r·A, plus coef·KL(π_old, π) on tokens of high covariance (1 in `high_covariance`, (N,)).
 
     KL-Cov, arXiv 2505.22617.
+
+    Args:
+        coef: Of the penalty on those tokens.
+        estimator: Name of the KL estimator.
     """
     r = ratio(log_probs, old_log_probs)
     penalty = coef * estimate(estimator, log_probs, old_log_probs) * high_covariance
@@ -94,6 +102,9 @@ def covariance(
     """Return (log π_old − its mean)·(A − its mean) per action token, the means over the batch's action tokens.
 
     arXiv 2505.22617, at the policy that starts the update.
+
+    Args:
+        totals: `covariance_sums` over the batch.
     """
     log_probs, of_tokens = token_pairs(rollout_log_probs, old_log_probs, advantage, advantages)
     tokens = totals["tokens"].clamp(min=1)
@@ -142,6 +153,12 @@ def highest_covariance(
     arXiv 2505.22617: 2e-4 within (1, 5) for Clip-Cov, which draws at random there where this takes the highest so that nothing depends on a
     draw; 2e-4 to 2e-3 without bounds for KL-Cov. At least one token and at most one bin (0.3% in value) too many are taken, and
     none with a covariance of 1e-6 or less.
+
+    Args:
+        fraction: Share of the action tokens that is chosen.
+        low: Only tokens with a larger covariance count.
+        high: Only tokens with a smaller covariance count.
+        totals: `covariance_histogram` over the batch.
     """
     from_top = totals["histogram"].flip(0).cumsum(0).flip(0)
     wanted = (totals["tokens"] * fraction).clamp(min=1).ceil()

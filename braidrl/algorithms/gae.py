@@ -64,10 +64,14 @@ def rewards_of_tokens(reward: Tensor, token_rewards: Ragged | None, like: Ragged
 def gae(
     values: Ragged, reward: Tensor, token_rewards: Ragged | None = None, *, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[Ragged, Ragged]:
-    """A_t = Σ_l (γλ)^l·δ_{t+l} and the returns A_t + V_t, one per action token.
+    """Return A_t = Σ_l (γλ)^l·δ_{t+l} and the returns A_t + V_t, one per action token.
 
-    GAE, arXiv 1506.02438, equation 16; PPO, arXiv 1707.06347, equation 11. `reward` (B,) stands at the row's last action token
+    GAE, arXiv 1506.02438, equation 16; PPO, arXiv 1707.06347, equation 11. `reward` stands at the row's last action token
     unless `token_rewards` are given, which hold it already.
+
+    Args:
+        gamma: Discount per action token.
+        lam: λ: 0 looks one token ahead, 1 to the end of the row.
     """
     delta = residuals(values, rewards_of_tokens(reward, token_rewards, values), gamma)
     result = sums_to_go(delta, same_for_rows(values, gamma * lam))
@@ -88,10 +92,15 @@ def decoupled_gae(
     lam_actor: float | None = None,
     alpha: float = 0.05,
 ) -> tuple[Ragged, Ragged]:
-    """GAE with one λ for the advantages and another for the critic's returns.
+    """Return `gae` with one λ for the advantages and another for the critic's returns.
 
-    VC-PPO, arXiv 2503.01491, with a given `lam_actor`; without one λ_actor = 1 − 1/(alpha·l) for a row of l action tokens,
-    clamped to [0, 1]: VAPO, arXiv 2504.05118.
+    VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one.
+
+    Args:
+        gamma: Discount per action token.
+        lam_critic: λ of the returns.
+        lam_actor: λ of the advantages; by default 1 − 1/(alpha·l), in [0, 1], for a row of l action tokens.
+        alpha: See `lam_actor`.
     """
     delta = residuals(values, rewards_of_tokens(reward, token_rewards, values), gamma)
     lam = actor_lambda(values.lengths, alpha) if lam_actor is None else same_for_rows(values, lam_actor)

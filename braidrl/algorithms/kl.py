@@ -26,7 +26,11 @@ def ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 def ratio_at(level: Level, log_probs: Tensor, old_log_probs: Tensor, offsets: Tensor) -> Tensor:
     """Return π/π_old (N,) of each token, or of its row: the product of the row's ratios, or their geometric mean.
 
-    Raises ValueError for another level.
+    Args:
+        level: `token`, `sequence` (the product) or `geometric`.
+
+    Raises:
+        ValueError: Another level.
     """
     rows = Ragged(log_probs - old_log_probs, offsets)
     if level == "token":
@@ -72,6 +76,7 @@ def with_k2_gradient(name: str, value_of: Callable[[Tensor, Tensor], Tensor]) ->
         carrier = k2(log_probs, ref_log_probs)
         return value_of(log_probs, ref_log_probs).detach() + carrier - carrier.detach()
 
+    estimator.__doc__ = f"Return the value of `{name}` with the gradient of `k2`, (N,)."
     divergences.register(f"{name}+")(estimator)
 
 
@@ -80,6 +85,13 @@ for _name in ("k1", "k2", "k3", "abs"):
 
 
 def estimate(name: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Return the named estimator's value for each token, (N,). Raises KeyError for a name that is not registered."""
+    """Return the named estimator's value for each token, (N,).
+
+    Args:
+        name: A registered estimator: `k1`, `k2`, `k3`, `abs`, one of these with `+`, or a user's own.
+
+    Raises:
+        KeyError: No estimator has the name.
+    """
     value: Tensor = divergences[name].function(log_probs, ref_log_probs)
     return value

@@ -22,7 +22,14 @@ REFLECTION_PHRASES = (
 
 
 def explained_variance(error: Tensor, error_squared: Tensor, returns: Tensor, returns_squared: Tensor) -> Tensor:
-    """Return 1 − Var(R − V)/Var(R) from means over action tokens of R − V, its square, R and its square; 0 where R is constant."""
+    """Return 1 − Var(R − V)/Var(R) from means over action tokens; 0 where R is constant.
+
+    Args:
+        error: Mean of R − V.
+        error_squared: Mean of its square.
+        returns: Mean of R.
+        returns_squared: Mean of its square.
+    """
     variance = returns_squared - returns**2
     unexplained = error_squared - error**2
     # The difference of two equal numbers of this size may be its rounding error.
@@ -41,9 +48,13 @@ def effective_sample_share(mean: Tensor, mean_square: Tensor) -> Tensor:
 
 
 def mean_where(indicated: Tensor, share: Tensor) -> Tensor:
-    """Return the mean over the tokens that an indicator picks, from the mean of value·indicator and of the indicator; 0 where none.
+    """Return the mean of a value over the tokens that an indicator picks; 0 where it picks none.
 
     `mean_where(clip_high_probability, clip_fraction_high)` is the mean probability of the tokens clipped from above.
+
+    Args:
+        indicated: Mean over all tokens of value·indicator.
+        share: Mean of the indicator.
     """
     return torch.where(share > 0, indicated / share.masked_fill(share <= 0, 1), 0.0)
 
@@ -73,7 +84,11 @@ def avg_at_k(correct: Tensor, group: Tensor) -> Tensor:
 def pass_at_k(correct: Tensor, group: Tensor, k: int) -> Tensor:
     """Return the mean over prompts of 1 − C(wrong, k)/C(n, k), the unbiased pass@k. arXiv 2107.03374, equation 1.
 
-    Raises ValueError for a group of fewer than k samples.
+    Args:
+        k: Samples of which one has to be right.
+
+    Raises:
+        ValueError: A group has fewer than k samples.
     """
     groups = Groups.of(group)
     sizes = groups.sizes()
@@ -84,7 +99,12 @@ def pass_at_k(correct: Tensor, group: Tensor, k: int) -> Tensor:
 
 
 def reflection_counts(responses: Sequence[str], phrases: Sequence[str] = REFLECTION_PHRASES) -> Tensor:
-    """Return how often any of the phrases occurs in each response, as whole words and in any case, (B,) int64."""
+    """Return how often any of the phrases occurs in each response, as whole words and in any case, (B,) int64.
+
+    Args:
+        responses: Texts, B of them.
+        phrases: What to look for.
+    """
     if not phrases:
         return torch.zeros(len(responses), dtype=torch.int64)
     longest_first = sorted(phrases, key=len, reverse=True)

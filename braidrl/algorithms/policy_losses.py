@@ -30,6 +30,11 @@ def clip(
 
     PPO, arXiv 1707.06347, equation 7; high > low is Clip-Higher, DAPO, arXiv 2503.14476, equation 10 (0.2 and 0.28); dual clip,
     arXiv 1912.09729.
+
+    Args:
+        low: How far a ratio may fall below 1.
+        high: How far a ratio may rise above 1.
+        dual: The c of dual clip, above 1.
     """
     r = ratio(log_probs, old_log_probs)
     loss = clipped_surrogate(r, advantages, low, high)
@@ -78,6 +83,10 @@ def cispo(
 
     MiniMax-M1, arXiv 2506.13585, which sets no lower bound (low = 1) and does not print its upper one; 1 + high = 5 is
     from ScaleRL, arXiv 2510.13786.
+
+    Args:
+        low: How far a ratio may fall below 1.
+        high: How far a ratio may rise above 1.
     """
     r = ratio(log_probs, old_log_probs).detach()
     # A weight is clipped whatever the sign of its advantage.
@@ -94,7 +103,12 @@ def sapo(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> tuple[Tensor, Metrics]:
-    """Return −(4/τ)·σ(τ(r − 1))·A: a gate that closes smoothly, with τ by the sign of A. SAPO, arXiv 2511.20347."""
+    """Return −(4/τ)·σ(τ(r − 1))·A: a gate that closes smoothly, with τ by the sign of A. SAPO, arXiv 2511.20347.
+
+    Args:
+        tau_positive: τ where A > 0.
+        tau_negative: τ elsewhere.
+    """
     r = ratio(log_probs, old_log_probs)
     tau = torch.full_like(r, tau_negative).masked_fill(advantages > 0, tau_positive)
     return -(4 / tau) * torch.sigmoid(tau * (r - 1)) * advantages, kl_metrics(log_probs, old_log_probs)
@@ -107,6 +121,9 @@ def dppo_tv(
     """Return −(π/μ)·A, 0 where A > 0 and π − μ > delta, or A < 0 and π − μ < −delta; μ is the rollout policy.
 
     The trust region is in total variation, so that rare tokens may change by large ratios. DPPO, arXiv 2602.04879.
+
+    Args:
+        delta: How far the probability of a sampled token may move.
     """
     moved = log_probs.detach().exp() - rollout_log_probs.exp()
     above, below = (advantages > 0) & (moved > delta), (advantages < 0) & (moved < -delta)
@@ -134,7 +151,13 @@ def decoupled(
     """Return −w·min(u·A, clip(u, 1 − low, 1 + high)·A) with u = π/π_prox and w = π_prox/π_behaviour.
 
     AReaL, arXiv 2505.24298. π_prox is `old_log_probs`, recomputed under the weights that start the update, and
-    π_behaviour what sampled. A w above `cap` is clamped to it, or its token masked.
+    π_behaviour what sampled.
+
+    Args:
+        low: How far a ratio may fall below 1.
+        high: How far a ratio may rise above 1.
+        cap: The largest w.
+        over_cap: What happens to a token with a larger one: `clamp` w, or `mask` the token.
     """
     w = ratio(old_log_probs, rollout_log_probs)
     over = w > cap

@@ -59,7 +59,12 @@ def uniform(*keys: Key, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def permutation(seed: Key | tuple[Key, ...], n: int) -> Tensor:
-    """Return the numbers 0 to n - 1 in the order that the seed (one key or several) decides, (n,) int64 on the CPU."""
+    """Return the numbers 0 to n − 1 in the order that the seed decides, (n,) int64 on the CPU.
+
+    Args:
+        seed: One key or several.
+        n: How many numbers.
+    """
     keys = seed if isinstance(seed, tuple) else (seed,)
     return torch.argsort(hashed(*keys, torch.arange(n)), stable=True)
 

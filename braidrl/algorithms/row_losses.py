@@ -34,6 +34,10 @@ def gspo(
     """Return −min(s·A, clip(s, 1 − low, 1 + high)·A) with s = exp(mean over the row of log r), in token form.
 
     GSPO-token, arXiv 2507.18071, section 4.3: s_t = sg(s)·π/sg(π), whose value is s and whose gradient each token's own.
+
+    Args:
+        low: How far a ratio may fall below 1.
+        high: How far a ratio may rise above 1.
     """
     rows = Ragged((log_probs - old_log_probs).detach(), offsets)
     mean = rows.spread(rows.row_means())
@@ -54,8 +58,11 @@ def gmpo(
 ) -> tuple[Tensor, Metrics]:
     """Return −A·(Π of the row's clipped ratios)^(1/|o|), the same number at each of the row's tokens.
 
-    GMPO, arXiv 2507.20673. A ratio is clipped to at most e^high where A > 0, to at least e^(−low) where A < 0; a row's A is
-    the mean over its tokens.
+    GMPO, arXiv 2507.20673. A row's A is the mean over its tokens.
+
+    Args:
+        low: Where A < 0 a log-ratio is clipped to at least −low.
+        high: Where A > 0 a log-ratio is clipped to at most high.
     """
     rows = Ragged(log_probs - old_log_probs, offsets)
     advantage = rows.with_values(advantages).row_means()
@@ -107,6 +114,9 @@ def dpo(
     """Return −log σ(β·(Σ log π/π_ref of the chosen − Σ log π/π_ref of the rejected)), the row's at each of its tokens.
 
     DPO, arXiv 2305.18290, equation 7.
+
+    Args:
+        beta: β, which holds π near π_ref: the larger, the nearer.
     """
     rows = Ragged(log_probs - ref_log_probs, offsets)
     loss, metrics = pair_loss(beta * rows.row_sums(), group, sample)

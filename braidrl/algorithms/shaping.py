@@ -18,9 +18,16 @@ CUT_OFF = 1
 
 @shapes.register(writes=["reward"], needs=Needs({"max_response_tokens": (1, 1 << 40), "cache": (1, 1 << 40)}))
 def overlong_penalty(reward: Tensor, action_tokens: Tensor, *, max_response_tokens: int, cache: int) -> Tensor:
-    """Soft overlong punishment added to `reward` (B,): 0 up to max − cache tokens, falling to −1 at max, −1 beyond.
+    """Return `reward` with soft overlong punishment, (B,): 0 up to max − cache tokens, falling to −1 at max, −1 beyond.
 
-    DAPO, arXiv 2503.14476, equation 13. Lengths and limits in action tokens. Raises ValueError unless 0 < cache ≤ max.
+    DAPO, arXiv 2503.14476, equation 13.
+
+    Args:
+        max_response_tokens: The max, in action tokens.
+        cache: Action tokens over which the punishment grows.
+
+    Raises:
+        ValueError: Not 0 < cache ≤ max.
     """
     if not 0 < cache <= max_response_tokens:
         raise ValueError(f"cache must lie between 1 and max_response_tokens ({max_response_tokens}), got {cache}")
@@ -58,6 +65,10 @@ def kl_penalty(
 
     arXiv 1909.08593, equation 2, per token as in InstructGPT, arXiv 2203.02155. π is `old_log_probs` where a stage writes them
     and the engine's `rollout_log_probs` otherwise.
+
+    Args:
+        coef: Of the penalty, at least 0.
+        estimator: Name of the KL estimator.
     """
     return kl_shaped(
         reward, rollout_log_probs if old_log_probs is None else old_log_probs, ref_log_probs, -coef, estimator
@@ -77,6 +88,10 @@ def row_kl_penalty(
     """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row: the response is one action.
 
     arXiv 1909.08593, equation 2, for estimators of one number per row, as in RLOO, arXiv 2402.14740.
+
+    Args:
+        coef: Of the penalty, at least 0.
+        estimator: Name of the KL estimator.
     """
     policy = rollout_log_probs if old_log_probs is None else old_log_probs
     kl = policy.with_values(estimate(estimator, policy.values, ref_log_probs.values))
@@ -96,6 +111,10 @@ def advantage_kl_penalty(
     """Return the row's `advantage` (B,) minus coef·KL(π, π_ref) summed from each action token to the row's end.
 
     What a KL penalty per token adds to the return behind a baseline that has none, as in ReMax, arXiv 2310.10505.
+
+    Args:
+        coef: Of the penalty, at least 0.
+        estimator: Name of the KL estimator.
     """
     policy = rollout_log_probs if old_log_probs is None else old_log_probs
     kl = policy.with_values(estimate(estimator, policy.values, ref_log_probs.values))
@@ -124,7 +143,14 @@ def adaptive_kl_coefficient(
 ) -> float:
     """Return β·(1 + gain·e) with the relative error e = (kl − target)/target, held within ±limit.
 
-    arXiv 1909.08593, section 2.2. `kl` is the batch's mean, in the unit of `target`: nats per row in the paper.
+    arXiv 1909.08593, section 2.2.
+
+    Args:
+        coefficient: β.
+        kl: The batch's mean, in the unit of `target`.
+        target: The mean KL to hold: nats per row in the paper.
+        gain: Of the control.
+        limit: The largest relative error that counts.
     """
     error = max(-limit, min(limit, (kl - target) / target))
     return coefficient * (1 + gain * error)
@@ -156,9 +182,13 @@ def adaptive_kl_penalty(
     estimator: str = "k1",
     state: dict[str, float],
 ) -> Ragged:
-    """Return `kl_penalty` with a coefficient that follows `target`, a mean KL in nats per row; `coef` is its first value.
+    """Return `kl_penalty` with a coefficient that follows a mean KL. arXiv 1909.08593, section 2.2.
 
-    arXiv 1909.08593, section 2.2.
+    Args:
+        target: The mean KL to hold, in nats per row.
+        gain: Of the control.
+        estimator: Name of the KL estimator.
+        state: `coef`, whose first value is a setting too.
     """
     policy = rollout_log_probs if old_log_probs is None else old_log_probs
     return kl_shaped(reward, policy, ref_log_probs, -state["coef"], estimator)
@@ -175,9 +205,13 @@ def safe_rlhf_kl_penalty(
     coef: float,
     estimator: str = "k1",
 ) -> tuple[Ragged, Ragged]:
-    """Half of the KL penalty taken from the rewards, half added to the costs, per action token.
+    """Return rewards less half of the KL penalty, and costs plus half of it, per action token.
 
     Safe-RLHF, arXiv 2310.12773: (reward − λ·cost)/(1 + λ) then holds the penalty coef/2 whatever λ is.
+
+    Args:
+        coef: Of the penalty, at least 0.
+        estimator: Name of the KL estimator.
     """
     policy = rollout_log_probs if old_log_probs is None else old_log_probs
     rewards = kl_shaped(reward, policy, ref_log_probs, -coef / 2, estimator)

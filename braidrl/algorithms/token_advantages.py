@@ -33,7 +33,12 @@ def whiten_sums(advantages: Ragged, statistics_mask: Tensor | None = None, *, ep
 
 @advantages.register(writes=["advantages"], scope="batch", sums=whiten_sums)
 def whiten(advantages: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8, totals: Sums) -> Ragged:
-    """Normalise to mean 0 and deviation 1 over the batch's action tokens, as PPO's implementations do to GAE."""
+    """Return advantages of mean 0 and deviation 1 over the batch's action tokens, as PPO's implementations do to GAE.
+
+    Args:
+        epsilon: Added to the variance.
+        totals: `whiten_sums` over the batch.
+    """
     return whitened(advantages, totals, epsilon)
 
 
@@ -69,7 +74,13 @@ def reinforce_plus_plus(
     epsilon: float = 1e-8,
     totals: Sums,
 ) -> Ragged:
-    """Return returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262."""
+    """Return returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262.
+
+    Args:
+        gamma: Discount per action token.
+        epsilon: Added to the variance.
+        totals: `return_sums` over the batch.
+    """
     return whitened(returns_to_go(reward, action_tokens, token_rewards, gamma), totals, epsilon)
 
 
@@ -92,6 +103,10 @@ def reinforce_plus_plus_baseline(
     """Return the baseline variant: R − R̄, which `group_centered` wrote as `advantage`, whitened over the batch's action tokens.
 
     REINFORCE++, arXiv 2501.03262.
+
+    Args:
+        epsilon: Added to the variance.
+        totals: `baseline_sums` over the batch.
     """
     return whitened(returns_to_go(advantage, action_tokens, None, 1.0), totals, epsilon)
 
@@ -111,7 +126,14 @@ def cost_sums(
 
 
 def safe_rlhf_multiplier(multiplier: float, mean_cost: float, *, threshold: float, learning_rate: float) -> float:
-    """Return λ + learning_rate·(mean cost − threshold), kept ≥ 0: ascent on the constraint. Safe-RLHF, arXiv 2310.12773."""
+    """Return λ + learning_rate·(mean cost − threshold), kept ≥ 0: ascent on the constraint. Safe-RLHF, arXiv 2310.12773.
+
+    Args:
+        multiplier: λ.
+        mean_cost: The batch's.
+        threshold: The mean cost that is allowed.
+        learning_rate: Of λ.
+    """
     return max(0.0, multiplier + learning_rate * (mean_cost - threshold))
 
 
@@ -141,9 +163,14 @@ def safe_rlhf(
     learning_rate: float = 0.1,
     state: dict[str, float],
 ) -> Ragged:
-    """Return (A_reward − λ·A_cost)/(1 + λ) per action token, with the multiplier λ of `state`. Safe-RLHF, arXiv 2310.12773.
+    """Return (A_reward − λ·A_cost)/(1 + λ) per action token. Safe-RLHF, arXiv 2310.12773.
 
-    After each iteration λ rises by learning_rate·(mean of `cost` (B,) − threshold), kept ≥ 0.
+    After each iteration λ rises by learning_rate·(mean of `cost` − threshold), kept ≥ 0.
+
+    Args:
+        threshold: The mean cost that is allowed.
+        learning_rate: Of λ.
+        state: `multiplier`, λ.
     """
     multiplier = state["multiplier"]
     mixed = advantages.values - multiplier * cost_advantages.values

@@ -2,7 +2,7 @@
 
 open_store ──address──▶ connect_store         one process opens it, the others come
 join_group ──▶ the group of all               its limit is that of all groups that are made of it afterwards
-subgroup, mesh_of, background_group, group_apart
+subgroup, mesh_of, background_group, group_apart, group_between
 """
 
 import contextlib
@@ -156,3 +156,16 @@ def group_apart(store: dist.Store, rank: int, size: int, limit_s: float, cuda: b
     gloo._timeout = limit
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     return dist.ProcessGroupGloo(store, rank, size, gloo)
+
+
+def group_between(
+    store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool, address: str
+) -> dist.ProcessGroup:
+    """Return a group as `group_apart` does, for the functions of torch.distributed: gloo on the CPU, with `cuda` NCCL beside it."""
+    group, kinds = dist.ProcessGroup(dist.PrefixStore("between", store), rank, size), dist.ProcessGroup.BackendType
+    group._set_default_backend(kinds.NCCL if cuda else kinds.GLOO)
+    for device, kind in (("cpu", kinds.GLOO), *([("cuda", kinds.NCCL)] if cuda else [])):
+        own = dist.PrefixStore(device, store)
+        made = group_apart(own, rank, size, limit_s, device == "cuda", address)
+        group._register_backend(torch.device(device), kind, made)
+    return group

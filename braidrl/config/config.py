@@ -63,7 +63,7 @@ class PlacementConfig(Section):
     name: str = "colocate"
     """`colocate`: one pool for all; `standalone`: one for each role; `split`: one for the roles that generate, one for the others."""
     pools: list[PoolConfig] = []
-    """Each role in one of them, in place of a name."""
+    """Each role in one of them, in place of a name; `ROLE.generate` puts a role's generation into another pool than its model."""
 
 
 class ClusterConfig(Section):

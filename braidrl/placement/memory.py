@@ -46,6 +46,8 @@ class RoleUse:
     role: str
     trained: bool
     generates: bool
+    apart: bool = False
+    """True where it generates in a pool of its own."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,8 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
     plain = shape_of(model_path(role, config), dtype, scalar)
     lora = lora_of(role, config) if use.trained else None
     shape = model_shape(model_path(role, config), dtype, scalar, lora) if lora else plain
-    layout = layout_of(role, config).resolve(devices)
+    decodes = ParallelLayout(pipeline=rollout.pipeline, tensor=decoding_ranks // rollout.pipeline)
+    layout = (decodes if use.apart else layout_of(role, config)).resolve(devices)
     sizes = shape.sizes
     layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
     other = inference_layouts(config, flow).get(role) if use.trained else None
@@ -149,9 +152,12 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
     # Servers have devices of their own.
     if use.generates and rollout.engine != "http":
         decoder = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
-        own_weights = decoder.dtype != dtype or bool(lora) or not layout.is_replicated or decoding_ranks > 1
+        differs = decoder.dtype != dtype or bool(lora) or not layout.is_replicated or decoding_ranks > 1
+        own_weights = differs and not use.apart
         engine = EngineUse(decoder, rollout.slots, config.max_sequence_tokens, decoding_ranks, own_weights)
-    computes = any(stage.role == role and stage.kind in (Kind.INFER, Kind.TRAIN) for stage in flow.stages)
+    computes = not use.apart and any(
+        stage.role == role and stage.kind in (Kind.INFER, Kind.TRAIN) for stage in flow.stages
+    )
     deployed = Deployment(
         shape, plain, layout, use.trained, scalar, computes, max_tokens_of(role, config),
         checkpoints_activations(role, config), other and other.resolve(devices), engine,

@@ -3,9 +3,10 @@
 colocate     [actor reference critic]             roles take turns, hand-over in place
 standalone   [actor] [reference] [critic]         each works as soon as its inputs are there
 split        [actor] [reference critic]           who generates, and the others
+lists        [actor.generate] [actor] [...]       any partition; a role's generation may be in another pool than its training
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from braidrl.config import PlacementConfig, PoolConfig
@@ -13,11 +14,16 @@ from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
 
 NAMES = ("colocate", "standalone", "split")
+GENERATE = ".generate"
+"""What the name of a role's generation ends with, as a member of a pool."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Roles in the same processes; `workers` processes, each with a device of its own unless they need none."""
+    """Roles in the same processes; `workers` processes, each with a device of its own unless they need none.
+
+    `ROLE.generate` among the roles stands for a role's generation alone, where its model is in another pool.
+    """
 
     roles: tuple[str, ...]
     workers: int
@@ -27,11 +33,18 @@ class Pool:
     """Engine processes that each of them starts."""
     engine_devices: int = 1
     """Devices of each of those."""
+    generating: tuple[str, ...] = ()
+    """Roles that generate here."""
 
     @property
     def name(self) -> str:
         """Return what its workers are called in traces and errors."""
         return "+".join(self.roles)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Return the roles that train or infer here."""
+        return tuple(role for role in self.roles if not role.endswith(GENERATE))
 
 
 def place(
@@ -42,11 +55,18 @@ def place(
     Raises UserError for an unknown name, and for a role that is missing, unknown or in two pools.
     """
     if placement.pools:
-        check_partition(placement.pools, roles)
-        return tuple(Pool(tuple(pool.roles), pool.workers or workers) for pool in placement.pools)
-    if placement.name not in NAMES:
+        check_partition(placement.pools, roles, generating)
+        parts = [(tuple(pool.roles), pool.workers or workers) for pool in placement.pools]
+    elif placement.name not in NAMES:
         raise UserError(f"no placement is called {placement.name!r}. {suggest(placement.name, NAMES)}")
-    return tuple(Pool(part, workers) for part in by_name(placement.name, tuple(roles), generating) if part)
+    else:
+        parts = [(part, workers) for part in by_name(placement.name, tuple(roles), generating) if part]
+    apart = {name for part, _ in parts for name in part if name.endswith(GENERATE)}
+    places = {role: role + GENERATE if role + GENERATE in apart else role for role in generating}
+    return tuple(
+        Pool(part, size, generating=tuple(role for role, name in places.items() if name in part))
+        for part, size in parts
+    )
 
 
 def by_name(name: str, roles: tuple[str, ...], generating: Collection[str]) -> list[tuple[str, ...]]:
@@ -58,14 +78,20 @@ def by_name(name: str, roles: tuple[str, ...], generating: Collection[str]) -> l
     return [tuple(r for r in roles if r in generating), tuple(r for r in roles if r not in generating)]
 
 
-def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str]) -> None:
-    """Raise UserError unless each role is in exactly one pool."""
+def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str], generating: Collection[str] = ()) -> None:
+    """Raise UserError unless each role is in exactly one pool, and its generation in one pool at most."""
     placed: dict[str, int] = {}
+    known = [*roles, *(role + GENERATE for role in generating)]
     for number, pool in enumerate(pools):
         for role in pool.roles:
-            if role not in roles:
+            if role not in known:
                 raise UserError(
-                    f"placement: pool {number} names {role!r}, which is no model of this flow. {suggest(role, roles)}"
+                    f"placement: pool {number} names {role!r}, which is no model of this flow. {suggest(role, known)}"
+                )
+            if role.removesuffix(GENERATE) != role and role.removesuffix(GENERATE) in pool.roles:
+                raise UserError(
+                    f"placement: pool {number} has {role} beside {role.removesuffix(GENERATE)}, which generates there anyway; "
+                    f"remove {role}"
                 )
             if role in placed:
                 raise UserError(
@@ -88,6 +114,26 @@ def check_copies(flow: Flow, pools: Sequence[Pool]) -> None:
                     f"{stage.name} copies weights within a process, and {source} lives in others than {stage.role}; "
                     f"put {stage.role} and {source} into one pool, as placement=colocate does"
                 )
+
+
+def check_exchange(pools: Sequence[Pool], backends: Mapping[str, str], grouped: bool) -> None:
+    """Raise UserError where a role generates in another pool than it trains in, and its weights cannot go there.
+
+    Args:
+        pools: Of the run.
+        backends: What trains each role.
+        grouped: Whether the configuration groups ranks that train for generation.
+    """
+    for role in (role for pool in pools for role in pool.generating if role not in pool.models):
+        if backends[role] != "torch":
+            raise UserError(
+                f"placement: {role} and {role}{GENERATE} are in different pools, and weights of the backend {backends[role]} cannot go "
+                f"from one to the other; remove {role}{GENERATE}, or write backend=torch"
+            )
+        if grouped:
+            raise UserError(
+                f"rollout.grouping groups the ranks that train {role}, which generates in a pool of its own; remove one of them"
+            )
 
 
 def check_devices(pools: Sequence[Pool], devices: int, kind: str) -> None:

@@ -11,9 +11,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from braidrl.cluster.devices import choose_device
 from braidrl.config import Config
 from braidrl.data.rows import Column, Rows, named_rows
 from braidrl.errors import BadUpdate, UserError
@@ -58,6 +60,7 @@ class StageExecutor:
     ) -> None:
         """Load the models of `roles`, with engines for those `generating`; `ranks` are the other processes that hold the same roles.
 
+        One that generates and is not among `roles` has its weights from other processes, after `exchange_weights`.
         Without `training` even trained roles are copies without an optimizer, whose weights come from elsewhere.
         """
         self.config, self.flow, self.progress = config, flow, progress
@@ -71,6 +74,9 @@ class StageExecutor:
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
         for role in roles:
             self._load_role(role, role in generating, ranks, training)
+        for role in generating:
+            if role not in roles:
+                self.generation.start_receiving_engine(role, ranks or DataParallel())
         self.residency.begin()
 
     def _load_role(self, role: str, generates: bool, ranks: DataParallel | None, training: bool) -> None:
@@ -83,6 +89,15 @@ class StageExecutor:
             frozen = torch_worker(make_worker(role, settings, self.flow, ranks, training=False))
             self.copies[role] = InferenceCopy(torch_worker(worker), frozen)
         self.residency.add(worker, self.engines.get(role), frozen)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of this process's models."""
+        return choose_device(self.config.device)
+
+    def exchange_weights(self, role: str, ranks: DataParallel) -> None:
+        """Plan the way of a role's weights from processes that train it to processes that only generate for it; all call this together."""
+        self.generation.exchange_weights(role, self.workers.get(role), ranks)
 
     def run(
         self,

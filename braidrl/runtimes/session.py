@@ -1,34 +1,39 @@
 """An RL algorithm as a plain loop: the roles of a configuration's flow, whose methods run at once, or under hybrid return futures.
 
 with Session(config) as session:
-    for _ in range(100):
-        rows = session.prompts()
+    for rows in session.batches():
         rows = session.actor.generate(rows)
         rows = session.reward.verify(rows)
-        rows = session.run(advantage.group_normalized(), rows)
+        rows = session.advantage.group_normalized(rows)
         session.actor.update(rows, loss=loss.clip())
         print(session.metrics())
+
+Under hybrid the loop is a driver's; under distributed every rank that `torchrun` has started runs it, each with rows of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from braidrl.cluster.world import World
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
+from braidrl.flow.lookup import FAMILIES
 from braidrl.flow.roles import Role
+from braidrl.flow.stages import stage_family
 from braidrl.observe.metrics import Sums
-from braidrl.observe.progress import Progress
+from braidrl.observe.progress import Progress, silent_progress
 from braidrl.runtimes.controller import SerialController
+from braidrl.runtimes.distributed.launch import joined_world
 from braidrl.runtimes.prepare.flow import resolve
-from braidrl.runtimes.prepare.setup import prepare, set_up_torch
+from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
 from braidrl.runtimes.start import RunContext, start_backend
 
 Table = Any
@@ -38,28 +43,38 @@ Table = Any
 class Session(AbstractContextManager["Session"]):
     """The models, data and processes of a configuration, without its loop. Its flow says which roles there are and which are trained."""
 
-    def __init__(self, config: Config) -> None:
-        """Start everything. Raises UserError for what could not run."""
-        if config.runtime not in ("eager", "hybrid"):
-            raise UserError(
-                f"a session has one driver, and runtime={config.runtime} none; write runtime=eager or hybrid"
-            )
-        self.config, self.prepared = config, prepare(config)
+    def __init__(self, config: Config, world: World | None = None) -> None:
+        """Start everything; `world` are the ranks of a distributed session, by default those that `torchrun` has started.
+
+        Raises UserError for what could not run.
+        """
+        if config.runtime == "streaming":
+            raise UserError("a session is one loop, and runtime=streaming has one for each stage; write runtime=hybrid")
+        self.joined = joined_world(config) if config.runtime == "distributed" and world is None else None
+        self.world = world or self.joined or World()
+        self.config, self.prepared = config, prepare_together(config, self.world)
         set_up_torch(config)
         self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
-        self.progress = Progress()
-        self.backend = start_backend(RunContext(self.prepared, self.progress, self.loader))
+        self.progress = Progress() if self.world.first else silent_progress()
+        self.backend = start_backend(RunContext(self.prepared, self.progress, self.loader, world=self.world))
         self.controller = SerialController(config, self.prepared.flow, self.backend, self.loader)
         self.iteration = self.version = 0
         self.sums = Sums()
         self.trained = False
 
-    def __getattr__(self, role: str) -> "SessionRole":
-        """`session.actor`, `session.critic`, ... Raises AttributeError for a role that the flow does not have."""
+    def __getattr__(self, role: str) -> "SessionRole | SessionFamily":
+        """`session.actor`, `session.critic`, `session.advantage`, ... Raises AttributeError for a role that the flow does not have."""
+        if role in FAMILIES:
+            return SessionFamily(self, role)
         known = {stage.role for stage in self.prepared.flow.stages} | set(self.prepared.roles())
         if role not in known:
             raise AttributeError(f"no role is called {role!r} among {', '.join(sorted(filter(None, known)))}")
         return SessionRole(self, role)
+
+    def batches(self) -> Iterator[Table]:
+        """Yield the prompts of each of `trainer.steps` iterations."""
+        for _ in range(self.config.trainer.steps):
+            yield self.prompts()
 
     def prompts(self, groups: int | None = None) -> Table:
         """Return the next prompts as rows, one per sample; `trainer.prompts_per_step` of them by default. Begins an iteration."""
@@ -84,7 +99,10 @@ class Session(AbstractContextManager["Session"]):
             self._train(stage, rows)
             return rows
         if stage.kind is not Kind.SELECT:
-            return self.backend.run(stage, rows, self.iteration, self.sums)
+            self.controller.states.setdefault(stage.name, dict(stage.state))
+            rows, state = self.controller.run_with_state(stage, rows, self.iteration, self.sums)
+            self.controller.states[stage.name] = state
+            return rows
         dropped = self.backend.select(stage, rows)
         groups = self.index(rows)["group"].tolist()
         return self.backend.take(rows, [i for i, group in enumerate(groups) if group not in dropped])
@@ -139,6 +157,8 @@ class Session(AbstractContextManager["Session"]):
 
     def close(self) -> None:
         self.backend.close()
+        if self.joined is not None:
+            self.joined.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -156,4 +176,17 @@ class SessionRole:
         make = getattr(Role(self.name), method, None)
         if make is None:
             return partial(self.session.call, self.name, method)
+        return lambda rows, **settings: self.session.run(make(**settings), rows)
+
+
+@dataclass(frozen=True)
+class SessionFamily:
+    """Stages without a role, such as `session.advantage.gae(rows, gamma=1.0)`: given the rows first and then the stage's settings."""
+
+    session: Session
+    name: str
+
+    def __getattr__(self, stage: str) -> Callable[..., Any]:
+        """Return what makes and runs the family's stage of that name."""
+        make = getattr(stage_family(self.name), stage)
         return lambda rows, **settings: self.session.run(make(**settings), rows)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from curves import Curve, write_curves
+from pages import Curve, Lines, curve, write_curves
 from task import demonstrations, problems, questions, write_jsonl, write_model
 
 from braidrl.config import Config, parse_config
@@ -26,7 +26,6 @@ SEEDS = (0, 1, 2)
 STEPS = 60
 RESPONSE_TOKENS = 40
 
-Lines = list[dict[str, Any]]
 Tree = dict[str, Any]
 Numbers = dict[str, float]
 """What a study found, by name."""
@@ -120,42 +119,12 @@ def finished(folder: Path, config: Config) -> bool:
     return bool(read_metrics(folder)[-1]["step"] >= config.trainer.steps)
 
 
-def curve(lines: Lines, key: str) -> Curve:
-    return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-
-
-def last_quarter(lines: Lines, key: str) -> float:
-    """Mean over the last quarter of the steps."""
-    values = [line[key] for line in lines if line.get(key) is not None]
-    return fmean(values[-max(1, len(values) // 4) :])
-
-
 def over_seeds(study: Study, name: str, tree: Callable[[int], Tree]) -> list[Lines]:
     """The metrics of a run for each seed; `tree` says how a seed's run is configured."""
     return [read_metrics(study.run(f"{name}-{seed}", tree(seed))) for seed in SEEDS]
-
-
-def mean_curve(runs: Sequence[Lines], key: str) -> Curve:
-    """The mean of runs that were measured at the same steps."""
-    points = zip(*(curve(lines, key) for lines in runs), strict=True)
-    return [(at[0][0], fmean(value for _, value in at)) for at in points]
 
 
 def final_scores(runs: Sequence[Lines]) -> list[str]:
     """Two cells of a table: the mean of the last held-out scores, and each of them."""
     finals = [curve(lines, SCORE)[-1][1] for lines in runs]
     return [f"{fmean(finals):.3f}", " ".join(f"{final:.2f}" for final in finals)]
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    return "\n".join([*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)]) + "\n"
-
-
-def generated(lines: Lines) -> float:
-    """Response tokens sampled for training."""
-    return float(sum(line["tokens/generated"] or 0 for line in lines))
-
-
-def seconds(lines: Lines) -> float:
-    return float(sum(line["time/step"] or 0 for line in lines))

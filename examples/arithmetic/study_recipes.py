@@ -7,22 +7,8 @@ from functools import partial
 from itertools import pairwise
 from statistics import fmean
 
-from study import (
-    RESPONSE_TOKENS,
-    SCORE,
-    STEPS,
-    Lines,
-    Numbers,
-    Study,
-    Tree,
-    curve,
-    final_scores,
-    generated,
-    mean_curve,
-    over_seeds,
-    seconds,
-    table,
-)
+from pages import Lines, curve, generated, mean_curve, seconds, table
+from study import RESPONSE_TOKENS, SCORE, STEPS, Numbers, Study, Tree, final_scores, over_seeds
 
 from braidrl.observe.metrics import read_metrics
 

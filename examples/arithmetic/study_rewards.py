@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-from study import HERE, Lines, Numbers, Study, Tree, curve, last_quarter, table
+from pages import Lines, curve, last_quarter, table
+from study import HERE, Numbers, Study, Tree
 from task import SYMBOLS, demonstrations, problems, questions, work_out, write_jsonl, write_model
 
 from braidrl.observe.metrics import read_metrics

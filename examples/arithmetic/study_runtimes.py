@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from statistics import fmean
 
-from study import SCORE, Numbers, Study, Tree, final_scores, mean_curve, over_seeds, seconds, table
+from pages import mean_curve, seconds, table
+from study import SCORE, Numbers, Study, Tree, final_scores, over_seeds
 
 LATE_LEARNING_RATE = 2.5e-4
 """Half the others': with gradients that come a step late theirs overshoots, and accuracy falls before it rises."""

@@ -42,6 +42,21 @@ def test_any_partition_of_the_roles_can_be_written() -> None:
     assert pools(sized, 2) == [(("actor",), 4), (("critic", "reference"), 2)]
 
 
+def test_a_role_may_generate_in_another_pool_of_another_size() -> None:
+    sized = [{"roles": ["actor.generate"], "workers": 4}, ["actor", "reference"], ["critic"]]
+    config = parse_config({"flow": "ppo", "model": "m", "placement": sized}).placement
+    found = [(p.name, p.models, p.generating, p.workers) for p in place(config, ROLES, ("actor",), 2)]
+    assert found == [
+        ("actor.generate", (), ("actor",), 4), ("actor+reference", ("actor", "reference"), (), 2), ("critic", ("critic",), (), 2)
+    ]  # fmt: skip
+    together = place(PlacementConfig(name="split"), ROLES, ("actor",), 1)
+    assert [p.generating for p in together] == [("actor",), ()]
+    assert "which generates there anyway; remove actor.generate" in refused([["actor", "actor.generate"], ["critic"]])
+    assert "names 'critic.generate', which is no model" in refused(
+        [["actor", "reference"], ["critic", "critic.generate"]]
+    )
+
+
 def test_a_written_configuration_is_read_back_as_it_was() -> None:
     config = parse_config({"flow": "ppo", "model": "m", "placement": [["actor", "critic"], ["reference"]]})
     assert parse_config(config.model_dump(mode="json")) == config

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
-from braidrl.config import Config
+from braidrl.cluster.ranks import run_ranks
+from braidrl.cluster.world import World
+from braidrl.config import Config, parse_config
 from braidrl.errors import UserError
 from braidrl.flow import advantage, loss, select
 from braidrl.runtimes.session import Session
 from tests.invariants.traces import assert_same_weights
 from tests.runtimes.hybrid.warm import WarmCluster
-from tests.tiny import ROOT, Workshop, load_module, weights_of
+from tests.tiny import ROOT, TOKENIZER, Workshop, load_module, weights_of
 
 STEPS = 3
 
@@ -76,20 +80,83 @@ def test_roles_that_are_not_there_or_not_trained_are_refused(workshop: Workshop)
             session.reference.update(rows, loss=loss.clip())
 
 
-def test_runtimes_without_a_driver_are_refused(workshop: Workshop) -> None:
-    with pytest.raises(UserError, match="a session has one driver, and runtime=distributed none"):
-        Session(workshop.config(**settings("distributed")))
+def test_runtimes_without_one_loop_are_refused(workshop: Workshop) -> None:
+    with pytest.raises(UserError, match="runtime=streaming has one for each stage; write runtime=hybrid"):
+        Session(workshop.config(**{**settings("streaming"), "placement": "colocate"}))
+    with pytest.raises(UserError, match="start the script by `torchrun --nproc-per-node N`"):
+        Session(workshop.config(**{**settings("distributed"), "placement": "colocate"}))
 
 
-@pytest.mark.parametrize("runtime", ["eager", "hybrid"])
-def test_the_example_runs(
-    workshop: Workshop, warm_cluster: WarmCluster, runtime: str, capsys: pytest.CaptureFixture[str]
+EXAMPLE = load_module(ROOT / "examples" / "session.py")
+LINES = {"ppo": 8, "remax": 8, "safe_rlhf": 13}
+"""Stages of each loop: Safe-RLHF adds five to PPO's, ReMax trades the critic's two and GAE for a second generation and its reward."""
+
+
+@pytest.mark.parametrize("algorithm", LINES)
+def test_a_loop_has_a_line_for_each_stage_and_no_other(algorithm: str) -> None:
+    _, _, body = inspect.getsource(getattr(EXAMPLE, algorithm)).partition("in session.batches():\n")
+    lines = body.split("yield")[0].strip().splitlines()
+    assert len(lines) == LINES[algorithm] and all(line.count("session.") == 1 for line in lines)
+
+
+def of_recipe(algorithm: str, workshop: Workshop) -> dict[str, Any]:
+    scorer = write_scorer(workshop.folder / "cost", workshop.model) if algorithm == "safe_rlhf" else None
+    return {
+        "flow": algorithm, "algorithm": {"reward": "verify", "kl_coef": 0.01, **({"lam": 0.95} if algorithm != "remax" else {})},
+        "dtype": "float64", "trainer": {"steps": 2, "prompts_per_step": 4, "learning_rate": 3e-3},
+        **({"roles": {"cost": {"model": str(scorer)}}} if scorer else {}),
+    }  # fmt: skip
+
+
+def write_scorer(folder: Path, decoder: Path) -> Path:
+    """A random cost model with the decoder's tokenizer."""
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_pretrained(decoder, num_labels=1)
+    torch.nn.init.normal_(model.score.weight, std=0.5)
+    model.save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more"),
+    [("ppo", {}), ("remax", {}), ("safe_rlhf", {}), ("safe_rlhf", {"runtime": "hybrid", "placement": "split"})],
+)
+def test_each_loop_of_the_example_trains_as_its_recipe_does(
+    workshop: Workshop, warm_cluster: WarmCluster, algorithm: str, more: dict[str, Any]
 ) -> None:
-    example = load_module(ROOT / "examples" / "session_ppo.py")
-    example.main([
-        f"runtime={runtime}", f"model={workshop.model}", f"data.train={workshop.data}", "device=cpu", "threads=1",
-        f"reward.verify={workshop.folder}/verifiers.py:starts_even", "rollout.max_response_tokens=8", "trainer.steps=2",
-        "trainer.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.slots=16", "placement=split",
-    ])  # fmt: skip
+    sections = of_recipe(algorithm, workshop)
+    recipe = workshop.run("recipe", **sections)
+    with Session(workshop.config("by-hand", **sections, **more)) as session:
+        for rows in getattr(EXAMPLE, algorithm)(session):
+            index = session.index(rows)
+        session.save(workshop.folder / "saved")
+    assert len(index) == 16
+    assert_same_weights(load_file(workshop.folder / "saved" / "actor" / "model.safetensors"), weights_of(recipe))
+
+
+def loop_on_a_rank(world: World, task: dict[str, Any]) -> int:
+    """On a rank: PPO by hand, saved."""
+    with Session(parse_config(task["config"]), world) as session:
+        rows = [session.index(rows) for rows in EXAMPLE.ppo(session)]
+        session.save(Path(task["folder"]))
+    return len(rows[-1])
+
+
+def test_ranks_run_the_loop_together(workshop: Workshop) -> None:
+    sections = of_recipe("ppo", workshop)
+    recipe = workshop.run("recipe", **sections)
+    tree = workshop.tree("by-hand", **sections, runtime="distributed", workers=2)
+    task = {"config": tree, "folder": str(workshop.folder / "saved"), "cuda": False}
+    assert run_ranks("tests.runtimes.test_session:loop_on_a_rank", task, 2, 200.0) == 16
+    assert_same_weights(load_file(workshop.folder / "saved" / "actor" / "model.safetensors"), weights_of(recipe))
+
+
+def test_the_example_runs(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    EXAMPLE.main(
+        "ppo", f"model={workshop.model}", f"data.train={workshop.data}", "device=cpu", "threads=1", "trainer.steps=2",
+        f"reward.verify={workshop.folder}/verifiers.py:starts_even", "rollout.max_response_tokens=8", "trainer.prompts_per_step=4",
+        "rollout.samples_per_prompt=4", "rollout.slots=16",
+    )  # fmt: skip
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1", "step 2"]

@@ -1,7 +1,7 @@
 """What a user calls, and what a plug-in implements or calls, says what its arguments are.
 
-That is: whatever a page of the documentation or an example imports from the package, what its folders offer by `__all__`, and the
-protocols beside any of it.
+That is: whatever a page of the documentation or an example imports from the package, what its folders offer by `__all__`, the
+protocols beside any of it, and the algorithms that a flow can name, whose columns `braidrl.algorithms` describes once for all.
 """
 
 from __future__ import annotations
@@ -66,6 +66,10 @@ def is_protocol(node: ast.stmt) -> bool:
     return isinstance(node, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in node.bases)
 
 
+def is_registered(function: Function) -> bool:
+    return any(".register(" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
 def arguments(function: Function) -> set[str]:
     given = function.args
     found = {argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
@@ -73,8 +77,8 @@ def arguments(function: Function) -> set[str]:
 
 
 def described(docstring: str) -> set[str]:
-    """The names in a docstring's section Args."""
-    section = re.search(r"^Args:\n((?: +.*\n?)*)", docstring, re.M)
+    """The names in a docstring's section Args, or in the columns of `braidrl.algorithms`."""
+    section = re.search(r"^(?:Args|Columns):\n((?: +.*\n?)*)", docstring, re.M)
     return set(re.findall(r"^    (\w+): ", section[1], re.M)) if section else set()
 
 
@@ -91,6 +95,13 @@ IN_PROTOCOLS = {
     for function in node.body
     if isinstance(function, Function) and described(docstring(function))
 }
+ALGORITHMS = {
+    f"{module.removeprefix('braidrl.algorithms.')}.{node.name}": node
+    for module, tree in MODULES.items()
+    for node in tree.body
+    if module.startswith("braidrl.algorithms.") and isinstance(node, Function) and is_registered(node)
+}
+COLUMNS = described(ast.get_docstring(MODULES["braidrl.algorithms"]) or "")
 
 
 @pytest.mark.parametrize("name", sorted(SURFACE))
@@ -103,6 +114,21 @@ def test_what_users_and_plug_ins_meet_describes_its_arguments_and_what_it_return
     assert arguments(function) <= described(text) | set(re.findall(r"`(\w+)`", about))
     says = re.match(r"Return|Yield|Make|Draw", text) or re.search(r"^Returns:$", text, re.M)
     assert returned == "None" or says, f"it returns {returned}"
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_an_algorithm_describes_its_settings_and_returns_and_reads_columns_that_are_described(name: str) -> None:
+    function, text = ALGORITHMS[name], docstring(ALGORITHMS[name])
+    assert re.match(r"Return|Drop|Join|Do as `", text)
+    assert {column.arg for column in function.args.args} <= COLUMNS | described(text)
+    assert {setting.arg for setting in function.args.kwonlyargs} <= described(text)
+
+
+def test_every_family_of_algorithms_is_among_them() -> None:
+    decorators = {ast.unparse(function.decorator_list[0]).split(".")[0] for function in ALGORITHMS.values()}
+    assert decorators == {
+        "advantages", "aggregations", "corrections", "divergences", "losses", "responses", "selections", "shapes",
+    }  # fmt: skip
 
 
 def test_the_plug_in_points_are_among_them() -> None:

@@ -25,28 +25,33 @@ Parts = Callable[[], Mapping[str, WeightPart]]
 
 
 class LayoutCopy:
-    """Brings local parts of a second model up to date with a worker; all ranks of the role do so at the same time."""
+    """Brings local parts of a second model up to date with a first; all ranks that have some of either do so at the same time."""
 
-    def __init__(self, worker: RoleWorker, parts: Parts, divided: bool, limit_bytes: int = LIMIT_BYTES) -> None:
+    def __init__(self, source: Parts, target: Parts, ranks: DataParallel, limit_bytes: int = LIMIT_BYTES) -> None:
         """Plan the transfer. Raises ValueError where the target is another model.
 
         Args:
-            worker: The source of the weights.
-            parts: Returns this rank's parts of the second model.
-            divided: Whether the second model is sharded.
+            source: Returns this rank's parts of the first model, none where it has none.
+            target: Returns those of the second.
+            ranks: The ranks that have some of either.
             limit_bytes: Bytes that a rank sends, or receives, in one round.
         """
-        self.worker, self.parts = worker, parts
-        # Where each rank has all of both, nobody is waited for.
-        meet = worker.ranks if worker.ranks.is_sharded or divided else DataParallel()
-        known = gather_weight_index(local_weight_parts(worker), meet)
-        self.transfer = WeightTransfer(known, known.groups(gather_weight_index(parts(), meet)), meet, limit_bytes)
+        self.source, self.target = source, target
+        known = gather_weight_index(source(), ranks)
+        self.transfer = WeightTransfer(known, known.groups(gather_weight_index(target(), ranks)), ranks, limit_bytes)
         self.traffic = TransferVolume()
 
+    @staticmethod
+    def of(worker: RoleWorker, target: Parts, divided: bool, limit_bytes: int = LIMIT_BYTES) -> "LayoutCopy":
+        """Plan a copy of a worker's weights on the worker's own ranks; `divided` says whether the second model is sharded."""
+        # Where each rank has all of both, nobody is waited for.
+        meet = worker.ranks if worker.ranks.is_sharded or divided else DataParallel()
+        return LayoutCopy(partial(local_weight_parts, worker), target, meet, limit_bytes)
+
     def refresh(self, keep: float = 0.0) -> TransferVolume:
-        """Copy the worker's current weights; `keep` is the share of the old ones that stays. Returns what travelled."""
-        into = {name: replace(part, kept=keep) for name, part in self.parts().items()}
-        self.traffic = self.transfer.run(local_weight_parts(self.worker), into)
+        """Copy the current weights; `keep` is the share of the old ones that stays. Returns what travelled."""
+        into = {name: replace(part, kept=keep) for name, part in self.target().items()}
+        self.traffic = self.transfer.run(self.source(), into)
         return self.traffic
 
 
@@ -56,7 +61,7 @@ class InferenceCopy:
     def __init__(self, worker: RoleWorker, frozen: RoleWorker) -> None:
         """Pair two workers that were just loaded from the same files."""
         self.worker, self.frozen = worker, frozen
-        self.copy = LayoutCopy(worker, partial(local_weight_parts, frozen), frozen.ranks.is_sharded)
+        self.copy = LayoutCopy.of(worker, partial(local_weight_parts, frozen), frozen.ranks.is_sharded)
         self._weight_updates = worker.weight_updates
 
     def refresh(self) -> TransferVolume | None:
@@ -80,7 +85,7 @@ class Following:
         """Plan the transfer. Raises UserError as `interpolate_weights` does."""
         check_follows(worker, source.role, source.base_shapes)
         self.worker = worker
-        self.copy = LayoutCopy(source, partial(local_weight_parts, worker), worker.ranks.is_sharded)
+        self.copy = LayoutCopy.of(source, partial(local_weight_parts, worker), worker.ranks.is_sharded)
 
     def move(self, decay: float) -> None:
         """Set the weights to `decay` times their own plus the rest of the source's; all ranks call this at the same time."""

@@ -6,6 +6,7 @@ configuration ──runtime, workers, placement──▶ pools ──layouts─�
 from dataclasses import replace
 
 from braidrl.flow import Kind, Stage
+from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.role_settings import checkpoints_activations, layout_of, max_tokens_of
 from braidrl.placement.memory import Deployment, role_memory
 from braidrl.placement.plan.choices import Choice
@@ -13,7 +14,7 @@ from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.search import Plan, Search
 from braidrl.placement.plan.sets import SetChoice
 from braidrl.placement.plan.streaming import StreamingSearch, members
-from braidrl.placement.pools import place
+from braidrl.placement.pools import GENERATE, place
 
 Pools = dict[tuple[str, ...], int]
 """The processes of each pool, by its roles; under streaming by the name of its worker group."""
@@ -49,14 +50,14 @@ def configured_set(problem: Problem, pool: tuple[str, ...], devices: int) -> Set
 
 def configured_choice(problem: Problem, name: str, devices: int) -> Choice:
     """Return one member of a pool with the seconds of its stages."""
-    role = name.removesuffix(".generate")
-    streaming = problem.config.runtime == "streaming"
-    stages = [s for s in problem.models[role].stages if not streaming or (s.kind is Kind.GENERATE) == (name != role)]
+    role = name.removesuffix(GENERATE)
+    apart = any(role + GENERATE in pool for pool in configured_pools(problem))
+    stages = [s for s in problem.models[role].stages if not apart or (s.kind is Kind.GENERATE) == (name != role)]
     uses = {stage: deployment(problem, stage, devices) for stage in stages}
     # A role that generates has its engine beside its model; what a stage does not use is not in its deployment.
     use = next((one for one in uses.values() if one.engine), next(iter(uses.values())))
     group = problem.cluster.groups[0]
-    costs = {s.name: problem.stage_cost(s, one, group, devices, streaming and name != role) for s, one in uses.items()}
+    costs = {s.name: problem.stage_cost(s, one, group, devices, name != role) for s, one in uses.items()}
     resident, working = role_memory(use)
     return Choice(use, costs, resident, sum(working.values()))
 
@@ -64,7 +65,8 @@ def configured_choice(problem: Problem, name: str, devices: int) -> Choice:
 def deployment(problem: Problem, stage: Stage, devices: int) -> Deployment:
     """Return how a stage's role lies on its devices in a run's configuration."""
     config, role = problem.config, str(stage.role)
-    layout = layout_of(role, config).resolve(devices)
+    generates_apart = stage.kind is Kind.GENERATE and any(role + GENERATE in pool for pool in configured_pools(problem))
+    layout = (ParallelLayout() if generates_apart else layout_of(role, config)).resolve(devices)
     use = problem.use(role, layout, max_tokens_of(role, config), checkpoints_activations(role, config))
     if stage.kind is not Kind.GENERATE:
         return use
@@ -74,6 +76,6 @@ def deployment(problem: Problem, stage: Stage, devices: int) -> Deployment:
 
 def devices_of(problem: Problem, stage: Stage) -> int:
     """Return the processes that run a stage of a model."""
-    names = {str(stage.role), f"{stage.role}.generate"} if stage.kind is Kind.GENERATE else {str(stage.role)}
-    # Under streaming a role's engines come before its model.
-    return next(devices for pool, devices in configured_pools(problem).items() if names.intersection(pool))
+    pools, role = configured_pools(problem), str(stage.role)
+    apart = stage.kind is Kind.GENERATE and any(role + GENERATE in pool for pool in pools)
+    return next(devices for pool, devices in pools.items() if role + GENERATE * apart in pool)

@@ -7,12 +7,14 @@ verl             all roles on all devices; layouts to train, infer and generate 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from braidrl.errors import UserError, suggest
 from braidrl.placement.plan.choices import Choice
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.search import Partition, Plan, Search, allocations, unit_of
 from braidrl.placement.plan.sets import Sets
+from braidrl.placement.pools import GENERATE
 
 NAMES = ("deepspeed-chat", "openrlhf", "nemo-aligner", "verl")
 Allowed = Callable[[Choice], bool]
@@ -97,12 +99,13 @@ def apart(search: Search) -> Plan | None:
         unit *= 2
     quickest: Plan | None = None
     for sizes in allocations(group.size, len(members), unit):
-        sets = [
-            (engines if generates else models).of_set((role,), group, size)
-            for (role, generates), size in zip(members, sizes, strict=True)
-        ]
-        whole = [one for one in sets if one is not None]
-        if len(whole) < len(sets):
+        whole = []
+        for (role, generates), size in zip(members, sizes, strict=True):
+            found = (engines if generates else models).of_set((role,), group, size)
+            if found is not None:
+                named = {role + GENERATE * generates: found.roles[role]}
+                whole.append(replace(found, roles=named))
+        if len(whole) < len(members):
             continue
         plan = search.plan("hybrid", whole)
         quickest = plan if quickest is None or plan.seconds < quickest.seconds else quickest

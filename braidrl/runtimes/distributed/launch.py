@@ -11,7 +11,7 @@ from braidrl.cluster.devices import choose_device, device_count, devices_each
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.ranks import rank_failure, run_ranks
 from braidrl.cluster.ray_processes import RayLauncher
-from braidrl.cluster.world import join
+from braidrl.cluster.world import World, join
 from braidrl.config import Config, PlacementConfig
 from braidrl.errors import LostPeers, UserError, WorkerError
 from braidrl.flow import Flow, Kind
@@ -29,18 +29,15 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
     Raises UserError, before anything starts, for what the ranks could not place.
     """
     launcher = launcher_of(config)
-    size = int(os.environ["WORLD_SIZE"]) if launcher == "torchrun" else config.workers
-    if launcher == "torchrun" and "workers" in config.model_fields_set and config.workers != size:
-        raise UserError(f"workers={config.workers}, but torchrun has started {size}; leave `workers` out")
-    check_ranks(config, build_flow(config), size)
     given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     cuda = choose_device(config.device).type == "cuda"
     task = {"config": config.model_dump(mode="json"), "options": given, "cuda": cuda}
     if launcher == "torchrun":
         return joined(config, entry, task)
+    check_ranks(config, build_flow(config), config.workers)
     starter = RayLauncher(config.cluster, config.device) if launcher == "ray" else LocalLauncher(config.device)
     cluster = config.cluster
-    return run_ranks(entry, task, rank_pool(config, size), cluster.wait_limit_s, starter, cluster.silence_s)
+    return run_ranks(entry, task, rank_pool(config, config.workers), cluster.wait_limit_s, starter, cluster.silence_s)
 
 
 def launcher_of(config: Config) -> str:
@@ -61,12 +58,27 @@ def rank_pool(config: Config, size: int) -> Pool:
     return Pool(("rank",), size, engines=own_engines(config), engine_devices=config.rollout.tensor)
 
 
+def joined_world(config: Config) -> World:
+    """Return the ranks that `torchrun` has started, this process among them. Raises UserError where it has not, or they do not fit."""
+    if launcher_of(config) != "torchrun":
+        raise UserError(
+            "a session under runtime=distributed runs in every rank; start the script by `torchrun --nproc-per-node N`, or write "
+            "runtime=hybrid"
+        )
+    size = int(os.environ["WORLD_SIZE"])
+    if "workers" in config.model_fields_set and config.workers != size:
+        raise UserError(f"workers={config.workers}, but torchrun has started {size}; leave `workers` out")
+    check_ranks(config, build_flow(config), size)
+    cuda = choose_device(config.device).type == "cuda"
+    return join(config.cluster.wait_limit_s, cuda, own_engines(config), config.rollout.tensor)
+
+
 def joined(config: Config, entry: str, task: dict[str, Any]) -> Any:
     """Do this process's part, which is a rank already; return rank 0's result, as all others do.
 
     Raises WorkerError for a failure of its own; a rank that only noticed another's says so in one line and ends.
     """
-    world = join(config.cluster.wait_limit_s, task["cuda"], own_engines(config), config.rollout.tensor)
+    world = joined_world(config)
     try:
         result = world.share("the end of the run", function_of(entry)(world, task))
     except (UserError, KeyboardInterrupt):
@@ -108,7 +120,7 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
             )
     check_layouts(config, flow, flow.roles, size)
     check_divided_engines(config, flow.stages)
-    check_generating_ranks(config, {str(role) for role in generating}, size)
+    check_generating_ranks(config, Pool(tuple(flow.roles), size, generating=tuple(map(str, generating))))
     # Ray's cluster says what devices there are.
     available = None if launcher_of(config) == "ray" else device_count(config.device)
     if available is not None:

@@ -6,12 +6,14 @@ engines in processes of their own        one file on each machine, which its ran
 servers                                  the same in a folder, which they read, or sent to them from there
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.cluster.devices import choose_device, device_count, own_devices
@@ -19,10 +21,10 @@ from braidrl.cluster.groups import subgroup
 from braidrl.cluster.process import default_threads
 from braidrl.config import Config
 from braidrl.errors import UserError
-from braidrl.models.backend import TrainingBackend
 from braidrl.models.loading import load_decoder, read_model_config
 from braidrl.models.parallel.decoding import Slices, join_generation_groups, load_for_decoding
 from braidrl.models.parallel.generation import GenerationLayout
+from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.role_settings import DTYPES, dtype_of, layout_of, model_path
 from braidrl.models.roles.base import RoleWorker
@@ -49,7 +51,21 @@ Publish = Callable[[int], TransferVolume | None]
 Returns what this rank sent and received for it, None where weights do not travel now."""
 
 
-def from_source(worker: TrainingBackend, engine: RoleEngine) -> Publish:
+class Generated(Protocol):
+    """What an engine needs to know of its role: which ranks call it together, and where its weights are."""
+
+    role: str
+    ranks: DataParallel
+
+    @property
+    def shared_model(self) -> Any:
+        """Return the module that an engine of this process may decode with, or None where it needs a copy."""
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield every full tensor of the model by its name."""
+
+
+def from_source(worker: Generated, engine: RoleEngine) -> Publish:
     """Return how an engine takes every full tensor by its name: one of a user's own, or from a backend of a user's own."""
 
     def publish(version: int) -> None:
@@ -58,11 +74,11 @@ def from_source(worker: TrainingBackend, engine: RoleEngine) -> Publish:
     return publish
 
 
-def into_copy(worker: TrainingBackend, engine: EmbeddedEngine, slices: Slices | None = None) -> Publish:
+def into_copy(worker: Generated, engine: EmbeddedEngine, slices: Slices | None = None) -> Publish:
     """Return how the engine's own weights, or this rank's slices of them, take the worker's, a bounded number of bytes at a time."""
     if not isinstance(worker, RoleWorker):
         return from_source(worker, engine)
-    copy = LayoutCopy(worker, lambda: weight_parts(engine.model, slices), divided=slices is not None)
+    copy = LayoutCopy.of(worker, lambda: weight_parts(engine.model, slices), divided=slices is not None)
 
     def publish(version: int) -> TransferVolume:
         moved = copy.refresh()
@@ -72,7 +88,7 @@ def into_copy(worker: TrainingBackend, engine: EmbeddedEngine, slices: Slices | 
     return publish
 
 
-def through_file(worker: TrainingBackend, engine: EngineService, config: Config) -> Publish:
+def through_file(worker: Generated, engine: EngineService, config: Config) -> Publish:
     """Return how processes of engines, and servers, read what the ranks of their machine have written."""
     if not isinstance(worker, RoleWorker):
         return from_source(worker, engine)
@@ -94,9 +110,7 @@ def through_file(worker: TrainingBackend, engine: EngineService, config: Config)
     return publish
 
 
-def start_engine(
-    worker: TrainingBackend, config: Config, tokenizer: PreTrainedTokenizerBase
-) -> tuple[RoleEngine, Publish]:
+def start_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[RoleEngine, Publish]:
     """Return what generates with the weights of `worker`, and how these reach it.
 
     All ranks that generate for the role call both at the same time. Raises UserError for a model that the engine cannot use.
@@ -157,10 +171,11 @@ def own_engine(config: Config, spec: EngineSpec) -> RoleEngine:
 
 
 def spmd_engine(
-    worker: TrainingBackend, config: Config, tokenizer: PreTrainedTokenizerBase, spec: EngineSpec
+    worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase, spec: EngineSpec
 ) -> tuple[RoleEngine, Publish]:
     """Return what ranks decode with together; all ranks call this at the same time. Raises UserError as `start_engine`."""
-    layout, training = generation_layout(config), layout_of(worker.role, config).resolve(worker.ranks.size)
+    layout, trains = generation_layout(config), isinstance(worker, RoleWorker)
+    training = (layout_of(worker.role, config) if trains else ParallelLayout()).resolve(worker.ranks.size)
     groups = layout.groups(training)
     group = subgroup(groups.flatten(1))
     assert group is not None
@@ -191,14 +206,10 @@ def on_devices(spec: EngineSpec, count: int) -> list[EngineSpec]:
     return [replace(spec, devices=devices) for devices in own_devices(available, count, spec.tensor).engines]
 
 
-def with_engines(pools: Sequence[Pool], generating: Collection[str], config: Config) -> tuple[Pool, ...]:
+def with_engines(pools: Sequence[Pool], config: Config) -> tuple[Pool, ...]:
     """Return the pools with the engine processes that those of them start which generate."""
-    return tuple(
-        replace(pool, engines=own_engines(config), engine_devices=config.rollout.tensor)
-        if set(generating) & set(pool.roles)
-        else pool
-        for pool in pools
-    )
+    engines, each = own_engines(config), config.rollout.tensor
+    return tuple(replace(pool, engines=engines, engine_devices=each) if pool.generating else pool for pool in pools)
 
 
 def own_engines(config: Config) -> int:
@@ -206,9 +217,7 @@ def own_engines(config: Config) -> int:
     return 0 if config.rollout.engine == "http" else engine_processes(config)
 
 
-def reach_servers(
-    worker: TrainingBackend, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int
-) -> EngineService:
+def reach_servers(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int) -> EngineService:
     """Return the servers of this rank; of ranks that generate each has its own. Raises UserError for those that cannot be trained with."""
     # Imported here: only servers need aiohttp, which need not be installed.
     from braidrl.rollout.http.engine import HttpEngine, ServerSpec

@@ -21,6 +21,8 @@ from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Stage
 from braidrl.models.backend import TrainingBackend
+from braidrl.models.parallel.replicated import DataParallel
+from braidrl.models.roles.make import torch_worker
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
@@ -32,6 +34,7 @@ from braidrl.rollout.episodes.turns import TurnTemplate
 from braidrl.rollout.requests import Request, Response, SamplingParams, Uid
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.engines import Publish, start_engine
+from braidrl.runtimes.generating.receiving import ReceivedWeights, receiving, sending
 from braidrl.runtimes.generating.residency import WeightMoves
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks, early_verify_stages, verified
 
@@ -51,12 +54,31 @@ class Generation:
         self.checks = Checks(rewards, progress)
         self.engines: dict[str, RoleEngine] = {}
         self.publications: dict[str, Publish] = {}
+        self.received: dict[str, ReceivedWeights] = {}
         self.moves = WeightMoves()
 
     def start_engine(self, worker: TrainingBackend) -> None:
         """Start what generates with the weights of `worker`."""
         started = start_engine(worker, self.config, self.tokenizer)
         self.engines[worker.role], self.publications[worker.role] = started
+
+    def start_receiving_engine(self, role: str, ranks: DataParallel) -> None:
+        """Start what generates for a role whose weights come from other processes, which are named later."""
+        self.received[role] = ReceivedWeights(role, self.config, ranks)
+        self.engines[role], _ = start_engine(self.received[role], self.config, self.tokenizer)
+
+    def exchange_weights(self, role: str, worker: TrainingBackend | None, ranks: DataParallel) -> None:
+        """Plan the way of a role's weights to engines in other processes.
+
+        Args:
+            role: The role.
+            worker: Trains it here; None where an engine of this process receives its weights.
+            ranks: All that train or generate.
+        """
+        if worker is not None:
+            self.publications[role] = sending(torch_worker(worker), ranks)
+        else:
+            self.publications[role] = receiving(self.received[role], self.engines[role], ranks)
 
     def generate(self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None = None) -> Mapping[str, Column]:
         """Return the columns that a generate stage writes, in the order of `rows`; `stop` ends rows early.

@@ -28,10 +28,11 @@ from braidrl.flow.stage import Signature
 from braidrl.models.checkpoint import Write
 from braidrl.models.role_settings import layout_of
 from braidrl.observe.metrics import Sums
+from braidrl.placement.pools import Pool
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import Needless, Segment
 from braidrl.runtimes.generating.engines import generation_layout, pools_ranks
-from braidrl.runtimes.hybrid.dispatch import StageDispatch, by_length, by_number
+from braidrl.runtimes.hybrid.dispatch import StageDispatch, by_length, by_number, group_of
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import READ, Handle, Output, columns_read
 from braidrl.runtimes.hybrid.pool_worker import method_class
@@ -98,7 +99,7 @@ class HybridBackend(StageDispatch):
         if pools_ranks(self.executor.config):
             # A rank without rows would have to be asked for those that others end: all are drawn to their ends.
             return self.run(stage, table, iteration, sums)
-        output, group, index = Output(stage, table, iteration, sums), self.groups[str(stage.role)], self.index(table)
+        output, group, index = Output(stage, table, iteration, sums), group_of(stage, self.groups), self.index(table)
         parts = by_number(index, group.mesh.size)
         self._begin(output, group, parts, "generate_needed", segment, needless, index.uids())
         return table.with_output(output)
@@ -159,7 +160,7 @@ class HybridBackend(StageDispatch):
     def _call(self, stage: Stage, own: Registration, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
         """Call a user's method by its protocol, with the mesh of the stage's role."""
         group, key = self.groups[str(stage.role)], next(self.keys)
-        mesh = role_mesh(self.executor.config, str(stage.role), group.mesh.size)
+        mesh = role_mesh(self.executor.config, str(stage.role), group.pool)
         for table in arguments:
             if isinstance(table, Handle):
                 self._begin_deferred(table.writers(own.reads))
@@ -226,7 +227,7 @@ class HybridBackend(StageDispatch):
 
     def _divides(self, group: WorkerGroup) -> bool:
         """Return True where the group's ranks have parts of a role's weights, or compute with each other."""
-        layouts = [layout_of(role, self.executor.config) for role in group.pool.roles]
+        layouts = [layout_of(role, self.executor.config) for role in group.pool.models]
         return pools_ranks(self.executor.config) or not all(
             layout.resolve(group.mesh.size).is_replicated for layout in layouts
         )
@@ -238,8 +239,9 @@ def written(group: WorkerGroup) -> None:
         check_written(answer.result)
 
 
-def role_mesh(config: Config, role: str, workers: int) -> Mesh:
-    """Return a role's worker group along each axis of its layout, and its generation groups where ranks generate together."""
-    layout = layout_of(role, config).resolve(workers)
-    groups = generation_layout(config).groups(layout).flatten(1).tolist() if pools_ranks(config) else []
+def role_mesh(config: Config, role: str, pool: Pool) -> Mesh:
+    """Return a role's worker group along each axis of its layout, and its generation groups where its ranks generate together."""
+    layout = layout_of(role, config).resolve(pool.workers)
+    together = pools_ranks(config) and role in pool.generating
+    groups = generation_layout(config).groups(layout).flatten(1).tolist() if together else []
     return Mesh(layout.data or 1, layout.pipeline, layout.tensor, layout.sequence, tuple(map(tuple, groups)))

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from braidrl.data.packing import balanced_partition, in_turn
 from braidrl.data.rows import Rows
-from braidrl.flow import Scope, Stage
+from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.compute import summed
 from braidrl.observe.metrics import Sums
+from braidrl.placement.pools import GENERATE
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import Answer, Future, Handle, Output, columns_read
@@ -136,9 +137,15 @@ def place(
         tokens = f"{stage.params['of']}.tokens" if "of" in stage.params else "tokens"
         generated = [o for o in table.outputs if o.stage.type == "generate" and tokens in o.stage.writes]
         return _where(table, generated) if generated else (home, by_length(table.index, home.mesh.size))
-    group = groups[stage.role]
+    group = group_of(stage, groups)
     divide = by_prompt if stage.type == "generate" else by_length
     return group, divide(table.index, group.mesh.size)
+
+
+def group_of(stage: Stage, groups: Mapping[str, WorkerGroup]) -> WorkerGroup:
+    """Return the group that runs a stage of a role."""
+    role = str(stage.role)
+    return groups.get(role + GENERATE, groups[role]) if stage.kind is Kind.GENERATE else groups[role]
 
 
 def _where(table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGroup, Partition]:

@@ -3,7 +3,6 @@
 import os
 import secrets
 import threading
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from braidrl.cluster.groups import connect_store, join_group, open_store
+from braidrl.cluster.groups import address_towards, connect_store, group_between, join_group, open_store
 from braidrl.cluster.world import Notices
 from braidrl.config import Config
 from braidrl.data.rows import Rows
@@ -23,10 +22,14 @@ from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.generating.receiving import check_devices_alike
 from braidrl.runtimes.hybrid.handles import Part
 from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
 from braidrl.runtimes.saving.background import BackgroundWriter
 from braidrl.transfer.protocols import register
+
+Meeting = tuple[str, int, str]
+"""Host and port of a store, and what the keys of those begin with who meet there."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class PoolWorker:
         self.resources = ExitStack()
         self.trace: TraceWriter | None = None
         self.version = 0
+        self.meeting: dist.TCPStore | None = None
         self.writing = BackgroundWriter()
 
     def configure(self, spec: WorkerSpec, *peers: Any) -> None:
@@ -74,33 +78,33 @@ class PoolWorker:
         self.resources.close()
         self.trace = None
         self.kept = {}
-        self.ranks, self.notices = DataParallel(), None
+        self.ranks, self.notices, self.meeting = DataParallel(), None, None
 
     @register(protocol="RANK_ZERO")
-    def rendezvous(self) -> tuple[str, int, str]:
+    def rendezvous(self) -> Meeting:
         """Open the store through which the ranks of the pool find each other; return its address, and what their keys begin with."""
-        address, secret = ray.util.get_node_ip_address(), secrets.token_hex(16)
-        self.meeting = open_store(address, self.spec.limit_s)
-        return address, self.meeting.port, secret
+        address = ray.util.get_node_ip_address()
+        self.meeting = self.meeting or open_store(address, self.spec.limit_s)
+        return address, self.meeting.port, secrets.token_hex(16)
 
     @register(protocol="ONE_TO_ALL")
-    def join_process_group(self, meeting: tuple[str, int, str]) -> None:
+    def join_process_group(self, meeting: Meeting) -> None:
         """Form a process group with the other ranks of the pool, by the address of their store."""
         host, port, secret = meeting
         if self.spec.rank > 0:
             self.meeting = connect_store(host, port, self.spec.limit_s)
+        assert self.meeting is not None
         store, size, cuda = dist.PrefixStore(secret, self.meeting), self.spec.pool.workers, torch.cuda.is_available()
         self.ranks = DataParallel(join_group(store, self.spec.rank, size, self.spec.limit_s, cuda, host))
         self.resources.callback(dist.destroy_process_group)
         self.notices = Notices(dist.PrefixStore("notices", self.meeting))
 
     @register(protocol="ALL_TO_ALL")
-    def load_models(self, prepared: Prepared, generating: Sequence[str], verifies: bool) -> int:
-        """Load the pool's roles.
+    def load_models(self, prepared: Prepared, verifies: bool) -> int:
+        """Load the pool's roles, with engines for those that generate in it.
 
         Args:
             prepared: The run; only one worker gets its training data.
-            generating: Roles that need an engine.
             verifies: Start the processes that check answers.
 
         Returns:
@@ -114,14 +118,33 @@ class PoolWorker:
             self.resources.callback(self.trace.close)
         # The driver shows progress; a worker's own would go to a log file.
         silent = self.resources.enter_context(open(os.devnull, "w"))  # noqa: SIM115
-        own = [role for role in generating if role in self.spec.pool.roles]
         self.executor = StageExecutor(
-            prepared.config, prepared.flow, self.spec.pool.roles, prepared.tokenizer,
-            prepared.rewards() if verifies else None, Progress(stream=silent), own, self.ranks,
+            prepared.config, prepared.flow, self.spec.pool.models, prepared.tokenizer,
+            prepared.rewards() if verifies else None, Progress(stream=silent), self.spec.pool.generating, self.ranks,
         )  # fmt: skip
         self.resources.callback(self.executor.close)
         self.executor.generation.moves.trace = self.trace
         return os.getpid()
+
+    @register(protocol="ONE_TO_ALL")
+    def exchange_weights(self, role: str, meeting: Meeting, first: int, size: int) -> None:
+        """Plan the way of a role's weights between the pool that trains it and the pool that generates for it.
+
+        Args:
+            role: The role.
+            meeting: Where the ranks of both pools meet.
+            first: This pool's first rank among them.
+            size: How many they are.
+
+        Raises:
+            UserError: The two pools have devices of different kinds.
+        """
+        host, port, secret = meeting
+        store: dist.Store = connect_store(host, port, self.spec.limit_s)
+        store, rank, device = dist.PrefixStore(secret, store), first + self.spec.rank, self.executor.device.type
+        check_devices_alike(role, store, rank, device)
+        group = group_between(store, rank, size, self.spec.limit_s, device == "cuda", address_towards(host))
+        self.executor.exchange_weights(role, DataParallel(group))
 
     @register(protocol="ONE_TO_ALL")
     def save(self, folder: Path) -> None:

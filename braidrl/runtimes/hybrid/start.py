@@ -9,7 +9,7 @@ from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.data.loader import PromptLoader
 from braidrl.models.role_settings import inference_layouts, layout_of
 from braidrl.observe.progress import Progress
-from braidrl.placement.pools import Pool, place
+from braidrl.placement.pools import GENERATE, Pool, place
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.engines import with_engines
 from braidrl.runtimes.hybrid.backend import HybridBackend
@@ -43,15 +43,15 @@ def start_hybrid_backend(
     for role in config.roles:
         method_class(config, role)
     pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
-    pools = with_engines(pools, prepared.generating, config)
+    pools = with_engines(pools, config)
     if loader is None:
         pools = only(pools, prepared.roles(train=False))
     with ExitStack() as resources:
         cluster = cluster or RayCluster(config.cluster, config.device)
         resources.callback(cluster.close)
         groups = start_groups(cluster, pools, config.cluster.wait_limit_s, folder)
-        first = next(iter(prepared.generating), pools[0].roles[0])
-        home = next(group for group in groups if first in group.pool.roles)
+        first = next(iter(prepared.generating), None)
+        home = next((group for group in groups if first in group.pool.generating), groups[0])
         load(groups, home, prepared if loader else replace(prepared, flow=prepared.evaluation))
         for group in groups:
             group.limit_s = config.cluster.wait_limit_s
@@ -62,7 +62,7 @@ def start_hybrid_backend(
 
 def only(pools: Sequence[Pool], roles: Collection[str]) -> tuple[Pool, ...]:
     """Return the pools with these roles alone, without those that are empty then."""
-    kept = [replace(pool, roles=tuple(role for role in pool.roles if role in roles)) for pool in pools]
+    kept = [replace(pool, roles=tuple(r for r in pool.roles if r.removesuffix(GENERATE) in roles)) for pool in pools]
     return tuple(pool for pool in kept if pool.roles)
 
 
@@ -90,8 +90,8 @@ def load(groups: Sequence[WorkerGroup], home: WorkerGroup, prepared: Prepared) -
     without_data = replace(prepared, sources=[], texts=None)
     for group in groups:
         others = inference_layouts(prepared.config, prepared.flow)
-        layouts = [layout_of(role, prepared.config) for role in group.pool.roles]
-        layouts += [others[role] for role in group.pool.roles if role in others]
+        layouts = [layout_of(role, prepared.config) for role in group.pool.models]
+        layouts += [others[role] for role in group.pool.models if role in others]
         shards = any(layout.shard != "none" for layout in layouts)
         if group.mesh.size > 1 or shards:
             (answer,) = group.wait([group.call("rendezvous")])
@@ -99,6 +99,24 @@ def load(groups: Sequence[WorkerGroup], home: WorkerGroup, prepared: Prepared) -
     for group in groups:
         size, is_home = group.mesh.size, group is home
         each = [prepared if is_home and rank == 0 else without_data for rank in range(size)]
-        begun.append((group, group.call("load_models", each, [prepared.generating] * size, [is_home] * size)))
+        begun.append((group, group.call("load_models", each, [is_home] * size)))
+    for group, futures in begun:
+        group.wait(futures)
+    for role in prepared.generating:
+        exchange_weights(groups, role)
+
+
+def exchange_weights(groups: Sequence[WorkerGroup], role: str) -> None:
+    """Let the ranks that train a role and those of another pool that generate for it plan the way of its weights."""
+    trains = next((group for group in groups if role in group.pool.models), None)
+    generates = next(group for group in groups if role in group.pool.generating)
+    if trains is None or trains is generates:
+        return
+    (answer,) = trains.wait([trains.call("rendezvous")])
+    size = trains.mesh.size + generates.mesh.size
+    begun = [
+        (group, group.call("exchange_weights", role, answer.result, first, size))
+        for group, first in ((trains, 0), (generates, trains.mesh.size))
+    ]
     for group, futures in begun:
         group.wait(futures)

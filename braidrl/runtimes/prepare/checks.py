@@ -28,6 +28,7 @@ from braidrl.models.role_settings import (
 )
 from braidrl.observe.trackers import TRACKERS
 from braidrl.placement.pools import NAMES as PLACEMENTS
+from braidrl.placement.pools import Pool
 from braidrl.rewards.sandbox import namespaces_allowed
 from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.rollout.engine import ENGINES
@@ -103,12 +104,12 @@ def check_pooled_engines(config: Config, key: str, generating: Iterable[str], en
             raise UserError(f"roles.{role}.generate_workers: with {key} all ranks decode together; remove it")
 
 
-def check_generating_ranks(config: Config, roles: Iterable[str], devices: int) -> None:
-    """Raise UserError where ranks that train these roles cannot decode together as the configuration says."""
+def check_generating_ranks(config: Config, pool: Pool) -> None:
+    """Raise UserError where the ranks of a pool cannot decode together as the configuration says."""
     if pools_ranks(config):
-        for role in roles:
-            training = layout_of(role, config).resolve(devices, layout_key(role, config))
-            generation_layout(config).check(training, devices)
+        for role in pool.generating:
+            layout = layout_of(role, config) if role in pool.models else ParallelLayout()
+            generation_layout(config).check(layout.resolve(pool.workers, layout_key(role, config)), pool.workers)
 
 
 def check_servers(config: Config) -> None:

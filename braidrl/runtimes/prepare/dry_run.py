@@ -47,8 +47,10 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
     """Return every process of the run that has a device, with the roles whose models it holds."""
     config, roles, trained = prepared.config, prepared.roles(), prepared.flow.trained_roles
 
-    def use_of(role: str) -> RoleUse:
-        return RoleUse(role, role in trained, role in prepared.generating)
+    def uses_of(pool: Pool) -> tuple[RoleUse, ...]:
+        models = [RoleUse(role, role in trained, role in pool.generating) for role in pool.models]
+        apart = [RoleUse(role, False, True, apart=True) for role in pool.generating if role not in pool.models]
+        return (*models, *apart)
 
     if config.runtime == "streaming":
         groups = worker_groups(config, prepared.flow, prepared.evaluation if prepared.eval_sources else None)
@@ -60,9 +62,9 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
         ]
     if config.runtime == "hybrid":
         pools = place(config.placement, roles, prepared.generating, config.workers)
-        return [DeviceGroup(pool.workers, tuple(map(use_of, pool.roles))) for pool in pools]
+        return [DeviceGroup(pool.workers, uses_of(pool)) for pool in pools]
     workers = config.workers if config.runtime == "distributed" else 1
-    return [DeviceGroup(workers, tuple(map(use_of, roles)))]
+    return [DeviceGroup(workers, uses_of(Pool(roles, workers, generating=prepared.generating)))]
 
 
 def pools_of_run(prepared: Prepared) -> list[Pool]:
@@ -73,9 +75,9 @@ def pools_of_run(prepared: Prepared) -> list[Pool]:
         return pools_of(worker_groups(config, prepared.flow, evaluation), config)
     if config.runtime == "hybrid":
         pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
-        return list(with_engines(pools, prepared.generating, config))
+        return list(with_engines(pools, config))
     name, workers = ("rank", config.workers) if config.runtime == "distributed" else ("eager", 1)
-    return list(with_engines([Pool((name,), workers)], (name,), config))
+    return list(with_engines([Pool((name,), workers, generating=(name,))], config))
 
 
 def device_table(prepared: Prepared) -> dict[str, Devices]:

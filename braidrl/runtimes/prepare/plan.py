@@ -62,7 +62,7 @@ def plan(config: Config, wanted: Wanted, overlay: Path | None, html: Path | None
     if html is not None:
         html.write_text(timeline(plans[0], f"{problem.flow.name} on {problem.cluster}"), encoding="utf-8")
         console.print(f"drawn in {html}", soft_wrap=True)
-    if overlay is not None and wanted.like is None:
+    if overlay is not None:
         overlay.write_text(yaml.safe_dump(overlay_of(plans[0], problem), sort_keys=False), encoding="utf-8")
         console.print(
             f"plan 1 is in {overlay}; it lies over the configuration: braid train CONFIG {overlay}", soft_wrap=True

@@ -20,8 +20,8 @@ from braidrl.errors import LostPeers, UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.readiness import serial_chain
 from braidrl.models.loading import check_scorer, load_tokenizer
-from braidrl.models.role_settings import model_path
-from braidrl.placement.pools import check_copies, place
+from braidrl.models.role_settings import backend_of, model_path
+from braidrl.placement.pools import check_copies, check_exchange, place
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.prepare.checks import (
@@ -144,9 +144,12 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
     if config.runtime == "hybrid":
         pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
         check_copies(flow, pools)
+        check_exchange(
+            pools, {role: backend_of(role, config) for role in prepared.roles()}, bool(config.rollout.grouping)
+        )
         for pool in pools:
-            check_layouts(config, flow, pool.roles, pool.workers)
-            check_generating_ranks(config, set(pool.roles) & set(prepared.generating), pool.workers)
+            check_layouts(config, flow, pool.models, pool.workers)
+            check_generating_ranks(config, pool)
     return prepared
 
 

@@ -39,8 +39,11 @@ class Group:
 
 def pools_of(groups: Sequence[Group], config: Config) -> list[Pool]:
     """Return the groups' processes as pools; those that generate start the engine processes of `rollout`."""
-    pools = [Pool((group.name,), group.processes, device=group.kind != "compute") for group in groups]
-    return list(with_engines(pools, [group.name for group in groups if group.kind == "generate"], config))
+    pools = [
+        Pool((g.name,), g.processes, g.kind != "compute", generating=(g.name,) if g.kind == "generate" else ())
+        for g in groups
+    ]
+    return list(with_engines(pools, config))
 
 
 def worker_groups(config: Config, flow: Flow, evaluation: Flow | None) -> list[Group]:

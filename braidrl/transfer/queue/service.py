@@ -91,6 +91,8 @@ class Service:
             self.members.append(self._member(name, "serve_task", task_addresses[name], {**common, **own}))
         self.server = QueueServer(self._answer, address=f"tcp://{ip}:*", secret=secret)
         self._closing = False
+        self.failure: WorkerError | OSError | None = None
+        """Why a process is not started again."""
         self._watch = threading.Thread(target=self._keep_alive, name="queue-watch", daemon=True)
         self._watch.start()
         # A program that forgets to close the queue would wait for its processes when it ends.
@@ -111,14 +113,20 @@ class Service:
         return QueueProcess(name, entry, arguments, start(name, entry, arguments))
 
     def _keep_alive(self) -> None:
-        while not self._closing:
-            for member in self.members:
-                member.process.end_if_silent(SILENT_S)
-                if not member.process.alive:
-                    replace(member)
-            time.sleep(LOOK_EVERY_S)
+        try:
+            while not self._closing:
+                for member in self.members:
+                    member.process.end_if_silent(SILENT_S)
+                    if not member.process.alive:
+                        replace(member)
+                time.sleep(LOOK_EVERY_S)
+        except (WorkerError, OSError) as error:
+            self.failure = error
 
     def _answer(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Return where everything is. Raises what keeps a process from living, which is asked for when one does not answer."""
+        if self.failure is not None:
+            raise self.failure
         return self.directory, ()
 
 

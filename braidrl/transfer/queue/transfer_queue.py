@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ class TransferQueue:
 
         Raises:
             QueueFull: there was no room in time.
-            QueueError: a row has one of the columns already.
+            QueueError: a row has one of the columns already, or a process of the queue ends again and again.
         """
         content = as_rows(columns)
         if len(content) != len(rows):
@@ -189,7 +189,8 @@ class TransferQueue:
         client, until = self._client(task), time.monotonic() + wait_s
         while True:
             left = max(0.0, until - time.monotonic())
-            work = client.take([task], rows, min(left, ASK_AGAIN_S), ranks=ranks, columns=columns, table=table)
+            with self._explained():
+                work = client.take([task], rows, min(left, ASK_AGAIN_S), ranks=ranks, columns=columns, table=table)
             if work.kind == "stop":
                 return None
             if work.kind == "rows" and (batch := self._read(client, work)) is not None:
@@ -214,7 +215,8 @@ class TransferQueue:
                 share = content if len(places) == len(batch.rows) else content.take(places)
                 parts.append(self._written(encode(share), share, [batch.rows[place] for place in places]))
         client = self._client(batch.task)
-        lost: list[int] = client.ask("done", leases=batch.leases, parts=parts)[0]["lost"]
+        with self._explained():
+            lost: list[int] = client.ask("done", leases=batch.leases, parts=parts)[0]["lost"]
         client.let_go(batch.leases)
         if lost:
             self.data.free([part["block"] for part in parts])
@@ -299,7 +301,17 @@ class TransferQueue:
 
     def _ask(self, unit: int, request: str, wait_s: float = 0.0, **fields: Any) -> dict[str, Any]:
         message = {"request": request, "holder": self.holder, "wait_s": wait_s, **fields}
-        return self.data.connections.ask(self.units[unit], message, wait_s=wait_s)[0]
+        with self._explained():
+            return self.data.connections.ask(self.units[unit], message, wait_s=wait_s)[0]
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Around requests to the queue's processes: where one does not answer, the process that serves may know that it does not live."""
+        try:
+            yield
+        except QueueTimeout:
+            self.data.connections.ask(self.address, {"request": "directory"})
+            raise
 
     def _shares(self, rows: Sequence[Any]) -> list[tuple[int, list[int]]]:
         """Return each unit with the places of its rows."""

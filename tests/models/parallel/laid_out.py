@@ -234,7 +234,7 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
     limit = 8192  # less than a matrix of a layer
     for layout in layouts[1:]:
         other = DecoderWorker("actor", config_of(model, layout), False, world.data_parallel, is_copy=True)
-        copy = LayoutCopy(worker, partial(local_weight_parts, other), other.ranks.is_sharded, limit)
+        copy = LayoutCopy.of(worker, partial(local_weight_parts, other), other.ranks.is_sharded, limit)
         with Largest() as largest:
             copy.refresh()
         problems = [
@@ -305,7 +305,7 @@ def sliced(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> 
     group = subgroup(torch.arange(world.size).view(-1, 2))
     assert group is not None
     model, slices = load_for_decoding(worker.path, worker.dtype, "cpu", TensorRanks(group))
-    copy = LayoutCopy(worker, lambda: weight_parts(model, slices), divided=True)
+    copy = LayoutCopy.of(worker, lambda: weight_parts(model, slices), divided=True)
     copy.refresh()
     found = model.state_dict()
     problems = [n for n, whole in wanted.items() if not equal(found[n], slices.boxes[n].of(whole), nearly)]

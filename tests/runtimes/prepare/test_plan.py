@@ -24,6 +24,7 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.placement.memory import peak
 from braidrl.placement.plan.calibration import least_squares, nonnegative, runtime_rates
 from braidrl.placement.plan.configured import predicted
+from braidrl.placement.plan.named import NAMES, like
 from braidrl.placement.plan.overlay import overlay_of
 from braidrl.placement.plan.rates import read_rates
 from braidrl.placement.plan.report import spans_of
@@ -51,6 +52,7 @@ def test_every_plan_is_a_configuration_that_holds_what_the_plan_says(workshop: W
     problem = problem_of(config, Wanted("1x4xcpu", max_staleness=1))
     plans = best_plans(problem, Wanted("1x4xcpu", max_staleness=1))
     assert {one.runtime for one in plans} >= {"hybrid", "streaming"}
+    plans += [like(problem_of(config, Wanted("1x8xcpu")), name) for name in NAMES]
     for number, found in enumerate(plans):
         overlay = written(workshop, str(number), found, problem)
         settings = load_config(workshop.folder / "run.yaml", [str(overlay)])

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
@@ -65,6 +66,18 @@ def test_a_unit_that_is_killed_knows_afterwards_what_it_held() -> None:
             row: int(score) for b in queue.stream("train", 8) for row, score in zip(b.rows, b["score"], strict=True)
         }
         assert seen == {row: 2 * row for row in range(6)}
+
+
+def test_a_process_that_ends_again_and_again_is_named_to_everybody_who_asks() -> None:
+    with TransferQueue.serve({"train": ["x"]}) as queue, TransferQueue.connect(queue.address, limit_s=1.0) as other:
+        assert queue.service is not None
+        unit = queue.service.members[0]
+        while queue.service.failure is None:
+            with suppress(ProcessLookupError):
+                os.kill(unit.process.pid, signal.SIGKILL)
+            time.sleep(0.05)
+        with pytest.raises(QueueError, match="process unit 0 is gone for the 5th time: killed by signal 9"):
+            other.put({"x": torch.arange(1)}, rows=[0])
 
 
 def test_payload_that_is_gone_is_told_by_name_and_may_be_put_again_or_is_made_again() -> None:

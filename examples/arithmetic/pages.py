@@ -1,10 +1,12 @@
-"""Curves as an SVG file of its own: what a page of results shows."""
+"""What a page of results shows: curves as an SVG file of its own, tables, and what a run's metrics say over its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 WIDTH, HEIGHT = 520, 240
 LEFT, RIGHT, TOP, BOTTOM = 48, 12, 28, 28
@@ -12,6 +14,8 @@ COLOURS = ("#3567b0", "#c0563b", "#3f8f5f", "#8a5bb0", "#b08a2e", "#3c8f9f", "#a
 
 Curve = Sequence[tuple[float, float]]
 """(step, value) in the order of steps."""
+Lines = list[dict[str, Any]]
+"""A run's metrics, one dictionary per line."""
 
 
 def write_curves(path: Path, title: str, curves: Mapping[str, Curve], limit: float | None = None) -> None:
@@ -51,3 +55,33 @@ def write_curves(path: Path, title: str, curves: Mapping[str, Curve], limit: flo
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*parts, "</svg>"]) + "\n")
+
+
+def curve(lines: Lines, key: str) -> Curve:
+    return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+
+
+def last_quarter(lines: Lines, key: str) -> float:
+    """Mean over the last quarter of the steps."""
+    values = [line[key] for line in lines if line.get(key) is not None]
+    return fmean(values[-max(1, len(values) // 4) :])
+
+
+def mean_curve(runs: Sequence[Lines], key: str) -> Curve:
+    """The mean of runs that were measured at the same steps."""
+    points = zip(*(curve(lines, key) for lines in runs), strict=True)
+    return [(at[0][0], fmean(value for _, value in at)) for at in points]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    return "\n".join([*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)]) + "\n"
+
+
+def generated(lines: Lines) -> float:
+    """Response tokens sampled for training."""
+    return float(sum(line["tokens/generated"] or 0 for line in lines))
+
+
+def seconds(lines: Lines) -> float:
+    return float(sum(line["time/step"] or 0 for line in lines))

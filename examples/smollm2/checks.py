@@ -1,0 +1,42 @@
+"""Whether a response does as it was told, one verifier for each kind of instruction; the example's `checks` say what it was told.
+
+Words and letters are counted in what the response says: in the text of a JSON object where it is one. An instruction that the
+example does not give scores 0, so that with weights of a half and two instructions for each question the reward is the share of
+the instructions that were followed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+
+def said(response: str) -> tuple[str | None, str]:
+    """Return the key and the text of a JSON object that holds one text and nothing else; where it is none, None and the response."""
+    try:
+        [(key, text)] = json.loads(response).items()
+    except (ValueError, AttributeError):
+        return None, response
+    return (key, text) if isinstance(text, str) else (None, response)
+
+
+def in_json(response: str, metadata: dict[str, Any]) -> bool:
+    """Return whether the whole response is a JSON object with the one key that was asked for."""
+    return metadata["checks"].get("json", False) == said(response)[0]
+
+
+def in_words(response: str, metadata: dict[str, Any]) -> bool:
+    """Return whether it says exactly as many words as were asked for."""
+    return len(re.findall(r"[\w'-]+", said(response)[1])) == metadata["checks"].get("words")
+
+
+def in_capitals(response: str, metadata: dict[str, Any]) -> bool:
+    """Return whether capitals were asked for and it says letters, all of them capitals."""
+    return metadata["checks"].get("capitals", False) and said(response)[1].isupper()
+
+
+def with_word(response: str, metadata: dict[str, Any]) -> bool:
+    """Return whether it says the word that was asked for, in small letters or capitals."""
+    word = metadata["checks"].get("word")
+    return word is not None and re.search(rf"\b{word}\b", said(response)[1], re.IGNORECASE) is not None

@@ -1,0 +1,155 @@
+"""What the real model learns, and the page that shows it: `python -m examples.smollm2.learn sums`.
+
+model and questions ──braid train, for each seed──▶ metrics, responses before and after ──▶ docs/results/smollm2-NAME.md
+
+A run that is done is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from braidrl.observe.metrics import read_metrics
+from examples.arithmetic.pages import Curve, curve, table, write_curves
+from examples.smollm2.fetch import fetch
+from examples.smollm2.tasks import FOLDER, write_tasks
+
+HERE, PAGES = Path(__file__).parent, Path("docs/results")
+SHOWN = 6
+"""Responses before and after on a page."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train on a task: a configuration beside this file, what is changed in it, and a run for each seed."""
+
+    config: str
+    changed: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A task's page: its title, what it says first, the metric that counts, and the ways that are compared."""
+
+    title: str
+    text: str
+    score: str
+    ways: dict[str, Way]
+
+
+STUDIES = {
+    "sums": Page(
+        "SmolLM2-135M-Instruct learns sums",
+        "Sums of two numbers from one to twenty, asked in words; 80 of the 400 pairs are held out. "
+        "Score: the share of right answers on them, four sampled at temperature 1 for each.",
+        "eval/held_out/avg@4",
+        {"GRPO": Way("sums", seeds=(0, 1, 2))},
+    ),
+    "told": Page(
+        "SmolLM2-135M-Instruct does as it is told",
+        "Two instructions with each question, of four kinds: answer in JSON, in exactly n words, in capitals, with a given word. "
+        "Score: the share of instructions that are followed, about eight things that were not asked about in training.",
+        "eval/held_out/score_mean",
+        {"GRPO": Way("told")},
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("overrides", nargs="*", help="as braid train takes them, for every run")
+    arguments = parser.parse_args()
+    fetch()
+    write_tasks()
+    page = STUDIES[arguments.study]
+    runs = {
+        (name, seed): run(way, seed, f"{arguments.study}-{name}-{seed}".lower().replace(" ", "-"), arguments.overrides)
+        for name, way in page.ways.items()
+        for seed in way.seeds
+    }
+    write_page(arguments.study, page, runs)
+
+
+def run(way: Way, seed: int, name: str, overrides: list[str]) -> Path:
+    """Return the folder of a finished run, which also says in `measured.json` how long it took and how much memory."""
+    folder = FOLDER / name
+    if not (folder / "measured.json").is_file():
+        command = [
+            sys.executable,
+            "-m",
+            "braidrl.cli",
+            "train",
+            str(HERE / f"{way.config}.yaml"),
+            *way.changed,
+            *overrides,
+        ]
+        begun = time.monotonic()
+        subprocess.run([*command, f"name={name}", f"seed={seed}"], check=True)
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        measured = {"minutes": (time.monotonic() - begun) / 60, "peak_gib": peak / 2**20}
+        (folder / "measured.json").write_text(json.dumps(measured))
+    return folder
+
+
+def write_page(study: str, page: Page, runs: dict[tuple[str, int], Path]) -> None:
+    """Write the page of a study: a table and curves of all runs, and what the first one said before and after."""
+    rows, curves = [], {}
+    for (name, seed), folder in runs.items():
+        points = curve(read_metrics(folder), page.score)
+        measured = json.loads((folder / "measured.json").read_text())
+        curves[f"{name}, seed {seed}"] = points
+        rows.append(row(name, seed, points, measured))
+    write_curves(PAGES / f"smollm2-{study}.svg", page.title, curves)
+    header = ["", "seed", "score at the start", "at the end", "gained", "steps", "minutes", "peak memory, GiB"]
+    first = next(iter(runs.values()))
+    text = [
+        f"# {page.title}\n", f"    python -m examples.smollm2.learn {study}\n", f"{page.text}\n", table(header, rows),
+        f"![{page.title}](smollm2-{study}.svg)\n", "The first run's responses to held-out questions, before and after:\n",
+        table(["question", "before", "after"], samples(first)),
+    ]  # fmt: skip
+    (PAGES / f"smollm2-{study}.md").write_text("\n".join(text))
+
+
+def row(name: str, seed: int, points: Curve, measured: dict[str, float]) -> list[Any]:
+    """Return a run's line of the table."""
+    (_, start), (steps, end) = points[0], points[-1]
+    numbers = [f"{start:.3f}", f"{end:.3f}", f"{end - start:+.3f}", steps]
+    return [name, seed, *numbers, f"{measured['minutes']:.0f}", f"{measured['peak_gib']:.1f}"]
+
+
+def samples(folder: Path) -> list[list[str]]:
+    """Return questions with the first response to each at the first evaluation and at the last one."""
+    evaluations = sorted(
+        folder.glob("rollouts/eval-held_out-step-*.parquet"), key=lambda path: int(path.stem.rsplit("-", 1)[1])
+    )
+    before, after = (first_responses(path) for path in (evaluations[0], evaluations[-1]))
+    chosen = list(before)[:: max(1, len(before) // SHOWN)][:SHOWN]
+    return [[as_cell(text) for text in (question, before[question], after[question])] for question in chosen]
+
+
+def first_responses(path: Path) -> dict[str, str]:
+    """Return the first response to each question of an evaluation, by the question."""
+    recorded = pq.read_table(path, columns=["metadata", "response_text", "sample"]).to_pylist()
+    return {json.loads(row["metadata"])["prompt"]: row["response_text"] for row in recorded if row["sample"] == 0}
+
+
+def as_cell(text: str) -> str:
+    """Return a text as a table's cell, in one line."""
+    line = " ".join(text.split()).replace("|", "¦").replace("`", "'")
+    return f"`{line or ' '}`"
+
+
+if __name__ == "__main__":
+    main()

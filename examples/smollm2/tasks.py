@@ -1,0 +1,85 @@
+"""Questions whose answers a rule can check, for a real language model on a CPU: `python examples/smollm2/tasks.py`.
+
+sums   What is seven plus twelve? Write the answer as a number.                  the answer's last number is 19
+told   What do bees do? Answer in capital letters. Use the word "river".       what checks.py finds of the two instructions
+
+The pairs of numbers, and the things that are asked about, are different ones in training and held out.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path("build/smollm2")
+HELD_OUT = 80
+NUMBERS = """
+zero one two three four five six seven eight nine ten
+eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty
+"""
+THINGS = """
+bees, bread, rain, the moon, a bicycle, a doctor, winter, music, the sea, a library, coffee, horses, a bridge, trees, sleep, a teacher,
+salt, a clock, birds, the sun, a garden, paper, fire, a kitchen, snow, cats, a train, money, the wind, a farmer, milk, a city, shoes,
+stars, a dentist, books, a lamp, wool, a river, friends
+"""
+WORDS = ("river", "stone", "window", "apple", "silver", "morning", "letter", "yellow")
+KEYS = ("answer", "reply", "text")
+
+Examples = list[dict[str, Any]]
+
+
+def sums(seed: int = 0) -> tuple[Examples, Examples]:
+    """Return the questions to train on and those that are held out: sums of two numbers from one to twenty, in words."""
+    pairs = list(product(range(1, 21), repeat=2))
+    random.Random(seed).shuffle(pairs)
+    names = NUMBERS.split()
+    asked = [
+        {"prompt": f"What is {names[a]} plus {names[b]}? Write the answer as a number.", "answer": str(a + b)}
+        for a, b in pairs
+    ]
+    return asked[HELD_OUT:], asked[:HELD_OUT]
+
+
+def told(seed: int = 0, held_out: int = 8) -> tuple[Examples, Examples]:
+    """Return questions with two instructions each, to train on and held out: about other things."""
+    source = random.Random(seed)
+    things = [thing.strip() for thing in THINGS.split(",")]
+    source.shuffle(things)
+    return instructed(things[held_out:], source), instructed(things[:held_out], source)
+
+
+def instructed(things: Iterable[str], source: random.Random) -> Examples:
+    """Return a question about each thing with each pair of the four kinds of instruction."""
+    examples = []
+    for thing, kinds in product(things, combinations(("json", "words", "capitals", "word"), 2)):
+        key, count, word = source.choice(KEYS), source.randint(3, 8), source.choice(WORDS)
+        ways = {
+            "json": (f'Answer with a JSON object of the form {{"{key}": "..."}} and nothing else.', key),
+            "words": (f"Answer in exactly {count} words.", count),
+            "capitals": ("Write in capital letters only.", True),
+            "word": (f'Use the word "{word}".', word),
+        }
+        prompt = " ".join([f"Say something about {thing}.", *(ways[kind][0] for kind in kinds)])
+        examples.append({"prompt": prompt, "answer": "", "checks": {kind: ways[kind][1] for kind in kinds}})
+    return examples
+
+
+def write(path: Path, examples: Iterable[dict[str, Any]]) -> None:
+    """Write one JSON object per line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(example) + "\n" for example in examples))
+
+
+def write_tasks() -> None:
+    """Write each task's questions to train on and held-out ones."""
+    for name, (trained, held_out) in {"sums": sums(), "told": told()}.items():
+        write(FOLDER / f"{name}.jsonl", trained)
+        write(FOLDER / f"{name}_held_out.jsonl", held_out)
+
+
+if __name__ == "__main__":
+    write_tasks()

@@ -1,0 +1,94 @@
+"""A role that trains in one pool and generates in another: the run is that of one process, whatever the pools' sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from braidrl.errors import UserError
+from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.generating.receiving import check_devices_alike
+from braidrl.runtimes.prepare.setup import prepare
+from braidrl.runtimes.run import TrainingRun
+from tests.invariants.traces import assert_same, trace
+from tests.runtimes.hybrid.warm import WarmCluster
+from tests.runtimes.test_layouts import PPO
+from tests.tiny import Workshop
+
+GRPO: dict[str, Any] = {
+    "flow": "grpo", "dtype": "float64",
+    "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3, "checkpoint_every": 1, "keep_checkpoints": 9},
+}  # fmt: skip
+
+
+def pools(*sizes: tuple[str, int]) -> dict[str, Any]:
+    """Return the sections of a hybrid run, with so many processes for each list of roles."""
+    return {"runtime": "hybrid", "placement": {"pools": [{"roles": r.split(), "workers": n} for r, n in sizes]}}
+
+
+def trained(workshop: Workshop, name: str, sections: dict[str, Any], **more: Any) -> Any:
+    with TrainingRun(workshop.config(name, **{**sections, **more})) as run:
+        run.train()
+    return trace(run.folder)
+
+
+@pytest.mark.parametrize(
+    ("sections", "placed", "more"),
+    [
+        (GRPO, pools(("actor.generate", 2), ("actor reference", 1)), {}),
+        (PPO, pools(("actor", 2), ("critic reference", 1), ("actor.generate", 1)), {"roles": {"actor": {"layout": {"shard": "full"}}}}),
+        (GRPO, pools(("actor.generate", 2), ("actor reference", 1)), {"rollout": {"tensor": 2}}),
+        (GRPO, pools(("actor.generate", 1), ("actor reference", 2)), {"rollout": {"engines": 1}}),
+    ],
+    ids=["two engines", "sharded trainer", "engine of two ranks", "engine process"],
+)  # fmt: skip
+def test_generation_in_a_pool_of_its_own_changes_nothing(
+    workshop: Workshop,
+    warm_cluster: WarmCluster,
+    sections: dict[str, Any],
+    placed: dict[str, Any],
+    more: dict[str, Any],
+) -> None:
+    for name, section in more.items():
+        sections = {**sections, name: {**sections.get(name, {}), **section}}
+    found = trained(workshop, "apart", sections, **placed)
+    alone = {name: value for name, value in sections.items() if name != "roles"}
+    alone["rollout"] = {k: v for k, v in sections.get("rollout", {}).items() if k not in ("tensor", "engines")}
+    assert_same(found, trained(workshop, "alone", alone))
+    received = [line["weights/actor/received"] for line in read_metrics(workshop.folder / "apart")[1:]]
+    assert all(size > 0 for size in received), "nothing came from the other pool"
+
+
+def test_a_stopped_run_goes_on_with_the_weights_of_its_checkpoint_in_both_pools(
+    workshop: Workshop, warm_cluster: WarmCluster
+) -> None:
+    placed = pools(("actor.generate", 1), ("actor reference", 1))
+    trained(workshop, "run", {**GRPO, "trainer": {**GRPO["trainer"], "steps": 1}}, **placed)
+    with TrainingRun(workshop.config("resumed", **GRPO, **placed), resume=workshop.folder / "run") as run:
+        run.train()
+    assert_same(trace(workshop.folder / "run"), trained(workshop, "alone", GRPO))
+
+
+def refused(workshop: Workshop, **sections: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        prepare(workshop.config("refused", **sections))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_pools_between_which_weights_cannot_go_are_refused(workshop: Workshop) -> None:
+    apart = {**GRPO, **pools(("actor.generate", 1), ("actor reference", 1))}
+    backend = "examples/plugins/backend.py:PlainBackend"
+    assert "weights of the backend" in refused(workshop, **apart, roles={"actor": {"backend": backend}})
+    assert "rollout.grouping groups the ranks that train actor" in refused(
+        workshop, **apart, rollout={"grouping": "neighbour"}
+    )
+
+
+def test_pools_with_devices_of_different_kinds_are_refused() -> None:
+    store = dist.HashStore()
+    check_devices_alike("actor", store, 0, "cuda")
+    with pytest.raises(UserError, match="actor trains on cuda and generates on cpu, and its weights cannot go"):
+        check_devices_alike("actor", store, 1, "cpu")
