@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from braidrl.errors import BadUpdate, UserError, WorkerError
+from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
 from braidrl.placement.pools import Pool
 
 BEAT, BEAT_S = b"", 1.0
@@ -42,10 +42,10 @@ class Failure:
         return not self.follows and self.kind != "interrupted"
 
     def error(self) -> BaseException:
-        """Return the exception to raise for this failure: UserError, BadUpdate, KeyboardInterrupt or WorkerError."""
+        """Return the exception to raise for this failure: UserError, BadUpdate, KeyboardInterrupt, LostProcess or WorkerError."""
         if self.kind == "interrupted":
             return KeyboardInterrupt()
-        kinds: dict[str, type[Exception]] = {"user": UserError, "update": BadUpdate}
+        kinds: dict[str, type[Exception]] = {"user": UserError, "update": BadUpdate, "died": LostProcess}
         return kinds.get(self.kind, WorkerError)(self.message)
 
 

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.data.rows import named_rows
-from braidrl.errors import BadUpdate, UserError, WorkerError
+from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
 from braidrl.flow import Stage
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.handles import Answer, Future, Handle, Part
@@ -26,6 +26,10 @@ DEATH_S = 2.0
 
 class WorkerFailure(WorkerError):
     """Raised by the driver, to end the run: a worker failed, died, or said nothing for too long."""
+
+
+class WorkerDied(WorkerFailure, LostProcess):
+    """Raised by the driver, to end the run: a worker is gone."""
 
 
 @dataclass
@@ -140,7 +144,7 @@ class WorkerGroup:
             raise WorkerFailure(story) from None
         except RayActorError as error:
             who = self.names.get(str(error.actor_id), future.who)
-            raise WorkerFailure(
+            raise WorkerDied(
                 f"{who} died in {future.what}{named_rows(future.part.uids())}: {' '.join(str(error).split())}"
             ) from None
         except RayError as error:

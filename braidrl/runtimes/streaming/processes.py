@@ -19,7 +19,7 @@ from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.cluster.silence import mute_after
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
-from braidrl.errors import WorkerError
+from braidrl.errors import LostProcess, WorkerError
 from braidrl.models.loading import load_tokenizer
 from braidrl.observe.trace import WorkerTrace
 from braidrl.runtimes.executor import StageExecutor
@@ -130,7 +130,7 @@ class Processes:
             self.control.fail(member.holder)
             name = f"{member.group.name} {member.number}"
             if member.group.trained:
-                raise WorkerError(
+                raise LostProcess(
                     f"{name}, which holds weights that have changed, is gone ({member.process.describe_end()}); "
                     "go on from the last checkpoint"
                 )
