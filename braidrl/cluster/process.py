@@ -46,7 +46,7 @@ class Failure:
         if self.kind == "interrupted":
             return KeyboardInterrupt()
         kinds: dict[str, type[Exception]] = {"user": UserError, "update": BadUpdate, "died": LostProcess}
-        return kinds.get(self.kind, WorkerError)(self.message)
+        return kinds.get(self.kind, LostProcess if self.follows else WorkerError)(self.message)
 
 
 @dataclass(frozen=True)
