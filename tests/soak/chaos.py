@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -245,16 +246,21 @@ def main() -> None:
     """Make the faults that the command names, and print a table; ends with 1 where anything was not as it must be."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0, help="number of the first one, to go on with a seed")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further one is begun")
     parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=RUNTIMES)
     parser.add_argument("--file", type=Path, help="to which each fault is added as a line of JSON, over many calls")
     given = parser.parse_args()
     rows = list[Row]()
     with tempfile.TemporaryDirectory(prefix="braid-chaos-") as folder:
         chaos = Chaos(Path(folder), given.seed)
-        for number in range(given.faults):
+        begun = time.monotonic()
+        for number in range(given.first, given.first + given.faults):
+            if time.monotonic() - begun > given.seconds:
+                break
             rows.append(chaos.one(number, given.runtimes[number % len(given.runtimes)]))
-            print(table(rows[-1:]) if number == 0 else table(rows[-1:]).splitlines()[-1], flush=True)
+            print(table(rows[-1:]) if len(rows) == 1 else table(rows[-1:]).splitlines()[-1], flush=True)
             if given.file:
                 with given.file.open("a") as lines:
                     lines.write(json.dumps(asdict(rows[-1])) + "\n")
