@@ -13,8 +13,10 @@ TEST_PROCESSES ?= 2
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,ray,docs]'
 	touch $@
 
+# A small model from nothing, then a real language model.
 demo: .venv/installed
 	env -u OMP_NUM_THREADS $(BIN)/python examples/arithmetic/demo.py
+	$(MAKE) demo-smollm2
 
 demo-smollm2: .venv/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf]'

@@ -6,13 +6,12 @@ registries of plug-ins ────name, docstring, settings──────�
 
 import importlib
 import inspect
-import pkgutil
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from braidrl import algorithms
+import braidrl.algorithms.library  # noqa: F401  registers them
 from braidrl.algorithms import registry
 from braidrl.errors import UserError, suggest
 from braidrl.importing import PluginRegistry
@@ -52,11 +51,10 @@ class Listed:
 
 
 def catalogue(kind: str) -> list[Listed]:
-    """Return what there is of a kind. Raises UserError for a kind that is none."""
+    """Return what comes with Braid of a kind. Raises UserError for a kind that is none."""
     if kind in ALGORITHMS:
-        for module in pkgutil.iter_modules(algorithms.__path__, f"{algorithms.__name__}."):
-            importlib.import_module(module.name)
-        return [of_algorithm(ALGORITHMS[kind][name]) for name in ALGORITHMS[kind]]
+        entries = [ALGORITHMS[kind][name] for name in ALGORITHMS[kind]]
+        return [of_algorithm(entry) for entry in entries if entry.function.__module__.startswith("braidrl.")]
     if kind == "environments":
         return [Listed(name, about) for name, about in SCHEMES.items()]
     if kind not in PLUGINS:

@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from braidrl import cli
 from braidrl.catalogue import KINDS, catalogue
+from braidrl.config.reading import section_keys
 from braidrl.flow.yaml_form import from_yaml
 from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.saving.folders import MAY_CHANGE, run_config
 from tests.tiny import Workshop, weights_of
 
 
@@ -60,6 +62,18 @@ def test_a_configuration_may_be_overrides_alone(workshop: Workshop, braid: Any) 
     )  # fmt: skip
     (run,) = (path for path in workshop.folder.iterdir() if path.name.startswith("dapo-"))
     assert (run / "report.html").is_file()
+
+
+def test_functions_in_files_are_found_beside_the_configuration_from_any_folder(
+    workshop: Workshop, braid: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workshop.folder / "mine.py").write_text("def short(response: str) -> bool:\n    return len(response) < 9\n")
+    config = workshop.config_file(
+        "beside", reward={"verify": [{"name": "mine.py:short", "weight": 0.5}]}, trainer={"steps": 1}
+    )
+    monkeypatch.chdir(tmp_path)
+    braid("train", config)
+    assert run_config(workshop.folder / "beside").reward.verify[0].name == f"{workshop.folder / 'mine.py'}:short"
 
 
 def test_eval_measures_a_model_and_a_checkpoint(workshop: Workshop, braid: Any) -> None:
@@ -142,6 +156,22 @@ def test_doctor_says_what_there_is(braid: Any) -> None:
 def test_help_names_every_command(braid: Any) -> None:
     out, _ = braid("--help")
     assert all(command in out for command in ("train", "eval", "flow", "report", "export", "doctor"))
+
+
+def test_a_resumed_run_takes_what_may_change_from_the_command_and_keeps_it(workshop: Workshop, braid: Any) -> None:
+    run = workshop.run("further", trainer={"steps": 1})
+    braid("train", "--resume", run, "trainer.steps=2", "threads=1")
+    assert [line["step"] for line in read_metrics(run)] == [1, 2]
+    kept = run_config(run)
+    assert (kept.trainer.steps, kept.threads) == (2, 1)
+    braid("train", "--resume", run, "trainer.steps=3")
+    assert run_config(run).threads == 1 and read_metrics(run)[-1]["step"] == 3
+
+
+def test_what_may_change_in_a_resumed_run_are_keys_of_the_configuration() -> None:
+    for key in MAY_CHANGE:
+        *place, last = key.split(".")
+        assert last in section_keys(tuple(place))
 
 
 def test_steps_of_zero_save_the_model_as_it_is(workshop: Workshop, braid: Any, tmp_path: Path) -> None:
