@@ -14,7 +14,7 @@ from braidrl.cluster.devices import devices_each
 from braidrl.cluster.process import BEAT_S, END_LIMIT_S
 from braidrl.cluster.silence import ASLEEP_S, descendants, has_ended, mute_after, name_of
 from braidrl.config import ClusterConfig
-from braidrl.errors import LostProcess, UserError
+from braidrl.errors import LostProcess, UserError, WorkerError
 from braidrl.placement.pools import Pool, check_devices
 
 BEATS = "beats"
@@ -151,9 +151,9 @@ class RayCluster:
         return f"Ray's {' and '.join(gone)} died, and the cluster with it; resume with --resume" if gone else ""
 
     def look(self) -> None:
-        """Ask every actor whether it lives, at most once a second. Raises LostProcess where a process of Ray's own is gone."""
+        """Ask every actor whether it lives, at most once a second. Raises WorkerError where a process of Ray's own is gone."""
         if self.lost:
-            raise LostProcess(self.lost)
+            raise WorkerError(self.lost)
         self.beats.look(self.actors)
 
     def ready(self, references: Sequence[Any], limit_s: float) -> list[Any]:
@@ -167,7 +167,7 @@ class RayCluster:
             Those that are there; none after `limit_s`.
 
         Raises:
-            LostProcess: A process of Ray's own is gone, or an actor has said nothing for too long.
+            WorkerError: A process of Ray's own is gone, or an actor has said nothing for too long.
         """
         deadline = time.monotonic() + limit_s
         while True:
@@ -188,10 +188,8 @@ class RayCluster:
 
     def close(self) -> None:
         """Let every worker clean up for a moment, end it, and free its device."""
-        if not self.ray.is_initialized():
-            return
-        if self.lost:  # nobody answers any more, and what is left ends with Ray's own processes
-            self.ray.shutdown()
+        # Of a cluster that is lost nobody answers any more; what is left of it ends with this program.
+        if not self.ray.is_initialized() or self.lost:
             return
         leaving = [actor.close.options(concurrency_group="aside").remote() for actor in self.actors]
         self.ray.wait(leaving, num_returns=len(leaving), timeout=END_LIMIT_S) if leaving else None

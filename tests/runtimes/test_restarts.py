@@ -16,7 +16,6 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "streaming": ({"runtime": "streaming", "streaming": {"workers": {"actor": 2}}}, "actor-1"),
     "distributed": ({"runtime": "distributed", "workers": 2}, "rank 0"),
     "hybrid": ({"runtime": "hybrid", "workers": 2}, "ray::HybridWork"),
-    "ray itself": ({"runtime": "hybrid", "workers": 2}, "raylet"),
 }
 
 
