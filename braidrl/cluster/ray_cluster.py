@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -188,8 +189,13 @@ class RayCluster:
 
     def close(self) -> None:
         """Let every worker clean up for a moment, end it, and free its device."""
-        # Of a cluster that is lost nobody answers any more; what is left of it ends with this program.
-        if not self.ray.is_initialized() or self.lost:
+        if not self.ray.is_initialized():
+            return
+        if self.lost:
+            # Nobody answers any more: not even Ray's own farewell would end. Workers and agents are below the raylet.
+            for process in {each for own in self.needed for each in descendants(own)}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
             return
         leaving = [actor.close.options(concurrency_group="aside").remote() for actor in self.actors]
         self.ray.wait(leaving, num_returns=len(leaving), timeout=END_LIMIT_S) if leaving else None
