@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from braidrl import cli
 from braidrl.config import parse_config
@@ -117,6 +118,38 @@ def test_a_run_that_was_refused_can_be_started_again_under_its_name(workshop: Wo
     assert code == 0, errors
     code, _, errors = command("train", config, "trainer.steps=1")
     assert code == 2 and "run exists; resume it with `--resume" in errors
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_model_that_cannot_be_trained_is_named_before_it_loads(
+    workshop: Workshop, refusal: Refusal, dry: tuple[str, ...]
+) -> None:
+    config, cut, other = workshop.config_file(), workshop.folder / "cut", workshop.folder / "gpt2"
+    shutil.copytree(workshop.model, cut, dirs_exist_ok=True)
+    whole = (workshop.model / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert refusal("train", config, f"model={cut}", *dry).startswith(
+        f"model: {cut / 'model.safetensors'} cannot be read: "
+    )
+    shutil.copytree(workshop.model, other, dirs_exist_ok=True)
+    settings = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=20, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(settings).save_pretrained(other)
+    assert (
+        refusal("train", config, f"model={other}", *dry)
+        == f"model: {other} is a GPT2Model, which is not supported; use Qwen2, Qwen3 or Llama"
+    )
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_an_output_that_cannot_be_written_is_named(workshop: Workshop, refusal: Refusal, dry: tuple[str, ...]) -> None:
+    file = workshop.folder / "file"
+    file.touch()
+    found = refusal("train", workshop.config_file(), f"output={file / 'runs'}", *dry)
+    assert (
+        found.startswith(f"output: {file / 'runs'}")
+        and "cannot be written" in found
+        and found.endswith("set another `output`")
+    )
 
 
 def test_a_model_folder_without_a_tokenizer_is_named(workshop: Workshop, refusal: Refusal) -> None:

@@ -96,6 +96,29 @@ def check_scorer(path: str | Path, fresh_head: bool) -> None:
         )
 
 
+def check_model(path: str | Path) -> None:
+    """Check what can be checked of a model before it is loaded: its architecture, and the headers of the weight files that are there.
+
+    Args:
+        path: A Hugging Face directory.
+
+    Raises:
+        UserError: It is no decoder that can be trained here, or a file of its weights is damaged or cut off.
+    """
+    folder = _model_folder(path)
+    config = _config(folder)
+    try:
+        with torch.device("meta"):
+            body = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).base_model
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"model: {folder} cannot be loaded: {first_line(error)}") from error
+    if not all(hasattr(body, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb")):
+        raise UserError(
+            f"model: {folder} is a {type(body).__name__}, which is not supported; use Qwen2, Qwen3 or Llama"
+        )
+    WeightFiles(folder)
+
+
 def _whole_model_folder(path: str | Path) -> Path:
     folder = _model_folder(path)
     if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):

@@ -15,6 +15,7 @@ from braidrl.placement.pools import Pool, place
 from braidrl.placement.residency import Asset, needed_assets, residency_plan
 from braidrl.runtimes.generating.engines import generation_layout, pools_ranks, with_engines
 from braidrl.runtimes.prepare.setup import Prepared, prepare
+from braidrl.runtimes.saving.folders import check_output
 from braidrl.runtimes.start import check_runtime
 from braidrl.runtimes.streaming.groups import pools_of, worker_groups
 
@@ -31,6 +32,7 @@ class DeviceGroup:
 
 def dry_run(config: Config, console: Console | None = None) -> list[tuple[DeviceGroup, list[Footprint]]]:
     """Check a configuration as a run does, and print what each device would hold. Raises UserError as a run does."""
+    check_output(config)
     prepared = prepare(config)
     check_runtime(config, prepared.flow, generates=True, trains=True)
     groups = device_groups(prepared)

@@ -19,7 +19,7 @@ from braidrl.data.sources import place as place_of
 from braidrl.errors import LostPeers, UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.readiness import serial_chain
-from braidrl.models.loading import check_scorer, load_tokenizer
+from braidrl.models.loading import check_model, check_scorer, load_tokenizer
 from braidrl.models.role_settings import backend_of, model_path
 from braidrl.placement.pools import check_copies, check_exchange, place
 from braidrl.rewards.verifier import Verifier, resolve
@@ -157,6 +157,8 @@ def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase)
     """Raise UserError for a role whose model lacks the head that it needs, or was trained on other tokens."""
     for role in flow.roles:
         path = model_path(role, config)
+        if backend_of(role, config) == "torch":
+            check_model(path)
         if role in flow.scalar_roles:
             check_scorer(path, fresh_head=role in flow.trained_roles)
         if path != config.model and load_tokenizer(path).get_vocab() != tokenizer.get_vocab():

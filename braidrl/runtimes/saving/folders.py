@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from braidrl.config import Config, parse_config
 from braidrl.config.reading import apply_override
-from braidrl.errors import UserError, first_line
+from braidrl.errors import UserError, first_line, no_room
 from braidrl.importing import relative_to
 from braidrl.rollout.episodes.environments import AGENT
 
@@ -42,14 +42,36 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def new_run_folder(config: Config) -> Path:
-    """Make the run's folder with the resolved configuration in it. Raises UserError when a run has begun there already."""
-    folder = config.output / config.name if config.name else unused_folder(config)
-    if config.name:
-        if folder.exists() and not never_began(folder):
-            raise UserError(f"{folder} exists; resume it with `--resume {folder}` or set another `name`")
+    """Make the run's folder with the resolved configuration in it.
+
+    Raises:
+        UserError: A run has begun there already, or nothing can be written there.
+    """
+    folder = config.output / config.name if config.name else None
+    if folder and folder.exists() and not never_began(folder):
+        raise UserError(f"{folder} exists; resume it with `--resume {folder}` or set another `name`")
+    try:
+        folder = folder or unused_folder(config)
         folder.mkdir(parents=True, exist_ok=True)
-    write_config(folder, config)
+        write_config(folder, config)
+    except OSError as error:
+        if no_room(error):
+            raise
+        raise UserError(
+            f"output: {folder or config.output} cannot be written ({error.strerror}); set another `output`"
+        ) from error
     return folder
+
+
+def check_output(config: Config) -> None:
+    """Raise UserError where a run's folder could not be made; nothing is written."""
+    place = config.output.expanduser().absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise UserError(
+            f"output: {config.output} cannot be written, as {place} is no folder that may be written to; set another `output`"
+        )
 
 
 def absolute(value: Any) -> Any:
