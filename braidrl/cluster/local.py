@@ -23,6 +23,7 @@ from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from braidrl.cluster.child import serve
 from braidrl.cluster.devices import Devices, assign_devices, device_count
 from braidrl.cluster.groups import LOOPBACK
 from braidrl.cluster.process import BEAT, END_LIMIT_S, Outcome, Process, ProcessSpec, default_threads, environment_of
+from braidrl.cluster.silence import has_ended, keep_stack
 from braidrl.errors import WorkerError
 from braidrl.placement.pools import Pool
 
@@ -44,6 +46,8 @@ getattr(importlib.import_module(module), function)(descriptor)
 BOOT_ELSEWHERE = BOOT.replace("sys.path[:] = path", "sys.path += [place for place in path if place not in sys.path]")
 """For the interpreter of another environment, whose own packages come first."""
 LOOK_EVERY_S = 0.02
+SERVER_IS_GONE = 255
+"""The exit status that multiprocessing gives to all copies of a fork server when the server is gone."""
 
 
 class LocalProcess(Process):
@@ -52,7 +56,7 @@ class LocalProcess(Process):
     def __init__(self, name: str, connection: Connection, pid: int) -> None:
         self.name, self.connection, self._pid = name, connection, pid
         self._outcome: Outcome | None = None
-        self._heard = time.monotonic()
+        self._heard, self._silent = time.monotonic(), ""
         self.hung_up = False
         """True once nothing can come any more."""
 
@@ -80,11 +84,17 @@ class LocalProcess(Process):
             self.hung_up = True
         return self._outcome
 
-    @property
-    def silence(self) -> float:
-        return 0.0 if self.outcome else time.monotonic() - self._heard
+    def end_if_silent(self, limit_s: float, folder: Path | None = None) -> bool:
+        silence = 0.0 if self.outcome or not self.alive else time.monotonic() - self._heard
+        if silence <= limit_s:
+            return False
+        self._silent = f"said nothing for {silence:.0f} s and was killed{keep_stack(self.pid, self.name, folder)}"
+        self.kill()
+        return True
 
     def describe_end(self) -> str:
+        if self._silent:
+            return self._silent
         self.wait(END_LIMIT_S)
         status = self.status
         return f"killed by signal {-status}" if status is not None and status < 0 else f"exit status {status}"
@@ -160,16 +170,17 @@ class Forked(LocalProcess):
 
     @property
     def status(self) -> int | None:
-        return self._process.exitcode
+        # The fork server says how its copies ended. Where it was killed itself they live on, and this is all that is heard of them.
+        status = self._process.exitcode
+        return None if status == SERVER_IS_GONE and not has_ended(self.pid) else status
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            # Copies of the fork server lead a group, as fresh interpreters do; copies of this process are in its own.
-            if self.alive and os.getpgid(self.pid) == self.pid:
-                os.killpg(self.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.join(END_LIMIT_S)
-        if self._process.is_alive():
+            if self.alive:
+                # Copies of the fork server lead a group, as fresh interpreters do; copies of this process are in its own.
+                leads = os.getpgid(self.pid) == self.pid
+                (os.killpg if leads else os.kill)(self.pid, signal.SIGKILL)
+        if not self.wait(END_LIMIT_S):
             raise WorkerError(f"{self.name} (process {self.pid}) was killed and does not end")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from braidrl.errors import BadUpdate, UserError, WorkerError
+from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
 from braidrl.placement.pools import Pool
 
 BEAT, BEAT_S = b"", 1.0
@@ -42,11 +42,11 @@ class Failure:
         return not self.follows and self.kind != "interrupted"
 
     def error(self) -> BaseException:
-        """Return the exception to raise for this failure: UserError, BadUpdate, KeyboardInterrupt or WorkerError."""
+        """Return the exception to raise for this failure: UserError, BadUpdate, KeyboardInterrupt, LostProcess or WorkerError."""
         if self.kind == "interrupted":
             return KeyboardInterrupt()
-        kinds: dict[str, type[Exception]] = {"user": UserError, "update": BadUpdate}
-        return kinds.get(self.kind, WorkerError)(self.message)
+        kinds: dict[str, type[Exception]] = {"user": UserError, "update": BadUpdate, "died": LostProcess}
+        return kinds.get(self.kind, LostProcess if self.follows else WorkerError)(self.message)
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,17 @@ class Process(ABC):
     def outcome(self) -> Outcome | None:
         """Return its last word; None for a process that still works, or that has ended without one."""
 
-    @property
-    def silence(self) -> float:
-        """Return for how many seconds nothing was heard of it."""
-        return 0.0
+    @abstractmethod
+    def end_if_silent(self, limit_s: float, folder: Path | None = None) -> bool:
+        """Kill it where nothing was heard of it for too long, which `describe_end` says then.
+
+        Args:
+            limit_s: How long, in seconds.
+            folder: The run's, for its stack.
+
+        Returns:
+            Whether it was killed.
+        """
 
     @abstractmethod
     def describe_end(self) -> str:

@@ -19,7 +19,7 @@ from braidrl.cluster.child import TaskFailed, failure_of, function_of
 from braidrl.cluster.groups import open_store
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import Failure, Launcher, Outcome, Process, ProcessSpec, interrupts_handled
-from braidrl.cluster.silence import FrozenWatch, keep_stack, mute_after
+from braidrl.cluster.silence import FrozenWatch, mute_after
 from braidrl.cluster.world import World, join
 from braidrl.errors import UserError
 from braidrl.placement.pools import Pool
@@ -109,12 +109,9 @@ def supervise(
         for rank in launcher.answered(silent, min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
             silent.remove(rank)
             outcomes[rank.name] = last_word(rank, killed)
-        for rank in [each for each in silent if each.silence > mute_after(silence_s)]:
-            where = keep_stack(rank.pid, rank.name, None)
-            rank.kill()
+        for rank in [each for each in silent if each.end_if_silent(mute_after(silence_s))]:
             silent.remove(rank)
-            said = f"{rank.name} has said nothing for {silence_s:g} s and was killed{where}"
-            outcomes[rank.name] = Outcome(failure=Failure("died", said))
+            outcomes[rank.name] = Outcome(failure=Failure("died", f"{rank.name} {rank.describe_end()}"))
         failures = [outcome.failure for outcome in outcomes.values() if outcome.failure]
         if any(failure.is_cause for failure in failures):
             break

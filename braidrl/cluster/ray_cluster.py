@@ -5,16 +5,23 @@ import importlib
 import importlib.util
 import logging
 import os
+import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from braidrl.cluster.devices import devices_each
-from braidrl.cluster.process import END_LIMIT_S
+from braidrl.cluster.process import BEAT_S, END_LIMIT_S
+from braidrl.cluster.silence import ASLEEP_S, descendants, has_ended, mute_after, name_of
 from braidrl.config import ClusterConfig
-from braidrl.errors import UserError
+from braidrl.errors import LostProcess, UserError, WorkerError
 from braidrl.placement.pools import Pool, check_devices
 
+BEATS = "beats"
+"""The thread of every actor that says that it lives, whatever else it does."""
+NEEDED = ("gcs_server", "raylet")
+"""Without these a cluster answers no more; Ray itself says so after a minute, by ending this program without a line."""
 INLINE_BYTES = 1 << 20
 """Up to this size rows come with the message that brings them; by default Ray has more than 100 KiB fetched from its object store."""
 
@@ -39,6 +46,34 @@ class Reservation:
     gpus: int = 0
 
 
+class RayBeats:
+    """When every actor was last heard of."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray, self._looked = ray, time.monotonic()
+        self._asked: dict[Any, Any] = {}
+        self._heard: dict[Any, float] = {}
+
+    def look(self, actors: Sequence[Any]) -> None:
+        """Note who has answered, and ask again, at most once a second."""
+        now = time.monotonic()
+        if now - self._looked < BEAT_S:
+            return
+        if now - self._looked > ASLEEP_S:  # this program was stopped itself, or had other things to do
+            self._heard = dict.fromkeys(self._heard, now)
+        self._looked = now
+        asked = {self._asked[actor._actor_id]: actor._actor_id for actor in actors if actor._actor_id in self._asked}
+        answered = self._ray.wait(list(asked), num_returns=len(asked), timeout=0)[0] if asked else []
+        self._heard |= {asked[reference]: now for reference in answered}
+        for actor in actors:
+            if self._asked.get(actor._actor_id) in (None, *answered):
+                self._asked[actor._actor_id] = actor.__ray_ready__.options(concurrency_group=BEATS).remote()
+
+    def silence(self, actor: Any) -> float:
+        """Return for how many seconds nothing was heard of an actor that has once been heard of."""
+        return max(0.0, self._looked - self._heard.get(actor._actor_id, self._looked))
+
+
 class RayCluster:
     """A connection to a cluster, and what was started on it. `close` ends all of it, and the cluster too if it began here."""
 
@@ -48,8 +83,15 @@ class RayCluster:
         self.started = not self.ray.is_initialized()
         self.groups: list[Any] = []
         self.actors: list[Any] = []
+        self.names: dict[str, str] = {}
+        """Of workers, by Ray's id of the actor."""
+        self.beats = RayBeats(self.ray)
+        self.needed: dict[int, str] = {}
+        """Ray's own processes of a cluster that began here."""
         if self.started:
             self._connect()
+            names = {process: name_of(process) for process in descendants(os.getpid())}
+            self.needed = {process: name for process, name in names.items() if name in NEEDED}
         resources = self.ray.cluster_resources()
         self.kind = "GPU" if device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0) else "CPU"
         self.devices = int(resources.get(self.kind, 0))
@@ -97,11 +139,48 @@ class RayCluster:
         """Return an actor of class `worker` in a reservation; it answers `fetch` in threads of their own while another call runs."""
         options = {
             "num_cpus": place.cpus, "num_gpus": place.gpus, "scheduling_strategy": place.strategy,
-            "concurrency_groups": {"rows": 2, "aside": 1}, "max_restarts": 0,
+            "concurrency_groups": {"rows": 2, "aside": 1, BEATS: 1}, "max_restarts": 0,
         }  # fmt: skip
         actor = self.ray.remote(**options)(worker).remote(*arguments)
         self.actors.append(actor)
         return actor
+
+    @property
+    def lost(self) -> str:
+        """Return which of Ray's own processes is gone, in a line; nothing while the cluster that began here is whole."""
+        gone = [f"{name} (process {each})" for each, name in self.needed.items() if has_ended(each)]
+        return f"Ray's {' and '.join(gone)} died, and the cluster with it; resume with --resume" if gone else ""
+
+    def look(self) -> None:
+        """Ask every actor whether it lives, at most once a second. Raises WorkerError where a process of Ray's own is gone."""
+        if self.lost:
+            raise WorkerError(self.lost)
+        self.beats.look(self.actors)
+
+    def ready(self, references: Sequence[Any], limit_s: float) -> list[Any]:
+        """Wait for the first of these results.
+
+        Args:
+            references: Ray's references to results.
+            limit_s: How long to wait, in seconds.
+
+        Returns:
+            Those that are there; none after `limit_s`.
+
+        Raises:
+            WorkerError: A process of Ray's own is gone, or an actor has said nothing for too long.
+        """
+        deadline = time.monotonic() + limit_s
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            found: list[Any] = self.ray.wait(list(references), timeout=min(BEAT_S, left))[0]
+            self.look()
+            for actor in self.actors:
+                if (silence := self.beats.silence(actor)) > mute_after(self.config.silence_s):
+                    name = self.names.get(actor._actor_id.hex(), "an actor")
+                    raise LostProcess(f"{name} has said nothing for {silence:.0f} s; go on with `braid train --resume`")
+            if found or left <= BEAT_S:
+                return found
 
     def end(self, actor: Any) -> None:
         """End one actor at once; its place is free again."""
@@ -111,6 +190,12 @@ class RayCluster:
     def close(self) -> None:
         """Let every worker clean up for a moment, end it, and free its device."""
         if not self.ray.is_initialized():
+            return
+        if self.lost:
+            # Nobody answers any more: not even Ray's own farewell would end. Workers and agents are below the raylet.
+            for process in {each for own in self.needed for each in descendants(own)}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
             return
         leaving = [actor.close.options(concurrency_group="aside").remote() for actor in self.actors]
         self.ray.wait(leaving, num_returns=len(leaving), timeout=END_LIMIT_S) if leaving else None

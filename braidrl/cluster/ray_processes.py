@@ -7,12 +7,14 @@ RayLauncher ──▶ ProcessActor ──spawn──▶ process        the proce
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from braidrl.cluster.groups import LOOPBACK
 from braidrl.cluster.local import LocalProcess, spawn
-from braidrl.cluster.process import END_LIMIT_S, Outcome, Process, ProcessSpec
+from braidrl.cluster.process import BEAT_S, END_LIMIT_S, Outcome, Process, ProcessSpec
 from braidrl.cluster.ray_cluster import RayCluster, Reservation, import_ray
+from braidrl.cluster.silence import mute_after
 from braidrl.config import ClusterConfig
 from braidrl.placement.pools import Pool
 
@@ -22,17 +24,19 @@ class ProcessActor:
 
     def __init__(self) -> None:
         self.process: LocalProcess | None = None
+        self.silence_s = 0.0
 
-    def start(self, spec: ProcessSpec) -> int:
-        """Start the process and return its id."""
-        self.process = spawn(spec)
+    def start(self, spec: ProcessSpec, silence_s: float) -> int:
+        """Start the process, which is killed where it says nothing for so many seconds, and return its id."""
+        self.process, self.silence_s = spawn(spec), silence_s
         return self.process.pid
 
     def last_word(self) -> Outcome | None:
         """Wait for the outcome of the process; None where it ends without one."""
         assert self.process is not None
         while self.process.outcome is None and not self.process.hung_up:
-            self.process.connection.poll(None)
+            self.process.connection.poll(BEAT_S)
+            self.process.end_if_silent(mute_after(self.silence_s))
         return self.process.outcome
 
     def perform(self, method: str) -> Any:
@@ -51,7 +55,8 @@ class RayProcess(Process):
 
     def __init__(self, cluster: RayCluster, actor: Any, spec: ProcessSpec) -> None:
         self.name, self._cluster, self._ray, self._actor = spec.name, cluster, cluster.ray, actor
-        self._pid = actor.start.remote(spec)
+        self._pid = actor.start.remote(spec, cluster.config.silence_s)
+        self._silent = ""
         self.ended = actor.last_word.remote()
         """Ray's reference to the last word."""
 
@@ -62,11 +67,12 @@ class RayProcess(Process):
 
     @property
     def alive(self) -> bool:
-        return not self._ray.wait([self.ended], timeout=0)[0]
+        self._cluster.look()
+        return not self._silent and not self._ray.wait([self.ended], timeout=0)[0]
 
     @property
     def outcome(self) -> Outcome | None:
-        if self.alive:
+        if self.alive or self._silent:
             return None
         try:
             outcome: Outcome | None = self._ray.get(self.ended)
@@ -74,7 +80,18 @@ class RayProcess(Process):
             return None
         return outcome
 
+    def end_if_silent(self, limit_s: float, folder: Path | None = None) -> bool:
+        """Do so for the actor, which does it for its process."""
+        silence = 0.0 if self._silent else self._cluster.beats.silence(self._actor)
+        if silence <= limit_s:
+            return False
+        self._silent = f"said nothing for {silence:.0f} s, nor did its actor, and was killed"
+        self.kill()
+        return True
+
     def describe_end(self) -> str:
+        if self._silent:
+            return self._silent
         try:
             return str(self._ray.get(self._perform("describe_end"), timeout=2 * END_LIMIT_S))
         except self._ray.exceptions.RayError as error:
@@ -145,6 +162,7 @@ class RayLauncher:
 
     def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
         ended = {each.ended: each for each in processes if isinstance(each, RayProcess)}
+        self.cluster.look()
         return [ended[one] for one in self.cluster.ray.wait(list(ended), timeout=seconds)[0]]
 
     def close(self) -> None:

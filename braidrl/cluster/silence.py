@@ -86,6 +86,14 @@ def descendants(process: int) -> dict[int, str]:
     return found
 
 
+def has_ended(process: int) -> bool:
+    """Return whether a process is gone, or waits only for its starter to notice its end."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
 def name_of(process: int) -> str:
     """Return what a process is called."""
     with contextlib.suppress(OSError):

@@ -84,6 +84,6 @@ class RewardConfig(Section):
     environment: list[str] = []
     """Variables that they get of the run's environment, beside PATH and the like."""
     memory_gib: float = Field(4.0, gt=0)
-    """Address space of each process of a call in the sandbox."""
+    """Address space of each process of a call in the sandbox, and memory of all of them."""
     max_processes: int = Field(64, ge=1)
     """How many processes one call may have at a time in the sandbox."""

@@ -81,6 +81,9 @@ class TrainerConfig(Section):
     Ctrl-C and the end of the run wait for it."""
     keep_checkpoints: int = Field(2, ge=1)
     """The last so many stay, older ones are removed."""
+    max_restarts: int = Field(0, ge=0)
+    """How often a run starts again by itself from its newest whole checkpoint, when a process is lost that it cannot go on without: a
+    rank, a trainer, a worker of hybrid. What fails with an error of its own is not tried again."""
     deterministic: bool = False
     """Only deterministic kernels, so that a resumed run repeats the uninterrupted one to the bit."""
     surplus: Literal["drop", "keep"] = "drop"

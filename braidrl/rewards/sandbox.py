@@ -29,6 +29,7 @@ OPEN_FILES = 256
 PRINTED_BYTES = 4096
 """How much of what was printed is shown."""
 LOOK_EVERY_S = 0.02
+PAGE_BYTES = resource.getpagesize()
 ENDING_S = 1.0
 NEW_MOUNTS = 0x00020000
 NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x08000000 | NEW_MOUNTS
@@ -44,7 +45,7 @@ class Limits:
 
     seconds: float
     memory_bytes: int
-    """Address space of each of its processes."""
+    """Address space of each of its processes, and memory of all together."""
     processes: int
 
 
@@ -79,7 +80,7 @@ def sandboxed(call: Callable[[], Message], limits: Limits) -> Message:
 
 def supervised(call: Callable[[], Message], limits: Limits) -> Message:
     """Make the call in a process of its own, and see that it keeps within its limits; nothing that it started is left."""
-    isolated, parent, others = enter_namespaces(), os.getppid(), processes_seen()
+    isolated, parent, before = enter_namespaces(), os.getppid(), processes_seen()
     reader, writer = os.pipe()
     printed = os.memfd_create("printed")
     code = os.fork()
@@ -101,8 +102,10 @@ def supervised(call: Callable[[], Message], limits: Limits) -> Message:
         elif time.monotonic() > deadline:
             failure = "timeout"
             break
-        elif os.getppid() != parent or (isolated and processes_beside(others) > limits.processes):
-            failure = "processes"
+        elif os.getppid() != parent:
+            failure = "the worker is gone"
+            break
+        elif isolated and (failure := excess(processes_beside(before), limits)):
             break
     status, usage = end(code, ended=not failure and len(answer) <= ANSWER_BYTES)
     show(printed)
@@ -128,7 +131,7 @@ def outcome(answer: bytes, failure: str, status: int, seconds: float, limits: Li
     if failure == "timeout" or (status == -signal.SIGKILL and not answer and seconds >= limits.seconds):
         return {"failure": "timeout", "detail": f"no answer within {limits.seconds:g} s"}
     if failure:
-        return {"failure": "died", "detail": f"it started more than {limits.processes} processes"}
+        return {"failure": "died", "detail": failure}
     if len(answer) > ANSWER_BYTES:
         return {"failure": "result", "detail": f"its answer has more than {ANSWER_BYTES} bytes"}
     with contextlib.suppress(ValueError):
@@ -194,15 +197,27 @@ def close_connections(own: int) -> None:
                 os.close(number)
 
 
-def processes_seen() -> tuple[int, int]:
-    """Return which list of processes is mounted here, and how many it has."""
-    return os.stat("/proc").st_dev, sum(name.isdecimal() for name in os.listdir("/proc"))
+def processes_seen() -> tuple[int, set[str]]:
+    """Return which list of processes is mounted here, and what it has."""
+    return os.stat("/proc").st_dev, {name for name in os.listdir("/proc") if name.isdecimal()}
 
 
-def processes_beside(others: tuple[int, int]) -> int:
-    """Count the code's processes: all, once it has mounted its own list here, before that and in bubblewrap those that came since."""
-    mounted, count = processes_seen()
-    return count - (others[1] if mounted == others[0] else 0)
+def processes_beside(before: tuple[int, set[str]]) -> set[str]:
+    """Return the code's processes: all, once it has mounted its own list here, before that and in bubblewrap those that came since."""
+    mounted, found = processes_seen()
+    return found - (before[1] if mounted == before[0] else set())
+
+
+def excess(processes: set[str], limits: Limits) -> str:
+    """Return what the code's processes have too much of, or nothing."""
+    if len(processes) > limits.processes:
+        return f"it started more than {limits.processes} processes"
+    own = 0
+    for process in processes:
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/{process}/statm") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+            own += (resident - shared) * PAGE_BYTES
+    return f"its processes took more than {limits.memory_bytes / 2**30:g} GiB" if own > limits.memory_bytes else ""
 
 
 def show(printed: int) -> None:

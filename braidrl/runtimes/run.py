@@ -3,16 +3,18 @@
 configuration ──prepare──▶ flow, data, models ──▶ each step: run the flow ─▶ rollouts ─▶ evaluate? ─▶ metrics ─▶ checkpoint?
 """
 
+import itertools
 import time
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
+from braidrl.cluster.ranks import tell
 from braidrl.cluster.silence import FrozenWatch
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.data.loader import PromptLoader
-from braidrl.errors import BadUpdate, UserError
+from braidrl.errors import BadUpdate, LostProcess, UserError
 from braidrl.models.objective import NAMES_A_TOKEN
 from braidrl.models.role_settings import unusual_rates
 from braidrl.observe.metrics import MetricsWriter
@@ -27,7 +29,7 @@ from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 from braidrl.runtimes.prepare.checks import rows_may_be_stale, without_effect
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
 from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint, resume_point
-from braidrl.runtimes.saving.folders import held_alone, new_run_folder, write_config
+from braidrl.runtimes.saving.folders import held_alone, new_run_folder, unused_folder, write_config
 from braidrl.runtimes.saving.row_store import Recording, Surplus
 from braidrl.runtimes.start import RunContext, check_runtime, start_controller
 from braidrl.runtimes.step_metrics import GapWatch, step_metrics, summary
@@ -257,12 +259,27 @@ def train(config: Config, **options: Any) -> Path:
 
     Returns:
         The run's folder.
+
+    Raises:
+        LostProcess: More often than `trainer.max_restarts`.
     """
-    if config.runtime == "distributed":
-        return Path(in_ranks(config, "braidrl.runtimes.run:train_rank", options))
-    with TrainingRun(config, **options) as run:
-        run.train()
-    return run.folder
+    most, folder = config.trainer.max_restarts, options.get("resume")
+    if most and not folder:
+        folder = config.output / config.name if config.name else unused_folder(config)
+        config = config.model_copy(update={"name": folder.name})
+    for restarts in itertools.count(1):
+        try:
+            if config.runtime == "distributed":
+                return Path(in_ranks(config, "braidrl.runtimes.run:train_rank", options))
+            with TrainingRun(config, **options) as run:
+                run.train()
+            return run.folder
+        except LostProcess as error:
+            if restarts > most:
+                raise
+            tell(f"{error}; the run starts again by itself ({restarts} of trainer.max_restarts={most})")
+            options |= {"resume": folder, "newest_whole": True}
+    raise AssertionError("it ends or raises")
 
 
 def train_rank(world: World, task: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import pytest
 from braidrl.cluster.local import LocalLauncher, LocalProcess, from_server, spawn
 from braidrl.cluster.process import Failure, ProcessSpec
 from braidrl.cluster.ranks import run_ranks
-from braidrl.errors import UserError, WorkerError
+from braidrl.errors import LostProcess, UserError, WorkerError
 from tests.cluster.test_processes import running, wait_until
 
 Start = Callable[[ProcessSpec], LocalProcess]
@@ -41,7 +41,7 @@ def test_what_a_process_returns_or_raises_is_its_outcome(start: Start) -> None:
 
 def test_a_failure_is_the_exception_that_the_user_sees() -> None:
     kinds = {kind: Failure(kind, "words").error() for kind in ("user", "error", "died", "interrupted")}
-    assert [type(error) for error in kinds.values()] == [UserError, WorkerError, WorkerError, KeyboardInterrupt]
+    assert [type(error) for error in kinds.values()] == [UserError, WorkerError, LostProcess, KeyboardInterrupt]
 
 
 @both

@@ -15,13 +15,13 @@ import pytest
 
 from braidrl.cluster.ray_cluster import RayCluster, import_ray
 from braidrl.config import ClusterConfig
-from braidrl.errors import UserError
+from braidrl.errors import LostProcess, UserError
 from braidrl.observe.trace import read_trace
 from braidrl.placement.pools import Pool
 from tests.leftovers import listening
 from tests.tiny import Workshop, braid, wait_for_steps
 
-STARTED, ENDED = 200, 40
+STARTED, ENDED = 400, 150
 """Seconds for a cluster to start on a machine that has other work, and within which everything must be gone."""
 
 
@@ -29,6 +29,9 @@ class Seated:
     """An actor that says on which device it sits."""
 
     def close(self) -> None: ...
+
+    def process(self) -> int:
+        return os.getpid()
 
     def node(self) -> str:
         import ray
@@ -60,6 +63,26 @@ def test_each_pool_has_devices_of_its_own_which_it_gives_back(ray_cluster: None)
     cluster.close()
     assert eventually(lambda: ray.available_resources().get("CPU") == free)
     assert ray.is_initialized(), "a cluster that was there before goes on"
+
+
+def test_an_actor_that_answers_nothing_is_named_whoever_sees_its_process(ray_cluster: None) -> None:
+    import ray
+
+    cluster = RayCluster(ClusterConfig(start_limit_s=60, silence_s=1), "cpu")
+    actor = cluster.start(Seated, cluster.reserve([Pool(("actor",), 1)])[0][0])
+    cluster.names[actor._actor_id.hex()] = "actor rank 0"
+    process = ray.get(actor.process.remote(), timeout=60)
+    for _ in range(3):
+        cluster.look()
+        time.sleep(1.1)
+    assert cluster.ready([actor.node.remote()], 60) and cluster.beats.silence(actor) < 2
+    os.kill(process, signal.SIGSTOP)
+    try:
+        with pytest.raises(LostProcess, match=r"actor rank 0 has said nothing for \d+ s"):
+            cluster.ready([actor.node.remote()], 60)
+    finally:
+        os.kill(process, signal.SIGCONT)
+        cluster.close()
 
 
 def test_more_workers_than_devices_are_refused_before_any_starts(ray_cluster: None) -> None:
@@ -148,6 +171,6 @@ def test_a_killed_worker_ends_the_run_and_leaves_no_process_and_no_port(workshop
     ports = listening(marked(mark))
     os.kill(worker_processes(mark)[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=ENDED)
-    assert process.returncode == 2, errors
+    assert process.returncode == 1, errors
     assert ("actor+reference rank" in errors and "died in" in errors) or "failed in" in errors
     assert_nothing_is_left(mark, ports)

@@ -34,6 +34,18 @@ def takes_ten_gigabytes(metadata: dict) -> bool:
     return len(bytearray(10 << 30)) > 0
 
 
+def takes_it_in_many_processes(metadata: dict) -> bool:
+    """Have each of many processes take what one may."""
+    for _ in range(12):
+        if os.fork() == 0:
+            held = bytearray(128 << 20)
+            for place in range(0, len(held), 4096):
+                held[place] = 1
+            time.sleep(60)
+    time.sleep(60)
+    return True
+
+
 def prints_a_gigabyte(metadata: dict) -> bool:
     for _ in range(1024):
         os.write(1, b"x" * (1 << 20))
@@ -118,7 +130,7 @@ def spins(metadata: dict) -> bool:
 ATTACKS = {
     function.__name__: function
     for function in (
-        bombs_with_forks, takes_ten_gigabytes, prints_a_gigabyte, returns_a_gigabyte, kills_the_run, traces_the_run,
-        reads_the_environment, forges_results, leaves_a_daemon, opens_a_socket, reads_the_home, spins,
+        bombs_with_forks, takes_ten_gigabytes, takes_it_in_many_processes, prints_a_gigabyte, returns_a_gigabyte,
+        kills_the_run, traces_the_run, reads_the_environment, forges_results, leaves_a_daemon, opens_a_socket, reads_the_home, spins,
     )
 }  # fmt: skip

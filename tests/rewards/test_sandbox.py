@@ -83,6 +83,31 @@ def test_an_attack_is_its_own_rows_failure_and_costs_no_other_row_its_answer(
     assert (first.correct, second.correct, wrong.correct) == (True, True, False)
 
 
+def test_many_processes_may_not_take_more_memory_than_one() -> None:
+    first, found, second = outcomes(
+        ["ok", "takes_it_in_many_processes", "ok"], RewardConfig(timeout_s=30, memory_gib=0.75)
+    )
+    assert found.failure == "died" and "took more than 0.75 GiB" in found.detail, found
+    assert first.correct and second.correct
+
+
+def test_other_verifiers_and_their_workers_cannot_be_killed() -> None:
+    verifier, before = resolve(BY_NAME), set(psutil.Process().children(recursive=True))
+
+    def submitted(word: str, siblings: list[int]) -> Any:
+        metadata = {"run": os.getpid(), "siblings": siblings, "mark": MARK, "port": 0, "file": ""}
+        return pool.submit(Completion("p", word, "ok", metadata), verifier)
+
+    with RewardPool(RewardConfig(processes=2, timeout_s=20)) as pool:
+        assert all(each.result(60).correct for each in [submitted("ok", []) for _ in range(8)])
+        workers = {child.pid for child in set(psutil.Process().children(recursive=True)) - before}
+        rows = [submitted(word, sorted(workers)) for word in ("ok", "kills_the_run", "ok", "kills_the_run", "ok")]
+        found = [row.result(60) for row in rows]
+        assert workers and workers <= {child.pid for child in psutil.Process().children(recursive=True)}
+    assert [each.failure for each in found] == [None, "exception", None, "exception", None]
+    assert all(each.correct for each in found[::2]) and "nobody was there" in found[1].detail
+
+
 @pytest.mark.parametrize("attack", STRICT)
 def test_with_bubblewrap_there_is_no_network_and_no_home(attack: str, tmp_path: Path) -> None:
     if shutil.which("bwrap") is None:
@@ -140,7 +165,8 @@ def test_a_row_whose_worker_is_killed_from_outside_gets_a_second_try(depth: int,
 
 
 @pytest.mark.soak
-def test_other_rows_are_checked_at_no_less_than_four_fifths_of_the_rate_while_one_attacks() -> None:
+@pytest.mark.parametrize("attack", IN_ANY)
+def test_other_rows_are_checked_at_no_less_than_four_fifths_of_the_rate_while_one_attacks(attack: str) -> None:
     def seconds(words: list[str]) -> float:
         begun = time.monotonic()
         assert all(
@@ -150,4 +176,6 @@ def test_other_rows_are_checked_at_no_less_than_four_fifths_of_the_rate_while_on
 
     rows = ["ok"] * 400
     quiet = seconds(rows)
-    assert seconds([*rows[:200], "takes_ten_gigabytes", "forges_results", *rows[200:]]) < quiet / 0.8 + 1
+    beside = seconds([*rows[:200], attack, *rows[200:]])
+    print(f"{attack}: {len(rows) / quiet:.0f} rows a second alone, {len(rows) / beside:.0f} beside it")
+    assert beside < quiet / 0.8

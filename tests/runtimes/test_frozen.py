@@ -10,15 +10,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from braidrl.cluster.silence import FrozenWatch, descendants, name_of
+from braidrl.cluster.silence import FrozenWatch, descendants, has_ended, name_of
 from tests.tiny import Workshop, braid, metrics_agree, wait_for_steps
 
 SILENCE_S = 3.0
 NOTICED_S = 90.0
 """Within this a run has gone on or ended, on a loaded machine too."""
+LEFT_S = 20.0
+"""So long after a run's end nothing of it is left."""
 STREAMING = {"runtime": "streaming", "streaming": {"workers": {"actor": 2}, "wait_s": 0.5}}
 KINDS: dict[str, tuple[dict[str, Any], str, bool]] = {
     # A run's settings, whom to stop, and whether the run goes on.
@@ -27,12 +28,17 @@ KINDS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "streaming generator": (STREAMING, "actor.generate-", True),
     "streaming compute": (STREAMING, "compute-0", True),
     "verifier": ({"reward": {"sandbox": "process"}}, "verifier", True),
-    "engine": ({"rollout": {"engines": 1}}, "actor's engine", True),
+    "engine": ({"rollout": {"engines": 1}}, "engine", True),
     "rank 0": ({"runtime": "distributed", "workers": 2}, "rank 0", False),
     "rank 1": ({"runtime": "distributed", "workers": 2}, "rank 1", False),
     "rank's verifier": ({"runtime": "distributed", "workers": 2}, "verifier", True),
     "hybrid worker": ({"runtime": "hybrid", "workers": 2}, "ray::HybridWork", False),
     "raylet": ({"runtime": "hybrid", "workers": 2}, "raylet", False),
+    "engine of a rank": ({"runtime": "distributed", "workers": 2, "rollout": {"engines": 2}}, "engine", True),
+    "fork server": (STREAMING, "the fork server", True),
+    "streaming inference": (STREAMING, "reference-0", True),
+    "runtime environment agent": ({"runtime": "hybrid", "workers": 2}, "ray::RuntimeEnv", False),
+    "dashboard agent": ({"runtime": "hybrid", "workers": 2}, "ray::DashboardA", False),
     "gcs": ({"runtime": "hybrid", "workers": 2}, "gcs_server", False),
 }
 SOON = ("streaming trainer", "streaming generator", "verifier", "rank 1")
@@ -50,6 +56,15 @@ def stop(run: subprocess.Popen[str], name: str) -> int:
     raise AssertionError(f"no {name} among {sorted(map(name_of, descendants(run.pid)))}")
 
 
+def still_there(processes: list[int]) -> list[str]:
+    """Return who of these is there yet; agents of Ray's look only now and then whether their raylet is gone."""
+    limit, left = time.monotonic() + LEFT_S, processes
+    while left and time.monotonic() < limit:
+        time.sleep(0.05)
+        left = [each for each in left if not has_ended(each)]
+    return [name_of(each) for each in left]
+
+
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in SOON else pytest.mark.soak) for k in KINDS])
 def test_a_stopped_process_is_named_and_the_run_goes_on_or_ends_in_a_line(workshop: Workshop, kind: str) -> None:
     settings, name, goes_on = KINDS[kind]
@@ -62,7 +77,7 @@ def test_a_stopped_process_is_named_and_the_run_goes_on_or_ends_in_a_line(worksh
             stopped, begun = stop(process, name), time.monotonic()
             steps = (folder / "metrics.jsonl").read_text().count("\n")
             if goes_on:
-                while psutil.pid_exists(stopped) and time.monotonic() < begun + NOTICED_S:
+                while not has_ended(stopped) and time.monotonic() < begun + NOTICED_S:
                     time.sleep(0.05)
                 wait_for_steps(folder, steps + 5, process, NOTICED_S)
                 process.send_signal(signal.SIGINT)
@@ -73,8 +88,7 @@ def test_a_stopped_process_is_named_and_the_run_goes_on_or_ends_in_a_line(worksh
     assert "Traceback" not in said, said
     assert process.returncode == (130 if goes_on else 1), said
     assert goes_on or any(line.startswith("braid: ") for line in said.splitlines()), said
-    left = [each for each in everybody if psutil.pid_exists(each) and psutil.Process(each).status() != "zombie"]
-    assert not left, [name_of(each) for each in left]
+    assert not still_there(everybody)
 
 
 def test_a_main_program_that_was_paused_loses_nothing(workshop: Workshop) -> None:

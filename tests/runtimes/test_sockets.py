@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import psutil
 import pytest
-import zmq
 
 from braidrl.cluster.groups import LOOPBACK, interface_of, open_store
 from braidrl.runtimes.run import TrainingRun
+from braidrl.transfer.queue.transport import Connection
 from tests.leftovers import family
-from tests.tiny import Workshop, braid, metrics_agree, wait_for_steps
-
-REQUESTS = ("take", "done", "stepped", "ordered", "weights", "given", "hello", "renew", "unlink", "read", "selected")
+from tests.tiny import ROOT, Workshop, braid, metrics_agree, wait_for_steps
 
 
 def open_ports(process: int | None = None) -> set[tuple[str, int]]:
@@ -53,70 +50,94 @@ def test_a_store_listens_on_the_address_that_it_is_given() -> None:
     assert interface_of(LOOPBACK) == "lo" and interface_of("203.0.113.1") == ""
 
 
-@contextlib.contextmanager
-def flooded(address: str, seconds: float = 60.0) -> Iterator[list[int]]:
-    """Send a server garbage, and requests as its own would but without the secret, from threads; yields how many were sent."""
-    sent, ending = [0], threading.Event()
+def recorded_hello(address: str, secret: str, name: str, memory: str) -> bytes:
+    """Let one of the run's own say hello, and return all bytes that it has sent."""
     host, port = address.removeprefix("tcp://").split(":")
+    sent = bytearray()
+    with socket.create_server((LOOPBACK, 0)) as relay:
 
-    def garbage() -> None:
-        draw = random.Random(0)
-        while not ending.is_set():
-            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1) as line:
-                # Four bytes that once ended its thread, and whatever else.
-                line.sendall(
-                    draw.choice(
-                        [
-                            b"\x81\x91\x01\x02",
-                            draw.randbytes(draw.randrange(1, 4096)),
-                            b"\xff" + b"\0" * 8 + b"\x01\x7f",
-                        ]
-                    )
-                )
-                sent[0] += 1
+        def carry(source: socket.socket, target: socket.socket, note: bool) -> None:
+            with contextlib.suppress(OSError):
+                while content := source.recv(1 << 16):
+                    sent.extend(content if note else b"")
+                    target.sendall(content)
 
-    def forged() -> None:
-        draw, context = random.Random(1), zmq.Context()
-        dealer = context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.connect(address)
-        number = 0
-        while not ending.is_set():
-            number += 1
-            request = {
-                "request": draw.choice(REQUESTS),
-                "number": number,
-                "holder": "actor.0.0",
-                "stage": "actor.update",
-                "leases": [number],
-            }
-            with contextlib.suppress(zmq.Again):
-                dealer.send_multipart([msgpack.packb(request), os.urandom(32)], zmq.NOBLOCK)
-                sent[0] += 1
-            assert not dealer.poll(0), "it was answered"
-        dealer.close()
-        context.term()
+        def serve() -> None:
+            theirs, _ = relay.accept()
+            with theirs, socket.create_connection((host, int(port))) as ours:
+                back = threading.Thread(target=carry, args=(ours, theirs, False), daemon=True)
+                back.start()
+                carry(theirs, ours, True)
+                ours.shutdown(socket.SHUT_RDWR)
+                back.join(10)
 
-    threads = [threading.Thread(target=work, daemon=True) for work in (garbage, forged)]
-    for thread in threads:
-        thread.start()
+        serving = threading.Thread(target=serve, daemon=True)
+        serving.start()
+        connection = Connection("tcp://{}:{}".format(*relay.getsockname()), 30.0, secret)
+        try:
+            connection.ask({"request": "hello", "holder": name, "generates": False, "address": memory})
+        finally:
+            connection.close()
+        serving.join(10)
+    return bytes(sent)
+
+
+def accepts(address: str) -> bool:
+    """Whether a socket that listens takes a connection."""
+    host, port = address.split(":")
     try:
-        yield sent
-    finally:
-        ending.set()
-        for thread in threads:
-            thread.join(seconds)
+        socket.create_connection((host, int(port)), timeout=0.5).close()
+    except TimeoutError:
+        return False
+    return True
 
 
-def test_garbage_and_forged_requests_change_nothing_in_a_run(workshop: Workshop) -> None:
-    quiet = workshop.run("quiet", runtime="streaming", dtype="float64", trainer={"steps": 4})
-    with TrainingRun(workshop.config("flooded", runtime="streaming", dtype="float64", trainer={"steps": 4})) as run:
+def memory() -> int:
+    """Bytes that the processes of this run have for themselves."""
+    found = 0
+    for process in family():
+        with contextlib.suppress(psutil.Error):
+            found += psutil.Process(process).memory_full_info().uss
+    return found
+
+
+@pytest.mark.parametrize(("count", "steps"), [(2_000, 6), pytest.param(100_000, 60, marks=pytest.mark.soak)])
+def test_what_strangers_forge_replay_garble_or_blow_up_changes_nothing_in_a_run(
+    workshop: Workshop, count: int, steps: int
+) -> None:
+    """To every socket on which any process of the run listens: the queue, its memory, the ranks' store and their own."""
+    sections: dict[str, Any] = {
+        "runtime": "streaming", "streaming": {"workers": {"actor": 2}}, "dtype": "float64", "trainer": {"steps": steps},
+    }  # fmt: skip
+    quiet = workshop.run("quiet", **sections)
+    mine = open_ports()
+    with TrainingRun(workshop.config("flooded", **sections)) as run:
         program: Any = run.controller
-        before = psutil.Process().memory_info().rss
-        with flooded(program.server.address) as sent, flooded(program.processes.places["here"].address):
-            run.train()
-        grown = psutil.Process().memory_info().rss - before
-    assert sent[0] > 200 and grown < 256 << 20, (sent, grown)
+        while not set(program.processes.trainers()) <= set(program.control.holders):
+            program.wait()  # ranks that have met listen for one another
+        memory_of_run = program.processes.places["here"].address
+        hello = recorded_hello(program.server.address, program.processes.secret, "recorded", memory_of_run)
+        assert "recorded" in program.control.holders and len(hello) > 500
+        program.control.fail("recorded")
+        (recording := workshop.folder / "recording").write_bytes(hello)
+        first = program.server.address.removeprefix("tcp://")
+        others = sorted({f"{host}:{port}" for host, port in open_ports() - mine} - {first})
+        # The ranks' own have met, and nobody else gets in.
+        doors = [address for address in others if accepts(address)]
+        assert len(doors) == 2 and len(others) >= 4, (doors, others)
+        command = [sys.executable, "-m", "tests.runtimes.strangers", str(count), str(recording), first, *doors]
+        before = memory()
+        with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}) as stranger:
+            try:
+                run.train()
+                assert stranger.wait(1800) == 0, "somebody answered"
+            finally:
+                stranger.kill()
+        assert not {"recorded", "stranger"} & set(program.control.holders)
+        grown = memory() - before
+        print(f"{count} messages to {1 + len(doors)} sockets; bytes more than before: {grown}")
+        assert grown < 128 << 20, grown
+        assert run.step == steps
     assert metrics_agree(run.folder, quiet)
 
 

@@ -3,13 +3,15 @@
 each fault: a run ──at a random moment──▶ the fault ──▶ it goes on, or ends in a line ──resume──▶ the end
             metrics, rows and leftovers are compared with an undisturbed run's
 
-    python -m tests.soak.chaos --faults 300 --seed 0 --runtimes eager distributed streaming hybrid
+    python -m tests.soak.chaos --faults 8 --seed 3 --runtimes eager distributed streaming hybrid --file faults.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import math
 import os
 import random
 import signal
@@ -17,14 +19,15 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from braidrl.cluster.silence import descendants, name_of
+from braidrl.cluster.ray_cluster import NEEDED
+from braidrl.cluster.silence import descendants, has_ended, name_of
 from braidrl.runtimes.saving.folders import checkpoints_of
 from tests.leftovers import family, listening
 from tests.tiny import Workshop, braid, metrics_agree, recorded, sums, write_jsonl, write_model
@@ -42,6 +45,7 @@ RUNTIMES: dict[str, dict[str, Any]] = {
 class Row:
     """What became of one fault."""
 
+    seed: int
     number: int
     runtime: str
     fault: str
@@ -89,7 +93,7 @@ class Chaos:
         process = self.run("train", self.config(folder.name, runtime))
         seen, resumes, victim, troubles = set(descendants(process.pid)), 0, "", list[str]()
         try:
-            wait_for(folder, draw.randrange(0, STEPS - 1), process)
+            wait_for(folder, draw.randrange(EARLIEST.get(fault, 0), STEPS - 1), process)
             time.sleep(draw.random())
             seen |= set(descendants(process.pid))
             victim = FAULTS[fault](draw, process, folder)
@@ -99,14 +103,16 @@ class Chaos:
                 if code == 0 or resumes == RESUMES:
                     break
                 resumes += 1
-                process = self.run("train", "--resume", folder, "--newest-whole")
+                there = (folder / "config.yaml").exists()
+                again = ("--resume", folder, "--newest-whole") if there else (self.config(folder.name, runtime),)
+                process = self.run("train", *again)
             troubles += [f"did not come through: {said[-300:]!r}"] if code else self.compared(folder, reference)
         except (subprocess.TimeoutExpired, AssertionError) as error:
             troubles.append(f"hung or ended too soon: {str(error)[:200]}")
         finally:
             process.kill()
         troubles += self.leftovers(seen)
-        return Row(number, runtime, fault, victim, resumes, time.monotonic() - begun, "; ".join(troubles))
+        return Row(self.seed, number, runtime, fault, victim, resumes, time.monotonic() - begun, "; ".join(troubles))
 
     def ended(self, process: subprocess.Popen[str], seen: set[int]) -> tuple[int, str]:
         limit = time.monotonic() + LIMIT_S
@@ -130,8 +136,7 @@ class Chaos:
         limit, found = time.monotonic() + 15, ["?"]
         while found and time.monotonic() < limit:
             time.sleep(0.2)
-            alive = [p for p in seen if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
-            found = [f"left: {name_of(process)}" for process in alive]
+            found = [f"left: {name_of(process)}" for process in seen if not has_ended(process)]
             found += [f"left: {path.name}" for path in self.memory.iterdir() if not path.name.endswith(".owner")]
         return found
 
@@ -148,9 +153,19 @@ def victim_of(draw: random.Random, process: subprocess.Popen[str]) -> int:
     return draw.choice(sorted({process.pid, *descendants(process.pid)}))
 
 
+def called(process: subprocess.Popen[str], victim: int) -> str:
+    """Return who a process of a run is."""
+    if victim == process.pid:
+        return "main program"
+    name, command = name_of(victim), ""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{victim}/cmdline").read_text()
+    return "resource tracker" if "resource_tracker" in command else name
+
+
 def kill(draw: random.Random, process: subprocess.Popen[str], folder: Path) -> str:
     victim = victim_of(draw, process)
-    name = "main program" if victim == process.pid else name_of(victim)
+    name = called(process, victim)
     with contextlib.suppress(ProcessLookupError):
         os.kill(victim, signal.SIGKILL)
     return name
@@ -158,7 +173,7 @@ def kill(draw: random.Random, process: subprocess.Popen[str], folder: Path) -> s
 
 def freeze(draw: random.Random, process: subprocess.Popen[str], folder: Path) -> str:
     victim = victim_of(draw, process)
-    name = "main program, for 8 s" if victim == process.pid else name_of(victim)
+    name = called(process, victim)
     with contextlib.suppress(ProcessLookupError):
         os.kill(victim, signal.SIGSTOP)
         if victim == process.pid:
@@ -181,9 +196,6 @@ def damage(draw: random.Random, process: subprocess.Popen[str], folder: Path) ->
     """Kill the run, and garble or cut a file of its newest checkpoint."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    # With a checkpoint before it, the run can go on from there.
-    if len(checkpoints_of(folder)) < 2:
-        return "no checkpoint yet"
     path = draw.choice(sorted(file for file in checkpoints_of(folder)[-1].rglob("*") if file.is_file()))
     content = bytearray(path.read_bytes())
     place = draw.randrange(max(1, len(content) - 64))
@@ -191,32 +203,72 @@ def damage(draw: random.Random, process: subprocess.Popen[str], folder: Path) ->
     return str(path.relative_to(folder / "checkpoints"))
 
 
+def full_disk(draw: random.Random, process: subprocess.Popen[str], folder: Path) -> str:
+    """Let the run's processes write no file that is longer than a small number of bytes."""
+    most = draw.choice([1 << 10, 1 << 14, 1 << 16])
+    for victim in (process.pid, *descendants(process.pid)):
+        # Ray's own programs do not outlive the signal that comes with it.
+        if name_of(victim) not in NEEDED:
+            with contextlib.suppress(psutil.Error):
+                psutil.Process(victim).rlimit(psutil.RLIMIT_FSIZE, (most, psutil.RLIM_INFINITY))
+    return f"files of at most {most} bytes"
+
+
 FAULTS: dict[str, Callable[[random.Random, subprocess.Popen[str], Path], str]] = {
-    "kill -9": kill, "freeze": freeze, "garbage": garbage, "damage": damage,
+    "kill -9": kill, "freeze": freeze, "garbage": garbage, "damage": damage, "full disk": full_disk,
 }  # fmt: skip
+EARLIEST = {"garbage": 1, "damage": 5, "full disk": 1}
+"""After so many steps there is something to damage; processes are killed and stopped while they start, too."""
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return faults as a table of Markdown."""
+    lines = ["| seed | fault | runtime | what | on whom | resumed | seconds | not as it must be |", "|" + "---|" * 8]
+    lines += [
+        f"| {r.seed} | {r.number} | {r.runtime} | {r.fault} | {r.victim} | {r.resumes} | {r.seconds:.0f} | {r.trouble} |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return how many faults of each kind every runtime has met, and after how many something was not as it must be."""
+    lines = [f"| what | {' | '.join(RUNTIMES)} | all |", "|" + "---|" * (len(RUNTIMES) + 2)]
+    for fault in (*FAULTS, "all"):
+        kinds = [row for row in rows if fault in (row.fault, "all")]
+        cells = [[row for row in kinds if row.runtime == runtime] for runtime in RUNTIMES] + [kinds]
+        counts = [f"{len(cell)}, {sum(bool(row.trouble) for row in cell)} bad" for cell in cells]
+        lines.append(f"| {fault} | " + " | ".join(counts) + " |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     """Make the faults that the command names, and print a table; ends with 1 where anything was not as it must be."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0, help="number of the first one, to go on with a seed")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further one is begun")
     parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=RUNTIMES)
+    parser.add_argument("--file", type=Path, help="to which each fault is added as a line of JSON, over many calls")
     given = parser.parse_args()
-    rows = []
+    rows = list[Row]()
     with tempfile.TemporaryDirectory(prefix="braid-chaos-") as folder:
         chaos = Chaos(Path(folder), given.seed)
-        print(
-            "| fault | runtime | what | on whom | resumed | seconds | not as it must be |\n|---|---|---|---|---|---|---|"
-        )
-        for number in range(given.faults):
-            row = chaos.one(number, given.runtimes[number % len(given.runtimes)])
-            rows.append(row)
-            found = (row.number, row.runtime, row.fault, row.victim, row.resumes, f"{row.seconds:.0f}", row.trouble)
-            print("| " + " | ".join(map(str, found)) + " |", flush=True)
-    bad = sum(bool(row.trouble) for row in rows)
-    print(f"\n{len(rows)} faults, seed {given.seed}: {bad} not as they must be")
-    raise SystemExit(bad > 0)
+        begun = time.monotonic()
+        for number in range(given.first, given.first + given.faults):
+            if time.monotonic() - begun > given.seconds:
+                break
+            rows.append(chaos.one(number, given.runtimes[number % len(given.runtimes)]))
+            print(table(rows[-1:]) if len(rows) == 1 else table(rows[-1:]).splitlines()[-1], flush=True)
+            if given.file:
+                with given.file.open("a") as lines:
+                    lines.write(json.dumps(asdict(rows[-1])) + "\n")
+    seen = [Row(**json.loads(line)) for line in given.file.read_text().splitlines()] if given.file else rows
+    print(
+        f"\nseed {given.seed}: {sum(bool(row.trouble) for row in rows)} of {len(rows)} not as they must be\n\n{summary(seen)}"
+    )
+    raise SystemExit(any(row.trouble for row in rows))
 
 
 if __name__ == "__main__":

@@ -127,8 +127,8 @@ def execute(engine: EmbeddedEngine, commands: Sequence[Command]) -> bool:
     return asked
 
 
-ENDING_S = 2.0
-"""How long to look for the process that caused a failure: its connections close a moment before it ends."""
+ENDING_S = 10.0
+"""How long to look for the process that caused a failure: its connections close before it ends, on a busy machine seconds before."""
 DONE = ""
 FAILED = 1
 

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.rollout.engine import Engine, EngineMemory, T, WeightSource
+from braidrl.rollout.event_loop import run_cancelled_by_interrupts
 from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Request, Response, Uid
 from braidrl.rollout.row import Row, row_of
@@ -115,7 +116,8 @@ class SteppingEngine(ABC):
 
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
         try:
-            return asyncio.run(work(EngineReplica(self)))
+            with asyncio.Runner() as runner:
+                return run_cancelled_by_interrupts(runner, work(EngineReplica(self)))
         finally:
             self.clear()
 

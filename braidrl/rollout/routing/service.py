@@ -13,6 +13,7 @@ from torch import Tensor
 
 from braidrl.data.rows import FinishReason
 from braidrl.rollout.engine import Engine, EngineError, ServedEngine, T, WeightSource
+from braidrl.rollout.event_loop import run_cancelled_by_interrupts
 from braidrl.rollout.requests import Request, Response, Uid
 from braidrl.rollout.routing.router import Router
 from braidrl.rollout.weights.shared_file import ReadableFolder, SharedWeights, UnnamedWeights
@@ -57,7 +58,7 @@ class EngineService:
         self._router: Router | None = None
         self._weights: StoredWeights | None = None
         try:
-            self._router = self._runner.run(self._start())
+            self._router = run_cancelled_by_interrupts(self._runner, self._start())
         except BaseException as error:
             self.close()
             if isinstance(error, ExceptionGroup):
@@ -97,12 +98,12 @@ class EngineService:
             return [task.result() for task in tasks]
 
         try:
-            return self._runner.run(everything())
+            return run_cancelled_by_interrupts(self._runner, everything())
         except ExceptionGroup as several:
             raise several.exceptions[0] from None
 
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
-        return self._runner.run(work(self.router))
+        return run_cancelled_by_interrupts(self._runner, work(self.router))
 
     def publish(self, version: int, source: WeightSource) -> None:
         """Give new weights to the engines; the file of the version before is closed. Raises ValueError where the source lacks a tensor."""
@@ -110,7 +111,7 @@ class EngineService:
         # an engine that comes back later is given those of now
         before, self._weights = self._weights, weights
         try:
-            self._runner.run(self.router.update_weights(version, weights))
+            run_cancelled_by_interrupts(self._runner, self.router.update_weights(version, weights))
         finally:
             if before is not None:
                 before.close()
@@ -119,7 +120,7 @@ class EngineService:
         """Do nothing: between two calls nothing is under way."""
 
     def close(self) -> None:
-        self._runner.run(self._stop())
+        run_cancelled_by_interrupts(self._runner, self._stop())
         self._runner.close()
         if self._weights is not None:
             self._weights.close()

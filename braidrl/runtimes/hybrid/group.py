@@ -11,8 +11,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.data.rows import named_rows
-from braidrl.errors import BadUpdate, UserError
+from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
 from braidrl.flow import Stage
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.handles import Answer, Future, Handle, Part
@@ -23,8 +24,12 @@ DEATH_S = 2.0
 """Seconds within which Ray is told of a worker's end, after others have noticed."""
 
 
-class WorkerFailure(UserError):
+class WorkerFailure(WorkerError):
     """Raised by the driver, to end the run: a worker failed, died, or said nothing for too long."""
+
+
+class WorkerDied(WorkerFailure, LostProcess):
+    """Raised by the driver, to end the run: a worker is gone."""
 
 
 @dataclass
@@ -42,6 +47,7 @@ class WorkerGroup:
     pool: Pool
     actors: Sequence[Any]
     first: int
+    cluster: RayCluster
     limit_s: float
     traffic: DriverTraffic
     names: dict[str, str] = field(default_factory=dict)
@@ -109,7 +115,7 @@ class WorkerGroup:
         waiting = {future.ref: future for future in futures}
         answers: dict[Any, Answer] = {}
         while waiting:
-            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=self.limit_s)
+            ready = self.cluster.ready(list(waiting), self.limit_s)
             if not ready:
                 raise WorkerFailure(self._silence(list(waiting.values())))
             for ref in ready:
@@ -138,7 +144,7 @@ class WorkerGroup:
             raise WorkerFailure(story) from None
         except RayActorError as error:
             who = self.names.get(str(error.actor_id), future.who)
-            raise WorkerFailure(
+            raise WorkerDied(
                 f"{who} died in {future.what}{named_rows(future.part.uids())}: {' '.join(str(error).split())}"
             ) from None
         except RayError as error:

@@ -68,12 +68,12 @@ def only(pools: Sequence[Pool], roles: Collection[str]) -> tuple[Pool, ...]:
 
 def start_groups(cluster: RayCluster, pools: Sequence[Pool], limit_s: float, folder: Path | None) -> list[WorkerGroup]:
     """Start an actor for each rank of each pool, and let every worker know the others."""
-    groups, traffic, names = [], DriverTraffic(), dict[str, str]()
+    groups, traffic, names = [], DriverTraffic(), cluster.names
     specs: list[WorkerSpec] = []
     name_of: list[str] = []
     for pool, reserved in zip(pools, cluster.reserve(pools), strict=True):
         actors = [cluster.start(HybridWorker, place_) for place_ in reserved]
-        groups.append(WorkerGroup(pool, actors, len(specs), cluster.config.start_limit_s, traffic, names))
+        groups.append(WorkerGroup(pool, actors, len(specs), cluster, cluster.config.start_limit_s, traffic, names))
         for rank, actor in enumerate(actors):
             names[actor._actor_id.hex()] = f"{pool.name} rank {rank}"
             name_of.append(f"{pool.name} rank {rank}")

@@ -15,6 +15,8 @@ from braidrl.models.checkpoint import Write
 
 TROUBLES = (OSError, SafetensorError, CheckpointException)
 """What a disk that is full, or gone, ends in."""
+WRITE_LIMIT_S = 3600.0
+"""How long a disk may take to write one checkpoint."""
 
 
 class BackgroundWriter:
@@ -36,7 +38,10 @@ class BackgroundWriter:
         """Wait until what was begun is written. Raises what kept it from being written, once."""
         if self._begun is not None:
             # An interrupt leaves it to the next call.
-            error = self._begun.exception()
+            try:
+                error = self._begun.exception(WRITE_LIMIT_S)
+            except TimeoutError:
+                raise TimeoutError(f"the disk has not taken the checkpoint within {WRITE_LIMIT_S:g} s") from None
             self._begun = None
             if error is not None:
                 raise error

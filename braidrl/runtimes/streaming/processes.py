@@ -16,10 +16,10 @@ from braidrl.cluster.groups import connect_store, join_group, open_store
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import END_LIMIT_S, Failure, Launcher, Process, ProcessSpec
 from braidrl.cluster.ray_processes import RayLauncher
-from braidrl.cluster.silence import keep_stack, mute_after
+from braidrl.cluster.silence import mute_after
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
-from braidrl.errors import WorkerError
+from braidrl.errors import LostProcess, WorkerError
 from braidrl.models.loading import load_tokenizer
 from braidrl.observe.trace import WorkerTrace
 from braidrl.runtimes.executor import StageExecutor
@@ -38,7 +38,7 @@ RANKS_LIMIT_S = 600.0
 """A rank that the others have waited for so long is given up."""
 READY_LIMIT_S = 600.0
 """How long a worker may take until its models are loaded."""
-PEERS_LIMIT_S = 2.0
+PEERS_LIMIT_S = 10.0
 """How long a rank that has lost its peers waits for them to say why."""
 RESTARTS = 5
 """How often a worker may be killed before the run ends: what kills it again and again is no accident."""
@@ -53,8 +53,6 @@ class Member:
     starts: int
     process: Process
     started: float = field(default_factory=time.monotonic)
-    mute: str = ""
-    """Why it was killed, where it said nothing any more."""
 
     def is_late(self, control: ControlPlane) -> bool:
         """Return whether it should long have said hello; ranks that do not lead say nothing to the queue."""
@@ -121,10 +119,7 @@ class Processes:
         settings = self.config.streaming
         silent = self.control.silent(settings.lease_s + settings.wait_s)
         for member in self.members:
-            if member.process.alive and member.process.silence > mute_after(self.config.cluster.silence_s):
-                where = keep_stack(member.process.pid, member.process.name, self.folder)
-                member.mute = f"it said nothing for {member.process.silence:.0f} s{where}"
-                member.process.kill()
+            member.process.end_if_silent(mute_after(self.config.cluster.silence_s), self.folder)
             if member.process.alive and member.holder in silent:
                 member.process.kill()
             if member.process.alive and member.is_late(self.control):
@@ -135,10 +130,7 @@ class Processes:
             self.control.fail(member.holder)
             name = f"{member.group.name} {member.number}"
             if member.group.trained:
-                raise WorkerError(
-                    f"{name}, which holds weights that have changed, is gone ({member.mute or member.process.describe_end()}); "
-                    "go on from the last checkpoint"
-                )
+                raise lost_trainer(member)
             if member.starts == RESTARTS:
                 raise WorkerError(f"{name} is gone for the {RESTARTS + 1}th time ({member.process.describe_end()})")
             member.process.close()
@@ -152,6 +144,8 @@ class Processes:
             causes = [cause for peer in self.members if (cause := failure_of(peer)) and cause.is_cause]
             if causes:
                 raise causes[0].error()
+            if killed := [peer for peer in self.members if peer.group == member.group and died(peer)]:
+                raise lost_trainer(killed[0])
             time.sleep(0.05)
         if failure is not None:
             raise failure.error()
@@ -180,6 +174,19 @@ class Processes:
         }  # fmt: skip
         spec = ProcessSpec(f"{group.name}-{number}", f"{__name__}:work", arguments, f"{__name__}:orphaned")
         return self.launcher.start(group.name, number, spec)
+
+
+def died(member: Member) -> bool:
+    """Return whether a process has ended without a word."""
+    return not member.process.alive and member.process.outcome is None
+
+
+def lost_trainer(member: Member) -> LostProcess:
+    """Return the error for a process of a trained role that is gone."""
+    return LostProcess(
+        f"{member.group.name} {member.number}, which holds weights that have changed, is gone "
+        f"({member.process.describe_end()}); go on from the last checkpoint"
+    )
 
 
 def failure_of(member: Member) -> Failure | None:

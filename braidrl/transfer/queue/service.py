@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from braidrl.cluster.local import from_server
-from braidrl.cluster.process import Process, ProcessSpec
+from braidrl.cluster.process import END_LIMIT_S, Process, ProcessSpec
 from braidrl.data.frames import Frame
 from braidrl.errors import WorkerError
 from braidrl.transfer.queue.calls import CallingServer
@@ -30,6 +30,8 @@ from braidrl.transfer.queue.unit import StorageUnit
 PORTS = range(20_000, 32_000)
 """Below those that systems give to clients: one that looks for a killed server must not find itself at its address."""
 LOOK_EVERY_S = 0.02
+SILENT_S = 60.0
+"""A process that has said nothing for so long is replaced too."""
 YOUNG_S = 1.0
 DEATHS = 5
 """How often a process may end before it has lived for YOUNG_S: what ends it again and again is no accident."""
@@ -100,7 +102,7 @@ class Service:
         """End all processes."""
         atexit.unregister(self.close)
         self._closing = True
-        self._watch.join()
+        self._watch.join(END_LIMIT_S)
         self.server.close()
         for member in self.members:
             member.process.kill()
@@ -114,6 +116,7 @@ class Service:
         try:
             while not self._closing:
                 for member in self.members:
+                    member.process.end_if_silent(SILENT_S)
                     if not member.process.alive:
                         replace(member)
                 time.sleep(LOOK_EVERY_S)

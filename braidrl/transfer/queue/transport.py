@@ -36,6 +36,8 @@ REFUSED = 1024
 """How many senders of malformed messages are remembered."""
 FRAMES = 4096
 """A message of more frames is malformed."""
+END_LIMIT_S = 10.0
+"""How long a server may take over the request that it is at when it is closed."""
 AT_ONCE = 100
 """How many requests are taken in before those that wait are looked at again."""
 
@@ -253,10 +255,12 @@ class QueueServer:
             raise RuntimeError(self.failure)
 
     def close(self) -> None:
-        """End the thread and free the port."""
+        """End the thread and free the port. Raises QueueError where it does not end."""
         self._closing = True
         self.changed()
-        self._thread.join()
+        self._thread.join(END_LIMIT_S)
+        if self._thread.is_alive():
+            raise QueueError(f"the server of {self.address} does not end within {END_LIMIT_S:g} s")
         self._outside.close()
         self._context.term()
 

@@ -11,7 +11,7 @@ import ray
 import torch
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.cluster.ray_cluster import RayCluster
+from braidrl.cluster.ray_cluster import BEATS, RayCluster
 from braidrl.config import ClusterConfig
 from braidrl.data.rows import Column, Rows
 from braidrl.errors import UserError
@@ -104,7 +104,7 @@ class WarmCluster(RayCluster):
         return actor
 
     def new(self) -> Any:
-        groups = {"rows": 2, "aside": 1}
+        groups = {"rows": 2, "aside": 1, BEATS: 1}
         return ray.remote(num_cpus=1, concurrency_groups=groups)(RehearsingWorker).remote()
 
     def close(self) -> None:

@@ -1,0 +1,92 @@
+"""What checks cost: a step of the arithmetic example with the sandbox and the watch, a checkpoint with its manifest; A B A B.
+
+    python -m benchmarks.checks        # on a quiet machine; writes benchmarks/results/checks.json
+
+Steps: `reward.sandbox=none` and a watch that never looks, against the defaults, each time a run of its own from the same warm start.
+Checkpoints: a model of 30 million parameters with its optimizer, with and without checksums, in one process in turn.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.transitions import write_model
+from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.saving import checkpoints
+from tests.tiny import TOKENIZER, Workshop, sums, write_jsonl
+
+RESULT = Path("benchmarks/results/checks.json")
+ARITHMETIC = Path("examples/arithmetic")
+ROUNDS, STEPS = 4, 12
+WITHOUT = ("reward.sandbox=none", "cluster.silence_s=86400")
+WITH = ("reward.sandbox=process", "cluster.silence_s=60")
+PREPARE = "import sys; from pathlib import Path; from demo import learn; learn(Path(sys.argv[1]), 0, 50, dapo=['trainer.steps=1'])"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        steps, saved = step_seconds(Path(place) / "arithmetic"), checkpoint_seconds(Path(place) / "checkpoints")
+    result = {
+        "benchmark": "checks", "date": datetime.date.today().isoformat(), "rounds": ROUNDS,
+        "step": compared(steps), "checkpoint": compared(saved),
+    }  # fmt: skip
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+def compared(seconds: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Return the medians of both sides, what the checks add in parts of one, and every measured value."""
+    without, checked = median(seconds["without"]), median(seconds["with"])
+    return {"without_s": without, "with_s": checked, "added": checked / without - 1, "every": dict(seconds)}
+
+
+def step_seconds(folder: Path) -> dict[str, list[float]]:
+    """Return for each side the median seconds of a step of each of its runs, the sides in turn."""
+    subprocess.run([sys.executable, "-c", PREPARE, str(folder.resolve())], cwd=ARITHMETIC, check=True)
+    found: dict[str, list[float]] = {"without": [], "with": []}
+    for turn in range(ROUNDS):
+        for side, settings in (("without", WITHOUT), ("with", WITH)):
+            name = f"{side}-{turn}"
+            own = [
+                f"name={name}", f"output={folder}", f"model={folder}/warm-start-model", f"data.train={folder}/train.jsonl",
+                "data.eval={}", "evaluation.every=0", f"trainer.steps={STEPS}", "trainer.checkpoint_every=0",
+            ]  # fmt: skip
+            command = [sys.executable, "-m", "braidrl.cli", "train", str(ARITHMETIC / "config.yaml"), *own, *settings]
+            subprocess.run(command, check=True, capture_output=True)
+            found[side].append(median(line["time/step"] for line in read_metrics(folder / name)[2:]))
+    return found
+
+
+def checkpoint_seconds(folder: Path) -> dict[str, list[float]]:
+    """Return for each side the seconds of each checkpoint, the sides in turn."""
+    model = folder / "model"
+    write_model(model)
+    TOKENIZER.save_pretrained(model)
+    workshop = Workshop(folder / "runs", model, write_jsonl(folder / "train.jsonl", sums(24)))
+    found: dict[str, list[float]] = {"without": [], "with": []}
+    with TrainingRun(workshop.config(trainer={"steps": 1}, trackers=[])) as run:
+        run.train()
+        checked: Callable[[Path], None] = checkpoints.write_manifest
+        for turn in range(2 * ROUNDS + 2):
+            for side, write in (("without", lambda folder: None), ("with", checked)):
+                checkpoints.write_manifest = write
+                begun = time.perf_counter()
+                run.checkpoints.save(run._snapshot(), run.backend)
+                if turn >= 2:  # the first ones find no memory in the file system's cache
+                    found[side].append(time.perf_counter() - begun)
+        checkpoints.write_manifest = checked
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""A run that loses a process which it cannot go on without: it starts again from its newest whole checkpoint, so often and no oftener."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from braidrl.cluster.silence import descendants, name_of
+from tests.tiny import Workshop, braid, metrics_agree, wait_for_steps
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "streaming": ({"runtime": "streaming", "streaming": {"workers": {"actor": 2}}}, "actor-1"),
+    "distributed": ({"runtime": "distributed", "workers": 2}, "rank 0"),
+    "hybrid": ({"runtime": "hybrid", "workers": 2}, "ray::HybridWork"),
+}
+
+
+def kill(run: int, victim: str, known: list[int]) -> int:
+    """Kill a process of a run by its name, another one than those that are known; return its number."""
+    limit = time.monotonic() + 120
+    while time.monotonic() < limit:
+        for process in set(descendants(run)) - set(known):
+            if name_of(process).startswith(victim):
+                os.kill(process, signal.SIGKILL)
+                return process
+        time.sleep(0.02)
+    raise AssertionError(f"no {victim}")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.soak if "ray" in str(CASES[case]) else ()) for case in CASES]
+)
+def test_a_lost_process_costs_no_word_of_the_user(workshop: Workshop, case: str) -> None:
+    settings, victim = CASES[case]
+    trainer = {"steps": 14, "checkpoint_every": 2, "deterministic": True}
+    sections: dict[str, Any] = {**settings, "trackers": [], "dtype": "float64"}
+    quiet = workshop.run("quiet", **{**sections, "runtime": "eager", "trainer": trainer, "streaming": {}})
+    folder, killed = workshop.folder / "run", list[int]()
+    config = workshop.config_file(**sections, trainer={**trainer, "max_restarts": 2})
+    with braid("train", config, folder=workshop.folder) as process:
+        try:
+            for steps in (1, 6):
+                wait_for_steps(folder, steps, process)
+                killed.append(kill(process.pid, victim, killed))
+            _, said = process.communicate(timeout=180)
+        finally:
+            process.kill()
+    assert process.returncode == 0 and said.count("starts again by itself") == 2, said
+    assert metrics_agree(folder, quiet)
