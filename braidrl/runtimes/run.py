@@ -3,7 +3,6 @@
 configuration ──prepare──▶ flow, data, models ──▶ each step: run the flow ─▶ rollouts ─▶ evaluate? ─▶ metrics ─▶ checkpoint?
 """
 
-import itertools
 import time
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -261,13 +260,14 @@ def train(config: Config, **options: Any) -> Path:
         The run's folder.
 
     Raises:
-        LostProcess: More often than `trainer.max_restarts`.
+        LostProcess: Processes were lost more often than `trainer.max_restarts` says.
     """
     most, folder = config.trainer.max_restarts, options.get("resume")
     if most and not folder:
         folder = config.output / config.name if config.name else unused_folder(config)
         config = config.model_copy(update={"name": folder.name})
-    for restarts in itertools.count(1):
+    restarts = 0
+    while True:
         try:
             if config.runtime == "distributed":
                 return Path(in_ranks(config, "braidrl.runtimes.run:train_rank", options))
@@ -275,11 +275,11 @@ def train(config: Config, **options: Any) -> Path:
                 run.train()
             return run.folder
         except LostProcess as error:
+            restarts += 1
             if restarts > most:
                 raise
             tell(f"{error}; the run starts again by itself ({restarts} of trainer.max_restarts={most})")
             options |= {"resume": folder, "newest_whole": True}
-    raise AssertionError("it ends or raises")
 
 
 def train_rank(world: World, task: dict[str, Any]) -> str:
