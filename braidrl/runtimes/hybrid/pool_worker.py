@@ -16,6 +16,7 @@ from braidrl.cluster.groups import address_towards, connect_store, group_between
 from braidrl.cluster.world import Notices
 from braidrl.config import Config
 from braidrl.data.rows import Rows
+from braidrl.flow import Stage
 from braidrl.importing import import_function
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.observe.progress import Progress
@@ -67,6 +68,7 @@ class PoolWorker:
         self.trace: TraceWriter | None = None
         self.version = 0
         self.meeting: dist.TCPStore | None = None
+        self.stages: tuple[Stage, ...] = ()
         self.writing = BackgroundWriter()
 
     def configure(self, spec: WorkerSpec, *peers: Any) -> None:
@@ -112,7 +114,7 @@ class PoolWorker:
         """
         set_up_torch(prepared.config)
         self.call.doing = (self.spec.pool.name, "loading its models", Part())
-        self.flow, self.rows = prepared.flow, prepared.store()
+        self.flow, self.rows, self.stages = prepared.flow, prepared.store(), prepared.stages
         if self.spec.folder is not None:
             self.trace = TraceWriter(self.spec.folder, self.spec.name)
             self.resources.callback(self.trace.close)

@@ -102,6 +102,8 @@ def load(groups: Sequence[WorkerGroup], home: WorkerGroup, prepared: Prepared) -
         begun.append((group, group.call("load_models", each, [is_home] * size)))
     for group, futures in begun:
         group.wait(futures)
+    for group in groups:
+        group.stages = prepared.stages
     for role in prepared.generating:
         exchange_weights(groups, role)
 

@@ -76,6 +76,11 @@ class Prepared:
         """Return the roles that need a model: in training those of the flow too."""
         return tuple(dict.fromkeys([*(self.flow.roles if train else ()), *self.generating]))
 
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Return the stages of the flow and of evaluation."""
+        return (*self.flow.stages, *self.evaluation.stages)
+
     def store(self) -> RowStore:
         """Return what makes and writes the run's rows."""
         return RowStore(self.config, self.tokenizer, self.sources, self.eval_sources, self.texts)
