@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from braidrl.transfer.protocols import Mesh, Registration, registered
 
 
 class HybridBackend(StageDispatch):
-    """Implements `SerialBackend` with handles. Every role has a worker group; rows are made by rank 0 of `home`."""
+    """Implements `SerialBackend` with handles. Every role has a worker group; rows are made by `home`."""
 
     def __init__(
         self,
@@ -71,17 +72,27 @@ class HybridBackend(StageDispatch):
 
     def admit(self, groups: int) -> Handle:
         assert self.loader is not None, "this backend only evaluates"
-        return self.read(Admission(tuple(self.loader.advance(groups))))
+        return self.read(Admission(self.loader.advance(groups)))
 
     def read(self, origin: Origin) -> Handle:
+        """Read rows on the ranks of `home`: of admitted prompts each has its own part."""
         self.release_forgotten()
-        key = next(self.keys)
-        future = self.home.call("make", origin, key)
-        answers = self.home.wait([future])
-        output = Output(READ)
-        self._note(output, key, self.home, [future], [range(len(unpack_index(answers[0].index)))])
+        key, origins = next(self.keys), self._divided(origin)
+        futures = [self.home.send(rank, "make", (own, key)) for rank, own in enumerate(origins)]
+        answers = self.home.wait(futures)
+        output, ends = Output(READ), [0, *accumulate(len(unpack_index(answer.index)) for answer in answers)]
+        self._note(output, key, self.home, futures, [range(*edges) for edges in pairwise(ends)])
         output.finish(answers)
         return Handle((output,), torch.arange(len(output.future))[None])
+
+    def _divided(self, origin: Origin) -> list[Origin]:
+        """Return what each of the first ranks of `home` reads, in the order of the rows."""
+        if not isinstance(origin, Admission):
+            return [origin]
+        numbers = origin.numbers
+        ranks = min(len(numbers), self.home.mesh.size)
+        edges = [len(numbers) * rank // ranks for rank in range(ranks + 1)]
+        return [Admission(numbers[start:end]) for start, end in pairwise(edges)]
 
     def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums) -> Handle:
         """Begin a stage; one without a role is deferred until somebody needs what it writes."""

@@ -41,17 +41,10 @@ class Answer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Say what is not there by default."""
-        given: tuple[Any, ...] = (
-            self.index,
-            self.columns,
-            self.worker,
-            self.key,
-            dict(self.sums),
-            self.seconds,
-            self.result,
-        )
-        absent = (b"", (), -1, -1, {}, 0.0)
-        return Answer, given[: 0 if self.result is None and given[:-1] == absent else 6 if self.result is None else 7]
+        given = (self.index, self.columns, self.worker, self.key, dict(self.sums), self.seconds)
+        if self.result is None:
+            return Answer, given if self.seconds or self.key >= 0 or self.sums else ()
+        return Answer, (*given, self.result)
 
 
 @dataclass(frozen=True, eq=False)

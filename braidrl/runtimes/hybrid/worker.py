@@ -88,7 +88,6 @@ class HybridWorker(PoolWorker):
         """
         return [np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(key, rows, columns))]
 
-    @register(protocol="RANK_ZERO")
     def make(self, origin: Origin, key: int) -> Answer:
         """Read rows from data or a file, and keep them."""
         self.call.doing = (self.spec.pool.name, f"reading {type(origin).__name__}", Part())
@@ -209,8 +208,9 @@ class HybridWorker(PoolWorker):
     def _fetch(self, worker: int, key: int, rows: Numbers, columns: tuple[str, ...]) -> Any:
         if worker == self.spec.number:
             return self._own(key, rows, columns)
-        future = self.peers[worker].fetch.options(concurrency_group="rows").remote(key, rows, columns)
-        self.call.asked[future] = self.spec.names[worker]
+        peers, names = self.everybody
+        future = peers[worker].fetch.options(concurrency_group="rows").remote(key, rows, columns)
+        self.call.asked[future] = names[worker]
         return future
 
     def _wait(self, fetched: list[Any]) -> list[Rows]:

@@ -18,6 +18,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.handles import Answer, assemble
 from braidrl.runtimes.hybrid.worker import HybridWorker
+from braidrl.runtimes.prepare.setup import with_data
 from braidrl.transfer.protocols import register
 
 COUNTS = ("length", "action_tokens", "reflections")
@@ -65,8 +66,9 @@ class PlayedExecutor:
 class PlayedWorker(HybridWorker):
     """A worker that reads index columns alone and computes nothing."""
 
-    @register(protocol="ALL_TO_ALL")
-    def load_models(self, prepared: Any, *more: Any) -> int:
+    @register(protocol="ONE_TO_ALL")
+    def load_models(self, prepared: Any, kept: Any) -> int:
+        prepared = with_data(prepared, True, kept)
         self.flow, self.rows, self.stages = prepared.flow, prepared.store(), prepared.stages
         self.executor: Any = PlayedExecutor(self.spec.number)
         self.ranks = DataParallel()
