@@ -16,7 +16,7 @@ from braidrl.flow import Stage
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.observe.metrics import Sums
 from braidrl.placement.pools import Pool
-from braidrl.runtimes.hybrid.handles import Answer, assemble
+from braidrl.runtimes.hybrid.handles import assemble
 from braidrl.runtimes.hybrid.worker import HybridWorker
 from braidrl.runtimes.prepare.setup import with_data
 from braidrl.transfer.protocols import register
@@ -81,6 +81,9 @@ class PlayedWorker(HybridWorker):
     def rendezvous(self) -> Any:
         return "", 0, ""
 
+    @register(protocol="RANK_ZERO")
+    def record(self, path: Any, part: Any, added: Any) -> None: ...
+
     def _rows_of(self, part: Any, reads: frozenset[str] | None) -> Rows:
         return assemble(part, self.call.answers, frozenset(), None, lambda fetched: [])
 
@@ -100,6 +103,10 @@ class Method:
 
 class PlayedActor:
     """A worker under the names by which the driver calls it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nobody asks it for rows."""
+        return object, ()
 
     def __init__(self, number: int) -> None:
         worker = PlayedWorker()
@@ -122,6 +129,3 @@ class PlayedCluster(RayCluster):
         return PlayedActor(self.numbers)
 
     def close(self) -> None: ...
-
-
-__all__ = ["Answer", "PlayedCluster"]
