@@ -123,7 +123,7 @@ class PoolWorker:
         """
         set_up_torch(prepared.config)
         if kept is not None:
-            prepared = with_data(prepared, bool(kept["train"]), kept)
+            prepared = with_data(prepared, kept)
         self.call.doing = (self.spec.pool.name, "loading its models", Part())
         self.flow, self.rows, self.stages = prepared.flow, prepared.store(), prepared.stages
         if self.spec.folder is not None:

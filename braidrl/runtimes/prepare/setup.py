@@ -62,7 +62,7 @@ class Prepared:
         check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
         if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
             check_answers(config, self.sources, config.data.train)
-        if any(stage.type == "verify" for stage in self.evaluation.stages):
+        if held_out and any(stage.type == "verify" for stage in self.evaluation.stages):
             check_answers(config, held_out, list(config.data.eval.values()))
         check_lengths(config, self.flow, self.sources, held_out)
 
@@ -140,9 +140,10 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
     evaluation = evaluation_flow(config, flow)
     tokenizer = load_tokenizer(config.model)
     check_models(config, flow if train else evaluation, tokenizer)
-    prepared = with_data(Prepared(config, flow, evaluation, tokenizer, [], {}), train, kept)
-    if prepared.texts is None and train and config.data.ptx is not None:
+    data = read_data(config, flow, evaluation, tokenizer, train, kept or {})
+    if data["texts"] is None and train and config.data.ptx is not None:
         raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
+    prepared = Prepared(config, flow, evaluation, tokenizer, **data)
     if config.runtime == "hybrid":
         pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
         check_copies(flow, pools)
@@ -155,16 +156,27 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
     return prepared
 
 
-def with_data(prepared: Prepared, train: bool, kept: Mapping[str, Any] | None = None) -> Prepared:
-    """Return a run with its data, which this process reads; `train` and `kept` as for `prepare`."""
-    config, flow, tokenizer, known = prepared.config, prepared.flow, prepared.tokenizer, kept or {}
+def with_data(prepared: Prepared, kept: Mapping[str, Any]) -> Prepared:
+    """Return a run with its data, which this process reads; `kept` says which examples another process has kept of it."""
+    train = bool(kept["train"])
+    return replace(
+        prepared, **read_data(prepared.config, prepared.flow, prepared.evaluation, prepared.tokenizer, train, kept)
+    )
+
+
+def read_data(
+    config: Config, flow: Flow, evaluation: Flow, tokenizer: PreTrainedTokenizerBase, train: bool,
+    known: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the data that flow and evaluation read, by the names of `Prepared`; `known` may say which examples to keep."""
     needed = flow.needs_from_data()
     given = {"responses": "response" in needed, "pairs": flow.trains_on_pairs}
-    sources = load_train(config.data, tokenizer, **given, kept=known.get("train")) if train else []
-    of_eval = "response" in prepared.evaluation.needs_from_data()
-    held_out = load_eval(config.data, tokenizer, pairs=of_eval, kept=known.get("eval"))
-    texts = load_texts(config.data, tokenizer, known.get("texts")) if train and "ptx_tokens" in needed else None
-    return replace(prepared, sources=sources, eval_sources=held_out, texts=texts)
+    of_eval = "response" in evaluation.needs_from_data()
+    return {
+        "sources": load_train(config.data, tokenizer, **given, kept=known.get("train")) if train else [],
+        "eval_sources": load_eval(config.data, tokenizer, pairs=of_eval, kept=known.get("eval")),
+        "texts": load_texts(config.data, tokenizer, known.get("texts")) if train and "ptx_tokens" in needed else None,
+    }
 
 
 def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -68,7 +68,7 @@ class PlayedWorker(HybridWorker):
 
     @register(protocol="ONE_TO_ALL")
     def load_models(self, prepared: Any, kept: Any) -> int:
-        prepared = with_data(prepared, True, kept)
+        prepared = with_data(prepared, kept)
         self.flow, self.rows, self.stages = prepared.flow, prepared.store(), prepared.stages
         self.executor: Any = PlayedExecutor(self.spec.number)
         self.ranks = DataParallel()
