@@ -6,15 +6,21 @@ export TOKENIZERS_PARALLELISM := false
 # Many tests wait for processes to start: two files of tests at a time keep two cores busy.
 TEST_PROCESSES ?= 2
 
-.PHONY: demo test same docs vllm lint format soak chaos bench clean
+.PHONY: demo demo-smollm2 test same docs vllm lint format soak chaos bench clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,ray,docs]'
 	touch $@
 
+# A small model from nothing, then a real language model.
 demo: .venv/installed
 	env -u OMP_NUM_THREADS $(BIN)/python examples/arithmetic/demo.py
+	$(MAKE) demo-smollm2
+
+demo-smollm2: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf]'
+	env -u OMP_NUM_THREADS $(BIN)/python -m examples.smollm2.demo
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -30,7 +30,10 @@ EXIT_USER_ERROR = 2
 def train(
     config: ConfigFile = None,
     overrides: Overrides = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with this run from its latest checkpoint.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on with this run from its latest checkpoint; key=value changes what may change."),
+    ] = None,
     newest_whole: Annotated[
         bool,
         typer.Option(
@@ -49,9 +52,12 @@ def train(
     from braidrl.runtimes.saving.folders import run_config
 
     if resume is not None:
-        if config is not None or overrides:
-            raise UserError("--resume takes its configuration from the run folder; leave out the other arguments")
-        settings = run_config(resume)
+        file, changed = split_config(config, overrides)
+        if file is not None:
+            raise UserError(
+                f"--resume takes its configuration from the run folder; write what changes as key=value, not {file}"
+            )
+        settings = run_config(resume, changed)
     else:
         settings = load_config(*split_config(config, overrides))
     if dry:
@@ -135,6 +141,24 @@ def plan(
     settings = load_config(*split_config(config, overrides))
     wanted = Wanted(devices, lengths, seconds or (), rates, like, max_staleness, time_limit)
     find_plans(settings, wanted, overlay, html, Console())
+
+
+@app.command(name="list")
+def list_kind(
+    kind: Annotated[
+        str | None, typer.Argument(help="losses, advantages, rewards, engines...; left out, all kinds.")
+    ] = None,
+) -> None:
+    """Show what a flow or a configuration can name, with settings and sources."""
+    from braidrl.catalogue import KINDS, catalogue, lines
+
+    if kind is None:
+        for known in KINDS:
+            typer.echo(f"{known}: {', '.join(listed.name for listed in catalogue(known))}")
+        return
+    for listed in catalogue(kind):
+        for line in lines(listed):
+            typer.echo(line)
 
 
 @app.command()

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from braidrl import cli
+from braidrl.config import parse_config
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.saving.folders import latest_checkpoint
+from braidrl.runtimes.saving.folders import latest_checkpoint, new_run_folder
 from tests.tiny import ROOT, Workshop, sums, write_jsonl
 
 Braid = Callable[..., tuple[int, str, str]]
@@ -214,6 +215,19 @@ def test_what_is_not_there_is_named_by_every_command(workshop: Workshop, refusal
     ):
         found = refusal(*arguments)
         assert message in found, (arguments, found)
+
+
+def test_what_cannot_change_in_a_resumed_run_is_refused(workshop: Workshop, refusal: Refusal) -> None:
+    run = new_run_folder(parse_config(workshop.tree()))
+    before = (run / "config.yaml").read_bytes()
+    for override, message in (
+        ("algorithm.kl_coef=0.1", "algorithm.kl_coef cannot change in a resumed run, only runtime, "),
+        ("trainer.step=3", "trainer.step cannot change in a resumed run"),
+        ("evaluation.evry=3", "unknown key 'evaluation.evry'. Did you mean 'every'?"),
+        ("trainer.steps=many", "trainer.steps: "),
+    ):
+        assert message in refusal("train", "--resume", run, override)
+    assert (run / "config.yaml").read_bytes() == before
 
 
 def test_export_overwrites_nothing(workshop: Workshop, command: Braid, refusal: Refusal) -> None:

@@ -12,8 +12,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from braidrl import cli
+from braidrl.catalogue import KINDS, catalogue
+from braidrl.config.reading import section_keys
 from braidrl.flow.yaml_form import from_yaml
 from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.saving.folders import MAY_CHANGE, run_config
 from tests.tiny import Workshop, weights_of
 
 
@@ -61,6 +64,18 @@ def test_a_configuration_may_be_overrides_alone(workshop: Workshop, braid: Any) 
     assert (run / "report.html").is_file()
 
 
+def test_functions_in_files_are_found_beside_the_configuration_from_any_folder(
+    workshop: Workshop, braid: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workshop.folder / "mine.py").write_text("def short(response: str) -> bool:\n    return len(response) < 9\n")
+    config = workshop.config_file(
+        "beside", reward={"verify": [{"name": "mine.py:short", "weight": 0.5}]}, trainer={"steps": 1}
+    )
+    monkeypatch.chdir(tmp_path)
+    braid("train", config)
+    assert run_config(workshop.folder / "beside").reward.verify[0].name == f"{workshop.folder / 'mine.py'}:short"
+
+
 def test_eval_measures_a_model_and_a_checkpoint(workshop: Workshop, braid: Any) -> None:
     run = workshop.run(trainer={"steps": 1})
     config = workshop.config_file("eval", evaluation={"samples": 4, "max_prompts": 4})
@@ -89,6 +104,22 @@ def test_flow_shows_text_yaml_and_a_drawing(workshop: Workshop, braid: Any) -> N
     drawing = workshop.folder / "flow.svg"
     out, _ = braid("flow", workshop.config_file(), "--svg", drawing)
     assert drawing.read_text().startswith("<svg") and str(drawing) in out
+
+
+def test_list_shows_everything_that_can_be_named_with_settings_and_sources(braid: Any) -> None:
+    kinds = dict(line.split(": ", 1) for line in braid("list")[0].splitlines())
+    assert (
+        kinds.keys() == set(KINDS) and "gspo" in kinds["losses"].split(", ") and "vllm" in kinds["engines"].split(", ")
+    )
+    out, _ = braid("list", "losses")
+    clip = out[out.index("\nclip\n") :].split("\nclip_cov\n")[0]
+    assert "arXiv 1707.06347" in clip and "low=0.2" in clip and "advantages" in clip
+    assert "max_tokens=required" in braid("list", "aggregations")[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_thing_that_can_be_named_says_what_it_does(kind: str) -> None:
+    assert all(len(listed.about.split()) >= 3 and listed.about.endswith(".") for listed in catalogue(kind))
 
 
 def test_report_is_written_again(workshop: Workshop, braid: Any) -> None:
@@ -125,6 +156,22 @@ def test_doctor_says_what_there_is(braid: Any) -> None:
 def test_help_names_every_command(braid: Any) -> None:
     out, _ = braid("--help")
     assert all(command in out for command in ("train", "eval", "flow", "report", "export", "doctor"))
+
+
+def test_a_resumed_run_takes_what_may_change_from_the_command_and_keeps_it(workshop: Workshop, braid: Any) -> None:
+    run = workshop.run("further", trainer={"steps": 1})
+    braid("train", "--resume", run, "trainer.steps=2", "threads=1")
+    assert [line["step"] for line in read_metrics(run)] == [1, 2]
+    kept = run_config(run)
+    assert (kept.trainer.steps, kept.threads) == (2, 1)
+    braid("train", "--resume", run, "trainer.steps=3")
+    assert run_config(run).threads == 1 and read_metrics(run)[-1]["step"] == 3
+
+
+def test_what_may_change_in_a_resumed_run_are_keys_of_the_configuration() -> None:
+    for key in MAY_CHANGE:
+        *place, last = key.split(".")
+        assert last in section_keys(tuple(place))
 
 
 def test_steps_of_zero_save_the_model_as_it_is(workshop: Workshop, braid: Any, tmp_path: Path) -> None:

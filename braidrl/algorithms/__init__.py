@@ -4,7 +4,7 @@ A registered function reads columns by the names of its positional parameters. B
 action token comes as a `Ragged` to advantages, shapes and their sums, and flat, (N,), beside the rows' `offsets`, to losses,
 corrections and KL estimators.
 
-Args:
+Columns:
     log_probs: log π under the weights that are trained, with gradient, per action token.
     old_log_probs: log π_old under the weights that start the update, per action token.
     rollout_log_probs: log π as the engine sampled, per action token.

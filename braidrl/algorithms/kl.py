@@ -76,6 +76,7 @@ def with_k2_gradient(name: str, value_of: Callable[[Tensor, Tensor], Tensor]) ->
         carrier = k2(log_probs, ref_log_probs)
         return value_of(log_probs, ref_log_probs).detach() + carrier - carrier.detach()
 
+    estimator.__doc__ = f"Return the value of `{name}` with the gradient of `k2`, (N,)."
     divergences.register(f"{name}+")(estimator)
 
 

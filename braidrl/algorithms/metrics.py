@@ -11,14 +11,8 @@ from braidrl.algorithms.groups import Groups
 
 # A response that reconsiders itself. DAPO watches how often this happens.
 REFLECTION_PHRASES = (
-    "wait",
-    "let me check",
-    "let me verify",
-    "double-check",
-    "on second thought",
-    "alternatively",
-    "however",
-)
+    "wait", "let me check", "let me verify", "double-check", "on second thought", "alternatively", "however",
+)  # fmt: skip
 
 
 def explained_variance(error: Tensor, error_squared: Tensor, returns: Tensor, returns_squared: Tensor) -> Tensor:
@@ -37,13 +31,15 @@ def explained_variance(error: Tensor, error_squared: Tensor, returns: Tensor, re
     return torch.where(varies, 1 - unexplained / variance.masked_fill(~varies, 1), 0.0)
 
 
-def effective_sample_size(weights: Tensor) -> Tensor:
-    """Return (Σw)²/(N·Σw²): the share of N weighted samples that as many equal ones are worth, between 1/N and 1."""
-    return effective_sample_share(weights.mean(), (weights**2).mean())
-
-
 def effective_sample_share(mean: Tensor, mean_square: Tensor) -> Tensor:
-    """Return `effective_sample_size` from the mean weight and the mean squared one; 0 where every weight is 0."""
+    """Return (Σw)²/(N·Σw²) from means over N weighted samples; 0 where every weight is 0.
+
+    It is the share of them that as many equal ones are worth, between 1/N and 1.
+
+    Args:
+        mean: Mean weight.
+        mean_square: Mean of the squared weights.
+    """
     return torch.where(mean_square > 0, mean**2 / mean_square.masked_fill(mean_square <= 0, 1), 0.0)
 
 

@@ -29,7 +29,9 @@ def hashed(*keys: Key) -> Tensor:
     state: int | Tensor = 0
     for key in keys:
         if isinstance(key, Tensor):
-            key = _int64(key)
+            if key.is_floating_point() or key.is_complex():
+                raise TypeError(f"a key holds integers, not {key.dtype}")
+            key = key.to(torch.int64)
             # A state that is still one number takes part as a scalar: it needs no device.
             state = _mix_tensor((key ^ (_signed(state) if isinstance(state, int) else state)).add_(_signed(INCREMENT)))
         elif isinstance(state, int):
@@ -81,12 +83,6 @@ def _number(key: int | str) -> int:
 
 def _signed(bits: int) -> int:
     return bits - (1 << 64) if bits >> 63 else bits
-
-
-def _int64(key: Tensor) -> Tensor:
-    if key.is_floating_point() or key.is_complex():
-        raise TypeError(f"a key holds integers, not {key.dtype}")
-    return key.to(torch.int64)
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:

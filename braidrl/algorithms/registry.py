@@ -135,7 +135,16 @@ class Registry:
         needs: Needs | None = None,
         denominator: str = "tokens",
     ) -> Callable[[F], F]:
-        """Return a decorator that registers a function. Raises ValueError if another function has the name.
+        """Return a decorator that registers a function.
+
+        A mean over the whole batch, wherever its rows are, for example:
+
+            def count_and_sum(reward: Tensor) -> dict[str, Tensor]:
+                return {"sum": reward.sum(), "rows": torch.tensor(len(reward))}
+
+            @advantages.register(writes=["advantage"], scope="batch", sums=count_and_sum)
+            def batch_centered(reward: Tensor, *, totals: dict[str, Tensor]) -> Tensor:
+                return reward - totals["sum"] / totals["rows"]
 
         Args:
             name: By default the function's own.
@@ -147,9 +156,17 @@ class Registry:
             update_state: Makes the next state, once per iteration.
             needs: What it asks of a flow.
             denominator: Of an aggregation: the count that its sums are divided by.
+
+        Raises:
+            ValueError: Another function has the name, or `sums`, `state` and `update_state` do not belong together.
         """
         if bool(state) != bool(update_state) or (state and sums is None):
             raise ValueError("a state needs its initial values, the function that updates it and the sums for that")
+        if scope == "batch" and sums is None:
+            raise ValueError(
+                f"a {self.family} of scope `batch` sees some rows of the batch at a time; give `sums`, a function of the same columns that "
+                "returns a dict of what is added up over all rows, and take the result as the keyword `totals`"
+            )
         if denominator not in DENOMINATORS:
             raise ValueError(f"a denominator is one of {', '.join(DENOMINATORS)}, not {denominator!r}")
 

@@ -70,9 +70,8 @@ def kl_penalty(
         coef: Of the penalty, at least 0.
         estimator: Name of the KL estimator.
     """
-    return kl_shaped(
-        reward, rollout_log_probs if old_log_probs is None else old_log_probs, ref_log_probs, -coef, estimator
-    )
+    policy = rollout_log_probs if old_log_probs is None else old_log_probs
+    return kl_shaped(reward, policy, ref_log_probs, -coef, estimator)
 
 
 @shapes.register(writes=["reward"], needs=KL)
@@ -138,30 +137,16 @@ def kl_sums(
     return {"kl": kl.double().sum(), "rows": torch.tensor(float(len(policy)))}
 
 
-def adaptive_kl_coefficient(
-    coefficient: float, kl: float, *, target: float, gain: float = 0.1, limit: float = 0.2
-) -> float:
-    """Return β·(1 + gain·e) with the relative error e = (kl − target)/target, held within ±limit.
-
-    arXiv 1909.08593, section 2.2.
-
-    Args:
-        coefficient: β.
-        kl: The batch's mean, in the unit of `target`.
-        target: The mean KL to hold: nats per row in the paper.
-        gain: Of the control.
-        limit: The largest relative error that counts.
-    """
-    error = max(-limit, min(limit, (kl - target) / target))
-    return coefficient * (1 + gain * error)
-
-
 def next_kl_coefficient(
     state: dict[str, float], totals: dict[str, float], *, target: float, gain: float = 0.1, estimator: str = "k1"
 ) -> dict[str, float]:
-    """Return the coefficient for the next iteration, given the batch's mean KL."""
+    """Return coef·(1 + gain·e) for the next iteration, with the relative error e of the batch's mean KL, held within ±0.2.
+
+    arXiv 1909.08593, section 2.2.
+    """
     kl = totals["kl"] / max(totals["rows"], 1.0)
-    return {"coef": adaptive_kl_coefficient(state["coef"], kl, target=target, gain=gain)}
+    error = max(-0.2, min(0.2, (kl - target) / target))
+    return {"coef": state["coef"] * (1 + gain * error)}
 
 
 @shapes.register(

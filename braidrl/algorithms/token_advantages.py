@@ -125,26 +125,12 @@ def cost_sums(
     return {"cost": cost.double().sum(), "rows": torch.tensor(float(len(cost)))}
 
 
-def safe_rlhf_multiplier(multiplier: float, mean_cost: float, *, threshold: float, learning_rate: float) -> float:
-    """Return λ + learning_rate·(mean cost − threshold), kept ≥ 0: ascent on the constraint. Safe-RLHF, arXiv 2310.12773.
-
-    Args:
-        multiplier: λ.
-        mean_cost: The batch's.
-        threshold: The mean cost that is allowed.
-        learning_rate: Of λ.
-    """
-    return max(0.0, multiplier + learning_rate * (mean_cost - threshold))
-
-
 def next_multiplier(
     state: dict[str, float], totals: dict[str, float], *, threshold: float = 0.0, learning_rate: float = 0.1
 ) -> dict[str, float]:
-    """Return the multiplier for the next iteration, given the batch's mean cost."""
+    """Return λ + learning_rate·(the batch's mean cost − threshold), kept ≥ 0: ascent on the constraint. arXiv 2310.12773."""
     mean = totals["cost"] / max(totals["rows"], 1.0)
-    return {
-        "multiplier": safe_rlhf_multiplier(state["multiplier"], mean, threshold=threshold, learning_rate=learning_rate)
-    }
+    return {"multiplier": max(0.0, state["multiplier"] + learning_rate * (mean - threshold))}
 
 
 @advantages.register(

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from braidrl.config.config import Config
 from braidrl.errors import UserError, suggest
+from braidrl.importing import relative_to
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = (), **defaults: Any) -> Config:
@@ -40,7 +41,10 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), **defaul
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """Return the keys and values of a YAML file. Raises UserError where it has none."""
+    """Return the keys and values of a YAML file. Raises UserError where it has none.
+
+    A function in a file, `file.py:name`, is looked for beside the YAML file first, and in the current folder then.
+    """
     if not path.is_file():
         raise UserError(f"no configuration file {path}")
     try:
@@ -49,7 +53,16 @@ def read_tree(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} must hold keys and values, as in `flow: dapo`")
-    return tree
+    return dict(found_beside(path.parent, tree))
+
+
+def found_beside(folder: Path, value: Any) -> Any:
+    """Return a part of a tree, in which files of functions that lie in a folder have absolute paths."""
+    if isinstance(value, dict):
+        return {name: found_beside(folder, part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [found_beside(folder, part) for part in value]
+    return relative_to(folder, value) if isinstance(value, str) else value
 
 
 def lay_over(tree: dict[str, Any], over: dict[str, Any]) -> None:

@@ -284,12 +284,6 @@ def check_update_size(prompts_per_step: int, samples_per_prompt: int, rows_per_u
     return rows_per_update
 
 
-def group_order(groups: Sequence[int], seed: int, iteration: int, epoch: int) -> list[int]:
-    """Return the distinct groups of a batch in the order in which an epoch (from 0) trains on them."""
-    distinct = sorted(set(groups))
-    return [distinct[i] for i in permutation((seed, "updates", iteration, epoch), len(distinct)).tolist()]
-
-
 def update_plan(
     groups: Sequence[int], samples: Sequence[int], *, rows_per_update: int, epochs: int, seed: int, iteration: int
 ) -> list[list[int]]:
@@ -311,9 +305,10 @@ def update_plan(
         raise ValueError("two rows of the batch have the same group and sample")
     if len(identities) % rows_per_update:
         raise ValueError(f"{len(identities)} rows are no whole number of updates of {rows_per_update} rows")
-    updates: list[list[int]] = []
+    distinct, updates = sorted(set(groups)), list[list[int]]()
     for epoch in range(epochs):
-        place = {group: i for i, group in enumerate(group_order(groups, seed, iteration, epoch))}
+        order = permutation((seed, "updates", iteration, epoch), len(distinct)).tolist()
+        place = {distinct[group]: i for i, group in enumerate(order)}
         shuffled = sorted(range(len(identities)), key=lambda row: (place[groups[row]], samples[row]))
         for start in range(0, len(shuffled), rows_per_update):
             updates.append(sorted(shuffled[start : start + rows_per_update], key=identities.__getitem__))

@@ -57,18 +57,11 @@ class Objective:
             UserError: A name that is not registered.
         """
         loss, aggregate = name_and_settings(params["loss"]), name_and_settings(params.get("aggregate", "token-mean"))
+        kl, correction = (name_and_settings(params[key]) if key in params else None for key in ("kl", "correction"))
         return Objective(
-            role,
-            entry_of(registry.losses, loss.pop("name")),
-            loss,
-            aggregate.pop("name"),
-            aggregate,
-            params.get("old", "self"),
-            name_and_settings(params["kl"]) if "kl" in params else None,
-            params.get("entropy_coef", 0.0),
-            name_and_settings(params["correction"]) if "correction" in params else None,
-            likelihoods(params),
-        )
+            role, entry_of(registry.losses, loss.pop("name")), loss, aggregate.pop("name"), aggregate,
+            params.get("old", "self"), kl, params.get("entropy_coef", 0.0), correction, likelihoods(params),
+        )  # fmt: skip
 
     @property
     def denominator(self) -> str:

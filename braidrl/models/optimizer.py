@@ -18,7 +18,7 @@ from braidrl.config import TrainerConfig
 from braidrl.errors import UserError
 from braidrl.importing import PluginRegistry
 from braidrl.models.parallel.replicated import DataParallel
-from braidrl.models.parallel.shards import local_gradient, local_shard
+from braidrl.models.parallel.shards import local_gradient, local_shard, shard_of
 
 OPTIMIZERS = PluginRegistry(
     "optimizer", {"adamw": "braidrl.models.optimizer:adamw", "sgd": "braidrl.models.optimizer:sgd"}
@@ -85,7 +85,8 @@ class MasterOptimizer:
     ) -> None:
         """`numbers` are the parameters' places in the whole model, where ranks have some of them alone."""
         self.ranks = ranks or DataParallel()
-        placed = zip(numbers or range(len(parameters)), parameters, strict=True)
+        self.numbers = numbers or range(len(parameters))
+        placed = zip(self.numbers, parameters, strict=True)
         self.by_number = {number: p for number, p in placed if p.requires_grad}
         self.parameters = list(self.by_number.values())
         self.config, self.peak = config, peak
@@ -99,6 +100,21 @@ class MasterOptimizer:
         for i, parameter in enumerate(self.parameters):
             # Moving each gradient as soon as it is there keeps one copy of all gradients, plus one parameter's.
             parameter.register_post_accumulate_grad_hook(partial(self._collect, i))
+
+    @torch.no_grad()
+    def read_masters(self, names: Sequence[str], files: Mapping[str, Tensor]) -> None:
+        """Begin masters that are copies as the weights were before they were rounded to their type.
+
+        A master that begins on a weight of that type has to go half of the way to the next one before any weight moves.
+
+        Args:
+            names: Of the parameters that were given, in their order.
+            files: The model's tensors by name, whole and as precise as they were saved; one that is not there stays as it is.
+        """
+        named = [name for name, number in zip(names, self.numbers, strict=True) if number in self.by_number]
+        for name, parameter, master in zip(named, self.parameters, self.masters, strict=True):
+            if parameter.dtype != master.dtype and name in files:
+                master.copy_(shard_of(files[name], parameter))
 
     def backward(self, losses: Mapping[str, Tensor]) -> None:
         """Accumulate the gradients of loss sums, one scalar per denominator's name."""

@@ -15,27 +15,11 @@ from braidrl.observe.trackers import Trackers
 
 FILE_NAME = "metrics.jsonl"
 REQUIRED_KEYS = (
-    "step",
-    "version",
-    "loss/actor",
-    "reward/mean",
-    "score/mean",
-    "response/length_mean",
-    "response/truncated_fraction",
-    "groups/all_correct_fraction",
-    "groups/all_wrong_fraction",
-    "actor/entropy",
-    "actor/log_prob_mean",
-    "actor/kl_old",
-    "actor/clip_fraction",
-    "actor/grad_norm",
-    "train/rollout_log_prob_gap",
-    "tokens/generated",
-    "tokens/trained",
-    "time/step",
-    "throughput/tokens_per_second",
-    "staleness/max",
-)
+    "step", "version", "loss/actor", "reward/mean", "score/mean", "response/length_mean", "response/truncated_fraction",
+    "groups/all_correct_fraction", "groups/all_wrong_fraction", "actor/entropy", "actor/log_prob_mean", "actor/kl_old",
+    "actor/clip_fraction", "actor/grad_norm", "train/rollout_log_prob_gap", "tokens/generated", "tokens/trained", "time/step",
+    "throughput/tokens_per_second", "staleness/max",
+)  # fmt: skip
 """In every line; `time/<stage>` of the flow's stages and, on evaluation steps, `eval/<set>/avg@k` come on top."""
 
 
@@ -67,7 +51,15 @@ class MetricsWriter:
         missing = [key for key in REQUIRED_KEYS if key not in metrics]
         if missing:
             raise ValueError(f"metrics of step {metrics.get('step')} lack {', '.join(missing)}")
-        self._append({key: checked_number(key, value) for key, value in metrics.items()})
+        line = {key: checked_number(key, value) for key, value in metrics.items()}
+        step = line["step"]
+        if not isinstance(step, int) or step <= self.last["step"]:
+            raise ValueError(f"step {step} does not follow step {self.last['step']}, the last one written")
+        self._lines.append(line)
+        self.last = line
+        if self._trackers is not None:
+            numbers = {key: value for key, value in line.items() if value is not None and key != "step"}
+            self._trackers.write(step, numbers)
 
     def write_evaluation(self, step: int, version: int, metrics: Mapping[str, Any]) -> None:
         """Write an evaluation outside of any training step (before the first); the keys of training are null."""
@@ -77,16 +69,6 @@ class MetricsWriter:
         self._lines.close()
         if self._trackers is not None:
             self._trackers.close()
-
-    def _append(self, line: dict[str, int | float | None]) -> None:
-        step = line["step"]
-        if not isinstance(step, int) or step <= self.last["step"]:
-            raise ValueError(f"step {step} does not follow step {self.last['step']}, the last one written")
-        self._lines.append(line)
-        self.last = line
-        if self._trackers is not None:
-            numbers = {key: value for key, value in line.items() if value is not None and key != "step"}
-            self._trackers.write(step, numbers)
 
 
 def checked_number(key: str, value: Any) -> int | float | None:

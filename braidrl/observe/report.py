@@ -30,59 +30,47 @@ class Picture(NamedTuple):
 
 EVALUATION = Picture("Evaluation", (r"eval/.+/avg@\d+",), "mean over held-out prompts and their responses")
 HEADLINES = (("Reward", "reward/mean"), ("Response length", "response/length_mean"), ("Entropy", "actor/entropy"))
-SECTIONS: tuple[tuple[str, tuple[Picture, ...]], ...] = (
-    (
-        "What it learned",
-        (
-            EVALUATION,
-            Picture("Evaluation, best of k", (r"eval/.+/pass@\d+",), "share of prompts with a right answer among k"),
-            Picture("Reward and score", ("reward/mean", "score/mean"), "training batch; reward is the score as shaped"),
-        ),
+SECTIONS: dict[str, tuple[Picture, ...]] = {
+    "What it learned": (
+        EVALUATION,
+        Picture("Evaluation, best of k", (r"eval/.+/pass@\d+",), "share of prompts with a right answer among k"),
+        Picture("Reward and score", ("reward/mean", "score/mean"), "training batch; reward is the score as shaped"),
     ),
-    (
-        "What it writes",
-        (
-            Picture("Response length", ("response/length_mean",), "tokens"),
-            Picture("Cut off at the length limit", ("response/truncated_fraction",), "share of responses"),
-            Picture("Groups without a signal", (r"groups/all_.+_fraction",), "share of prompts"),
-        ),
+    "What it writes": (
+        Picture("Response length", ("response/length_mean",), "tokens"),
+        Picture("Cut off at the length limit", ("response/truncated_fraction",), "share of responses"),
+        Picture("Groups without a signal", (r"groups/all_.+_fraction",), "share of prompts"),
     ),
-    (
-        "How training goes",
-        (
-            Picture("Entropy", ("actor/entropy",), "nats per token"),
-            Picture("Log-probability of sampled tokens", ("actor/log_prob_mean",), "mean over action tokens"),
-            Picture("KL from the old policy", ("actor/kl_old",), "nats per token"),
-            Picture("Clipped tokens", ("actor/clip_fraction",), "share of action tokens"),
-            Picture("Gradient norm", ("actor/grad_norm",), "before clipping"),
-            Picture("Actor loss", ("loss/actor",), "on-policy its value is near 0, its gradient is not"),
-        ),
+    "How training goes": (
+        Picture("Entropy", ("actor/entropy",), "nats per token"),
+        Picture("Log-probability of sampled tokens", ("actor/log_prob_mean",), "mean over action tokens"),
+        Picture("KL from the old policy", ("actor/kl_old",), "nats per token"),
+        Picture("Clipped tokens", ("actor/clip_fraction",), "share of action tokens"),
+        Picture("Gradient norm", ("actor/grad_norm",), "before clipping"),
+        Picture("Actor loss", ("loss/actor",), "on-policy its value is near 0, its gradient is not"),
     ),
-    (
-        "How it runs",
-        (
-            Picture("Seconds per stage", (r"time/(?!step$).+",), "stacked", True),
-            Picture("Seconds per step", ("time/step",), "wall clock, everything included"),
-            Picture("Throughput", ("throughput/tokens_per_second",), "prompt and response tokens per second"),
-            Picture("Tokens", ("tokens/generated", "tokens/trained"), "per step"),
-            Picture(
-                "Engine against trainer", ("train/rollout_log_prob_gap",), "difference in log-probs of the same tokens"
-            ),
-            Picture("Staleness", ("staleness/max",), "versions between sampling and training"),
+    "How it runs": (
+        Picture("Seconds per stage", (r"time/(?!step$).+",), "stacked", True),
+        Picture("Seconds per step", ("time/step",), "wall clock, everything included"),
+        Picture("Throughput", ("throughput/tokens_per_second",), "prompt and response tokens per second"),
+        Picture("Tokens", ("tokens/generated", "tokens/trained"), "per step"),
+        Picture(
+            "Engine against trainer", ("train/rollout_log_prob_gap",), "difference in log-probs of the same tokens"
         ),
+        Picture("Staleness", ("staleness/max",), "versions between sampling and training"),
     ),
-)
+}
 
 
 def write_report(run: Path) -> Path:
     """Write `run`/report.html from its metrics and recorded rollouts. Raises UserError where the run has no metrics."""
     lines = read_metrics(run)
     curves = curves_of(lines)
-    known = {one.name for _, pictures in SECTIONS for picture in pictures for one in matching(picture, curves)}
+    known = {one.name for pictures in SECTIONS.values() for picture in pictures for one in matching(picture, curves)}
     path, config = run / "report.html", run / "config.yaml"
     html = page(
         "report", run.resolve().name, summary=summary(lines), tiles=headline(curves),
-        sections=[(title, charts_of(pictures, curves)) for title, pictures in SECTIONS],
+        sections=[(title, charts_of(pictures, curves)) for title, pictures in SECTIONS.items()],
         samples=sample_groups(run), longest=SHOWN_CHARACTERS,
         other=charts_of([Picture(name, (re.escape(name),)) for name in curves if name not in known], curves),
         configuration=config.read_text(encoding="utf-8") if config.is_file() else "", plotly=get_plotlyjs(),

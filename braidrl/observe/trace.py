@@ -162,18 +162,8 @@ class WorkerTrace(TraceWriter):
         self._note(span, self._idle_since, "busy")
 
     def _note(self, span: BusySpan, end: float, state: State) -> None:
-        found = Span(
-            self.worker,
-            self._role,
-            span.stage,
-            span.iteration,
-            span.start,
-            end,
-            span.rows,
-            version=span.version,
-            state=state,
-        )
-        self.record(found)
+        about = (self.worker, self._role, span.stage, span.iteration)
+        self.record(Span(*about, span.start, end, span.rows, version=span.version, state=state))
 
 
 def shortened(uids: Sequence[Any], most: int = 8) -> str:

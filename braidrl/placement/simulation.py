@@ -189,7 +189,8 @@ class Streaming:
 
     def _look(self) -> None:
         self.watching = False
-        self.schedule.expire(self.clock.now)
+        tasks = self.schedule.tasks
+        tasks.give_up(tasks.leases.expired(self.clock.now))
         self._watch()
 
 

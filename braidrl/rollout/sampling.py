@@ -27,11 +27,6 @@ class BatchSampling:
     top_k: Tensor | None = None
     top_p: Tensor | None = None
 
-    @property
-    def untruncated(self) -> bool:
-        """Return True where every row may draw any token."""
-        return self.top_k is None and self.top_p is None
-
 
 def batch_sampling(
     asked: Sequence[SamplingParams], temperature: Tensor, greedy: Tensor, top_k: Tensor, top_p: Tensor

@@ -27,7 +27,7 @@ from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 from braidrl.runtimes.prepare.checks import rows_may_be_stale, without_effect
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
 from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint, resume_point
-from braidrl.runtimes.saving.folders import held_alone, new_run_folder
+from braidrl.runtimes.saving.folders import held_alone, new_run_folder, write_config
 from braidrl.runtimes.saving.row_store import Recording, Surplus
 from braidrl.runtimes.start import RunContext, check_runtime, start_controller
 from braidrl.runtimes.step_metrics import GapWatch, step_metrics, summary
@@ -82,6 +82,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             resources.callback(self.backend.close)
             if checkpoint is not None:
                 self._restore(load_checkpoint(checkpoint))
+            if resume and self.world.first:
+                write_config(self.folder, config)
             self.metrics = self._open_metrics(self.step if resume else None) if self.world.first else None
             self.resources = resources.pop_all()
 

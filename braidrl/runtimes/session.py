@@ -44,9 +44,14 @@ class Session(AbstractContextManager["Session"]):
     """The models, data and processes of a configuration, without its loop. Its flow says which roles there are and which are trained."""
 
     def __init__(self, config: Config, world: World | None = None) -> None:
-        """Start everything; `world` are the ranks of a distributed session, by default those that `torchrun` has started.
+        """Start everything.
 
-        Raises UserError for what could not run.
+        Args:
+            config: As `Config.load` gives it.
+            world: The ranks of a distributed session; by default those that `torchrun` has started.
+
+        Raises:
+            UserError: What could not run.
         """
         if config.runtime == "streaming":
             raise UserError("a session is one loop, and runtime=streaming has one for each stage; write runtime=hybrid")

@@ -93,7 +93,7 @@ def generated_metrics(index: Rows) -> dict[str, float | int | None]:
     if "finish_reason" not in index:
         return {"tokens/generated": 0}
     lengths = index["action_tokens"].double()
-    found: dict[str, float | int | None] = {
+    return {
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated_fraction": share(index["finish_reason"] == FinishReason.LENGTH),
@@ -102,7 +102,6 @@ def generated_metrics(index: Rows) -> dict[str, float | int | None]:
         "rows/generated": len(index),
         "response/reflections": mean_of(index, "reflections"),
     }
-    return found
 
 
 def group_metrics(generated: Rows, batch: Rows) -> dict[str, float]:

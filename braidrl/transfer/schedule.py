@@ -161,7 +161,9 @@ class StreamSchedule:
         """
         known = self.flow[stage]
         found = self._table_for(known)
-        if found is None or (engine_version is not None and not self._is_admissible(found[1], engine_version)):
+        if found is None or (
+            engine_version is not None and not admissible(found[1][0], engine_version, self.sizes.max_staleness)
+        ):
             return None
         consumer, table, rows = found
         task = self.tasks.tasks[consumer]
@@ -202,10 +204,6 @@ class StreamSchedule:
     def fail_holder(self, holder: str) -> None:
         """Free what a worker that is gone has held."""
         self.tasks.give_up(self.tasks.leases.of(holder))
-
-    def expire(self, now: float) -> None:
-        """Free what has been held for too long."""
-        self.tasks.give_up(self.tasks.leases.expired(now))
 
     def turn(self, name: str) -> int:
         """Return the first iteration that a stage is not through with; one with a state does the rows of no later one."""
@@ -286,9 +284,6 @@ class StreamSchedule:
         """Return how many rows, or groups, of a batch must be ready for a stage to take some."""
         rows = len(batch.uids)
         return range(rows, rows + 1) if stage.scope is Scope.BATCH else range(1, rows + 1)
-
-    def _is_admissible(self, table: tuple[int, int], engine_version: int) -> bool:
-        return admissible(table[0], engine_version, self.sizes.max_staleness)
 
     def _facts(self, uid: Uid) -> Candidate:
         group = uid[1]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.registry import divergences
-from braidrl.algorithms.shaping import adaptive_kl_coefficient
-from braidrl.algorithms.token_advantages import safe_rlhf_multiplier
+from braidrl.algorithms.shaping import next_kl_coefficient
+from braidrl.algorithms.token_advantages import next_multiplier
 
 FORMULAS = {
     "k1": lambda x: x,
@@ -62,12 +62,12 @@ def test_an_unknown_estimator_is_named_with_the_nearest_known_one() -> None:
 
 
 def test_the_adaptive_coefficient_rises_with_too_much_kl_and_by_2_percent_at_most() -> None:
-    assert adaptive_kl_coefficient(0.1, 6.0, target=6.0) == 0.1
-    assert adaptive_kl_coefficient(0.1, 60.0, target=6.0) == pytest.approx(0.102)
-    assert adaptive_kl_coefficient(0.1, 0.0, target=6.0) == pytest.approx(0.098)
-    assert adaptive_kl_coefficient(0.1, 6.6, target=6.0) == pytest.approx(0.101)
+    for kl, wanted in ((6.0, 0.1), (60.0, 0.102), (0.0, 0.098), (6.6, 0.101)):
+        found = next_kl_coefficient({"coef": 0.1}, {"kl": 2 * kl, "rows": 2}, target=6.0)
+        assert found == pytest.approx({"coef": wanted})
 
 
 def test_safe_rlhfs_multiplier_rises_above_the_limit_and_never_falls_below_0() -> None:
-    assert safe_rlhf_multiplier(1.0, 0.7, threshold=0.5, learning_rate=0.1) == pytest.approx(1.02)
-    assert safe_rlhf_multiplier(0.01, -0.5, threshold=0.5, learning_rate=0.1) == 0.0
+    for before, cost, wanted in ((1.0, 0.7, 1.02), (0.01, -0.5, 0.0)):
+        found = next_multiplier({"multiplier": before}, {"cost": 2 * cost, "rows": 2}, threshold=0.5, learning_rate=0.1)
+        assert found == pytest.approx({"multiplier": wanted})

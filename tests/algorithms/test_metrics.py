@@ -39,13 +39,13 @@ def test_a_critic_that_knows_the_returns_explains_all_and_a_constant_one_nothing
 
 @given(st.lists(st.floats(0.01, 10), min_size=1))
 def test_effective_sample_size_lies_between_one_sample_and_all(weights: list[float]) -> None:
-    share = metrics.effective_sample_size(floats(weights)).item()
+    share = metrics.effective_sample_share(floats(weights).mean(), (floats(weights) ** 2).mean()).item()
     assert share == pytest.approx(sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights)))
     assert 1 / len(weights) - 1e-9 <= share <= 1 + 1e-9
 
 
 def test_effective_sample_size_of_no_weight_is_0() -> None:
-    assert metrics.effective_sample_size(torch.zeros(3)).item() == 0.0
+    assert metrics.effective_sample_share(torch.zeros(()), torch.zeros(())).item() == 0.0
 
 
 @given(grouped(successes))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
 import pytest
+import torch
 from torch import Tensor
 
 import braidrl.algorithms.library
@@ -106,3 +110,24 @@ def test_a_divergence_that_a_user_adds_may_be_named_where_estimators_are() -> No
     del divergences.entries["twice_k1"]
     with pytest.raises(ValueError, match="estimator cannot be 'twice_k1'"):
         registry.shapes["kl_penalty"].check({"coef": 0.1, "estimator": "twice_k1"})
+
+
+def test_a_function_of_the_whole_batch_without_sums_is_refused_where_it_is_registered() -> None:
+    own = registry.Registry("advantage")
+    with pytest.raises(ValueError, match="give `sums`, a function of the same columns"):
+
+        @own.register(writes=["advantage"], scope="batch")
+        def batch_centered(reward: Tensor, *, totals: dict[str, Tensor]) -> Tensor:
+            return reward - totals["sum"] / totals["rows"]
+
+
+def test_the_example_of_a_function_of_the_whole_batch_is_the_distance_from_its_mean() -> None:
+    example = re.search(r"example:\n\n(.*?)\n\nArgs:", inspect.getdoc(registry.Registry.register) or "", re.DOTALL)
+    assert example is not None
+    own = registry.Registry("advantage")
+    exec(inspect.cleandoc(example[1]), {"Tensor": Tensor, "torch": torch, "advantages": own})
+    entry, parts = own["batch_centered"], (torch.tensor([1.0, 2.0]), torch.tensor([6.0]))
+    assert entry.sums is not None
+    sums = [entry.sums(part) for part in parts]
+    totals = {name: sum(found[name] for found in sums) for name in sums[0]}
+    assert [entry.function(part, totals=totals).tolist() for part in parts] == [[-2.0, -1.0], [3.0]]

@@ -22,9 +22,10 @@ DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 
 
-def test_the_configuration_page_is_what_its_script_writes() -> None:
-    script = load_module(DOCS / "write_configuration.py")
-    assert script.PAGE.read_text() == script.page(), "run: python docs/write_configuration.py"
+@pytest.mark.parametrize("name", ["write_configuration", "write_catalogue"])
+def test_a_page_made_from_the_code_is_what_its_script_writes(name: str) -> None:
+    script = load_module(DOCS / f"{name}.py")
+    assert script.PAGE.read_text() == script.page(), f"run: python docs/{name}.py"
 
 
 PLACEHOLDERS = {"K": r"\d+", "STAGE": ".+", "SET": ".+", "REASON": ".+", "NAME": ".+", "ROLE": "[a-z_]+"}

@@ -77,8 +77,8 @@ def arguments(function: Function) -> set[str]:
 
 
 def described(docstring: str) -> set[str]:
-    """The names in a docstring's section Args."""
-    section = re.search(r"^Args:\n((?: +.*\n?)*)", docstring, re.M)
+    """The names in a docstring's section Args, or in the columns of `braidrl.algorithms`."""
+    section = re.search(r"^(?:Args|Columns):\n((?: +.*\n?)*)", docstring, re.M)
     return set(re.findall(r"^    (\w+): ", section[1], re.M)) if section else set()
 
 

@@ -142,7 +142,7 @@ def test_what_a_dead_or_silent_worker_held_is_given_to_the_next() -> None:
     assert lease is not None and silent is not None and [*lease.rows, *silent.rows] == uids
     assert schedule.take("actor.generate", "other", 0.0, 1.0, 2) is None
     schedule.fail_holder("dies")
-    schedule.expire(2.0)
+    schedule.tasks.give_up(schedule.tasks.leases.expired(2.0))
     assert work(schedule, "actor.generate") == uids
     with pytest.raises(LeaseLost):
         schedule.acknowledge(silent.number, 2.0, 0)

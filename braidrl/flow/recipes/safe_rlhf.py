@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from braidrl.flow import Flow, Stage, actor, advantage, cost, cost_critic, critic, loss, shape
+from braidrl.flow import Flow, actor, advantage, cost, cost_critic, critic, loss, shape
 from braidrl.flow.recipes.parts import policy_update, reference_model, rewarded, surrogate
 from braidrl.flow.recipes.ppo import CriticParameters
 from braidrl.flow.stages import make_stage
@@ -29,7 +29,7 @@ def safe_rlhf(p: SafeRlhfParameters) -> Flow:
     stages = [
         actor.generate(),
         *rewarded(p.reward),
-        cost_stage(p.cost),
+        cost.score() if p.cost == "score" else make_stage(p.cost),
         *reference_model(p),
         critic.values(),
         cost_critic.values(),
@@ -43,8 +43,3 @@ def safe_rlhf(p: SafeRlhfParameters) -> Flow:
         policy_update(p, surrogate(p), ptx_coef=p.ptx_coef, when=p.actor_when),
     ]
     return Flow("safe_rlhf", stages)
-
-
-def cost_stage(who: str) -> Stage:
-    """Return the stage that writes `cost`."""
-    return cost.score() if who == "score" else make_stage(who)

@@ -85,7 +85,8 @@ class PackedSequences:
         if query.shape[0] != 1 or query.shape[2] != sum(self.lengths):
             raise ValueError(f"sequences of {sum(self.lengths)} tokens, but the input is {tuple(query.shape)}")
         states = _packed(query), _packed(key), _packed(value)
-        if has_variable_length_kernel(query):
+        # torch has a variable-length kernel for half precision on CUDA
+        if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             return self._variable_length(*states, scaling, window)[None]
         if getattr(module, COMPILED, False) and self.lengths and kernel_fits(max(self.lengths), *states):
             return attend_short(*states, self.offsets, max(self.lengths), scaling, window)[None]
@@ -95,17 +96,9 @@ class PackedSequences:
         longest = max(self.lengths)
         back = -1 if window is None else window - 1
         output = varlen_attn(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
-            self.offsets,
-            self.offsets,
-            longest,
-            longest,
-            scale=scaling,
-            window_size=(back, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+            query.contiguous(), key.contiguous(), value.contiguous(), self.offsets, self.offsets, longest, longest,
+            scale=scaling, window_size=(back, 0), enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
         assert isinstance(output, Tensor)
         return output
 
@@ -113,22 +106,16 @@ class PackedSequences:
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         """Attend once per length, over the batch of sequences of that length. (N, heads, D) to (N, H, D)."""
-        buckets = [(length, len(numbers)) for length, numbers in self._by_length.items()]
-        sizes = [length * count for length, count in buckets]
+        buckets = [(len(numbers), length) for length, numbers in self._by_length.items()]
+        sizes = [count * length for count, length in buckets]
         # split, not slices: the backward of a split is one concatenation, that of a slice is N zeros each
-        queries, keys, values = (self._gathered(flat).split(sizes) for flat in (query, key, value))
-        outputs = [
-            attend_equal(
-                queries[b].unflatten(0, (count, length)),
-                keys[b].unflatten(0, (count, length)),
-                values[b].unflatten(0, (count, length)),
-                scaling,
-                window,
-                self.keep_scores,
-            )
-            for b, (length, count) in enumerate(buckets)
-        ]
-        return self._scattered(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+        states = (self._gathered(flat).split(sizes) for flat in (query, key, value))
+        outputs = []
+        for shape, parts in zip(buckets, zip(*states, strict=True), strict=True):
+            q, k, v = (part.unflatten(0, shape) for part in parts)
+            outputs.append(attend_equal(q, k, v, scaling, window, self.keep_scores))
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return joined if self._permutation is None else _Permuted.apply(joined, *reversed(self._permutation))
 
     @cached_property
     def _by_length(self) -> dict[int, list[int]]:
@@ -149,14 +136,7 @@ class PackedSequences:
         return forward.to(self.offsets.device), forward.argsort().to(self.offsets.device)
 
     def _gathered(self, flat: Tensor) -> Tensor:
-        if self._permutation is None:
-            return flat
-        return _Permuted.apply(flat, *self._permutation)
-
-    def _scattered(self, flat: Tensor) -> Tensor:
-        if self._permutation is None:
-            return flat
-        return _Permuted.apply(flat, *reversed(self._permutation))
+        return flat if self._permutation is None else _Permuted.apply(flat, *self._permutation)
 
     def position_ids(self) -> Tensor:
         """Return the position of each packed token in its own sequence, (1, N) int64, on the device of `offsets`."""
@@ -168,11 +148,6 @@ def position_ids_of(lengths: Sequence[int], device: torch.device | str = "cpu") 
     if not len(lengths):
         return torch.empty((1, 0), dtype=torch.int64, device=device)
     return torch.cat([torch.arange(length) for length in lengths]).to(device)[None]
-
-
-def has_variable_length_kernel(states: Tensor) -> bool:
-    """Return True where torch has a variable-length kernel: half precision on CUDA."""
-    return states.is_cuda and states.dtype in (torch.float16, torch.bfloat16)
 
 
 class _Permuted(torch.autograd.Function):
@@ -210,14 +185,9 @@ def attend_equal(
     if keep_scores and query.device.type == "cpu" and length <= SHORT:
         return _attend_plainly(query, key, value, scaling, mask)
     output = scaled_dot_product_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[2] != key.shape[2],
-    )
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
+        attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=query.shape[2] != key.shape[2],
+    )  # fmt: skip
     return output.transpose(1, 2).flatten(0, 1)
 
 

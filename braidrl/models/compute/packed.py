@@ -69,14 +69,9 @@ def pack(rows: Rows, device: torch.device) -> Packed:
         raise ValueError("an action token begins a sequence; a prompt must hold at least one token")
     per_row = rows["action_mask"].with_values(rows["action_mask"].values.to(torch.int64)).row_sums()
     return Packed(
-        tokens.values.to(device),
-        positions.to(device),
-        tuple(lengths.tolist()),
-        (actions - 1).to(device),
-        tokens.values[actions].to(device),
-        offsets_of(per_row).to(device),
-        (tokens.offsets[1:] - 1).to(device),
-    )
+        tokens.values.to(device), positions.to(device), tuple(lengths.tolist()), (actions - 1).to(device),
+        tokens.values[actions].to(device), offsets_of(per_row).to(device), (tokens.offsets[1:] - 1).to(device),
+    )  # fmt: skip
 
 
 def empty_packed(device: torch.device) -> Packed:

@@ -33,7 +33,7 @@ from braidrl.models.role_settings import (
     model_path,
 )
 from braidrl.models.roles.likelihood import Likelihood
-from braidrl.models.weight_files import ParameterReader
+from braidrl.models.weight_files import ParameterReader, WeightFiles
 
 
 class RoleModel(ABC):
@@ -73,6 +73,8 @@ class RoleModel(ABC):
             names, parameters = zip(*self.model.named_parameters(), strict=True)
             places = [list(self.shapes).index(name) for name in names]
             self.optimizer = MasterOptimizer(parameters, config.trainer, peak, self.ranks, places)
+            if not self.lora:  # whose layers have other names
+                self.optimizer.read_masters(names, WeightFiles(self.path))
             if checkpoints_activations(role, config):
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.background: dist.ProcessGroup | None = None

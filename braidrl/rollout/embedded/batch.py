@@ -159,11 +159,9 @@ class SlotBatch:
         else:
             logits = self._logits(longest)
         if self._pipeline is not None and not self._pipeline.is_last:
-            tokens, log_probs = (
-                torch.empty_like(states.current),
-                logits.new_empty(len(logits), dtype=self.log_prob_dtype),
-            )
-        elif native and self._sampling.untruncated:
+            tokens = torch.empty_like(states.current)
+            log_probs = logits.new_empty(len(logits), dtype=self.log_prob_dtype)
+        elif native and self._sampling.top_k is None and self._sampling.top_p is None:
             tokens, log_probs = native.kernels.draw(logits, states.temperature, states.greedy, uniforms)
         else:
             tokens, log_probs = sample(logits, self._sampling, uniforms)

@@ -37,13 +37,8 @@ class Agents(Player):
         except EnvironmentFailed as failed:
             failure = failed
         session = await self.endpoint.close(uid)
-        episode = Episode(
-            session.trajectory,
-            session.turns,
-            outcome.reward,
-            outcome.correct,
-            session.finish_reason or FinishReason.STOP,
-        )
+        reason = session.finish_reason or FinishReason.STOP
+        episode = Episode(session.trajectory, session.turns, outcome.reward, outcome.correct, reason)
         if failure is not None:
             fail(episode, failure)
         if not session.trajectory.sequence_lengths:

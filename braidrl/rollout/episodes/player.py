@@ -134,7 +134,11 @@ class Episodes(Player):
             trajectory.append(prompt, opens=True)
         else:
             trajectory.append(self._first(example["prompt"] if context is None else context, tools), opens=True)
-        self._check_room(trajectory)
+        if len(trajectory.sequence) >= self.limits.max_sequence_tokens:
+            raise UserError(
+                f"row {trajectory.uid}: a first context of {len(trajectory.sequence)} tokens leaves no room for a response "
+                f"in a sequence of {self.limits.max_sequence_tokens}; raise rollout.max_sequence_tokens"
+            )
         while await self._turn(episode):
             text = self.template.text(trajectory.last_turn)
             observation = await self._ask(environment.step, text)
@@ -184,13 +188,6 @@ class Episodes(Player):
             return False
         trajectory.append(ids, opens=opens)
         return True
-
-    def _check_room(self, trajectory: Trajectory) -> None:
-        if len(trajectory.sequence) >= self.limits.max_sequence_tokens:
-            raise UserError(
-                f"row {trajectory.uid}: a first context of {len(trajectory.sequence)} tokens leaves no room for a response "
-                f"in a sequence of {self.limits.max_sequence_tokens}; raise rollout.max_sequence_tokens"
-            )
 
     async def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await call_user(function, *arguments, timeout_s=self.limits.timeout_s)

@@ -85,7 +85,9 @@ class DrawByRow(LogitsProcessor):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is not None:
-            process_dict_updates(self._draws, batch_update, _drawing)
+            process_dict_updates(
+                self._draws, batch_update, lambda given, _, tokens: Drawing(parse_draws(given.extra_args), tokens)
+            )
             self._batch = None
 
     def apply(self, logits: Tensor) -> Tensor:
@@ -93,7 +95,3 @@ class DrawByRow(LogitsProcessor):
             self._batch = DrawBatch.of([self._draws[place] for place in range(len(logits))], self._device)
         tokens, log_probs = self._batch.draw(logits)
         return logits.fill_(-torch.inf).scatter_(1, tokens[:, None], log_probs[:, None].to(logits.dtype))
-
-
-def _drawing(params: Any, prompt: list[int] | None, tokens: list[int]) -> Drawing:
-    return Drawing(parse_draws(params.extra_args), tokens)

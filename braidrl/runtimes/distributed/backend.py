@@ -207,15 +207,13 @@ class DistributedBackend:
         inputs = [column.name for column in self.flow.inputs.get(stage.name, ())]
         return stage.kind is Kind.COMPUTE and stage.role is None and all(name in table.index for name in inputs)
 
-    def _needed_from(self, stage: Stage) -> list[str]:
-        """Return the columns that this stage or a later one reads; the others stay behind when rows move."""
-        later = self.flow.stages[self.flow.stages.index(stage) :]
-        return [column.name for s in later for column in self.flow.inputs[s.name]]
-
     def _placed(self, stage: Stage, table: Shard) -> Shard:
         """Return the rows on ranks that can do this stage: inference is balanced, generation stays on its own ranks."""
         if stage.kind is Kind.INFER:
-            return self.exchange.move(stage.name, table, self._owner_by_update(table), self._needed_from(stage))
+            # Columns that neither this stage nor a later one reads stay behind.
+            later = self.flow.stages[self.flow.stages.index(stage) :]
+            needed = [column.name for s in later for column in self.flow.inputs[s.name]]
+            return self.exchange.move(stage.name, table, self._owner_by_update(table), needed)
         ranks = self._ranks_of(stage)
         if len(table.owner) and int(table.owner.max()) >= ranks:
             return self.exchange.move(stage.name, table, equal_shares(len(table.owner), ranks))

@@ -163,15 +163,11 @@ def requests_of(stage: Stage, rows: Rows, config: Config) -> list[Request]:
 def sampling_of(stage: Stage, config: Config) -> SamplingParams:
     """Return how a generate stage samples: by the configuration's `rollout`, where the stage does not say otherwise."""
     rollout, params = config.rollout, stage.params
+    own = {name: params.get(name, getattr(rollout, name)) for name in ("temperature", "top_p", "top_k")}
     return SamplingParams(
-        temperature=params.get("temperature", rollout.temperature),
-        top_p=params.get("top_p", rollout.top_p),
-        top_k=params.get("top_k", rollout.top_k),
-        max_tokens=rollout.max_response_tokens,
-        stop_token_ids=tuple(rollout.stop_token_ids),
-        stop=tuple(rollout.stop),
-        greedy=bool(params.get("greedy", False)),
-    )
+        **own, max_tokens=rollout.max_response_tokens, stop_token_ids=tuple(rollout.stop_token_ids),
+        stop=tuple(rollout.stop), greedy=bool(params.get("greedy", False)),
+    )  # fmt: skip
 
 
 def leaders(uids: Sequence[Uid]) -> dict[Uid, Uid]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from braidrl.config import Config
+from braidrl.config import Config, PlacementConfig, StreamingConfig
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.models.backend import BACKENDS
@@ -148,6 +148,10 @@ def without_effect(config: Config) -> list[str]:
         lines.append(
             f"workers={config.workers} has no effect: the processes of runtime=streaming are streaming.workers"
         )
+    if config.streaming != StreamingConfig() and config.runtime != "streaming":
+        lines.append(f"streaming.* has no effect: runtime={config.runtime} does not stream")
+    if config.placement != PlacementConfig() and config.runtime != "hybrid":
+        lines.append(f"placement has no effect: only runtime=hybrid has pools, and this is runtime={config.runtime}")
     if config.trainer.resident_gib is not None and config.runtime == "streaming":
         lines.append("trainer.resident_gib has no effect: each role has processes of its own under runtime=streaming")
     if config.cluster.launcher is not None and config.runtime in ("eager", "hybrid"):

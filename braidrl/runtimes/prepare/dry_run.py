@@ -113,13 +113,8 @@ def show(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], c
     config = prepared.config
     console.print(f"flow {prepared.flow.name}, runtime {config.runtime}: nothing was trained, no weights were read")
     for group, footprints in found:
-        table = Table(
-            "role",
-            "part",
-            "memory",
-            title=f"{group.devices} device{'s' * (group.devices > 1)}, on each",
-            title_justify="left",
-        )
+        title = f"{group.devices} device{'s' * (group.devices > 1)}, on each"
+        table = Table("role", "part", "memory", title=title, title_justify="left")
         table.columns[2].justify = "right"
         for one in footprints:
             name = f"{one.use.role}: {one.shape.name}, {one.shape.parameters / 1e9:,.3f}B parameters"

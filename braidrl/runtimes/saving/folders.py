@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -16,13 +16,29 @@ import yaml
 from pydantic import BaseModel
 
 from braidrl.config import Config, parse_config
+from braidrl.config.reading import apply_override
 from braidrl.errors import UserError, first_line
 from braidrl.importing import relative_to
 from braidrl.rollout.episodes.environments import AGENT
 
 LATEST = "latest"
+MAY_CHANGE = (
+    "runtime", "workers", "placement", "cluster", "streaming", "device", "threads", "evaluation", "data.eval", "trackers",
+    "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.max_tokens_per_device",
+    "trainer.activation_checkpointing", "trainer.layout", "trainer.inference_layout", "trainer.resident_gib", "trainer.learning_rate",
+    "trainer.max_staleness", "trainer.skip_bad_updates", "rollout.engine", "rollout.engines", "rollout.servers", "rollout.slots",
+    "rollout.tensor", "rollout.pipeline", "rollout.grouping", "rollout.vllm", "reward.processes", "reward.timeout_s", "reward.max_abs",
+)  # fmt: skip
+"""Keys, or sections, that a resumed run may have other values of: the rest belongs to what it has learned so far."""
 ENDING_S = 3.0
 """How long what a killed run has forked may take to end, and with it the hold on the run's folder."""
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """Write the resolved configuration of a run, whole or not at all."""
+    path = folder / "config.yaml"
+    partial_path(path).write_text(yaml.safe_dump(absolute(config).model_dump(mode="json"), sort_keys=False))
+    partial_path(path).replace(path)
 
 
 def new_run_folder(config: Config) -> Path:
@@ -32,8 +48,7 @@ def new_run_folder(config: Config) -> Path:
         if folder.exists() and not never_began(folder):
             raise UserError(f"{folder} exists; resume it with `--resume {folder}` or set another `name`")
         folder.mkdir(parents=True, exist_ok=True)
-    tree = absolute(config).model_dump(mode="json")
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    write_config(folder, config)
     return folder
 
 
@@ -106,17 +121,35 @@ def locked(handle: int) -> bool:
     return True
 
 
-def run_config(folder: Path) -> Config:
-    """Return the configuration that a run was started with. Raises UserError when the folder is no run."""
+def run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration of a run.
+
+    Args:
+        folder: The run's.
+        overrides: Dotted `key=value`, for a resumed run.
+
+    Raises:
+        UserError: The folder is no run, its configuration is damaged, or what an override changes belongs to what was learned so far.
+    """
     path = folder / "config.yaml"
     if not path.is_file():
         raise UserError(f"{folder} is no run folder: it has no config.yaml")
     try:
-        return parse_config(dict(yaml.safe_load(path.read_bytes())))
+        tree = dict(yaml.safe_load(path.read_bytes()))
+        known = parse_config(tree)
     except (yaml.YAMLError, ValueError, TypeError) as error:
         raise UserError(
             f"{path} is damaged ({first_line(error)}); write it again, or begin anew with the same settings"
         ) from error
+    for override in overrides:
+        key = override.partition("=")[0]
+        if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
+            raise UserError(
+                f"{key} cannot change in a resumed run, only {', '.join(MAY_CHANGE)}; for another {key} begin a new run with "
+                f"model={folder}/checkpoints/latest/actor"
+            )
+        apply_override(tree, override)
+    return parse_config(tree) if overrides else known
 
 
 def partial_path(path: Path) -> Path:

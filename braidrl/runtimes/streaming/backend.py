@@ -71,9 +71,8 @@ class StreamingBackend(RowsBackend):
         while not stream.schedule.is_done(stage.name):
             self.wait()
         with self.control.changed:
-            index = stream.table.index(uids, [stage.name])
-            payload = stream.table.payload(uids, [stage.name], None)
-        table = table.with_columns(dict(assembled(self.control.data, index, payload).items()))
+            written = stream.content(uids, [stage.name])
+        table = table.with_columns(dict(assembled(self.control.data, *written).items()))
         if stage is stream.flow.stages[-1]:
             self.control.end_stream(stream)
             self.evaluating = None

@@ -120,7 +120,7 @@ class ControlPlane(QueueController):
     def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Note leases that are done; what was written comes along as index columns, with the payload's whereabouts."""
         parts = [StoredPart.received(request["stage"], part, frames) for part in request["parts"]]
-        stream = self._stream_of(request["stage"])
+        stream = next((stream for stream in self.streams if request["stage"] in stream.stages), None)
         if stream is None:
             self.data.free([part.block for part in parts if part.block])
             return {"lost": request["leases"]}, ()
@@ -269,9 +269,6 @@ class ControlPlane(QueueController):
             return None
         due = [flow[name] for name in schedule.due_steps() if name not in self.copies]
         return next((copy.name for copy in due if copy.params.get("source", "") == stage.role), None)
-
-    def _stream_of(self, stage: str) -> Stream | None:
-        return next((stream for stream in self.streams if stage in stream.stages), None)
 
     def _load(self, holder: WorkerHolder) -> dict[str, Any]:
         """Return the weights that take an engine from what it holds to the version that it should have."""

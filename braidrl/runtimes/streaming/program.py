@@ -16,7 +16,6 @@ from braidrl.data.rows import Rows
 from braidrl.errors import BadUpdate, WorkerError
 from braidrl.flow import Flow
 from braidrl.flow.batches import Sizes, admissible, check_update_size
-from braidrl.flow.columns import ADMISSION
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.backend import IterationResult, Position, needed
 from braidrl.runtimes.prepare.setup import Prepared
@@ -150,21 +149,15 @@ class StreamingProgram:
         schedule, surplus = self.stream.schedule, []
         waiting = [uid for group in schedule.sampling.waiting for uid in schedule.rows_of[group]]
         if waiting:
-            writers = self.stream.recorded_writers
-            index = self.stream.table.index(waiting, writers)
-            surplus = [assembled(self.control.data, index, self.stream.table.payload(waiting, writers, None))]
+            surplus = [assembled(self.control.data, *self.stream.content(waiting, self.stream.recorded_writers))]
         return Position(self.loader.state(), schedule.sampling.state(), surplus, {})
 
     def _unfinished(self, iteration: int) -> tuple[Rows, Rows]:
         """Return the batch of an iteration that trains, as it is recorded, and with the columns that its rows have by now."""
         stream = self.stream
-        every = [ADMISSION, *(stage.name for stage in stream.flow.stages)]
         with self.control.changed:
             uids = sorted(stream.schedule.batches[iteration].uids, key=lambda uid: uid[1:])
-            parts = [
-                (stream.table.index(uids, w), stream.table.payload(uids, w, None))
-                for w in (stream.recorded_writers, every)
-            ]
+            parts = [stream.content(uids, writers) for writers in (stream.recorded_writers, stream.writers)]
             table, final = (assembled(self.control.data, *part) for part in parts)
         return table, final
 

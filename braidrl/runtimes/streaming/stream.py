@@ -62,6 +62,7 @@ class Stream:
         self.during = during
         self.flow, self.schedule, self.table = flow, StreamSchedule(flow, sizes, samplers), Table()
         self.stages = {stage.name for stage in flow.stages}
+        self.writers = [ADMISSION, *(stage.name for stage in flow.stages)]
         self.readable = {stage.name: writers_before(flow, stage) for stage in flow.stages}
         self.records: dict[int, IterationRecord] = {}
         self.states = StageStates(flow)
@@ -69,7 +70,7 @@ class Stream:
     @property
     def recorded_writers(self) -> list[str]:
         """Return who has written a row when it is recorded."""
-        return [ADMISSION, *(stage.name for stage in self.flow.stages[: self.flow.recorded_stages])]
+        return self.writers[: 1 + self.flow.recorded_stages]
 
     def admit(self, index: Rows, block: Block | None, columns: tuple[str, ...]) -> None:
         """Let rows be born, with these index columns and a block with these payload columns."""
@@ -186,9 +187,8 @@ class Stream:
         record = self.records.pop(batch.iteration)
         assert record.outcome is not None
         uids = sorted(batch.uids, key=lambda uid: uid[1:])
-        every = [ADMISSION, *(stage.name for stage in self.flow.stages)]
-        record.index, record.payload = self._content(uids, self.recorded_writers)
-        record.final, record.final_payload = self._content(uids, every)
+        record.index, record.payload = self.content(uids, self.recorded_writers)
+        record.final, record.final_payload = self.content(uids, self.writers)
         record.places = self.table.detach(uids)
         self.schedule.publish()
         return record
@@ -197,7 +197,8 @@ class Stream:
         """Return what is noted of an iteration that is not over."""
         return self.records.setdefault(iteration, IterationRecord(iteration))
 
-    def _content(self, uids: Sequence[Uid], writers: Sequence[str]) -> tuple[Rows, list[dict[str, Any]]]:
+    def content(self, uids: Sequence[Uid], writers: Sequence[str]) -> tuple[Rows, list[dict[str, Any]]]:
+        """Return the index columns that some writers have written for rows, and where their payload lies."""
         return self.table.index(uids, writers), self.table.payload(uids, writers, None)
 
     def report(self, lease: Lease, report: Report) -> None:

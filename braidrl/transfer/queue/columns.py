@@ -61,7 +61,8 @@ class Batch(Mapping[str, Any]):
 
     def torch(self) -> dict[str, Any]:
         """Return tensors, and lists of tensors where rows have lengths of their own. They may lie in shared memory: do not write."""
-        return {name: split_rows(self[name]) for name in self}
+        found = ((name, self[name]) for name in self)
+        return {n: [c[row] for row in range(len(c))] if isinstance(c, Ragged) else c for n, c in found}
 
     def numpy(self) -> dict[str, Any]:
         """Return the same as arrays, on the same memory."""
@@ -82,11 +83,6 @@ class Batch(Mapping[str, Any]):
                 column = torch.nested.nested_tensor_from_jagged(column.values.clone(), column.offsets.clone())
             columns[name] = NonTensorStack(*column) if isinstance(column, list) else column
         return TensorDict(columns, batch_size=[len(self.rows)])
-
-
-def split_rows(column: Any) -> Any:
-    """Return a ragged column as a list of its rows, and any other as it is."""
-    return [column[row] for row in range(len(column))] if isinstance(column, Ragged) else column
 
 
 def plain(value: Any) -> Any:

@@ -195,7 +195,6 @@ class Segments(Named):
         self.folder = folder or shared_folder()
 
     def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
-        """Write a new segment with these frames; return its name and size in bytes. Raises OSError where memory is full."""
         size, pieces = laid_out(frames)
         name = self.next_name()
         handle = os.open(self.folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -216,10 +215,7 @@ class Segments(Named):
         return name, size
 
     def read(self, name: str) -> list[memoryview]:
-        """Return the frames of a segment as read-only views, which keep the memory even when the segment is unlinked.
-
-        Raises FileNotFoundError for one that was evicted, ValueError for what is no segment's name.
-        """
+        """Return read-only views, which keep the memory even when the segment is unlinked."""
         handle = os.open(self.folder / allowed(name), os.O_RDONLY)
         try:
             return split(memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ)))
@@ -232,7 +228,6 @@ class Segments(Named):
             (self.folder / allowed(name)).unlink(missing_ok=True)
 
     def names(self, writer: str | None = None) -> list[str]:
-        """Return the names of all segments of the run on this node, or those of one writer."""
         return sorted(path.name for path in self.folder.glob(self.pattern(writer)))
 
 

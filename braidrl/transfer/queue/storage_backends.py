@@ -70,13 +70,11 @@ class RedisStorage(Named):
             raise UserError(f"storage {address}: no Redis server answers there ({error})") from None
 
     def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
-        """Write a new segment with these frames; return its name and size in bytes."""
         content, name = join(frames), self.next_name()
         self._server.set(name, memoryview(content))
         return name, len(content)
 
     def read(self, name: str) -> list[memoryview]:
-        """Return the frames of a copy of a segment. Raises as `StorageBackend.read` does."""
         content = self._server.get(allowed(name))
         if content is None:
             raise FileNotFoundError(name)
@@ -84,12 +82,10 @@ class RedisStorage(Named):
         return split(memoryview(content))
 
     def unlink(self, names: Collection[str]) -> None:
-        """Free segments; those that are gone already are left at that."""
         if wanted := [allowed(name) for name in names]:
             self._server.unlink(*wanted)
 
     def names(self, writer: str | None = None) -> list[str]:
-        """Return the names of all segments of the run, or those of one writer."""
         return sorted(name.decode() for name in self._server.scan_iter(match=self.pattern(writer)))
 
 

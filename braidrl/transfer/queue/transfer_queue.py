@@ -162,8 +162,9 @@ class TransferQueue:
         for unit, places in self._shares(rows):
             share = content if len(places) == len(rows) else content.take(places)
             frames = encode(share)
-            if self._has_budget:
-                self._reserve(unit, sum(memoryview(frame).nbytes for frame in frames), wait_s)
+            size = sum(memoryview(frame).nbytes for frame in frames)
+            if self._has_budget and self._ask(unit, "reserve", wait_s, bytes=size).get("waited"):
+                raise QueueFull(f"{size} bytes found no room within {wait_s:g} s: {described(self.usage())}")
             part = self._written(frames, share, [rows[place] for place in places])
             self._ask(
                 unit, "put", **part, table=table, by="", lengths=chosen(lengths, places), groups=chosen(groups, places)
@@ -324,10 +325,6 @@ class TransferQueue:
         """Put payload where others can read it; return what the queue is told of it."""
         block = self.data.write(frames)
         return {"rows": rows, "places": None, "columns": list(columns), "block": block, "size": len(rows)}
-
-    def _reserve(self, unit: int, size: int, wait_s: float) -> None:
-        if self._ask(unit, "reserve", wait_s, bytes=size).get("waited"):
-            raise QueueFull(f"{size} bytes found no room within {wait_s:g} s: {described(self.usage())}")
 
     def _read(self, client: Client, work: WorkItem) -> Batch | None:
         """Return the rows of a lease; None where their payload is gone, which the queue is told."""

@@ -266,13 +266,8 @@ class StorageUnit:
             for table, rows in tables.items()
         ]
         changes += map(written, self._parts())
-        return {
-            "all": True,
-            "changes": changes,
-            "done": done,
-            "finished": self.finished,
-            "closed": list(self.closed[task]),
-        }
+        closed = list(self.closed[task])
+        return {"all": True, "changes": changes, "done": done, "finished": self.finished, "closed": closed}
 
     def _recover(self, held: Mapping[str, Mapping[str, Any]]) -> None:
         """Go on with what the controller knows that has heard most, and what each says that its task is done with.

@@ -1,0 +1,73 @@
+"""The sums of examples/smollm2 under every runtime, and with vLLM generating: one flow, one result, with a real language model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+
+from braidrl.config import load_config
+from braidrl.observe.metrics import read_metrics
+from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.runtimes.run import train
+from tests.rollout.served import vllm_python
+from tests.tiny import ROOT, load_module
+
+SMOLLM2 = ROOT / "examples" / "smollm2"
+STEPS, PROMPTS, SAMPLES = 5, 8, 8
+RUNS = {
+    "eager": [],
+    "hybrid": ["runtime=hybrid", "workers=2"],
+    "distributed": ["runtime=distributed", "workers=2"],
+    "streaming": ["runtime=streaming"],
+    "vllm": ["rollout.engine=vllm", "rollout.engines=1"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The finished run of each kind."""
+    fetching = load_module(SMOLLM2 / "fetch.py")
+    try:
+        model = fetching.fetch()
+    except fetching.Unavailable as error:
+        pytest.skip(str(error))
+    folder, found = tmp_path_factory.mktemp("real"), {}
+    trained, _ = load_module(SMOLLM2 / "tasks.py").sums()
+    data = folder / "sums.jsonl"
+    data.write_text("".join(json.dumps(example) + "\n" for example in trained))
+    for name, overrides in RUNS.items():
+        if name == "vllm" and (python := vllm_python()) is not None:
+            overrides = [*overrides, f"rollout.python={python}"]
+        found[name] = train(load_config(SMOLLM2 / "sums.yaml", [
+            f"model={model}", f"data.train={data}", "data.eval={}", "evaluation.every=0", f"output={folder}", f"name={name}", "threads=1",
+            f"trainer.steps={STEPS}", f"trainer.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
+            "trainer.max_tokens_per_device=2048", f"rollout.slots={PROMPTS * SAMPLES}", *overrides,
+        ]))  # fmt: skip
+    return found
+
+
+def prompts_of(run: Path) -> list[list[str]]:
+    """The questions of each step."""
+    return [
+        sorted(fields["prompt"] for fields in read_rollouts(rollout_path(run, step))["metadata"])
+        for step in range(1, STEPS + 1)
+    ]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_runtime_trains_on_the_same_questions_with_the_tokens_that_were_drawn(
+    runs: dict[str, Path], name: str
+) -> None:
+    lines, eager = read_metrics(runs[name]), read_metrics(runs["eager"])
+    assert prompts_of(runs[name]) == prompts_of(runs["eager"])
+    gap = max(line["train/rollout_log_prob_gap"] for line in lines)
+    rewards = [[line["reward/mean"] for line in found] for found in (lines, eager)]
+    print(f"{name}: gap {gap:.1e} nats, rewards {' '.join(f'{reward:.3f}' for reward in rewards[0])}")
+    assert gap < 1e-4
+    noise = (sum(max(stdev(found), 0.01) ** 2 for found in rewards) / STEPS) ** 0.5
+    assert abs(fmean(rewards[0]) - fmean(rewards[1])) < 4 * noise
