@@ -118,6 +118,12 @@ class EngineService:
     def clear(self) -> None:
         """Do nothing: between two calls nothing is under way."""
 
+    def sleep(self) -> None:
+        self._runner.run(self.router.sleep())
+
+    def wake(self) -> None:
+        self._runner.run(self.router.wake())
+
     def close(self) -> None:
         self._runner.run(self._stop())
         self._runner.close()

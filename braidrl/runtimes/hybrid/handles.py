@@ -3,7 +3,7 @@
 Handle    a table of the driver; never changes     rows        0 1 2 3 4 5     for each output the row of it that a row has
 Output    what one stage writes for a table        generate    a a a b b b     deferred, then under way, then there
 Future    a, b: a call on one worker               verify      c c c d d d
-Part      the rows that a worker is given: index columns by value, payload by where it lies
+Part      the rows that a worker is given: index columns by value, payload by where it lies, a Source for each stage that wrote some
 Answer    what the worker replies: index columns by value, the names of the payload columns that it keeps
 """
 
