@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,19 @@ def test_functions_in_files_are_found_beside_the_configuration_from_any_folder(
     monkeypatch.chdir(tmp_path)
     braid("train", config)
     assert run_config(workshop.folder / "beside").reward.verify[0].name == f"{workshop.folder / 'mine.py'}:short"
+
+
+def test_a_breakpoint_in_a_verifier_stops_there_when_rewards_have_no_process(workshop: Workshop) -> None:
+    (workshop.folder / "mine.py").write_text("def stops(response: str) -> bool:\n    breakpoint()\n    return True\n")
+    config = workshop.config_file("debugged", reward={"verify": "mine.py:stops", "processes": 0}, trainer={"steps": 1})
+    command = [sys.executable, "-m", "braidrl.cli", "train", str(config)]
+    said = subprocess.run(command, input="p 40 + 2\nc\n" * 100, capture_output=True, text=True, timeout=120)
+    assert said.returncode == 0, said.stderr
+    assert (
+        "stops()" in said.stdout
+        and "(Pdb) 42" in said.stdout
+        and read_metrics(workshop.folder / "debugged")[-1]["step"] == 1
+    )
 
 
 def test_eval_measures_a_model_and_a_checkpoint(workshop: Workshop, braid: Any) -> None:

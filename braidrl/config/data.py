@@ -74,8 +74,9 @@ class RewardConfig(Section):
     """A verifier's or environment's score further from 0 than this counts as that row's failure."""
     timeout_s: float = Field(10.0, gt=0)
     """Seconds for one verifier on one row; after them that check counts as failed and its process is replaced."""
-    processes: int = Field(1, ge=1)
-    """Processes that check answers beside generation."""
+    processes: int = Field(1, ge=0)
+    """Processes that check answers beside generation. With 0 verifiers that are not `async` are called in the run's own process, without
+    limits or a sandbox, so that a `breakpoint()` in them stops there."""
     sandbox: Literal["process", "bubblewrap", "none"] = "process"
     """Where verifiers of your own run: each call in processes that cannot reach the run and end with it; with `bubblewrap`, which has to
     be installed, also without a network and a home directory; with `none` in the process that checks answers. An `async` one shares a

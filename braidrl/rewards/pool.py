@@ -1,7 +1,8 @@
 """Verifiers in processes of their own, beside generation. One that raises, hangs or dies costs its own check and no other.
 
 submit ──> one queue ────────────────────> `processes` lanes: a thread and a process each, one call at a time
-   └─────> a queue per async verifier ───> one lane: a thread and a process, many calls at a time
+   ├─────> a queue per async verifier ───> one lane: a thread and a process, many calls at a time
+   └─────> with no processes ────────────> called here and now, for a debugger
 """
 
 import itertools
@@ -14,7 +15,7 @@ from braidrl.cluster.process import END_LIMIT_S
 from braidrl.config import RewardConfig
 from braidrl.rewards.lanes import Call, CallOutcome, Calls, Concurrent, Lane, OneByOne
 from braidrl.rewards.verifier import Completion, Verifier
-from braidrl.rewards.worker import encode
+from braidrl.rewards.worker import call_here, encode
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
@@ -49,7 +50,10 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             }
             call = Call(number, verifier, encode(message), self.settings.max_abs)
             call.future.set_running_or_notify_cancel()
-            self._queue_of(verifier).put(call)
+            if self.settings.processes or verifier.asynchronous:
+                self._queue_of(verifier).put(call)
+                return call.future
+        call.answer(call_here(verifier, message))
         return call.future
 
     def _queue_of(self, verifier: Verifier) -> Calls:

@@ -91,15 +91,16 @@ def load(key: str, verifiers: dict[str, Verifier]) -> Message:
 
 def _call_alone(verifier: Verifier, message: Message, limits: Limits | None) -> Message:
     if limits is not None and verifier.name not in VERIFIERS:
-        return sandboxed(lambda: _call(verifier, message), limits)
+        return sandboxed(lambda: call_here(verifier, message), limits)
     die_after(message["limit_s"] + ORPHAN_GRACE_S)
     try:
-        return _call(verifier, message)
+        return call_here(verifier, message)
     finally:
         die_after(0)
 
 
-def _call(verifier: Verifier, message: Message) -> Message:
+def call_here(verifier: Verifier, message: Message) -> Message:
+    """Call a verifier in this process and thread; return its answer, or how it failed."""
     try:
         value = verifier(message["completion"])
         return judgement(asyncio.run(_wait(value)) if inspect.isawaitable(value) else value)

@@ -166,3 +166,14 @@ def test_an_interrupted_or_killed_run_leaves_no_process(tmp_path, sent, timeout_
         finally:
             run.kill()
     assert wait_until(lambda: not any(worker.is_running() and worker.status() != "zombie" for worker in workers))
+
+
+def test_without_processes_a_verifier_is_called_in_this_one_and_its_failure_is_a_rows_all_the_same():
+    before = children()
+    with RewardPool(RewardConfig(processes=0)) as pool:
+        verifier = own("by_word")
+        outcomes = [pool.submit(completion(word), verifier).result(0) for word in ("ok", "raise", "no")]
+        assert children() == before
+        assert pool.submit(completion(str(os.getpid())), own("runs_in")).result(0).correct
+    assert [outcome.failure for outcome in outcomes] == [None, "exception", None]
+    assert [outcome.correct for outcome in (outcomes[0], outcomes[2])] == [True, False]
