@@ -26,7 +26,8 @@ from braidrl.flow.stage import Signature
 from braidrl.observe.metrics import Sums
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.group import WorkerGroup
-from braidrl.runtimes.hybrid.handles import READ, Answer, Handle, Output, unpacked_rows
+from braidrl.runtimes.hybrid.handles import READ, Answer, Handle, Output
+from braidrl.runtimes.hybrid.messages import unpack_index
 from braidrl.runtimes.hybrid.start import start_groups
 from braidrl.runtimes.hybrid.worker import HybridWorker
 from braidrl.transfer.protocols import PROTOCOLS, register
@@ -94,7 +95,7 @@ class Lying:
         firsts = [share * rank for rank in range(size)]
         made = group.call("load_models", [tokens] * size, firsts, [first + share for first in firsts], [key] * size)
         output = Output(READ)
-        output.begin(group, made, [range(first, first + share) for first in firsts])
+        output.begin(key, group, made, [range(first, first + share) for first in firsts])
         output.finish(group.wait(made))
         before = [(rank - 1) % size * share for rank in range(size)]
         # Each rank gets what the one before it holds.
@@ -105,7 +106,7 @@ class Lying:
         key = next(self.keys)
         futures = self.group.call("execute", self.handle, ECHO, 0, key, reads=frozenset(COLUMNS))
         answers = self.group.wait(futures)
-        assert sum(len(unpacked_rows(answer.index)) for answer in answers) == DISPATCHED
+        assert sum(len(unpack_index(answer.index)) for answer in answers) == DISPATCHED
         assert all(answer.columns == COLUMNS for answer in answers)
         for future in futures:
             self.group.release(future.worker, key)

@@ -204,6 +204,19 @@ def denominators(index: Rows) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True)
+class UpdateCounts:
+    """What an optimizer step has to know of all of its rows: the counts that loss sums are divided by, and in words which they are."""
+
+    counts: Mapping[str, float]
+    rows: str
+
+    @staticmethod
+    def of(index: Rows) -> "UpdateCounts":
+        """Count the rows of an optimizer step, of which `index` has the index columns."""
+        return UpdateCounts(denominators(index), named_rows(index.uids()))
+
+
 def nonfinite_tokens(rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> str:
     """Return in words which tokens of a micro-batch have a prediction or a column that is not finite; its rows where none has.
 

@@ -185,5 +185,11 @@ class RoleEngine(Protocol):
     def clear(self) -> None:
         """Drop every row, and give the memory of keys and values back."""
 
+    def sleep(self) -> None:
+        """Give back what generation alone needs; weights may be published meanwhile. Raises RuntimeError while rows are in flight."""
+
+    def wake(self) -> None:
+        """Get ready to generate again."""
+
     def close(self) -> None:
         """End whatever it has started."""

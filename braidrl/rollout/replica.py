@@ -70,9 +70,10 @@ class EngineReplica:
                 f"{self.name}: {len(self._answers)} rows are under way; an engine sleeps when it has none"
             )
         self._awake.clear()
-        self.engine.clear()
+        self.engine.sleep()
 
     async def wake(self) -> None:
+        self.engine.wake()
         self._awake.set()
 
     async def recover(self) -> int:

@@ -13,6 +13,7 @@ from braidrl.data.rows import Rows, tokens_of
 from braidrl.flow import Stage
 from braidrl.flow.compute import dropped, summed
 from braidrl.models.checkpoint import Write
+from braidrl.models.objective import UpdateCounts
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import Done, TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
@@ -64,10 +65,10 @@ class EagerBackend(RowsBackend):
         self.executor.train(stage, parts, iteration, sums, sum(map(len, updates)))
 
     @contextmanager
-    def _update(self, stage: Stage, rows: Rows, iteration: int) -> Iterator[tuple[Rows, Rows]]:
+    def _update(self, stage: Stage, rows: Rows, iteration: int) -> Iterator[tuple[UpdateCounts, Rows]]:
         with self._traced(stage, iteration, len(rows)) as done:
             done.tokens = int(rows["length"].sum())
-            yield rows.index, rows
+            yield self.executor.update(stage, rows.index, rows)
 
     def take(self, table: Rows, positions: Sequence[int]) -> Rows:
         return table.take(positions)

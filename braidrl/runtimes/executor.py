@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.cluster.devices import choose_device
 from braidrl.config import Config
-from braidrl.data.rows import Column, Rows, named_rows
+from braidrl.data.rows import Column, Rows
 from braidrl.errors import BadUpdate, UserError
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.compute import computed, of_namespace, summed
@@ -26,7 +26,7 @@ from braidrl.flow.methods import class_and_method, is_method
 from braidrl.flow.signatures import is_reward
 from braidrl.models.backend import TrainingBackend
 from braidrl.models.checkpoint import Write, saving_tasks
-from braidrl.models.objective import Objective, denominators, with_group_tokens
+from braidrl.models.objective import Objective, UpdateCounts, with_group_tokens
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.role_settings import inference_layouts, with_layout
 from braidrl.models.roles.make import make_worker, torch_worker
@@ -167,7 +167,7 @@ class StageExecutor:
     def train(
         self,
         stage: Stage,
-        updates: Iterable[AbstractContextManager[tuple[Rows, Rows]]],
+        updates: Iterable[AbstractContextManager[tuple[UpdateCounts, Rows]]],
         iteration: int,
         sums: Sums,
         total: int | None = None,
@@ -177,7 +177,7 @@ class StageExecutor:
 
         Args:
             stage: A train stage.
-            updates: Of each update the index columns of all its rows, and the rows that are here.
+            updates: Of each update what `update` returns.
             iteration: Number of the batch.
             sums: Where metrics are added.
             total: Rows that are here in all updates, for the progress bar.
@@ -189,27 +189,36 @@ class StageExecutor:
         self.residency.before(stage)
         with self.progress.stage(stage.name, total) as bar:
             for update in updates:
-                with update as (index, rows):
-                    losses = self.forward_backward(stage, index, rows, sums, bar)
-                    self.optim_step(stage, losses, index, iteration, sums, counted)
+                with update as (counts, rows):
+                    losses = self.forward_backward(stage, rows, sums, bar)
+                    self.optim_step(stage, losses, counts, iteration, sums, counted)
 
-    def forward_backward(self, stage: Stage, index: Rows, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
-        """Add the gradient sums of `rows`, some of those in `index`; return loss sums by denominator."""
-        objective = self.objective(stage)
-        if objective.needs_group_tokens and len(rows):
-            rows = with_group_tokens(rows, index)
-        return self.workers[str(stage.role)].forward_backward(objective, rows, sums, bar.update)
+    def update(self, stage: Stage, index: Rows, rows: Rows) -> tuple[UpdateCounts, Rows]:
+        """Return what an optimizer step needs: the counts of all of its rows, and those that are here with what each must know of others.
+
+        Args:
+            stage: A train stage with a loss.
+            index: Index columns of all rows of the step.
+            rows: Those of them that are here.
+        """
+        needs = self.objective(stage).needs_group_tokens and len(rows)
+        return UpdateCounts.of(index), with_group_tokens(rows, index) if needs else rows
+
+    def forward_backward(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
+        """Add the gradient sums of rows; return loss sums by denominator."""
+        return self.workers[str(stage.role)].forward_backward(self.objective(stage), rows, sums, bar.update)
 
     def optim_step(
-        self, stage: Stage, losses: Mapping[str, float], index: Rows, iteration: int, sums: Sums, counted: bool = True
-    ) -> None:
-        """Make one optimizer step by the global counts of the update's index columns, and add its loss and gradient norm to `sums`."""
-        counts, objective, worker = denominators(index), self.objective(stage), self.workers[str(stage.role)]
+        self, stage: Stage, losses: Mapping[str, float], update: UpdateCounts, iteration: int, sums: Sums,
+        counted: bool = True,
+    ) -> None:  # fmt: skip
+        """Make one optimizer step by the update's global counts, and add its loss and gradient norm to `sums`."""
+        counts, objective, worker = update.counts, self.objective(stage), self.workers[str(stage.role)]
         needed = {name: counts[name] for name in objective.denominators}
         norm = worker.optim_step(needed, iteration)
         if norm is not None and not math.isfinite(norm):
             if not self.config.trainer.skip_bad_updates:
-                raise BadUpdate(bad_update(stage, norm, getattr(worker, "nonfinite", ()), index))
+                raise BadUpdate(bad_update(stage, norm, getattr(worker, "nonfinite", ()), update.rows))
             sums.add(f"{stage.role}/skipped_updates", int(counted))
             return
         if any(count > 0 for count in counts.values()):
@@ -282,7 +291,7 @@ def checked(stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]
     return columns
 
 
-def bad_update(stage: Stage, norm: float, where: Sequence[str], index: Rows) -> str:
+def bad_update(stage: Stage, norm: float, where: Sequence[str], rows: str) -> str:
     """Return what is to be said of an update whose gradient is not finite: of which stage, tokens and rows."""
-    found = "; ".join(where) or f"the losses are finite, and the update was made{named_rows(index.uids())}"
+    found = "; ".join(where) or f"the losses are finite, and the update was made{rows}"
     return f"{stage.name}: the gradient's norm is {norm}, nothing was updated: {found}"

@@ -83,6 +83,15 @@ class SteppingEngine(ABC):
     def clear(self, release: bool = True) -> None:
         """Drop every row and free the keys and values; without `release` an engine may keep memory that it will need again."""
 
+    def sleep(self) -> None:
+        """Give back what generation alone needs: keys and values, and whatever else an engine knows of."""
+        if self._under_way:
+            raise RuntimeError(f"{len(self._under_way)} rows are under way; an engine sleeps when it has none")
+        self.clear()
+
+    def wake(self) -> None:  # noqa: B027
+        """Get ready to generate again; what `sleep` gave back is taken when it is needed."""
+
     def recover(self) -> int:
         """Make a failed engine ready, and return the version of its weights. Raises EngineError when it cannot."""
         return self.version

@@ -119,6 +119,12 @@ class EngineService:
     def clear(self) -> None:
         """Do nothing: between two calls nothing is under way."""
 
+    def sleep(self) -> None:
+        self._runner.run(self.router.sleep())
+
+    def wake(self) -> None:
+        self._runner.run(self.router.wake())
+
     def close(self) -> None:
         run_cancelled_by_interrupts(self._runner, self._stop())
         self._runner.close()

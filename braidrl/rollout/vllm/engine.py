@@ -24,6 +24,7 @@ from braidrl.rollout.engine import EngineError, WeightSource
 from braidrl.rollout.requests import Response, Uid, row_draws
 from braidrl.rollout.row import RemoteRow, Row, end_ids_of
 from braidrl.rollout.vllm.logits_processor import DrawByRow
+from braidrl.rollout.vllm.sleeping import PARTS, VllmMemory
 from braidrl.rollout.weights.local import check_shapes, shapes_of
 from braidrl.rollout.weights.shared_file import WeightFile
 
@@ -52,6 +53,7 @@ class VllmEngine(SteppingEngine):
         self._slots = slots
         self._expected = shapes_of(folder)
         self._engine = start(folder, slots, max_sequence_tokens, dtype, options or {})
+        self._memory = VllmMemory(self._engine, bool((options or {}).get("enable_sleep_mode")))
         self._waiting: deque[Row] = deque()
         self._flights: dict[str, RemoteRow] = {}
         self._names = itertools.count()
@@ -75,6 +77,7 @@ class VllmEngine(SteppingEngine):
         if not isinstance(source, WeightFile):
             raise ValueError("vLLM's workers take weights from a file, which each of them reads for itself")
         check_shapes(source.shapes(), self._expected)
+        self._memory.bring("weights")
         try:
             self._engine.collective_rpc("take_weights", args=(str(source.path),))
         except Exception as error:
@@ -126,6 +129,13 @@ class VllmEngine(SteppingEngine):
             self._leave(flight)
         self._waiting.clear()
         self._under_way.clear()
+
+    def sleep(self) -> None:
+        super().sleep()
+        self._memory.leave()
+
+    def wake(self) -> None:
+        self._memory.bring(*PARTS)
 
     def _accept(self, row: Row) -> None:
         self._waiting.append(row)

@@ -26,6 +26,7 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import update_plan
 from braidrl.flow.compute import dropped, summed
 from braidrl.models.checkpoint import Write
+from braidrl.models.objective import UpdateCounts
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path
 from braidrl.observe.trace import TraceWriter
@@ -121,14 +122,14 @@ class DistributedBackend:
         self.exchange.gather(replace(table, index=Rows({})), {}, own, sums)
 
     @contextmanager
-    def _update(self, stage: Stage, part: Shard, number: int) -> Iterator[tuple[Rows, Rows]]:
-        """Return one update's rows on the ranks that train them: the index columns of all, and the rows that are here."""
+    def _update(self, stage: Stage, part: Shard, number: int) -> Iterator[tuple[UpdateCounts, Rows]]:
+        """Return one update on the ranks that train it: the counts of all rows, and the rows that are here."""
         self.world.at(f"step {self.exchange.iteration}, {stage.name}, update {number}")
         needed = [column.name for column in self.flow.inputs[stage.name]]
         owner = self._balanced(part, self.executor.objective(stage).whole_groups)
         part = self.exchange.move(stage.name, part, owner, needed)
         with self.exchange.working(stage, part.rows):
-            yield part.index, part.rows
+            yield self.executor.update(stage, part.index, part.rows)
 
     def index(self, table: Shard) -> Rows:
         return table.index

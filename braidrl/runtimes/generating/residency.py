@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from braidrl.config import Config
-from braidrl.flow import Flow, Stage
+from braidrl.flow import Flow, Kind, Stage
 from braidrl.models.backend import TrainingBackend
 from braidrl.models.memory.offload import OffloadableTensors, storages
 from braidrl.models.roles.base import RoleWorker
@@ -64,6 +64,8 @@ class Residency:
 
     def __init__(self, config: Config, flow: Flow, moves: WeightMoves) -> None:
         self.flow, self.moves = flow, moves
+        self.engines: dict[str, RoleEngine] = {}
+        self.asleep: set[str] = set()
         self.phases: dict[str, GenerationWeights] = {}
         # Under streaming each role has processes of its own, and nobody to make room for.
         gib = config.trainer.resident_gib if config.runtime != "streaming" else None
@@ -78,6 +80,8 @@ class Residency:
 
     def add(self, worker: TrainingBackend, engine: RoleEngine | None, inferring: RoleWorker | None = None) -> None:
         """Take charge of a role that was just loaded, with what it infers with, and put it away: the next one needs the room."""
+        if engine is not None:
+            self.engines[worker.role] = engine
         if engine is not None and engine.memory is not None and engine.memory.weights is not None:
             self.phases[worker.role] = engine.memory.weights
         if self.budget is None:
@@ -107,12 +111,23 @@ class Residency:
     def before(self, stage: Stage) -> None:
         """Load what a stage needs; one that needs no model leaves all where it is."""
         if needed := stage_needs(stage, self.shared, self.copied):
+            self._sleep_and_wake(stage)
             self._move(frozenset(needed))
             for role, weights in self.phases.items():
                 if Asset(role, "weights") in needed:
                     weights.leave()
                 elif Asset(role, "engine") in needed:
                     self.moves.note(role, weights.enter())
+
+    def _sleep_and_wake(self, stage: Stage) -> None:
+        """Let engines sleep while a stage needs the device for something else, and wake the one that generates."""
+        generates = {str(stage.role)} if stage.kind is Kind.GENERATE else set[str]()
+        for role in sorted(self.engines.keys() - self.asleep - generates):
+            self.engines[role].sleep()
+            self.asleep.add(role)
+        for role in generates & self.asleep:
+            self.engines[role].wake()
+            self.asleep.remove(role)
 
     def before_publishing(self) -> None:
         """Load the weights that go from trainers to engines with weights of their own."""

@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from braidrl.config import Config
-from braidrl.data.codec import pack_rows, payload_forbidden, unpack_rows
+from braidrl.data.codec import payload_forbidden
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
@@ -26,6 +27,7 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.methods import class_and_method, is_method
 from braidrl.flow.stage import Signature
 from braidrl.models.checkpoint import Write
+from braidrl.models.objective import UpdateCounts, with_group_tokens
 from braidrl.models.role_settings import layout_of
 from braidrl.observe.metrics import Sums
 from braidrl.placement.pools import Pool
@@ -35,6 +37,7 @@ from braidrl.runtimes.generating.engines import generation_layout, pools_ranks
 from braidrl.runtimes.hybrid.dispatch import StageDispatch, by_length, by_number, group_of
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import READ, Handle, Output, columns_read
+from braidrl.runtimes.hybrid.messages import unpack_index
 from braidrl.runtimes.hybrid.pool_worker import method_class
 from braidrl.runtimes.saving.background import check_written
 from braidrl.runtimes.saving.row_store import Admission, Origin
@@ -42,7 +45,7 @@ from braidrl.transfer.protocols import Mesh, Registration, registered
 
 
 class HybridBackend(StageDispatch):
-    """Implements `SerialBackend` with handles. Every role has a worker group; rows are made by rank 0 of `home`."""
+    """Implements `SerialBackend` with handles. Every role has a worker group; rows are made by `home`."""
 
     def __init__(
         self,
@@ -69,17 +72,27 @@ class HybridBackend(StageDispatch):
 
     def admit(self, groups: int) -> Handle:
         assert self.loader is not None, "this backend only evaluates"
-        return self.read(Admission(tuple(self.loader.advance(groups))))
+        return self.read(Admission(self.loader.advance(groups)))
 
     def read(self, origin: Origin) -> Handle:
+        """Read rows on the ranks of `home`: of admitted prompts each has its own part."""
         self.release_forgotten()
-        key = next(self.keys)
-        future = self.home.call("make", origin, key)
-        answers = self.home.wait([future])
-        output = Output(READ)
-        self._note(output, key, self.home, [future], [range(len(unpack_rows(answers[0].index)))])
+        key, origins = next(self.keys), self._divided(origin)
+        futures = [self.home.send(rank, "make", (own, key)) for rank, own in enumerate(origins)]
+        answers = self.home.wait(futures)
+        output, ends = Output(READ), [0, *accumulate(len(unpack_index(answer.index)) for answer in answers)]
+        self._note(output, key, self.home, futures, [range(*edges) for edges in pairwise(ends)])
         output.finish(answers)
         return Handle((output,), torch.arange(len(output.future))[None])
+
+    def _divided(self, origin: Origin) -> list[Origin]:
+        """Return what each of the first ranks of `home` reads, in the order of the rows."""
+        if not isinstance(origin, Admission):
+            return [origin]
+        numbers = origin.numbers
+        ranks = min(len(numbers), self.home.mesh.size)
+        edges = [len(numbers) * rank // ranks for rank in range(ranks + 1)]
+        return [Admission(numbers[start:end]) for start, end in pairwise(edges)]
 
     def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums) -> Handle:
         """Begin a stage; one without a role is deferred until somebody needs what it writes."""
@@ -101,7 +114,8 @@ class HybridBackend(StageDispatch):
             return self.run(stage, table, iteration, sums)
         output, group, index = Output(stage, table, iteration, sums), group_of(stage, self.groups), self.index(table)
         parts = by_number(index, group.mesh.size)
-        self._begin(output, group, parts, "generate_needed", segment, needless, index.uids())
+        uids = group.common(index.uids())
+        self._begin(output, group, parts, "generate_needed", segment, needless, uids)
         return table.with_output(output)
 
     def totals(self, stage: Stage, table: Handle) -> dict[str, float]:
@@ -118,11 +132,22 @@ class HybridBackend(StageDispatch):
             copied = group.call("copy_weights", stage)
             self.training.append(Output(stage, None, iteration, sums, group, copied))
             return
-        index, whole_groups = self.index(table), self.executor.objective(stage).whole_groups
+        index, objective = self.index(table), self.executor.objective(stage)
         for update in updates:
             rows = index.take(update)
-            chosen = replace(table.take(update), parts=by_length(rows, group.mesh.size, whole_groups))
-            futures = group.call("update", chosen, pack_rows(rows), stage, iteration, reads=columns_read(stage))
+            counts, chosen = group.common(UpdateCounts.of(rows)), table.take(update)
+            if objective.needs_group_tokens:
+                counted = Output(stage, index=with_group_tokens(rows.only(("group",)), rows).only(("group_tokens",)))
+                chosen = chosen.with_output(counted)
+            chosen = replace(chosen, parts=by_length(rows, group.mesh.size, objective.whole_groups))
+            futures = group.call(
+                "update",
+                chosen,
+                counts,
+                stage,
+                iteration,
+                reads=frozenset((*columns_read(stage), *rows, "group_tokens")),
+            )
             self.training.append(Output(stage, None, iteration, sums, group, futures))
 
     def publish(self, version: int) -> None:

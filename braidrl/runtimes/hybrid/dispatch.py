@@ -60,7 +60,7 @@ class StageDispatch:
 
     def _note(self, output: Output, key: int, group: WorkerGroup, futures: Sequence[Future], parts: Partition) -> None:
         """Note what was begun; its workers forget the rows when nobody here refers to the futures any more."""
-        output.begin(group, futures, parts)
+        output.begin(key, group, futures, parts)
         for future in futures:
             weakref.finalize(future, self.forgotten.append, (group, future.worker, key)).atexit = False
 

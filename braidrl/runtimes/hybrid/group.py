@@ -3,7 +3,6 @@
 driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, rank 1, ... ──▶ Future each ──wait──▶ Answer
 """
 
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +15,8 @@ from braidrl.data.rows import named_rows
 from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
 from braidrl.flow import Stage
 from braidrl.placement.pools import Pool
-from braidrl.runtimes.hybrid.handles import Answer, Future, Handle, Part
+from braidrl.runtimes.hybrid.handles import Answer, Common, Future, Handle, Part
+from braidrl.runtimes.hybrid.messages import pack, unpack
 from braidrl.runtimes.hybrid.worker import HybridWorker, StageFailure
 from braidrl.transfer.protocols import Mesh, registered
 
@@ -54,6 +54,8 @@ class WorkerGroup:
     """Name of each worker of the run, by Ray's id of its actor."""
     forgotten: dict[int, list[int]] = field(default_factory=dict)
     """By rank, keys of rows that nobody can ask for any more: the worker is told with its next call."""
+    stages: Sequence[Stage] = ()
+    """Stages that the workers know too, once they have loaded their models."""
 
     @property
     def mesh(self) -> Mesh:
@@ -76,6 +78,12 @@ class WorkerGroup:
         futures = [self.send(n, method, call, reads, aside) for n, call in enumerate(calls) if call is not None]
         return protocol.collect(self.mesh, calls, futures)
 
+    def common(self, value: Any) -> "Common":
+        """Return an argument that all workers read from Ray's object store: it is sent once."""
+        packed = pack(value, self.stages)
+        self.traffic.sent += len(packed)
+        return Common(ray.put(packed))
+
     def release(self, worker: int, key: int) -> None:
         """Let a worker forget the rows that it keeps under a key."""
         self.forgotten.setdefault(worker - self.first, []).append(key)
@@ -86,14 +94,15 @@ class WorkerGroup:
         """Call a method of one rank, and give it the part of a table in the place of its handle; the rest is as for `call`."""
         awaited: list[Future] = []
         plain = [a.part(awaited, reads) if isinstance(a, Handle) else a for a in arguments]
+        common = [argument.ref for argument in plain if isinstance(argument, Common)]
         # An aside call may overtake others, which still need what is to be forgotten.
         released = () if aside else self.forgotten.pop(rank, ())
-        message = pickle.dumps((method, plain, released))
+        message = pack((method, plain, released), self.stages)
         self.traffic.sent += len(message)
         perform = self.actors[rank].perform
         if aside:
             perform = perform.options(concurrency_group="aside")
-        ref = perform.remote(message, *(future.ref for future in awaited))
+        ref = perform.remote(message, *common, *(future.ref for future in awaited))
         what = next((argument.name for argument in plain if isinstance(argument, Stage)), method)
         part = next((argument for argument in plain if isinstance(argument, Part)), Part())
         return Future(ref, self.first + rank, f"{self.pool.name} rank {rank}", what, part)
@@ -126,7 +135,7 @@ class WorkerGroup:
                     self._raise_deaths(list(waiting.values()))
                     raise
                 self.traffic.received += len(packed)
-                answers[ref] = pickle.loads(packed)
+                answers[ref] = unpack(packed)
                 # Index columns and sums go to whoever waits; with the future stays where the payload is.
                 future.answer = replace(answers[ref], index=b"", sums={}, result=None)
                 if arrived:

@@ -1,13 +1,13 @@
-"""The five types that carry rows: three that the driver holds, and two that travel. None of them has payload.
+"""The types that carry rows: three that the driver holds, and two that travel. None of them has payload.
 
 Handle    a table of the driver; never changes     rows        0 1 2 3 4 5     for each output the row of it that a row has
 Output    what one stage writes for a table        generate    a a a b b b     deferred, then under way, then there
 Future    a, b: a call on one worker               verify      c c c d d d
-Part      the rows that a worker is given: index columns by value, payload by where it lies
+Part      the rows that a worker is given: index columns by value, payload by where it lies, a Source for each stage that wrote some
 Answer    what the worker replies: index columns by value, the names of the payload columns that it keeps
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from braidrl.data.codec import pack_rows, unpack_rows
-from braidrl.data.rows import Rows, merged_rows
+from braidrl.data.rows import IDENTITY, Rows, merged_rows
 from braidrl.flow import Kind, Stage
 from braidrl.flow.stage import Signature
 from braidrl.observe.metrics import Sums
+from braidrl.runtimes.hybrid.messages import narrowed, pack_index, unpack_index
 
 Numbers = NDArray[np.int64]
 READ = Stage("read", "read", None, Signature(Kind.COMPUTE))
@@ -39,25 +39,69 @@ class Answer:
     seconds: float = 0.0
     result: Any = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Say what is not there by default."""
+        given = (self.index, self.columns, self.worker, self.key, dict(self.sums), self.seconds)
+        if self.result is None:
+            return Answer, given if self.seconds or self.key >= 0 or self.sums else ()
+        return Answer, (*given, self.result)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Payload that workers keep under one key: of each row (B,) the worker, -1 where there is none, and the row's number there.
+
+    Without `columns` their names are in the answers that come with the call.
+    """
+
+    key: int
+    columns: tuple[str, ...] | None
+    workers: Numbers
+    rows: Numbers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        packed = [(narrow.dtype.str[1:], narrow.tobytes()) for narrow in map(narrowed, (self.workers, self.rows))]
+        return unpacked_source, (self.key, self.columns, *packed)
+
+    def pieces(self) -> Iterator[tuple[int, Numbers, Tensor]]:
+        """Yield each worker with its rows there (n,) and their places here (n,)."""
+        for worker in np.unique(self.workers[self.workers >= 0]).tolist():
+            places = (self.workers == worker).nonzero()[0]
+            yield worker, self.rows[places], torch.from_numpy(places)
+
+
+def unpacked_source(key: int, columns: tuple[str, ...] | None, *packed: tuple[str, bytes]) -> Source:
+    """Return what was pickled of a source."""
+    workers, rows = (np.frombuffer(values, dtype=kind).astype(np.int64) for kind, values in packed)
+    return Source(key, columns, workers, rows)
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Rows of a table for one worker: index columns by value; for each source of payload its rows there, and their places here.
-
-    A source is the answer of the worker that keeps it, or the number of that answer among those that come with the call.
-    """
+    """Rows of a table for one worker: index columns by value, and where their payload lies."""
 
     size: int = 0
     index: bytes = b""
-    sources: tuple[Answer | int, ...] = ()
-    rows: tuple[Numbers, ...] = ()
-    positions: tuple[Numbers, ...] = ()
+    sources: tuple[Source, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Part, (self.size, self.index, self.sources)
 
     def __len__(self) -> int:
         return self.size
 
     def uids(self) -> list[tuple[int, int, int]]:
-        return unpack_rows(self.index).uids() if self.size else []
+        return unpack_index(self.index).uids() if self.size else []
+
+
+@dataclass(frozen=True, eq=False)
+class Common:
+    """An argument that is the same for many calls: a reference to its bytes, which comes beside the message."""
+
+    ref: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Common, ()
 
 
 @dataclass(eq=False)
@@ -88,14 +132,16 @@ class Output:
     future: Tensor = field(default_factory=lambda: torch.zeros(0))
     row: Tensor = field(default_factory=lambda: torch.zeros(0))
     index: Rows | None = None
+    key: int = -1
+    """Under which the workers keep it."""
 
     @property
     def deferred(self) -> bool:
         return self.index is None and not self.futures
 
-    def begin(self, group: Any, futures: Sequence[Future], positions: Sequence[Sequence[int]]) -> None:
-        """Note who computes which rows: `positions` are those of each future, in its order."""
-        self.table, self.group, self.futures = None, group, futures
+    def begin(self, key: int, group: Any, futures: Sequence[Future], positions: Sequence[Sequence[int]]) -> None:
+        """Note who computes which rows, and keeps them under which key: `positions` are those of each future, in its order."""
+        self.table, self.key, self.group, self.futures = None, key, group, futures
         size = sum(map(len, positions))
         self.future, self.row = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
         for number, rows in enumerate(positions):
@@ -105,7 +151,7 @@ class Output:
     def finish(self, answers: Sequence[Answer]) -> None:
         """Note what the futures have brought."""
         size = len(self.future)
-        arrived = {future: unpack_rows(answer.index) for future, answer in zip(self.futures, answers, strict=True)}
+        arrived = {future: unpack_index(answer.index) for future, answer in zip(self.futures, answers, strict=True)}
         pieces = self.pieces(torch.arange(size))
         self.index = merged_rows(size, [(positions, arrived[future].take(rows)) for future, rows, positions in pieces])
 
@@ -116,6 +162,23 @@ class Output:
         places = (rows >= 0).nonzero().flatten()
         number, row = self.future[rows[places]], self.row[rows[places]]
         return [(self.futures[n], row[number == n], places[number == n]) for n in number.unique().tolist()]
+
+    def sources(self, rows: Tensor, awaited: list[Future]) -> Iterator[Source]:
+        """Yield where the payload of some rows (-1: none) lies; appends the futures that their reader has to wait for."""
+        places = (rows >= 0).nonzero().flatten()
+        future, workers = self.future[rows[places]], torch.tensor([future.worker for future in self.futures])
+        found: dict[tuple[str, ...] | None, list[int]] = {}
+        for number in future.unique().tolist():
+            answer = self.futures[number].answer if self.index is not None else None
+            awaited += [] if answer else [self.futures[number]]
+            found.setdefault(answer.columns if answer else None, []).append(number)
+        for columns, numbers in found.items():
+            own = places[torch.isin(future, torch.tensor(numbers))]
+            of_row = torch.full((len(rows),), -1)
+            of_row[own] = workers[self.future[rows[own]]]
+            there = torch.zeros(len(rows), dtype=torch.int64)
+            there[own] = self.row[rows[own]]
+            yield Source(self.key, columns, of_row.numpy(), there.numpy())
 
     def holds(self, names: frozenset[str] | None) -> bool:
         """Return True if one of these columns, or any for None, is payload of this output, or may be while it is under way."""
@@ -203,15 +266,15 @@ class Handle:
 
         Args:
             awaited: Futures whose answers have to come with the call; those of this table are appended.
-            reads: Columns that the worker needs; all by default.
+            reads: Columns that the worker needs beside the rows' identity and length; all by default.
         """
-        sources: list[tuple[Answer | int, Numbers, Numbers]] = []
-        for output, own in zip(self.outputs, self.rows, strict=True):
-            for future, rows, places in output.pieces(own) if output.holds(reads) else ():
-                here = future.answer if output.index is not None else None
-                sources.append((here or len(awaited), rows.numpy(), places.numpy()))
-                awaited += [] if here else [future]
-        return Part(len(self), pack_rows(self.index), *(tuple(column) for column in zip(*sources, strict=True)))
+        if not len(self):
+            return Part()
+        held = [(output, own) for output, own in zip(self.outputs, self.rows, strict=True) if output.holds(reads)]
+        sources = tuple(source for output, own in held for source in output.sources(own, awaited))
+        index = self.index
+        needed = [name for name in index if reads is None or name in reads or name in (*IDENTITY, "length")]
+        return Part(len(self), pack_index(index.only(needed)), sources)
 
 
 def assemble(
@@ -232,14 +295,18 @@ def assemble(
     """
     if not part.size:
         return Rows({})
-    segments, begun = [(torch.arange(part.size), unpack_rows(part.index))], []
-    for source, rows, positions in zip(part.sources, part.rows, part.positions, strict=True):
-        answer, places = answers[source] if isinstance(source, int) else source, torch.from_numpy(positions)
-        if isinstance(source, int):
-            segments.append((places, unpack_rows(answer.index).take(torch.from_numpy(rows))))
-        wanted = tuple(name for name in answer.columns if reads is None or name in reads)
-        if wanted:
-            begun.append((places, fetch(answer.worker, answer.key, rows, wanted)))
+    segments, begun = [(torch.arange(part.size), unpack_index(part.index))], []
+    came = {(answer.worker, answer.key): answer for answer in answers}
+    for source in part.sources:
+        for worker, rows, places in source.pieces():
+            columns = source.columns
+            if columns is None:
+                answer = came[worker, source.key]
+                columns = answer.columns
+                segments.append((places, unpack_index(answer.index).take(torch.from_numpy(rows))))
+            wanted = tuple(name for name in columns if reads is None or name in reads)
+            if wanted:
+                begun.append((places, fetch(worker, source.key, rows, wanted)))
     fetched = wait([future for _, future in begun])
     return merged_rows(part.size, segments + [(places, rows) for (places, _), rows in zip(begun, fetched, strict=True)])
 

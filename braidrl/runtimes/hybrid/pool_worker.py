@@ -3,6 +3,7 @@
 import os
 import secrets
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from braidrl.cluster.groups import address_towards, connect_store, group_between
 from braidrl.cluster.world import Notices
 from braidrl.config import Config
 from braidrl.data.rows import Rows
+from braidrl.flow import Stage
 from braidrl.importing import import_function
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.observe.progress import Progress
@@ -24,7 +26,7 @@ from braidrl.placement.pools import Pool
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.receiving import check_devices_alike
 from braidrl.runtimes.hybrid.handles import Part
-from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
+from braidrl.runtimes.prepare.setup import Prepared, set_up_torch, with_data
 from braidrl.runtimes.saving.background import BackgroundWriter
 from braidrl.transfer.protocols import register
 
@@ -34,10 +36,9 @@ Meeting = tuple[str, int, str]
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """A worker's number among all workers, the names of these, its pool and rank there, the folder for its trace, limits of waiting."""
+    """A worker's number among all workers, its pool and rank there, the folder for its trace, limits of waiting."""
 
     number: int
-    names: list[str]
     pool: Pool
     rank: int
     folder: Path | None
@@ -67,11 +68,21 @@ class PoolWorker:
         self.trace: TraceWriter | None = None
         self.version = 0
         self.meeting: dist.TCPStore | None = None
+        self.stages: tuple[Stage, ...] = ()
+        self._everybody: Any = ([], [])
         self.writing = BackgroundWriter()
 
-    def configure(self, spec: WorkerSpec, *peers: Any) -> None:
-        """Join a run, whose workers are `peers` by number."""
-        self.spec, self.peers = spec, peers
+    def configure(self, spec: WorkerSpec, everybody: list[Any]) -> None:
+        """Join a run; `everybody` refers to its workers by number, and their names."""
+        self.spec, self._everybody = spec, everybody
+
+    @property
+    def everybody(self) -> tuple[list[Any], list[str]]:
+        """Return the run's workers by number, and their names."""
+        if isinstance(self._everybody, list):
+            self._everybody = ray.get(self._everybody[0])
+        found: tuple[list[Any], list[str]] = self._everybody
+        return found
 
     def close(self) -> None:
         """End the processes that check answers, and forget rows, files and ranks."""
@@ -99,20 +110,22 @@ class PoolWorker:
         self.resources.callback(dist.destroy_process_group)
         self.notices = Notices(dist.PrefixStore("notices", self.meeting))
 
-    @register(protocol="ALL_TO_ALL")
-    def load_models(self, prepared: Prepared, verifies: bool) -> int:
+    @register(protocol="ONE_TO_ALL")
+    def load_models(self, prepared: Prepared, kept: Mapping[str, Any] | None) -> int:
         """Load the pool's roles, with engines for those that generate in it.
 
         Args:
-            prepared: The run; only one worker gets its training data.
-            verifies: Start the processes that check answers.
+            prepared: The run without its data.
+            kept: The examples that the driver has kept, where this worker reads data and checks answers.
 
         Returns:
             This process's id.
         """
         set_up_torch(prepared.config)
+        if kept is not None:
+            prepared = with_data(prepared, kept)
         self.call.doing = (self.spec.pool.name, "loading its models", Part())
-        self.flow, self.rows = prepared.flow, prepared.store()
+        self.flow, self.rows, self.stages = prepared.flow, prepared.store(), prepared.stages
         if self.spec.folder is not None:
             self.trace = TraceWriter(self.spec.folder, self.spec.name)
             self.resources.callback(self.trace.close)
@@ -120,7 +133,7 @@ class PoolWorker:
         silent = self.resources.enter_context(open(os.devnull, "w"))  # noqa: SIM115
         self.executor = StageExecutor(
             prepared.config, prepared.flow, self.spec.pool.models, prepared.tokenizer,
-            prepared.rewards() if verifies else None, Progress(stream=silent), self.spec.pool.generating, self.ranks,
+            prepared.rewards() if kept is not None else None, Progress(stream=silent), self.spec.pool.generating, self.ranks,
         )  # fmt: skip
         self.resources.callback(self.executor.close)
         self.executor.generation.moves.trace = self.trace

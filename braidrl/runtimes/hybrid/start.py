@@ -1,5 +1,6 @@
 """From a checked configuration to a backend of workers on Ray: pools, actors, models; all of it ends with the backend."""
 
+import pickle
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -77,17 +78,21 @@ def start_groups(cluster: RayCluster, pools: Sequence[Pool], limit_s: float, fol
         for rank, actor in enumerate(actors):
             names[actor._actor_id.hex()] = f"{pool.name} rank {rank}"
             name_of.append(f"{pool.name} rank {rank}")
-            specs.append(WorkerSpec(len(specs), name_of, pool, rank, folder.resolve() if folder else None, limit_s))
+            specs.append(WorkerSpec(len(specs), pool, rank, folder.resolve() if folder else None, limit_s))
     everybody = [actor for group in groups for actor in group.actors]
+    # Put once, and fetched by a worker when it first asks another for rows.
+    peers = cluster.ray.put((everybody, name_of))
     for actor, spec in zip(everybody, specs, strict=True):
-        actor.configure.remote(spec, *everybody)
+        traffic.sent += len(pickle.dumps(spec))
+        actor.configure.remote(spec, [peers])
     return groups
 
 
 def load(groups: Sequence[WorkerGroup], home: WorkerGroup, prepared: Prepared) -> None:
-    """Let the ranks of each pool form a process group and load their models; training data goes to rank 0 of `home` alone."""
+    """Let the ranks of each pool form a process group and load their models; those of `home` read the data."""
     begun: list[tuple[WorkerGroup, list[Future]]] = []
-    without_data = replace(prepared, sources=[], texts=None)
+    without_data = home.common(replace(prepared, sources=[], eval_sources={}, texts=None))
+    kept = home.common(prepared.kept)
     for group in groups:
         others = inference_layouts(prepared.config, prepared.flow)
         layouts = [layout_of(role, prepared.config) for role in group.pool.models]
@@ -97,11 +102,11 @@ def load(groups: Sequence[WorkerGroup], home: WorkerGroup, prepared: Prepared) -
             (answer,) = group.wait([group.call("rendezvous")])
             begun.append((group, group.call("join_process_group", answer.result)))
     for group in groups:
-        size, is_home = group.mesh.size, group is home
-        each = [prepared if is_home and rank == 0 else without_data for rank in range(size)]
-        begun.append((group, group.call("load_models", each, [is_home] * size)))
+        begun.append((group, group.call("load_models", without_data, kept if group is home else None)))
     for group, futures in begun:
         group.wait(futures)
+    for group in groups:
+        group.stages = prepared.stages
     for role in prepared.generating:
         exchange_weights(groups, role)
 

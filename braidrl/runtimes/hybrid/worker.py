@@ -3,7 +3,6 @@
 driver ──perform──▶ one call after the other      worker ──fetch──▶ its rows, also while a call runs
 """
 
-import pickle
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -13,22 +12,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import ray
 import torch
 from torch import Tensor
 
-from braidrl.data.codec import decode, encode, pack_rows, unpack_rows
+from braidrl.data.codec import decode, encode
 from braidrl.data.rows import Column, Rows, named_rows, tokens_of
 from braidrl.errors import UserError, no_room
 from braidrl.flow import Stage
 from braidrl.flow.compute import computed, summed
+from braidrl.models.objective import UpdateCounts
+from braidrl.models.parallel.replicated import all_gather_bytes
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import traced
 from braidrl.rollout.requests import Uid
 from braidrl.runtimes.executor import checked
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
-from braidrl.runtimes.hybrid.handles import Answer, Numbers, Part, assemble, columns_read
+from braidrl.runtimes.hybrid.handles import Answer, Common, Numbers, Part, assemble, columns_read
+from braidrl.runtimes.hybrid.messages import pack, pack_index, unpack
 from braidrl.runtimes.hybrid.pool_worker import PoolWorker
 from braidrl.runtimes.saving.row_store import Origin, with_added
 from braidrl.transfer.protocols import register
@@ -46,7 +49,7 @@ class HybridWorker(PoolWorker):
 
         Args:
             message: Method, arguments, and the keys of rows to forget.
-            answers: Answers of earlier calls that have the arguments' rows.
+            answers: Arguments that are the same for many, then answers of earlier calls that have the arguments' rows.
 
         Returns:
             The packed answer.
@@ -55,11 +58,13 @@ class HybridWorker(PoolWorker):
             StageFailure: The method raised, or rows did not come.
             UserError: The method raised it.
         """
-        method, arguments, released = pickle.loads(message)
+        method, arguments, released = unpack(message, self.stages)
         for key in released:
             self.kept.pop(key, None)
+        came = iter(answers)
+        arguments = [unpack(next(came), self.stages) if isinstance(a, Common) else a for a in arguments]
         self.call.asked = {}
-        self.call.answers = [pickle.loads(packed) for packed in answers]
+        self.call.answers = [unpack(packed) for packed in came]
         self.call.doing = (self.spec.pool.name, method, Part())
         try:
             answer = getattr(self, method)(*arguments)
@@ -71,7 +76,7 @@ class HybridWorker(PoolWorker):
             if full := no_room(error):
                 raise UserError(f"{who} failed in {doing}: {full}") from None
             raise StageFailure(f"{who} failed in {doing}{named_rows(part.uids())}:\n{traceback.format_exc()}") from None
-        return pickle.dumps(answer if isinstance(answer, Answer) else Answer(result=answer))
+        return pack(answer if isinstance(answer, Answer) else Answer(result=answer))
 
     def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> list[Numbers]:
         """Return columns of some of the rows that are kept here, encoded: as arrays, which Ray copies only once.
@@ -83,7 +88,6 @@ class HybridWorker(PoolWorker):
         """
         return [np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(key, rows, columns))]
 
-    @register(protocol="RANK_ZERO")
     def make(self, origin: Origin, key: int) -> Answer:
         """Read rows from data or a file, and keep them."""
         self.call.doing = (self.spec.pool.name, f"reading {type(origin).__name__}", Part())
@@ -134,14 +138,19 @@ class HybridWorker(PoolWorker):
         return self._compute(part, stage, iteration, lambda rows, _: call(rows, *more))
 
     @register(protocol="DP")
-    def update(self, part: Part, index: bytes, stage: Stage, iteration: int) -> Answer:
-        """Make one optimizer step with the other ranks, each by its own rows; `index` has the index columns of all rows."""
+    def update(self, part: Part, counts: UpdateCounts, stage: Stage, iteration: int) -> Answer:
+        """Make one optimizer step with the other ranks, each by its own rows; rank 0 tells what all of them counted."""
 
         def train(rows: Rows, sums: Sums) -> None:
-            update = nullcontext((unpack_rows(index), rows))
+            update = nullcontext((counts, rows))
             self.executor.train(stage, [update], iteration, sums, len(rows), counted=self.spec.rank == 0)
 
-        return self._compute(part, stage, iteration, train)
+        answer = self._compute(part, stage, iteration, train)
+        if self.ranks.group is None:
+            return answer
+        every = all_gather_bytes(bytearray(msgpack.packb(Sums(answer.sums).pairs())), self.ranks.group)
+        together = Sums.merged(Sums(msgpack.unpackb(own)) for own in every)
+        return replace(answer, sums=together.pairs() if self.spec.rank == 0 else {})
 
     @register(protocol="ONE_TO_ALL")
     def copy_weights(self, stage: Stage) -> None:
@@ -175,7 +184,7 @@ class HybridWorker(PoolWorker):
     def _keep(self, key: int, rows: Rows) -> Answer:
         """Keep payload, and answer with the rest."""
         self.kept[key] = rows.payload
-        return Answer(pack_rows(rows.index), tuple(rows.payload), self.spec.number, key)
+        return Answer(pack_index(rows.index), tuple(rows.payload), self.spec.number, key)
 
     def _compute(self, part: Part, stage: Stage, iteration: int, run: Callable[[Rows, Sums], Any]) -> Answer:
         """Answer with what `run` returns for the rows of a part, the sums that it adds, and the seconds that it takes."""
@@ -199,8 +208,9 @@ class HybridWorker(PoolWorker):
     def _fetch(self, worker: int, key: int, rows: Numbers, columns: tuple[str, ...]) -> Any:
         if worker == self.spec.number:
             return self._own(key, rows, columns)
-        future = self.peers[worker].fetch.options(concurrency_group="rows").remote(key, rows, columns)
-        self.call.asked[future] = self.spec.names[worker]
+        peers, names = self.everybody
+        future = peers[worker].fetch.options(concurrency_group="rows").remote(key, rows, columns)
+        self.call.asked[future] = names[worker]
         return future
 
     def _wait(self, fetched: list[Any]) -> list[Rows]:

@@ -3,7 +3,7 @@
 import inspect
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class Prepared:
         check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
         if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
             check_answers(config, self.sources, config.data.train)
-        if any(stage.type == "verify" for stage in self.evaluation.stages):
+        if held_out and any(stage.type == "verify" for stage in self.evaluation.stages):
             check_answers(config, held_out, list(config.data.eval.values()))
         check_lengths(config, self.flow, self.sources, held_out)
 
@@ -75,6 +75,18 @@ class Prepared:
     def roles(self, train: bool = True) -> tuple[str, ...]:
         """Return the roles that need a model: in training those of the flow too."""
         return tuple(dict.fromkeys([*(self.flow.roles if train else ()), *self.generating]))
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Return the stages of the flow and of evaluation."""
+        return (*self.flow.stages, *self.evaluation.stages)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """Return which examples this process has kept of its data, for others that read the same files."""
+        evaluation = {name: source.kept for name, source in self.eval_sources.items()}
+        texts = self.texts.kept if self.texts else None
+        return {"train": [source.kept for source in self.sources], "eval": evaluation, "texts": texts}
 
     def store(self) -> RowStore:
         """Return what makes and writes the run's rows."""
@@ -108,9 +120,7 @@ def prepare_together(config: Config, world: World, train: bool = True) -> Prepar
         except UserError as error:
             world.share("data", {"refused": str(error)})
             raise
-        evaluation = {name: source.kept for name, source in prepared.eval_sources.items()}
-        texts = prepared.texts.kept if prepared.texts else None
-        world.share("data", {"train": [source.kept for source in prepared.sources], "eval": evaluation, "texts": texts})
+        world.share("data", prepared.kept)
         return prepared
     kept = world.share("data", None)
     if "refused" in kept:
@@ -130,17 +140,10 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
     evaluation = evaluation_flow(config, flow)
     tokenizer = load_tokenizer(config.model)
     check_models(config, flow if train else evaluation, tokenizer)
-    needed, known = flow.needs_from_data(), kept or {}
-    responses, pairs = "response" in needed, flow.trains_on_pairs
-    sources = (
-        load_train(config.data, tokenizer, responses=responses, pairs=pairs, kept=known.get("train")) if train else []
-    )
-    of_eval = "response" in evaluation.needs_from_data()
-    held_out = load_eval(config.data, tokenizer, pairs=of_eval, kept=known.get("eval"))
-    texts = load_texts(config.data, tokenizer, known.get("texts")) if train and "ptx_tokens" in needed else None
-    if texts is None and train and config.data.ptx is not None:
+    data = read_data(config, flow, evaluation, tokenizer, train, kept or {})
+    if data["texts"] is None and train and config.data.ptx is not None:
         raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
-    prepared = Prepared(config, flow, evaluation, tokenizer, sources, held_out, texts)
+    prepared = Prepared(config, flow, evaluation, tokenizer, **data)
     if config.runtime == "hybrid":
         pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
         check_copies(flow, pools)
@@ -151,6 +154,29 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
             check_layouts(config, flow, pool.models, pool.workers)
             check_generating_ranks(config, pool)
     return prepared
+
+
+def with_data(prepared: Prepared, kept: Mapping[str, Any]) -> Prepared:
+    """Return a run with its data, which this process reads; `kept` says which examples another process has kept of it."""
+    train = bool(kept["train"])
+    return replace(
+        prepared, **read_data(prepared.config, prepared.flow, prepared.evaluation, prepared.tokenizer, train, kept)
+    )
+
+
+def read_data(
+    config: Config, flow: Flow, evaluation: Flow, tokenizer: PreTrainedTokenizerBase, train: bool,
+    known: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the data that flow and evaluation read, by the names of `Prepared`; `known` may say which examples to keep."""
+    needed = flow.needs_from_data()
+    given = {"responses": "response" in needed, "pairs": flow.trains_on_pairs}
+    of_eval = "response" in evaluation.needs_from_data()
+    return {
+        "sources": load_train(config.data, tokenizer, **given, kept=known.get("train")) if train else [],
+        "eval_sources": load_eval(config.data, tokenizer, pairs=of_eval, kept=known.get("eval")),
+        "texts": load_texts(config.data, tokenizer, known.get("texts")) if train and "ptx_tokens" in needed else None,
+    }
 
 
 def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> None:

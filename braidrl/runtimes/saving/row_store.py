@@ -22,7 +22,7 @@ from braidrl.rewards.verify import responses
 class Admission:
     """The prompts of these admission numbers."""
 
-    numbers: tuple[int, ...]
+    numbers: Sequence[int]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import trained_on
 from braidrl.flow.compute import dropped, summed, with_state
 from braidrl.flow.flow import is_optimized
+from braidrl.models.objective import UpdateCounts
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.observe.trace import BusySpan, WorkerTrace
@@ -183,8 +184,8 @@ class StageLoop:
         with self._busy(stage, work, places) as span:
             if places:
                 bar = Bar(stage.name, len(places), 0.0, self.context.progress.advanced)
-                rows = work.rows(places)
-                losses = self.context.executor.forward_backward(stage, work.index, rows, span.sums, bar)
+                _, rows = self.context.executor.update(stage, work.index, work.rows(places))
+                losses = self.context.executor.forward_backward(stage, rows, span.sums, bar)
         parts = [
             msgpack.unpackb(part) for part in self.world.gather("loss sums", msgpack.packb([losses, span.sums.pairs()]))
         ]
@@ -199,7 +200,8 @@ class StageLoop:
         with self._busy(stage, work, ()) as span:
             if is_optimized(stage):
                 losses = self.losses.pop(stage.name, {})
-                self.context.executor.optim_step(stage, losses, work.index, work.iteration, span.sums)
+                counts = UpdateCounts.of(work.index)
+                self.context.executor.optim_step(stage, losses, counts, work.iteration, span.sums)
             else:
                 self.context.executor.copy_weights(stage, received(work.message["weights"], self.context.data))
                 # The weights are freed once the leader says that the step is made: by then every rank must have them.

@@ -1,0 +1,156 @@
+"""What the driver and its workers say to each other, in as few bytes as it takes: a few for each row, some for each call.
+
+arguments ──stages by their number in the flow──▶ pickle ──deflate, with the usual words known to both──▶ message
+index columns ──each in the narrowest type that holds its values──▶ bytes
+"""
+
+import io
+import pickle
+import zlib
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+from torch import Tensor
+
+from braidrl.data.codec import DTYPES
+from braidrl.data.rows import IDENTITY, Rows
+from braidrl.flow import Stage
+from braidrl.flow.columns import ADMITTED, ADMITTED_IF_GIVEN
+from braidrl.flow.compute import with_state
+from braidrl.flow.signatures import COUNTED, GENERATED, PLAYED
+
+NARROW = ("i1", "i2", "i4", "f2", "f4")
+CODES = tuple(DTYPES)
+METHODS = (
+    "make",
+    "execute",
+    "generate_needed",
+    "update",
+    "publish",
+    "record",
+    "keep",
+    "save",
+    "load",
+    "call_own",
+    "sums",
+)
+METRICS = (
+    "weights//received",
+    "/rounds",
+    "/seconds",
+    "loss/",
+    "/grad_norm",
+    "/entropy",
+    "/log_prob_mean",
+    "/clip_fraction",
+    "/kl_old",
+)
+
+
+class StagePickler(pickle.Pickler):
+    """Writes a stage that both sides know as its number, with the parameters that differ."""
+
+    def __init__(self, file: io.BytesIO, stages: Sequence[Stage]) -> None:
+        super().__init__(file, protocol=5)
+        self.places = {stage.name: place for place, stage in enumerate(stages)}
+        self.stages = stages
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Stage) or value.name not in self.places:
+            return None
+        known = self.stages[place := self.places[value.name]]
+        changed = {name: new for name, new in value.params.items() if known.params.get(name, value) != new}
+        return (place, changed) if value == with_state(known, changed) else None
+
+
+class StageUnpickler(pickle.Unpickler):
+    """Reads what `StagePickler` wrote for the same stages."""
+
+    def __init__(self, file: io.BytesIO, stages: Sequence[Stage]) -> None:
+        super().__init__(file)
+        self.stages = stages
+
+    def persistent_load(self, pid: Any) -> Any:
+        place, changed = pid
+        return with_state(self.stages[place], changed)
+
+
+@cache
+def words() -> bytes:
+    """Return what messages are likely to have in common, the likeliest last."""
+    # Imported here: messages are of these, and these are written by this module.
+    from braidrl.runtimes.hybrid.handles import Answer, Part, Source
+
+    columns = (
+        *ADMITTED_IF_GIVEN,
+        *PLAYED,
+        *ADMITTED,
+        "advantage",
+        "advantages",
+        "ref_log_probs",
+        "old_log_probs",
+        *COUNTED,
+        *GENERATED,
+    )
+    rows = Rows({name: torch.zeros(1, dtype=torch.int64) for name in (*columns, *IDENTITY)})
+    sources = (
+        Source(1, None, np.zeros(1, np.int64), np.zeros(1, np.int64)),
+        Source(2, GENERATED[:5], *(np.zeros(1, np.int64),) * 2),
+    )
+    answer = pickle.dumps(Answer(pack_index(rows), GENERATED[:5], 1, 1, dict.fromkeys(METRICS, (0.0, 0)), 0.0, None), 5)
+    asked = pickle.dumps(("execute", [Part(1, pack_index(rows.only(IDENTITY)), sources), 1, 1], ()), 5)
+    return " ".join(METHODS).encode() + answer + asked
+
+
+def pack(value: Any, stages: Sequence[Stage] = ()) -> bytes:
+    """Return a message; `stages` are those that its reader knows too."""
+    file = io.BytesIO()
+    StagePickler(file, stages).dump(value)
+    deflate = zlib.compressobj(wbits=-15, zdict=words())
+    return deflate.compress(file.getbuffer()) + deflate.flush()
+
+
+def unpack(message: bytes, stages: Sequence[Stage] = ()) -> Any:
+    """Return what `pack` was given."""
+    return StageUnpickler(io.BytesIO(zlib.decompressobj(wbits=-15, zdict=words()).decompress(message)), stages).load()
+
+
+def narrowed(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return numbers in the first of the narrow types that holds each of them exactly, or as they are."""
+    for name in NARROW:
+        if values.dtype.kind == name[0] and values.dtype.itemsize > int(name[1]):
+            with np.errstate(over="ignore", invalid="ignore"):
+                narrow = values.astype(name)
+            if np.array_equal(narrow.astype(values.dtype), values):
+                return narrow
+    return values
+
+
+def pack_index(rows: Rows) -> bytes:
+    """Encode index columns (B,)."""
+    columns = []
+    for name in rows:
+        column: Tensor = rows[name]
+        dtype = str(column.dtype).removeprefix("torch.")
+        plain = column.detach().cpu()
+        values = plain.float().numpy() if dtype == "bfloat16" else plain.numpy()
+        narrow = narrowed(values)
+        columns.append((name, CODES.index(dtype), narrow.dtype.str[1:], narrow.tobytes()))
+    packed: bytes = msgpack.packb((len(rows), columns))
+    return packed
+
+
+def unpack_index(message: bytes) -> Rows:
+    """Decode what `pack_index` returned; an empty message is no rows."""
+    if not message:
+        return Rows({})
+    _, columns = msgpack.unpackb(message)
+    return Rows({name: _column(CODES[code], kind, values) for name, code, kind, values in columns})
+
+
+def _column(dtype: str, kind: str, values: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(values, dtype=kind).copy()).to(DTYPES[dtype])

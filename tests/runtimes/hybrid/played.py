@@ -1,0 +1,131 @@
+"""A driver whose workers are objects of its own process and hold no models: what it sends and receives is what it would with real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+import torch
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.ray_cluster import RayCluster
+from braidrl.config import ClusterConfig
+from braidrl.data.rows import Column, Rows
+from braidrl.flow import Stage
+from braidrl.models.parallel.replicated import DataParallel
+from braidrl.observe.metrics import Sums
+from braidrl.placement.pools import Pool
+from braidrl.runtimes.hybrid.handles import assemble
+from braidrl.runtimes.hybrid.worker import HybridWorker
+from braidrl.runtimes.prepare.setup import with_data
+from braidrl.transfer.protocols import register
+
+COUNTS = ("length", "action_tokens", "reflections")
+FLAGS = ("finish_reason", "correct", "score", "reward")
+METRICS = [f"actor/{name}" for name in (
+    "entropy", "log_prob_mean", "kl_old", "clip_fraction", "clip_low_fraction", "clip_high_fraction", "ratio_mean", "ratio_max",
+    "kl_reference", "rollout_log_prob_gap", "grad_norm",
+)] + ["loss/actor", "tokens/trained", "train/rollout_log_prob_gap"]  # fmt: skip
+
+
+class PlayedExecutor:
+    """In an executor's place: makes columns up."""
+
+    def __init__(self, seed: int) -> None:
+        self.residency = self
+        self.random = torch.Generator().manual_seed(seed)
+
+    def before(self, stage: Stage) -> None: ...
+
+    def is_collective(self, stage: Stage) -> bool:
+        return False
+
+    def run(self, stage: Stage, rows: Rows, sums: Sums, *more: Any) -> Mapping[str, Column]:
+        sums.add("tokens/generated", 100.0 * len(rows))
+        return {name: self.column(name, len(rows)) for name in stage.writes}
+
+    def column(self, name: str, rows: int) -> Column:
+        if name in COUNTS:
+            return torch.randint(1, 2000, (rows,), generator=self.random)
+        if name in FLAGS:
+            return torch.randint(0, 2, (rows,), generator=self.random).double()
+        if name in ("advantage", "version"):
+            return torch.zeros(rows)
+        return Ragged.from_lengths(torch.zeros(rows), torch.ones(rows, dtype=torch.int64))
+
+    def train(self, stage: Stage, updates: Any, iteration: int, sums: Sums, *more: Any, **named: Any) -> None:
+        for name in METRICS:
+            sums.add(name, float(torch.rand((), generator=self.random)), 100)
+
+    def publish(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlayedWorker(HybridWorker):
+    """A worker that reads index columns alone and computes nothing."""
+
+    @register(protocol="ONE_TO_ALL")
+    def load_models(self, prepared: Any, kept: Any) -> int:
+        prepared = with_data(prepared, kept)
+        self.flow, self.rows, self.stages = prepared.flow, prepared.store(), prepared.stages
+        self.executor: Any = PlayedExecutor(self.spec.number)
+        self.ranks = DataParallel()
+        return 0
+
+    @register(protocol="ONE_TO_ALL")
+    def join_process_group(self, meeting: Any) -> None: ...
+
+    @register(protocol="RANK_ZERO")
+    def rendezvous(self) -> Any:
+        return "", 0, ""
+
+    @register(protocol="RANK_ZERO")
+    def record(self, path: Any, part: Any, added: Any) -> None: ...
+
+    def _rows_of(self, part: Any, reads: frozenset[str] | None) -> Rows:
+        return assemble(part, self.call.answers, frozenset(), None, lambda fetched: [])
+
+
+class Method:
+    """A method as Ray offers it: `method.remote(...)` returns a reference to the result."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def options(self, **named: Any) -> Method:
+        return self
+
+    def remote(self, *arguments: Any) -> Any:
+        return ray.put(self.function(*(ray.get(a) if isinstance(a, ray.ObjectRef) else a for a in arguments)))
+
+
+class PlayedActor:
+    """A worker under the names by which the driver calls it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nobody asks it for rows."""
+        return object, ()
+
+    def __init__(self, number: int) -> None:
+        worker = PlayedWorker()
+        self._actor_id = number.to_bytes(4, "little")
+        self.perform, self.configure, self.close = (Method(m) for m in (worker.perform, worker.configure, worker.close))
+
+
+class PlayedCluster(RayCluster):
+    """Gives out objects in the place of processes."""
+
+    def __init__(self) -> None:
+        super().__init__(ClusterConfig(start_limit_s=120, wait_limit_s=60), "cpu")
+        self.numbers = 0
+
+    def reserve(self, pools: Sequence[Pool]) -> list[list[Any]]:
+        return [[None] * pool.workers for pool in pools]
+
+    def start(self, worker: type, place: Any, *arguments: Any) -> Any:
+        self.numbers += 1
+        return PlayedActor(self.numbers)
+
+    def close(self) -> None: ...
