@@ -140,14 +140,8 @@ class HybridBackend(StageDispatch):
                 counted = Output(stage, index=with_group_tokens(rows.only(("group",)), rows).only(("group_tokens",)))
                 chosen = chosen.with_output(counted)
             chosen = replace(chosen, parts=by_length(rows, group.mesh.size, objective.whole_groups))
-            futures = group.call(
-                "update",
-                chosen,
-                counts,
-                stage,
-                iteration,
-                reads=frozenset((*columns_read(stage), *rows, "group_tokens")),
-            )
+            reads = frozenset((*columns_read(stage), *rows, "group_tokens"))
+            futures = group.call("update", chosen, counts, stage, iteration, reads=reads)
             self.training.append(Output(stage, None, iteration, sums, group, futures))
 
     def publish(self, version: int) -> None:

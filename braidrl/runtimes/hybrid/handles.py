@@ -1,9 +1,9 @@
-"""The types that carry rows: three that the driver holds, and two that travel. None of them has payload.
+"""The five types that carry rows: three that the driver holds, and two that travel. None of them has payload.
 
 Handle    a table of the driver; never changes     rows        0 1 2 3 4 5     for each output the row of it that a row has
 Output    what one stage writes for a table        generate    a a a b b b     deferred, then under way, then there
 Future    a, b: a call on one worker               verify      c c c d d d
-Part      the rows that a worker is given: index columns by value, payload by where it lies, a Source for each stage that wrote some
+Part      the rows that a worker is given: index columns by value, payload by where it lies, for each stage that wrote some
 Answer    what the worker replies: index columns by value, the names of the payload columns that it keeps
 """
 
@@ -47,33 +47,16 @@ class Answer:
         return Answer, (*given, self.result)
 
 
-@dataclass(frozen=True, eq=False)
-class Source:
-    """Payload that workers keep under one key: of each row (B,) the worker, -1 where there is none, and the row's number there.
-
-    Without `columns` their names are in the answers that come with the call.
-    """
-
-    key: int
-    columns: tuple[str, ...] | None
-    workers: Numbers
-    rows: Numbers
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        packed = [(narrow.dtype.str[1:], narrow.tobytes()) for narrow in map(narrowed, (self.workers, self.rows))]
-        return unpacked_source, (self.key, self.columns, *packed)
-
-    def pieces(self) -> Iterator[tuple[int, Numbers, Tensor]]:
-        """Yield each worker with its rows there (n,) and their places here (n,)."""
-        for worker in np.unique(self.workers[self.workers >= 0]).tolist():
-            places = (self.workers == worker).nonzero()[0]
-            yield worker, self.rows[places], torch.from_numpy(places)
+Kept = tuple[int, tuple[str, ...] | None, Numbers, Numbers]
+"""Where the payload of one stage lies: the key under which workers keep it, its columns (None where the answers that come with the call
+name them), and of each row (B,) the worker, -1 where there is none, and the row's number there."""
 
 
-def unpacked_source(key: int, columns: tuple[str, ...] | None, *packed: tuple[str, bytes]) -> Source:
-    """Return what was pickled of a source."""
-    workers, rows = (np.frombuffer(values, dtype=kind).astype(np.int64) for kind, values in packed)
-    return Source(key, columns, workers, rows)
+def by_worker(workers: Numbers, rows: Numbers) -> Iterator[tuple[int, Numbers, Tensor]]:
+    """Yield each worker that keeps some of the rows, with its numbers of them (n,) and their places here (n,)."""
+    for worker in np.unique(workers[workers >= 0]).tolist():
+        places = (workers == worker).nonzero()[0]
+        yield worker, rows[places], torch.from_numpy(places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,16 +65,32 @@ class Part:
 
     size: int = 0
     index: bytes = b""
-    sources: tuple[Source, ...] = ()
+    kept: tuple[Kept, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Part, (self.size, self.index, self.sources)
+        packed = [(key, columns, *map(packed_numbers, numbers)) for key, columns, *numbers in self.kept]
+        return unpacked_part, (self.size, self.index, packed)
 
     def __len__(self) -> int:
         return self.size
 
     def uids(self) -> list[tuple[int, int, int]]:
         return unpack_index(self.index).uids() if self.size else []
+
+
+def packed_numbers(numbers: Numbers) -> tuple[str, bytes]:
+    """Return numbers as bytes of the narrowest type that holds them, and its name."""
+    narrow = narrowed(numbers)
+    return narrow.dtype.str[1:], narrow.tobytes()
+
+
+def unpacked_part(size: int, index: bytes, packed: Sequence[Any]) -> Part:
+    """Return what was pickled of a part."""
+    kept = []
+    for key, columns, *numbers in packed:
+        workers, rows = (np.frombuffer(values, dtype=kind).astype(np.int64) for kind, values in numbers)
+        kept.append((key, columns, workers, rows))
+    return Part(size, index, tuple(kept))
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +162,7 @@ class Output:
         number, row = self.future[rows[places]], self.row[rows[places]]
         return [(self.futures[n], row[number == n], places[number == n]) for n in number.unique().tolist()]
 
-    def sources(self, rows: Tensor, awaited: list[Future]) -> Iterator[Source]:
+    def kept(self, rows: Tensor, awaited: list[Future]) -> Iterator[Kept]:
         """Yield where the payload of some rows (-1: none) lies; appends the futures that their reader has to wait for."""
         places = (rows >= 0).nonzero().flatten()
         future, workers = self.future[rows[places]], torch.tensor([future.worker for future in self.futures])
@@ -178,7 +177,7 @@ class Output:
             of_row[own] = workers[self.future[rows[own]]]
             there = torch.zeros(len(rows), dtype=torch.int64)
             there[own] = self.row[rows[own]]
-            yield Source(self.key, columns, of_row.numpy(), there.numpy())
+            yield self.key, columns, of_row.numpy(), there.numpy()
 
     def holds(self, names: frozenset[str] | None) -> bool:
         """Return True if one of these columns, or any for None, is payload of this output, or may be while it is under way."""
@@ -271,10 +270,10 @@ class Handle:
         if not len(self):
             return Part()
         held = [(output, own) for output, own in zip(self.outputs, self.rows, strict=True) if output.holds(reads)]
-        sources = tuple(source for output, own in held for source in output.sources(own, awaited))
+        kept = tuple(each for output, own in held for each in output.kept(own, awaited))
         index = self.index
         needed = [name for name in index if reads is None or name in reads or name in (*IDENTITY, "length")]
-        return Part(len(self), pack_index(index.only(needed)), sources)
+        return Part(len(self), pack_index(index.only(needed)), kept)
 
 
 def assemble(
@@ -297,16 +296,16 @@ def assemble(
         return Rows({})
     segments, begun = [(torch.arange(part.size), unpack_index(part.index))], []
     came = {(answer.worker, answer.key): answer for answer in answers}
-    for source in part.sources:
-        for worker, rows, places in source.pieces():
-            columns = source.columns
+    for key, known, workers, numbers in part.kept:
+        for worker, rows, places in by_worker(workers, numbers):
+            columns = known
             if columns is None:
-                answer = came[worker, source.key]
+                answer = came[worker, key]
                 columns = answer.columns
                 segments.append((places, unpack_index(answer.index).take(torch.from_numpy(rows))))
             wanted = tuple(name for name in columns if reads is None or name in reads)
             if wanted:
-                begun.append((places, fetch(worker, source.key, rows, wanted)))
+                begun.append((places, fetch(worker, key, rows, wanted)))
     fetched = wait([future for _, future in begun])
     return merged_rows(part.size, segments + [(places, rows) for (places, _), rows in zip(begun, fetched, strict=True)])
 

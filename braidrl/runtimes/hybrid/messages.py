@@ -26,29 +26,11 @@ from braidrl.flow.signatures import COUNTED, GENERATED, PLAYED
 NARROW = ("i1", "i2", "i4", "f2", "f4")
 CODES = tuple(DTYPES)
 METHODS = (
-    "make",
-    "execute",
-    "generate_needed",
-    "update",
-    "publish",
-    "record",
-    "keep",
-    "save",
-    "load",
-    "call_own",
-    "sums",
-)
+    "make", "execute", "generate_needed", "update", "publish", "record", "keep", "save", "load", "call_own", "sums",
+)  # fmt: skip
 METRICS = (
-    "weights//received",
-    "/rounds",
-    "/seconds",
-    "loss/",
-    "/grad_norm",
-    "/entropy",
-    "/log_prob_mean",
-    "/clip_fraction",
-    "/kl_old",
-)
+    "weights//received", "/rounds", "/seconds", "loss/", "/grad_norm", "/entropy", "/log_prob_mean", "/clip_fraction", "/kl_old",
+)  # fmt: skip
 
 
 class StagePickler(pickle.Pickler):
@@ -83,26 +65,16 @@ class StageUnpickler(pickle.Unpickler):
 def words() -> bytes:
     """Return what messages are likely to have in common, the likeliest last."""
     # Imported here: messages are of these, and these are written by this module.
-    from braidrl.runtimes.hybrid.handles import Answer, Part, Source
+    from braidrl.runtimes.hybrid.handles import Answer, Part
 
     columns = (
-        *ADMITTED_IF_GIVEN,
-        *PLAYED,
-        *ADMITTED,
-        "advantage",
-        "advantages",
-        "ref_log_probs",
-        "old_log_probs",
-        *COUNTED,
-        *GENERATED,
-    )
+        *ADMITTED_IF_GIVEN, *PLAYED, *ADMITTED, "advantage", "advantages", "ref_log_probs", "old_log_probs", *COUNTED, *GENERATED,
+    )  # fmt: skip
     rows = Rows({name: torch.zeros(1, dtype=torch.int64) for name in (*columns, *IDENTITY)})
-    sources = (
-        Source(1, None, np.zeros(1, np.int64), np.zeros(1, np.int64)),
-        Source(2, GENERATED[:5], *(np.zeros(1, np.int64),) * 2),
-    )
+    one = np.zeros(1, np.int64)
+    kept = ((1, None, one, one), (2, GENERATED[:5], one, one))
     answer = pickle.dumps(Answer(pack_index(rows), GENERATED[:5], 1, 1, dict.fromkeys(METRICS, (0.0, 0)), 0.0, None), 5)
-    asked = pickle.dumps(("execute", [Part(1, pack_index(rows.only(IDENTITY)), sources), 1, 1], ()), 5)
+    asked = pickle.dumps(("execute", [Part(1, pack_index(rows.only(IDENTITY)), kept), 1, 1], ()), 5)
     return " ".join(METHODS).encode() + answer + asked
 
 

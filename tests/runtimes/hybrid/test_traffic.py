@@ -18,7 +18,7 @@ from braidrl.data.rows import Rows
 from braidrl.flow.compute import with_state
 from braidrl.observe.progress import Progress
 from braidrl.runtimes.controller import SerialController
-from braidrl.runtimes.hybrid.handles import Answer, Part, Source
+from braidrl.runtimes.hybrid.handles import Answer, Part
 from braidrl.runtimes.hybrid.messages import pack, pack_index, unpack, unpack_index
 from braidrl.runtimes.hybrid.start import start_hybrid_backend
 from braidrl.runtimes.prepare.flow import build_flow
@@ -108,11 +108,11 @@ def test_stages_that_both_know_travel_as_numbers_with_what_differs(workshop: Wor
 
 
 def test_parts_and_answers_come_back_as_they_were() -> None:
-    source = Source(3, ("tokens",), np.array([5, -1, 700]), np.array([0, 0, 90_000]))
-    part = unpack(pack(Part(3, b"index", (source,))))
-    (back,) = part.sources
-    assert (part.size, part.index, back.key, back.columns) == (3, b"index", 3, ("tokens",))
-    assert back.workers.tolist() == [5, -1, 700] and back.rows.tolist() == [0, 0, 90_000]
+    kept = (3, ("tokens",), np.array([5, -1, 700]), np.array([0, 0, 90_000]))
+    part = unpack(pack(Part(3, b"index", (kept,))))
+    ((key, columns, workers, rows),) = part.kept
+    assert (part.size, part.index, key, columns) == (3, b"index", 3, ("tokens",))
+    assert workers.tolist() == [5, -1, 700] and rows.tolist() == [0, 0, 90_000]
     for answer in (
         Answer(),
         Answer(result=0),
