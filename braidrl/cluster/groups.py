@@ -6,13 +6,11 @@ subgroup, mesh_of, background_group, group_apart, group_between
 """
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import socket
-import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +24,6 @@ from braidrl.errors import LostPeers
 
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915
-SO_ATTACH_FILTER, RETURN_A_CONSTANT = 26, 0x06
 
 
 def open_store(host: str, limit_s: float, port: int = 0) -> dist.TCPStore:
@@ -72,8 +69,7 @@ def join_group(
     backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=limit_s)
     store.set(f"came/{rank}", "")
     try:
-        with closed_when_met():
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     except RuntimeError as error:
         late = [str(other) for other in range(size) if not store.check([f"came/{other}"])]
         raise LostPeers(f"waited {limit_s:g} s for ranks {', '.join(late) or 'that came'} to join: {error}") from error
@@ -115,8 +111,7 @@ def subgroup(ranks: Tensor) -> dist.ProcessGroup | None:
     Args:
         ranks: (groups, members) the ranks of each group.
     """
-    with closed_when_met():
-        group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=limit_of_all())
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=limit_of_all())
     return group
 
 
@@ -128,8 +123,7 @@ def mesh_of(device: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMe
         shape: Ranks along each axis.
         names: Of the axes.
     """
-    with closed_when_met():
-        made = init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
+    made = init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
     for group in made.get_all_groups():
         _set_pg_timeout(limit_of_all(), group)
     return made
@@ -137,8 +131,7 @@ def mesh_of(device: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMe
 
 def background_group() -> dist.ProcessGroup:
     """Return a second group of all ranks, on the CPU, for what a thread does beside the other work."""
-    with closed_when_met():
-        group = dist.new_group(backend="gloo", timeout=limit_of_all())
+    group = dist.new_group(backend="gloo", timeout=limit_of_all())
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -161,46 +154,8 @@ def group_apart(store: dist.Store, rank: int, size: int, limit_s: float, cuda: b
         return dist.ProcessGroupNCCL(store, rank, size, nccl)
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = limit
-    with closed_when_met():
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        return dist.ProcessGroupGloo(store, rank, size, gloo)
-
-
-@contextlib.contextmanager
-def closed_when_met() -> Iterator[None]:
-    """Around the making of a group: its members have connected at the end, and nobody else may.
-
-    Gloo goes on listening, keeps every connection of a stranger, and ends the process when it has no descriptors left.
-    NCCL may connect later: with CUDA in use everything stays open.
-    """
-    before = set(listening_sockets())
-    yield
-    if torch.cuda.is_initialized():
-        return
-    for inode, descriptor in listening_sockets().items():
-        if inode not in before:
-            refuse_connections(descriptor)
-
-
-def listening_sockets() -> dict[int, int]:
-    """Return the descriptor of each socket of this process that listens for connections of the internet's families, by its inode."""
-    found = {}
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):
-            about = os.fstat(descriptor)
-            if stat.S_ISSOCK(about.st_mode):
-                with socket.socket(fileno=os.dup(descriptor)) as line:
-                    listens = line.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                    if listens and line.family in (socket.AF_INET, socket.AF_INET6):
-                        found[about.st_ino] = descriptor
-    return found
-
-
-def refuse_connections(descriptor: int) -> None:
-    """Have the kernel drop what asks a listening socket for a connection; those that stand are not touched."""
-    drop = ctypes.create_string_buffer(struct.pack("HBBI", RETURN_A_CONSTANT, 0, 0, 0))
-    with socket.socket(fileno=os.dup(descriptor)) as line:
-        line.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(drop)))
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return dist.ProcessGroupGloo(store, rank, size, gloo)
 
 
 def group_between(

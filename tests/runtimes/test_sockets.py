@@ -82,16 +82,6 @@ def recorded_hello(address: str, secret: str, name: str, memory: str) -> bytes:
     return bytes(sent)
 
 
-def accepts(address: str) -> bool:
-    """Whether a socket that listens takes a connection."""
-    host, port = address.split(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=0.5).close()
-    except TimeoutError:
-        return False
-    return True
-
-
 def memory() -> int:
     """Bytes that the processes of this run have for themselves."""
     found = 0
@@ -122,10 +112,8 @@ def test_what_strangers_forge_replay_garble_or_blow_up_changes_nothing_in_a_run(
         (recording := workshop.folder / "recording").write_bytes(hello)
         first = program.server.address.removeprefix("tcp://")
         others = sorted({f"{host}:{port}" for host, port in open_ports() - mine} - {first})
-        # The ranks' own have met, and nobody else gets in.
-        doors = [address for address in others if accepts(address)]
-        assert len(doors) == 2 and len(others) >= 4, (doors, others)
-        command = [sys.executable, "-m", "tests.runtimes.strangers", str(count), str(recording), first, *doors]
+        assert len(others) >= 3, others
+        command = [sys.executable, "-m", "tests.runtimes.strangers", str(count), str(recording), first, *others]
         before = memory()
         with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}) as stranger:
             try:
@@ -135,7 +123,7 @@ def test_what_strangers_forge_replay_garble_or_blow_up_changes_nothing_in_a_run(
                 stranger.kill()
         assert not {"recorded", "stranger"} & set(program.control.holders)
         grown = memory() - before
-        print(f"{count} messages to {1 + len(doors)} sockets; bytes more than before: {grown}")
+        print(f"{count} messages to {1 + len(others)} sockets; bytes more than before: {grown}")
         assert grown < 128 << 20, grown
         assert run.step == steps
     assert metrics_agree(run.folder, quiet)

@@ -17,6 +17,9 @@ from braidrl.rollout.http.dialects import Call, Dialect
 from braidrl.rollout.weights.broadcast import BUCKET_BYTES, Broadcast, in_thread
 from braidrl.rollout.weights.shared_file import ReadableFolder, WeightFile
 
+IDLE_S = 2.0
+"""How long a connection may lie idle and be used again; vLLM's server closes one after 5 s."""
+
 
 @dataclass(frozen=True)
 class BroadcastSettings:
@@ -40,9 +43,15 @@ class GenerationServer:
         self._given = False
         self._session: ClientSession | None = None
 
+    def open(self) -> None:
+        """Get ready to ask, in the event loop that runs."""
+        # No connection is used again after a training step: servers close idle ones, and nobody looks for that meanwhile.
+        connector = TCPConnector(limit=0, keepalive_timeout=IDLE_S)
+        self._session = ClientSession(connector=connector, timeout=ClientTimeout(total=self.limit_s))
+
     async def connect(self, max_sequence_tokens: int) -> None:
         """Raise UserError for a server that does not answer, or was started in a way that Braid cannot train with."""
-        self._session = ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=self.limit_s))
+        self.open()
         told = f"rollout.servers: {self.url}"
         try:
             info = await self.ask("GET", self.dialect.settings)
