@@ -1,13 +1,16 @@
-"""What `from braidrl import ...` offers."""
+"""What `from braidrl import ...` offers, and that a class's name says which one it is."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections import Counter
 
 import braidrl
 from braidrl.flow import Flow, loss
 from braidrl.runtimes.session import Session
+from tests.tiny import ROOT
 
 
 def test_what_an_algorithm_is_written_with_can_be_imported_from_the_top() -> None:
@@ -19,3 +22,10 @@ def test_the_package_itself_loads_nothing() -> None:
     asked = "import braidrl, sys; print(sorted({'torch', 'transformers', 'ray', 'pydantic'} & sys.modules.keys()))"
     said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "[]"
+
+
+def test_no_two_classes_of_the_package_have_the_same_name() -> None:
+    names = Counter(
+        name for path in ROOT.glob("braidrl/**/*.py") for name in re.findall(r"^class (\w+)", path.read_text(), re.M)
+    )
+    assert [name for name, count in names.items() if count > 1] == []

@@ -40,7 +40,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What one call may take."""
 
     seconds: float
@@ -49,7 +49,7 @@ class Limits:
     processes: int
 
 
-def sandboxed(call: Callable[[], Message], limits: Limits) -> Message:
+def sandboxed(call: Callable[[], Message], limits: SandboxLimits) -> Message:
     """Return what `call` returned, a JSON object, or the failure of a process that was killed or took too much.
 
     A call whose processes were killed from outside is made once more.
@@ -78,7 +78,7 @@ def sandboxed(call: Callable[[], Message], limits: Limits) -> Message:
     return found
 
 
-def supervised(call: Callable[[], Message], limits: Limits) -> Message:
+def supervised(call: Callable[[], Message], limits: SandboxLimits) -> Message:
     """Make the call in a process of its own, and see that it keeps within its limits; nothing that it started is left."""
     isolated, parent, before = enter_namespaces(), os.getppid(), processes_seen()
     reader, writer = os.pipe()
@@ -126,7 +126,7 @@ def end(code: int, ended: bool) -> tuple[int, resource.struct_rusage]:
     return os.waitstatus_to_exitcode(status), usage
 
 
-def outcome(answer: bytes, failure: str, status: int, seconds: float, limits: Limits) -> Message:
+def outcome(answer: bytes, failure: str, status: int, seconds: float, limits: SandboxLimits) -> Message:
     """Return the code's answer, or why there is none."""
     if failure == "timeout" or (status == -signal.SIGKILL and not answer and seconds >= limits.seconds):
         return {"failure": "timeout", "detail": f"no answer within {limits.seconds:g} s"}
@@ -162,7 +162,7 @@ def namespaces_allowed() -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def confine(writer: int, printed: int, limits: Limits, isolated: bool) -> None:
+def confine(writer: int, printed: int, limits: SandboxLimits, isolated: bool) -> None:
     """Give up, in the code's process, whatever reaches beyond it."""
     os.setsid()
     for stream in (1, 2):
@@ -208,7 +208,7 @@ def processes_beside(before: tuple[int, set[str]]) -> set[str]:
     return found - (before[1] if mounted == before[0] else set())
 
 
-def excess(processes: set[str], limits: Limits) -> str:
+def excess(processes: set[str], limits: SandboxLimits) -> str:
     """Return what the code's processes have too much of, or nothing."""
     if len(processes) > limits.processes:
         return f"it started more than {limits.processes} processes"

@@ -17,7 +17,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from braidrl.rewards.sandbox import Limits, sandboxed
+from braidrl.rewards.sandbox import SandboxLimits, sandboxed
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rewards.verifiers import VERIFIERS, Score
 
@@ -37,13 +37,13 @@ def main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     verifiers: dict[str, Verifier] = {}
-    limits: Limits | None = None
+    limits: SandboxLimits | None = None
     try:
         while True:
             message = receive(connection)
             if "load" in message:
                 failed = load(message["load"], verifiers)
-                limits = Limits(**message["limits"]) if message["limits"] else None
+                limits = SandboxLimits(**message["limits"]) if message["limits"] else None
                 send(connection, failed)
                 if message["concurrent"] and not failed:
                     asyncio.run(_serve_concurrently(connection, verifiers, message["limit_s"]))
@@ -89,7 +89,7 @@ def load(key: str, verifiers: dict[str, Verifier]) -> Message:
     return {}
 
 
-def _call_alone(verifier: Verifier, message: Message, limits: Limits | None) -> Message:
+def _call_alone(verifier: Verifier, message: Message, limits: SandboxLimits | None) -> Message:
     if limits is not None and verifier.name not in VERIFIERS:
         return sandboxed(lambda: call_here(verifier, message), limits)
     die_after(message["limit_s"] + ORPHAN_GRACE_S)

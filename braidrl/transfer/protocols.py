@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 BUILT_IN = ("ONE_TO_ALL", "RANK_ZERO", "ALL_TO_ALL", "DP", "THREE_D", "THREE_D_MICRO_DP", "PP_AS_DP", "PP_ONLY")
 
 
-class Place(NamedTuple):
+class MeshCoordinates(NamedTuple):
     """Where a rank is along each axis of its mesh."""
 
     pipeline: int
@@ -48,10 +48,10 @@ class Mesh:
         return self.pipeline * self.data * self.sequence * self.tensor
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[MeshCoordinates]:
         """Return where each rank is, in order of ranks."""
         axes = (self.pipeline, self.data, self.sequence, self.tensor)
-        return [Place(*place) for place in product(*map(range, axes))]
+        return [MeshCoordinates(*place) for place in product(*map(range, axes))]
 
     @property
     def micro_groups(self) -> tuple[tuple[int, ...], ...]:
