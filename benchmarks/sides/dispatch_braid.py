@@ -30,7 +30,7 @@ from braidrl.runtimes.hybrid.handles import READ, Answer, Handle, Output
 from braidrl.runtimes.hybrid.messages import unpack_index
 from braidrl.runtimes.hybrid.start import start_groups
 from braidrl.runtimes.hybrid.worker import HybridWorker
-from braidrl.transfer.protocols import PROTOCOLS, register
+from braidrl.transfer.protocols import PROTOCOLS
 
 ECHO = Stage("echo", "echo", None, Signature(Kind.COMPUTE, COLUMNS, (*COLUMNS, "score")))
 
@@ -59,8 +59,7 @@ class EchoWorker(HybridWorker):
         rows = decode([memoryview(frame) for frame in frames])
         return arrays(rows.with_columns({k: v for k, v in self.executor.run(ECHO, rows, Sums()).items() if k in rows}))
 
-    @register(protocol="ALL_TO_ALL")
-    def load_models(self, tokens: int, first: int, end: int, key: int) -> Answer:
+    def make_table(self, tokens: int, first: int, end: int, key: int) -> Answer:
         """Make rows `first` to `end` of the table, and keep them."""
         return self._keep(key, table(tokens).take(range(first, end)))
 
@@ -93,7 +92,7 @@ class Lying:
         self.group, self.keys, size = group, itertools.count(tokens), group.mesh.size
         share, key = DISPATCHED // size, next(self.keys)
         firsts = [share * rank for rank in range(size)]
-        made = group.call("load_models", [tokens] * size, firsts, [first + share for first in firsts], [key] * size)
+        made = [group.send(rank, "make_table", (tokens, first, first + share, key)) for rank, first in enumerate(firsts)]
         output = Output(READ)
         output.begin(key, group, made, [range(first, first + share) for first in firsts])
         output.finish(group.wait(made))
@@ -136,7 +135,7 @@ def run(case: Mapping[str, Any], channel: Channel) -> None:
 
         def held(size: int, tokens: int) -> None:
             group = groups[size]
-            protocol = PROTOCOLS["DP"]
+            protocol = PROTOCOLS.find("DP")
             calls = protocol.distribute(group.mesh, Held(tables[tokens]))
             refs = [group.actors[rank].echo.remote(arrays(call[0])) for rank, call in enumerate(calls) if call]
             parts = protocol.collect(group.mesh, calls, ray.get(refs))
