@@ -76,10 +76,11 @@ def checkpoint_seconds(folder: Path) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"without": [], "with": []}
     with TrainingRun(workshop.config(trainer={"steps": 1}, trackers=[])) as run:
         run.train()
-        checked: Callable[[Path], None] = checkpoints.write_manifest
+        checked = checkpoints.write_manifest
+        sides: dict[str, Callable[[Path], None]] = {"without": lambda folder: None, "with": checked}
         for turn in range(2 * ROUNDS + 2):
-            for side, write in (("without", lambda folder: None), ("with", checked)):
-                checkpoints.write_manifest = write
+            for side, write in sides.items():
+                checkpoints.write_manifest = write  # type: ignore[assignment]
                 begun = time.perf_counter()
                 run.checkpoints.save(run._snapshot(), run.backend)
                 if turn >= 2:  # the first ones find no memory in the file system's cache

@@ -75,9 +75,9 @@ def turn(once: Callable[[str, tuple[int, int]], tuple[float, float]]) -> dict[st
     for name, shape in QUEUED.items():
         times = [once(name, shape) for _ in range(3)]
         found[f"put {name}"], found[f"get {name}"] = map(median, zip(*times, strict=True))
-    small = list(zip(*(once("small", SMALL) for _ in range(SMALL_REPEATS)), strict=True))
-    for way, times in zip(("put", "get"), small, strict=True):
-        found[f"{way} small, median"], found[f"{way} small, 99th percentile"] = median(times), percentile(times, 0.99)
+    small = zip(*(once("small", SMALL) for _ in range(SMALL_REPEATS)), strict=True)
+    for way, ways in zip(("put", "get"), small, strict=True):
+        found[f"{way} small, median"], found[f"{way} small, 99th percentile"] = median(ways), percentile(ways, 0.99)
     for threads in AT_ONCE:
         found[f"{threads} at once"] = many_threads(
             threads, lambda number: [once(f"batch {number}", BATCH) for _ in range(BATCHES)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,9 @@ class Lying:
         self.group, self.keys, size = group, itertools.count(tokens), group.mesh.size
         share, key = DISPATCHED // size, next(self.keys)
         firsts = [share * rank for rank in range(size)]
-        made = [group.send(rank, "make_table", (tokens, first, first + share, key)) for rank, first in enumerate(firsts)]
+        made = [
+            group.send(rank, "make_table", (tokens, first, first + share, key)) for rank, first in enumerate(firsts)
+        ]
         output = Output(READ)
         output.begin(key, group, made, [range(first, first + share) for first in firsts])
         output.finish(group.wait(made))
@@ -146,7 +149,7 @@ def run(case: Mapping[str, Any], channel: Channel) -> None:
             found = {}
             for size, tokens in lying:
                 name = f"{size} workers, {tokens} tokens"
-                found[f"{name}, held"] = timed(lambda s=size, t=tokens: held(s, t), repeats(tokens))
+                found[f"{name}, held"] = timed(partial(held, size, tokens), repeats(tokens))
                 found[f"{name}, handles"] = timed(lying[size, tokens].call, repeats(tokens))
             return found
 

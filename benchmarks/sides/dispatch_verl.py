@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import ray
@@ -52,7 +53,7 @@ def run(case: Mapping[str, Any], channel: Channel) -> None:
         while channel.wait_for_turn():
             channel.report(
                 {
-                    f"{size} workers, {tokens} tokens": timed(lambda s=size, t=tokens: call(s, t), repeats(tokens))
+                    f"{size} workers, {tokens} tokens": timed(partial(call, size, tokens), repeats(tokens))
                     for size in case["workers"]
                     for tokens in TOKENS
                 }

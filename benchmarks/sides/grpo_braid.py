@@ -11,6 +11,7 @@ from benchmarks.turns import Turn, peak_mebibytes
 from braidrl.config import parse_config
 from braidrl.observe.metrics import read_metrics
 from braidrl.rollout.requests import Request
+from braidrl.runtimes.eager import EagerBackend
 from braidrl.runtimes.run import TrainingRun
 
 
@@ -29,6 +30,7 @@ def prepare(case: Mapping[str, Any]) -> Turn:
     for section, settings in case.get("settings", {}).items():
         tree[section] = {**tree.get(section, {}), **settings}
     run = TrainingRun(parse_config(tree))
+    assert isinstance(run.backend, EagerBackend)
     force_lengths(run.backend.executor.engines["actor"], lengths, group)
 
     def turn() -> dict[str, float]:

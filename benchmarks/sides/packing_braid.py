@@ -45,7 +45,7 @@ class PaddedWorker(DecoderWorker):
 
     rows_at_once = 16
 
-    def load_model(self, folder: Path) -> Any:
+    def load_model(self, folder: Path, on_meta: bool = False) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, attn_implementation="sdpa")
 
     def micro_batches(self, rows: Rows, whole_groups: bool = False) -> Iterator[tuple[list[int], Rows]]:
