@@ -7,6 +7,15 @@ are its settings. `writes` names what it returns.
     def group_centered(reward: Tensor, group: Tensor) -> Tensor: ...
 
 A positional parameter with the default None is a column that is read when an earlier stage writes it.
+
+The rows of a batch lie in many places, so a function of scope `batch` is called with some of them at a time, and is given their sums:
+
+    def count_and_sum(reward: Tensor) -> dict[str, Tensor]:
+        return {"sum": reward.sum(), "rows": torch.tensor(len(reward))}
+
+    @advantages.register(writes=["advantage"], scope="batch", sums=count_and_sum)
+    def batch_centered(reward: Tensor, *, totals: dict[str, Tensor]) -> Tensor:
+        return reward - totals["sum"] / totals["rows"]
 """
 
 import difflib
@@ -136,15 +145,6 @@ class Registry:
         denominator: str = "tokens",
     ) -> Callable[[F], F]:
         """Return a decorator that registers a function.
-
-        A mean over the whole batch, wherever its rows are, for example:
-
-            def count_and_sum(reward: Tensor) -> dict[str, Tensor]:
-                return {"sum": reward.sum(), "rows": torch.tensor(len(reward))}
-
-            @advantages.register(writes=["advantage"], scope="batch", sums=count_and_sum)
-            def batch_centered(reward: Tensor, *, totals: dict[str, Tensor]) -> Tensor:
-                return reward - totals["sum"] / totals["rows"]
 
         Args:
             name: By default the function's own.

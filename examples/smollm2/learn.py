@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
+import os
 import subprocess
 import sys
 import time
@@ -102,11 +102,24 @@ def run(way: Way, seed: int, name: str, overrides: list[str]) -> Path:
             *overrides,
         ]
         begun = time.monotonic()
-        subprocess.run([*command, f"name={name}", f"seed={seed}"], check=True)
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-        measured = {"minutes": (time.monotonic() - begun) / 60, "peak_gib": peak / 2**20}
+        peak = peak_gib([*command, f"name={name}", f"seed={seed}"])
+        measured = {"minutes": (time.monotonic() - begun) / 60, "peak_gib": peak}
         (folder / "measured.json").write_text(json.dumps(measured))
     return folder
+
+
+def peak_gib(command: list[str]) -> float:
+    """Run a command and return the most memory that its process had, in GiB. Raises CalledProcessError where it fails.
+
+    `os.wait4` tells it of this one child, where `getrusage` has the maximum over all that there were. Less than this process has itself
+    cannot be seen: a child begins as a copy of it.
+    """
+    child = subprocess.Popen(command)
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise subprocess.CalledProcessError(child.returncode, command)
+    return used.ru_maxrss / 2**20
 
 
 def write_page(study: str, page: Page, runs: dict[tuple[str, int], Path]) -> None:

@@ -1,9 +1,15 @@
-"""What only a real language model shows: its own tokenizer and chat template, 30 layers, and a vocabulary of 49,152."""
+"""The tasks of a real language model and how they are checked; and what only such a model shows: its own tokenizer and chat template,
+30 layers, and a vocabulary of 49,152."""
 
 from __future__ import annotations
 
+import json
+import resource
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +24,8 @@ from braidrl.rollout.engine import ModelWeights
 from braidrl.rollout.episodes.turns import TurnTemplate
 from braidrl.rollout.requests import Request, SamplingParams
 from braidrl.runtimes.saving.export import export_model
+from examples.smollm2 import checks, tasks
+from examples.smollm2.learn import peak_gib
 from tests.rollout.served import Served
 from tests.rollout.tiny import training_log_probs
 from tests.tiny import ROOT, Workshop, load_module, recorded, weights_of, write_jsonl
@@ -54,6 +62,64 @@ def workshop(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Worksho
         trainer={"steps": 1, "prompts_per_step": len(QUESTIONS), "learning_rate": 1e-5},
     )  # fmt: skip
     return shop
+
+
+@pytest.mark.parametrize(
+    ("verifier", "told", "right", "wrong"),
+    [
+        ("in_json", {"json": "reply"}, '{"reply": "Bees fly."}', '{"answer": "Bees fly."}'),
+        ("in_json", {"json": "reply"}, '{"reply": "Bees fly."}', '{"reply": ["Bees fly."]}'),
+        ("in_json", {"json": "reply"}, '{"reply": "Bees fly."}', 'Here it is: {"reply": "Bees fly."}'),
+        ("in_json", {"json": "reply"}, '{"reply": ""}', '{"reply": "", "text": ""}'),
+        ("in_words", {"words": 3}, "Bees make well-known.", "Bees make honey here."),
+        ("in_words", {"words": 2}, '{"reply": "Bees fly."}', '{"reply": "Bees"}'),
+        ("in_capitals", {"capitals": True}, "BEES FLY!", "Bees FLY!"),
+        ("in_capitals", {"capitals": True}, '{"reply": "BEES"}', "..."),
+        ("with_word", {"word": "river"}, "A River flows.", "Rivers flow."),
+    ],
+)
+def test_an_instruction_is_followed_or_not(verifier: str, told: dict[str, Any], right: str, wrong: str) -> None:
+    check = getattr(checks, verifier)
+    assert check(right, {"checks": told}) and not check(wrong, {"checks": told})
+    assert not check(right, {"checks": {}}), "an instruction that was not given scores nothing"
+
+
+def test_what_is_held_out_is_not_trained_on_and_every_answer_is_the_sum() -> None:
+    trained, held_out = tasks.sums()
+    assert (len(trained), len(held_out)) == (320, 80)
+    assert not {one["prompt"] for one in trained} & {one["prompt"] for one in held_out}
+    numbers = tasks.NUMBERS.split()
+    for one in trained + held_out:
+        first, second = one["prompt"].removeprefix("What is ").partition("?")[0].split(" plus ")
+        assert int(one["answer"]) == numbers.index(first) + numbers.index(second)
+
+
+def test_each_question_of_told_has_two_instructions_and_says_both_of_them() -> None:
+    trained, held_out = tasks.told()
+    things = [{one["prompt"].partition(".")[0] for one in part} for part in (trained, held_out)]
+    assert things[0].isdisjoint(things[1]) and (len(things[0]), len(things[1])) == (32, 8)
+    written = {"json": '{{"{}": "..."}}', "words": "exactly {} words", "capitals": "capital letters", "word": '"{}"'}
+    for one in trained + held_out:
+        assert len(one["checks"]) == 2
+        for kind, value in one["checks"].items():
+            assert written[kind].format(value) in one["prompt"]
+
+
+def test_tasks_are_written_as_data_files_and_are_the_same_each_time(tmp_path: Path) -> None:
+    examples, _ = tasks.told()
+    assert examples == tasks.told()[0] != tasks.told(seed=1)[0]
+    tasks.write(tmp_path / "new" / "told.jsonl", examples)
+    assert list(map(json.loads, (tmp_path / "new" / "told.jsonl").open())) == examples
+
+
+def test_the_peak_memory_of_a_run_is_its_own_and_not_that_of_a_larger_one_before_it() -> None:
+    python, own_kib = [sys.executable, "-c"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    more_kib = own_kib + (300 << 10)
+    larger = peak_gib([*python, f"x = bytearray(b'1') * ({more_kib} << 10)"])
+    smaller = peak_gib([*python, "pass"])
+    assert larger * 2**20 >= more_kib and smaller * 2**20 < more_kib - (200 << 10)
+    with pytest.raises(subprocess.CalledProcessError, match="exit status 3"):
+        peak_gib([*python, "raise SystemExit(3)"])
 
 
 def load(folder: Path) -> PreTrainedModel:
