@@ -61,7 +61,7 @@ build/vllm-venv/installed: vllm-requirements.txt | .venv/installed
 FAULTS ?= 300
 SEED ?= 0
 chaos: .venv/installed
-	$(BIN)/python -m tests.soak.chaos --faults $(FAULTS) --seed $(SEED) --file benchmarks/results/faults.jsonl
+	$(BIN)/python -m tests.soak.chaos --faults $(FAULTS) --seed $(SEED) --file benchmarks/results/faults.jsonl --page docs/results/reliability.md
 
 soak: .venv/installed
 	$(BIN)/pytest -m soak --timeout 7200

@@ -85,11 +85,10 @@ class Chaos:
             self.undisturbed[runtime] = self.workshop.folder / f"quiet-{runtime}"
         return self.undisturbed[runtime]
 
-    def one(self, number: int, runtime: str) -> Row:
+    def one(self, number: int, runtime: str, fault: str) -> Row:
         """Make one run with one fault, resume it until it is through, and compare."""
         draw, reference = random.Random(f"{self.seed}/{number}"), self.reference(runtime)
         folder, begun = self.workshop.folder / f"fault-{number}", time.monotonic()
-        fault = draw.choice(list(FAULTS))
         process = self.run("train", self.config(folder.name, runtime))
         seen, resumes, victim, troubles = set(descendants(process.pid)), 0, "", list[str]()
         try:
@@ -219,6 +218,7 @@ FAULTS: dict[str, Callable[[random.Random, subprocess.Popen[str], Path], str]] =
 }  # fmt: skip
 EARLIEST = {"garbage": 1, "damage": 5, "full disk": 1}
 """After so many steps there is something to damage; processes are killed and stopped while they start, too."""
+DONE_TO = {"kill -9": "Killed", "freeze": "Frozen"}
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -242,6 +242,19 @@ def summary(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def write_summary(page: Path, rows: Sequence[Row]) -> None:
+    """Write between the page's marks how many faults were seen, and who was killed and frozen."""
+    before, _, rest = page.read_text().partition("<!-- faults -->\n")
+    _, _, after = rest.partition("<!-- end -->")
+    hit = {did: sorted({row.victim for row in rows if row.fault == fault}) for fault, did in DONE_TO.items()}
+    victims = [f"{did}: {', '.join(who)}.\n" for did, who in hit.items() if who]
+    lines = [
+        f"{len(rows)} faults were seen so far, each a line of `benchmarks/results/faults.jsonl` (300 are the aim):\n",
+        summary(rows),
+    ]
+    page.write_text(f"{before}<!-- faults -->\n" + "\n".join([*lines, "", *victims]) + f"<!-- end -->{after}")
+
+
 def main() -> None:
     """Make the faults that the command names, and print a table; ends with 1 where anything was not as it must be."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -251,6 +264,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further one is begun")
     parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=RUNTIMES)
     parser.add_argument("--file", type=Path, help="to which each fault is added as a line of JSON, over many calls")
+    parser.add_argument("--page", type=Path, help="in which the table of all faults of the file is written anew")
     given = parser.parse_args()
     rows = list[Row]()
     with tempfile.TemporaryDirectory(prefix="braid-chaos-") as folder:
@@ -259,15 +273,18 @@ def main() -> None:
         for number in range(given.first, given.first + given.faults):
             if time.monotonic() - begun > given.seconds:
                 break
-            rows.append(chaos.one(number, given.runtimes[number % len(given.runtimes)]))
+            # Every runtime meets every kind of fault; the seed draws the victim and the moment.
+            turn, place = divmod(number, len(given.runtimes))
+            rows.append(chaos.one(number, given.runtimes[place], list(FAULTS)[turn % len(FAULTS)]))
             print(table(rows[-1:]) if len(rows) == 1 else table(rows[-1:]).splitlines()[-1], flush=True)
             if given.file:
                 with given.file.open("a") as lines:
                     lines.write(json.dumps(asdict(rows[-1])) + "\n")
     seen = [Row(**json.loads(line)) for line in given.file.read_text().splitlines()] if given.file else rows
-    print(
-        f"\nseed {given.seed}: {sum(bool(row.trouble) for row in rows)} of {len(rows)} not as they must be\n\n{summary(seen)}"
-    )
+    bad = sum(bool(row.trouble) for row in rows)
+    print(f"\nseed {given.seed}: {bad} of {len(rows)} not as they must be\n\n{summary(seen)}")
+    if given.page:
+        write_summary(given.page, seen)
     raise SystemExit(any(row.trouble for row in rows))
 
 
