@@ -22,7 +22,8 @@ class StreamingConfig(Section):
     """How the streaming runtime spreads work; nothing here changes the result of a run without staleness."""
 
     workers: dict[str, int] = {}
-    """Processes of a worker group, 1 where not named: `actor.generate`, `compute`, and each role that infers or trains."""
+    """Processes of a worker group: `actor.generate`, `compute`, and each role that infers or trains. Where not named 1, or as many as the
+    role's layout needs."""
     dispatch_rows: int = Field(16, ge=1)
     """The most rows that a worker takes at once: fewer spread work sooner, more ask the queue less often."""
     sampler: str | dict[str, str] = "first_in"

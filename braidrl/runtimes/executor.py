@@ -30,7 +30,7 @@ from braidrl.models.objective import Objective, UpdateCounts, with_group_tokens
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.role_settings import inference_layouts, with_layout
 from braidrl.models.roles.make import make_worker, torch_worker
-from braidrl.models.weights.mirror import Following, InferenceCopy, interpolate_weights
+from braidrl.models.weights.mirror import Following, InferenceCopy
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
@@ -234,17 +234,13 @@ class StageExecutor:
             known = self.objectives[stage.name] = (stage, Objective.of(str(stage.role), stage.params))
         return known[1]
 
-    def copy_weights(self, stage: Stage, weights: Totals | None = None) -> None:
-        """Move the role's weights towards those of another role, which is here too or gave `weights`."""
+    def copy_weights(self, stage: Stage) -> None:
+        """Move the role's weights towards those of another role, which is here too."""
         self.residency.before(stage)
         worker, source = torch_worker(self.workers[str(stage.role)]), stage.params["source"]
-        decay = stage.params.get("decay", 0.0)
-        if weights is not None:
-            interpolate_weights(worker, weights, source, decay)
-            return
         if (worker.role, source) not in self.followings:  # once: ranks have to agree on every move
             self.followings[worker.role, source] = Following(worker, torch_worker(self.workers[source]))
-        self.followings[worker.role, source].move(decay)
+        self.followings[worker.role, source].move(stage.params.get("decay", 0.0))
 
     def publish(self, version: int) -> None:
         """Have the engines generate with the trained weights from now on."""

@@ -119,7 +119,7 @@ def test_roles_infer_in_a_layout_of_their_own_and_engines_read_what_ranks_wrote_
         ({"runtime": "eager", "rollout": {"tensor": 2}}, "rollout.tensor=2 divides engines in processes of their own"),
         (
             {"runtime": "eager", "algorithm": {"old": "recompute"}, "trainer": {"inference_layout": {"shard": "full"}}},
-            "trainer.inference_layout is for runtime=distributed or hybrid; remove it",
+            "trainer.inference_layout is for runtime=distributed, hybrid or streaming; remove it",
         ),
         ({"trainer": {"layout": {"tensor": 3}}}, r"trainer.layout: .* make 3 devices and there are 2"),
         ({"roles": {"actor": {"layout": {"data": 4}}}}, r"roles.actor.layout: .* make 4 devices and there are 2"),
@@ -127,7 +127,7 @@ def test_roles_infer_in_a_layout_of_their_own_and_engines_read_what_ranks_wrote_
         ({"workers": 4, "trainer": {"layout": {"tensor": 4}}}, "2 key/value heads, which tensor=4"),
         (
             {"runtime": "eager", "trainer": {"layout": {"shard": "full"}}},
-            "trainer.layout is for runtime=distributed or hybrid; remove it",
+            "trainer.layout is for runtime=distributed, hybrid or streaming; remove it",
         ),
         (
             {"trainer": {"layout": {"shard": "full"}}, "roles": {"actor": {"generate_workers": 1}}},

@@ -42,15 +42,15 @@ class ParallelLayout(BaseModel):
         """Return True where every device has a full replica of the model."""
         return self.ranks_per_replica == 1 and self.shard == "none"
 
-    def resolve(self, devices: int, key: str = "trainer.layout") -> "ParallelLayout":
-        """Return the layout with `data` filled in. Raises UserError, naming `key`, where the axes do not multiply to the devices."""
+    def resolve(self, devices: int, key: str = "trainer.layout", devices_key: str = "workers") -> "ParallelLayout":
+        """Return the layout with `data` filled in. Raises UserError, naming both keys, where the axes do not multiply to the devices."""
         data = self.data or max(1, devices // self.ranks_per_replica)
         filled = self.model_copy(update={"data": data})
         if data * self.ranks_per_replica != devices:
             product = " · ".join(f"{axis} {getattr(filled, axis)}" for axis in AXES)
             raise UserError(
                 f"{key}: {product} make {data * self.ranks_per_replica} devices and there are {devices}; "
-                f"write numbers that multiply to {devices}, or workers={data * self.ranks_per_replica}"
+                f"write numbers that multiply to {devices}, or {devices_key}={data * self.ranks_per_replica}"
             )
         if self.nodes > 1 and (self.shard == "none" or data % self.nodes):
             why = f"does not divide data {data}" if data % self.nodes else "has no shards"

@@ -12,11 +12,9 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from braidrl.errors import UserError
 from braidrl.models.parallel.replicated import DataParallel
-from braidrl.models.parallel.shards import local_shard, shard_of
 from braidrl.models.roles.base import RoleWorker
 from braidrl.models.weights.transfer import LIMIT_BYTES, TransferVolume, WeightTransfer
 from braidrl.models.weights.weight_index import WeightPart, gather_weight_index, weight_parts
@@ -82,7 +80,7 @@ class Following:
     """A worker that takes its weights from another role on the same ranks, which may have another layout."""
 
     def __init__(self, worker: RoleWorker, source: RoleWorker) -> None:
-        """Plan the transfer. Raises UserError as `interpolate_weights` does."""
+        """Plan the transfer. Raises UserError for a model of other shapes, and for a worker with an optimizer."""
         check_follows(worker, source.role, source.base_shapes)
         self.worker = worker
         self.copy = LayoutCopy.of(source, partial(local_weight_parts, worker), worker.ranks.is_sharded)
@@ -93,27 +91,20 @@ class Following:
         self.copy.refresh(keep=decay)
 
 
-@torch.no_grad()
-def interpolate_weights(worker: RoleWorker, source_weights: Mapping[str, Tensor], source: str, decay: float) -> None:
-    """Set the worker's weights to decay · own + (1 - decay) · source.
+def following_parts(worker: RoleWorker, source: str, decay: float) -> Mapping[str, WeightPart]:
+    """Return the worker's parts, into which weights of another role are put: decay · own + (1 - decay) · source.
 
     Args:
         worker: A worker without an optimizer.
-        source_weights: Full tensors by name, adapters merged.
         source: The source role's name, for messages.
         decay: The share that stays; 0 copies the source.
 
     Raises:
-        UserError: For a model of other shapes, and for a worker with an optimizer.
+        UserError: For a worker with an optimizer.
     """
-    check_follows(
-        worker, source, {name: source_weights[name].shape for name in worker.base_shapes if name in source_weights}
-    )
-    worker.ranks.reshard(worker.model)
+    check_follows(worker, source, worker.base_shapes)
     worker.weight_updates += 1
-    for name, parameter in worker.model.named_parameters():
-        own = local_shard(parameter)
-        own.lerp_(shard_of(source_weights[name], parameter).to(own), 1.0 - decay)
+    return {name: replace(part, kept=decay) for name, part in local_weight_parts(worker).items()}
 
 
 def check_follows(worker: RoleWorker, source: str, shapes: Mapping[str, torch.Size]) -> None:

@@ -6,22 +6,42 @@ submit ──▶ waiting ──dispatch──▶ engine ──▶ Response
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from braidrl.data.rows import FinishReason
 from braidrl.rollout.engine import Engine, EngineError, Load, WeightSource
 from braidrl.rollout.requests import Request, Response, Uid
 from braidrl.rollout.routing.dispatch import Dispatcher
+from braidrl.rollout.weights.shared_file import ReadableFolder, UnnamedWeights
+
+
+class StoredWeights(WeightSource, Protocol):
+    """One version of the weights where all engines can read it."""
+
+    def close(self) -> None:
+        """Free the space."""
 
 
 class Router:
     """An engine over engines. Random numbers belong to the row, so a row that is moved to another engine gets the same tokens there."""
 
-    def __init__(self, engines: Sequence[Engine], retry_s: float = 5.0, give_up_s: float = 600.0) -> None:
-        """Start with all engines alive; requests raise EngineError when none has been alive for `give_up_s` seconds."""
-        self.engines, self._retry_s, self._give_up_s = list(engines), retry_s, give_up_s
+    def __init__(
+        self, engines: Sequence[Engine], retry_s: float = 5.0, give_up_s: float = 600.0,
+        store: Callable[[Iterable[tuple[str, Tensor]]], StoredWeights] | None = None,
+    ) -> None:  # fmt: skip
+        """Start with all engines alive.
+
+        Args:
+            engines: Started.
+            retry_s: Seconds between attempts to recover one that failed.
+            give_up_s: Requests raise EngineError when no engine has been alive for so many seconds.
+            store: Writes weights where all engines read them; by default each is given the source.
+        """
+        self.engines, self._retry_s, self._give_up_s, self._store = list(engines), retry_s, give_up_s, store
         self._dispatcher = Dispatcher([engine.load().slots for engine in engines])
         self._places: dict[Uid, asyncio.Future[None]] = {}
         """For each row without an engine: done when there is room, or when the row is aborted."""
@@ -79,8 +99,23 @@ class Router:
         await self._everywhere(lambda engine: engine.resume())
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        self._version, self._source = version, source
-        await self._everywhere(lambda engine: engine.update_weights(version, source))
+        """Give new weights to the engines, stored once; those of the version before are closed where they were stored."""
+        # an engine that comes back later is given those of now
+        before, weights = self._source, self._stored(source)
+        self._version, self._source = version, weights
+        try:
+            await self._everywhere(lambda engine: engine.update_weights(version, weights))
+        finally:
+            self._free(before)
+
+    def _stored(self, source: WeightSource | None) -> WeightSource | None:
+        if self._store is None or source is None or isinstance(source, UnnamedWeights | ReadableFolder):
+            return source
+        return self._store(source.tensors())
+
+    def _free(self, weights: WeightSource | None) -> None:
+        if self._store is not None and weights is not None:
+            weights.close()  # type: ignore[attr-defined]  # it was stored
 
     async def sleep(self) -> None:
         if self._places or self._calls:
@@ -106,10 +141,12 @@ class Router:
         return Load(slots, running, waiting + self._dispatcher.waiting)
 
     async def close(self) -> None:
-        """Stop trying to recover dead engines."""
+        """Stop trying to recover dead engines, and free the weights that were stored."""
         for task in self._recovering.values():
             task.cancel()
         await asyncio.gather(*self._recovering.values(), return_exceptions=True)
+        self._free(self._source)
+        self._source = None
 
     async def _place(self, uid: Uid) -> bool:
         """Wait for an engine with room. Returns False for an aborted row; raises EngineError after `give_up_s` without a living engine."""

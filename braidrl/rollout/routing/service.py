@@ -7,7 +7,7 @@ publish ──▶ weights, written once ──▶ every engine reads them
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -15,18 +15,11 @@ from braidrl.data.rows import FinishReason
 from braidrl.rollout.engine import Engine, EngineError, ServedEngine, T, WeightSource
 from braidrl.rollout.event_loop import run_cancelled_by_interrupts
 from braidrl.rollout.requests import Request, Response, Uid
-from braidrl.rollout.routing.router import Router
-from braidrl.rollout.weights.shared_file import ReadableFolder, SharedWeights, UnnamedWeights
+from braidrl.rollout.routing.router import Router, StoredWeights
+from braidrl.rollout.weights.shared_file import SharedWeights
 
 ASK_EVERY_S = 0.02
 """Seconds between calls of `rows_to_end`."""
-
-
-class StoredWeights(WeightSource, Protocol):
-    """One version of the weights where all engines can read it."""
-
-    def close(self) -> None:
-        """Free the space."""
 
 
 class EngineService:
@@ -56,7 +49,6 @@ class EngineService:
         self.max_sequence_tokens = self.engines[0].max_sequence_tokens
         self._runner = asyncio.Runner()
         self._router: Router | None = None
-        self._weights: StoredWeights | None = None
         try:
             self._router = run_cancelled_by_interrupts(self._runner, self._start())
         except BaseException as error:
@@ -107,14 +99,7 @@ class EngineService:
 
     def publish(self, version: int, source: WeightSource) -> None:
         """Give new weights to the engines; the file of the version before is closed. Raises ValueError where the source lacks a tensor."""
-        weights = source if isinstance(source, UnnamedWeights | ReadableFolder) else self._store(source.tensors())
-        # an engine that comes back later is given those of now
-        before, self._weights = self._weights, weights
-        try:
-            run_cancelled_by_interrupts(self._runner, self.router.update_weights(version, weights))
-        finally:
-            if before is not None:
-                before.close()
+        run_cancelled_by_interrupts(self._runner, self.router.update_weights(version, source))
 
     def clear(self) -> None:
         """Do nothing: between two calls nothing is under way."""
@@ -128,9 +113,6 @@ class EngineService:
     def close(self) -> None:
         run_cancelled_by_interrupts(self._runner, self._stop())
         self._runner.close()
-        if self._weights is not None:
-            self._weights.close()
-            self._weights = None
 
     async def _end(self, rows_to_end: Callable[[], Iterable[Uid]]) -> None:
         while True:
@@ -144,7 +126,7 @@ class EngineService:
         async with asyncio.TaskGroup() as group:
             for engine in self.engines:
                 group.create_task(engine.start())
-        return Router(self.engines, retry_s=1.0, give_up_s=self._limit_s)
+        return Router(self.engines, 1.0, self._limit_s, self._store)
 
     async def _stop(self) -> None:
         if self._router is not None:

@@ -159,14 +159,10 @@ def start_processes(role: str, config: Config, specs: Sequence[EngineSpec]) -> E
 
 
 def own_engine(config: Config, spec: EngineSpec) -> RoleEngine:
-    """Return a user's engine in this process. Raises UserError where the runtime needs one that steps."""
+    """Return a user's engine in this process."""
     made: SteppingEngine | ServedEngine = ENGINES.find(spec.kind)(spec)
     if isinstance(made, SteppingEngine):
         return made
-    if config.runtime == "streaming":
-        raise UserError(
-            f"rollout.engine={spec.kind} makes no SteppingEngine, which runtime=streaming steps; write runtime=hybrid"
-        )
     return EngineService([made], config.cluster.wait_limit_s)
 
 
@@ -255,5 +251,8 @@ def pools_ranks(config: Config) -> bool:
 
 def engine_processes(config: Config) -> int:
     """Return how many processes or servers generate in place of this process; 0 where it generates itself."""
-    asked = len(config.rollout.servers.urls) if config.rollout.engine == "http" else config.rollout.engines
-    return int(config.rollout.engine == "vllm") if asked is None else asked
+    rollout = config.rollout
+    asked = len(rollout.servers.urls) if rollout.engine == "http" else rollout.engines
+    # Under streaming who generates has no ranks beside it that could hold a slice.
+    divided = config.runtime == "streaming" and rollout.tensor > 1
+    return int(rollout.engine == "vllm" or divided) if asked is None else asked

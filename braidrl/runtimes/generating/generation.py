@@ -6,7 +6,7 @@ trained weights ──publish──▶ engines
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -116,12 +116,59 @@ class Generation:
         engine = self.engines[str(stage.role)]
         if engine.is_collective:
             raise UserError(f"{stage.name}: an environment needs engines of their own; write rollout.engines=1")
-        sampling = sampling_of(stage, self.config)
+        limits = limits_of(self.config, engine.max_sequence_tokens)
         with self.progress.stage(stage.name, len(rows)) as bar:
-            columns, failures = play(engine, stage, rows, self.config, self.tokenizer, sampling, sums, bar)
-        for line in failures:
-            self.progress.print(f"{stage.name}: {line}")
-        return self._named(stage, columns)
+
+            def finished(episode: Episode) -> None:
+                bar.update(1, episode.trajectory.action_tokens, engine.in_flight)
+
+            async def played_and_shown(running: Engine) -> list[Episode]:
+                showing = asyncio.ensure_future(show(bar, engine))
+                try:
+                    return await self.played(running, stage, rows, limits, finished)
+                finally:
+                    showing.cancel()
+
+            return self.episode_columns(stage, engine.run(played_and_shown), limits, sums)
+
+    async def played(
+        self, running: Engine, stage: Stage, rows: Rows, limits: Limits,
+        finished: Callable[[Episode], None] = lambda episode: None,
+    ) -> list[Episode]:  # fmt: skip
+        """Return an episode for each row, played on a running engine.
+
+        Args:
+            running: The engine.
+            stage: A generate stage with an environment.
+            rows: The rows.
+            limits: What ends a trajectory.
+            finished: Called with each episode that ends.
+        """
+        environment, settings = stage.params["environment"], self.config.rollout.environment.params
+        prompts = PromptTemplate(self.tokenizer, self.config.data.chat_template, self.config.data.system_prompt)
+        template, sampling = TurnTemplate(prompts), sampling_of(stage, self.config)
+        purpose, seed = str(stage.params.get("purpose", "train")), self.config.seed
+        if environment.startswith(AGENT):
+            # Imported here: only agents need aiohttp, which need not be installed.
+            from braidrl.rollout.episodes.agents import Agents
+            from braidrl.rollout.episodes.endpoint import Endpoint
+
+            agent = partial(agent_of(environment), **settings)
+            longest = limits.max_sequence_tokens
+            async with Endpoint(running, template, sampling, longest, purpose, stage.name) as endpoint:
+                return await Agents(endpoint, agent, limits, seed, finished).play(rows)
+        make = environments(environment, settings)
+        return await Episodes(running, make, template, sampling, limits, seed, purpose, stage.name, finished).play(rows)
+
+    def episode_columns(
+        self, stage: Stage, played: Sequence[Episode], limits: Limits, sums: Sums
+    ) -> Mapping[str, Column]:
+        """Return the columns that a generate stage writes; turns and failures are counted in `sums`, and the first of each is shown."""
+        sums.add("environment/turns", sum(episode.turns for episode in played), len(played))
+        for reason, count in failure_counts(played).items():
+            sums.add(f"environment/failures/{reason}", count)
+            self.progress.print(f"{stage.name}: {failure_line(reason, count, played)}")
+        return self._named(stage, episode_columns(played, limits))
 
     def columns(self, stage: Stage, rows: Rows, finished: Sequence[Response]) -> Mapping[str, Column]:
         """Return the columns that a generate stage writes, in the order of `rows`, from the engine's responses."""
@@ -178,55 +225,6 @@ def leaders(uids: Sequence[Uid]) -> dict[Uid, Uid]:
 
 SHOW_EVERY_S = 1.0
 """How often the progress of episodes is told of, also while none of them ends."""
-
-
-def play(
-    engine: RoleEngine,
-    stage: Stage,
-    rows: Rows,
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    sampling: SamplingParams,
-    sums: Sums,
-    bar: Bar,
-) -> tuple[Mapping[str, Column], list[str]]:
-    """Return the stage's columns, and a line for each kind of failure; counts and turns go to `sums`."""
-
-    def finished(episode: Episode) -> None:
-        bar.update(1, episode.trajectory.action_tokens, engine.in_flight)
-
-    limits = limits_of(config, engine.max_sequence_tokens)
-    environment, settings = stage.params["environment"], config.rollout.environment.params
-    template = TurnTemplate(PromptTemplate(tokenizer, config.data.chat_template, config.data.system_prompt))
-    purpose = str(stage.params.get("purpose", "train"))
-
-    async def played_by_agents(running: Engine) -> list[Episode]:
-        # Imported here: only agents need aiohttp, which need not be installed.
-        from braidrl.rollout.episodes.agents import Agents
-        from braidrl.rollout.episodes.endpoint import Endpoint
-
-        agent = partial(agent_of(environment), **settings)
-        async with Endpoint(running, template, sampling, limits.max_sequence_tokens, purpose, stage.name) as endpoint:
-            return await Agents(endpoint, agent, limits, config.seed, finished).play(rows)
-
-    async def played_in_turns(running: Engine) -> list[Episode]:
-        make = environments(environment, settings)
-        episodes = Episodes(running, make, template, sampling, limits, config.seed, purpose, stage.name, finished)
-        return await episodes.play(rows)
-
-    async def played_and_shown(running: Engine) -> list[Episode]:
-        showing = asyncio.ensure_future(show(bar, engine))
-        try:
-            return await (played_by_agents if environment.startswith(AGENT) else played_in_turns)(running)
-        finally:
-            showing.cancel()
-
-    played = engine.run(played_and_shown)
-    sums.add("environment/turns", sum(episode.turns for episode in played), len(played))
-    counts = failure_counts(played)
-    for reason, count in counts.items():
-        sums.add(f"environment/failures/{reason}", count)
-    return episode_columns(played, limits), [failure_line(reason, count, played) for reason, count in counts.items()]
 
 
 async def show(bar: Bar, engine: RoleEngine) -> None:

@@ -33,9 +33,11 @@ from braidrl.rewards.sandbox import namespaces_allowed
 from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.rollout.engine import ENGINES
 from braidrl.rollout.http.dialects import DIALECTS
-from braidrl.runtimes.generating.engines import generation_layout, pools_ranks
+from braidrl.runtimes.generating.engines import engine_processes, generation_layout, pools_ranks
 
-LAID_OUT = ("distributed", "hybrid")
+POOLED = ("distributed", "hybrid")
+"""Runtimes whose processes that train a role may generate with it together."""
+LAID_OUT = (*POOLED, "streaming")
 """Runtimes whose processes of a role can divide its model."""
 
 
@@ -68,12 +70,12 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
     key = f"rollout.tensor={layout.tensor}" if layout.tensor > 1 else f"rollout.pipeline={layout.pipeline}"
     if rollout.engine != "embedded":
         raise UserError(f"{key} divides the embedded engine, and rollout.engine is {rollout.engine}")
-    if rollout.engines and (layout.pipeline > 1 or layout.grouping):
+    if engine_processes(config) and (layout.pipeline > 1 or layout.grouping):
         raise UserError(
             "rollout.pipeline and rollout.grouping are for ranks that train and generate, and rollout.engines="
-            f"{rollout.engines} are processes of their own; remove one of them"
+            f"{engine_processes(config)} are processes of their own; remove one of them"
         )
-    if not rollout.engines:
+    if not engine_processes(config):
         environments = any("environment" in stage.params for stage in stages)
         check_pooled_engines(config, key, generating, environments)
     for role in generating:
@@ -88,7 +90,7 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
 
 def check_pooled_engines(config: Config, key: str, generating: Iterable[str], environments: bool) -> None:
     """Raise UserError where ranks that train cannot decode together."""
-    if config.runtime not in LAID_OUT:
+    if config.runtime not in POOLED:
         raise UserError(
             f"{key} divides engines in processes of their own, or among the ranks of runtime=distributed or hybrid; "
             "write rollout.engines=1"
@@ -200,7 +202,7 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int
     for role, layout, key in pairs:
         if layout != ParallelLayout() and config.runtime not in LAID_OUT:
             raise UserError(
-                f"{key} is for runtime=distributed or hybrid; remove it, or write runtime=distributed and workers=..."
+                f"{key} is for runtime=distributed, hybrid or streaming; remove it, or write runtime=distributed and workers=..."
             )
         if layout.sequence > 1 and config.trainer.share_prompts:
             raise UserError(f"{key}: sequence divides rows apart; write sequence=1, or trainer.share_prompts=false")

@@ -17,7 +17,7 @@ from braidrl.runtimes.generating.engines import generation_layout, pools_ranks, 
 from braidrl.runtimes.prepare.setup import Prepared, prepare
 from braidrl.runtimes.saving.folders import check_output
 from braidrl.runtimes.start import check_runtime
-from braidrl.runtimes.streaming.groups import pools_of, worker_groups
+from braidrl.runtimes.streaming.groups import Group, pools_of, worker_groups
 
 MIB = 1 << 20
 
@@ -56,17 +56,18 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
 
     if config.runtime == "streaming":
         groups = worker_groups(config, prepared.flow, prepared.evaluation if prepared.eval_sources else None)
-        # Engines have weights of their own there.
-        return [
-            DeviceGroup(group.processes, (RoleUse(group.role, group.trained, group.kind == "generate"),))
-            for group in groups
-            if group.role
-        ]
+        return [DeviceGroup(group.processes, (use_of(group),)) for group in groups if group.role]
     if config.runtime == "hybrid":
         pools = place(config.placement, roles, prepared.generating, config.workers)
         return [DeviceGroup(pool.workers, uses_of(pool)) for pool in pools]
     workers = config.workers if config.runtime == "distributed" else 1
     return [DeviceGroup(workers, uses_of(Pool(roles, workers, generating=prepared.generating)))]
+
+
+def use_of(group: Group) -> RoleUse:
+    """Return what the processes of a streaming run's group have of their role; engines have weights of their own there."""
+    generates = group.kind == "generate"
+    return RoleUse(str(group.role), group.trained, generates, apart=generates)
 
 
 def pools_of_run(prepared: Prepared) -> list[Pool]:

@@ -1,6 +1,6 @@
 """The control plane: answers workers' requests from the schedule, and hands them weights and orders.
 
-take  ─▶ rows (leases, index columns, where the payload lies) │ step │ give weights │ load │ order │ stop │ wait
+take  ─▶ rows (leases, index columns, where the payload lies) │ step │ give weights │ receive, load │ order │ stop │ wait
 done, stepped, given, weights, loaded, ordered, renew ─▶ noted, then: close the batch? publish? let engines load?
 
 Every method may be called by the server's thread and by the main program: one lock guards all of it.
@@ -33,6 +33,8 @@ class WorkerHolder(Holder):
     version: int | None = None
     loading: int | None = None
     """What it was told to load and has not yet."""
+    receiving: int = 0
+    """The newest version that it was told to receive or to load."""
     orders: deque[dict[str, Any]] = field(default_factory=deque)
 
 
@@ -108,6 +110,8 @@ class ControlPlane(QueueController):
         lags = holder.version is not None and holder.version != self.engine_version
         if lags and set(request["held"]) <= set(lost):
             return {"kind": "load", "lost": lost, **self._load(holder)}, ()
+        if self.together and holder.version is not None and self.weights.newest > holder.receiving:
+            return {"kind": "receive", "lost": lost, **self._receive(holder)}, ()
         for name in request["stages"]:
             for stream in self.streams:
                 # An evaluation speaks of one version alone.
@@ -136,16 +140,14 @@ class ControlPlane(QueueController):
         return {"lost": lost}, ()
 
     def on_stepped(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Note an optimizer step; after a role's last one of the iteration its weights are asked for."""
+        """Note an optimizer step."""
         schedule, name = self.training.schedule, request["stage"]
         iteration = schedule.published + 1
         schedule.stepped(name)
         self.stepping.discard(name)
         self.data.free(self.copies.taken(name))
         self.training.record_of(iteration).reports.append(request["report"])
-        role = self.training.flow[name].role
-        through = all(schedule.trained[s.name] >= iteration for s in self._updates_of(str(role), iteration))
-        return {"export": iteration if through and role in self.exported else None}, ()
+        return {}, ()
 
     def on_given(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Note in which blocks the weights lie that an update of another role moves towards."""
@@ -166,10 +168,6 @@ class ControlPlane(QueueController):
         wanted = {self.engine_version, *(h.loading for h in self.holders.values() if h.loading is not None)}
         self.data.free(self.weights.outdated(wanted))
         return {}, ()
-
-    def on_newest(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Return the newest weights of the exported roles, loaded or not: to be received while generation goes on."""
-        return {"weights": self.weights.newest()}, ()
 
     def on_ordered(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Note that an order is carried out."""
@@ -252,7 +250,8 @@ class ControlPlane(QueueController):
         iteration = schedule.published + 1
         if iteration > self.allowed or stage.name in self.stepping:
             return None
-        answer = {"kind": "step", "stage": stage.name, "iteration": iteration}
+        exported = iteration if self._is_last_step(stage, iteration) else None
+        answer = {"kind": "step", "stage": stage.name, "iteration": iteration, "export": exported}
         if not is_optimized(stage):
             if (weights := self.copies.given(stage.name)) is None:
                 return None
@@ -261,6 +260,13 @@ class ControlPlane(QueueController):
         self.stepping.add(stage.name)
         index, _ = stream.read(stage.name, schedule.batches[iteration].updates[stage.name][0].rows)
         return answer, encode(index)
+
+    def _is_last_step(self, stage: Stage, iteration: int) -> bool:
+        """Return whether this step is the role's last one of the iteration, after which its weights are to be had."""
+        schedule = self.training.schedule
+        others = [one.name for one in self._updates_of(str(stage.role), iteration) if one.name != stage.name]
+        left = schedule.batches[iteration].updates[stage.name]
+        return stage.role in self.exported and len(left) <= 1 and all(schedule.trained[n] >= iteration for n in others)
 
     def _copy_from(self, stage: Stage) -> str | None:
         """Return the update that is due and waits for the weights that whoever does this stage has."""
@@ -273,7 +279,13 @@ class ControlPlane(QueueController):
     def _load(self, holder: WorkerHolder) -> dict[str, Any]:
         """Return the weights that take an engine from what it holds to the version that it should have."""
         holder.loading = self.engine_version
+        holder.receiving = max(holder.receiving, holder.loading)
         return {"version": holder.loading, "weights": self.weights.between(holder.version or 0, holder.loading)}
+
+    def _receive(self, holder: WorkerHolder) -> dict[str, Any]:
+        """Return the newest weights, loaded or not: to be received while generation goes on."""
+        holder.receiving = self.weights.newest
+        return {"version": holder.receiving, "weights": self.weights.between(holder.version or 0, holder.receiving)}
 
     def _updates_of(self, role: str, iteration: int) -> list[Stage]:
         stages = self.training.flow.stages

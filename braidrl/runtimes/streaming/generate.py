@@ -1,196 +1,228 @@
-"""The loop of a generation worker: rows join the engine as slots become free, and leave it one by one.
+"""The loop of a generation worker: rows go to the engine as it has room, and leave it one by one, whatever the engine is.
 
-take ──lease per row──▶ engine ──step──▶ finished rows ──▶ columns, acknowledged at once
+take ──lease per row──▶ engine ──▶ finished rows, episodes ──▶ columns, acknowledged at once
                            ▲
-                           └── new weights, all at once, when a batch's generation is over
+                           └── new weights, all at once, when none of its rows is under way
 
-Episodes of several turns are played to their ends, those that were taken together at the same time.
+One request to the queue is always under way, so that rows and weights come as soon as there are any. The event loop is the engine's:
+one of this process steps in it, others answer in it.
 """
 
-import time
-from collections.abc import Collection, Sequence
+import asyncio
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from braidrl.data.rows import Rows
+from braidrl.data.rows import Column, Rows
+from braidrl.flow import Stage
 from braidrl.flow.readiness import Uid
-from braidrl.models.roles.make import torch_worker
+from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import BusySpan
-from braidrl.rollout.embedded.stepping import SteppingEngine
+from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.engine import Engine
+from braidrl.rollout.episodes.player import Episode
 from braidrl.rollout.requests import Response
-from braidrl.runtimes.generating.generation import requests_of
-from braidrl.runtimes.streaming.weights import WeightReceiver
+from braidrl.runtimes.generating.generation import limits_of, requests_of
+from braidrl.runtimes.streaming.weights import WeightReceiver, as_blocks
 from braidrl.runtimes.streaming.worker import WorkerContext
 from braidrl.transfer.queue.client import Client, WorkItem
 from braidrl.transfer.queue.storage import Evicted
 from braidrl.transfer.queue.table import Block
 
-ASK_EVERY_S = 0.02
-"""How often a worker with free slots that is decoding asks for more rows."""
-LOOK_EVERY_S = 0.1
-"""How often a worker that is decoding asks whether there are new weights to receive."""
 LOAD = "load weights"
+Ended = Response | Episode
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A row under way: what brought it, the row, and what generates it."""
+
+    work: WorkItem
+    row: Rows
+    task: asyncio.Task[Ended]
+
+    @property
+    def uid(self) -> Uid:
+        """Return its identity."""
+        (uid,) = self.row.uids()
+        return uid
 
 
 class GenerateLoop:
-    """One engine and the rows that it has."""
+    """One engine, or several behind one router, and the rows that they have."""
 
     def __init__(self, context: WorkerContext, client: Client) -> None:
         self.context, self.client = context, client
         self.role = str(context.group.role)
-        engine = context.executor.engines[self.role]
-        assert isinstance(engine, SteppingEngine), "own_engine makes no other for this runtime"
-        self.engine = engine
-        self.slots = context.executor.config.rollout.slots
-        self.source = WeightReceiver(context.data)
-        self.played = {s for s in context.group.stages if "environment" in context.stage(s).params}
-        """Stages whose rows are episodes in an environment."""
-        self.flight: dict[Uid, tuple[int, WorkItem, Rows]] = {}
-        """Of each row in the engine its lease, where it came from, and the row."""
-        self.postponed: list[tuple[int, WorkItem, Rows]] = []
-        """Rows of which the engine has another response under way."""
-        self.asked = self.looked = 0.0
-        self.found = False
-        """Whether the last request brought rows: then there may be more."""
+        self.generation = context.executor.generation
+        self.engine, self.received = self.generation.engines[self.role], self.generation.received[self.role]
+        in_place = isinstance(self.engine, EmbeddedEngine)
+        self.source = None if in_place else self.received
+        """Where an engine reads its weights that are not put into its own tensors."""
+        delayed = context.settings.weights == "delayed"
+        self.receiver = WeightReceiver(context.data, partial(self.received.parts, self.engine), in_place and delayed)
+        self.receiving: asyncio.Task[None] | None = None
+        self.limits = limits_of(context.executor.config, self.engine.max_sequence_tokens)
+        self.version = 0
+        self.flight: dict[int, Flight] = {}
+        """By the number of its lease each row under way."""
+        self.last: dict[Uid, asyncio.Task[Ended]] = {}
+        """Of each row the response that was begun last: an engine draws one at a time."""
+        self.ended: list[int] = []
         self.span: BusySpan | None = None
         """The stretch of time in which the engine has had rows."""
 
     def run(self) -> None:
         """Generate until the run ends."""
-        self.context.keep_leases(self.client)
-        while True:
-            if self._wants_rows():
-                work = self._take()
-                if work.kind == "stop":
-                    return
-                self._act(work)
-            if self.flight:
-                self._decode()
+        self.engine.run(self._serve)
 
-    def _wants_rows(self) -> bool:
-        if not self.flight:
-            return True
-        return len(self.flight) < self.slots and (self.found or time.monotonic() - self.asked > ASK_EVERY_S)
+    async def _serve(self, engine: Engine) -> None:
+        self.news = asyncio.Event()
+        self.places = asyncio.Semaphore(self.context.executor.config.rollout.environment.at_once)
+        try:
+            while (work := await self._next(engine.load().slots)).kind != "stop":
+                await self._act(engine, work)
+        finally:
+            await self._end(list(self.flight))
 
-    def _take(self) -> WorkItem:
-        room = max(1, min(self.slots - len(self.flight), self.context.settings.dispatch_rows))
-        wait_s = 0.0 if self.flight else self.context.settings.wait_s
-        # Episodes have the engine for themselves.
-        stages = [name for name in self.context.group.stages if not (self.flight and name in self.played)]
-        work = self.client.take(stages, room, wait_s, single=True)
-        self.asked, self.found = time.monotonic(), work.kind == "rows"
-        return work
+    async def _next(self, slots: int) -> WorkItem:
+        """Return what the queue has for this worker next; rows that end meanwhile are delivered."""
+        settings, stages = self.context.settings, self.context.group.stages
+        room = max(0, min(slots - len(self.flight), settings.dispatch_rows))
+        take = partial(self.client.take, stages, room, settings.wait_s, single=True)
+        asked = asyncio.ensure_future(asyncio.to_thread(take))
+        asked.add_done_callback(lambda _: self.news.set())
+        while not asked.done():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.news.wait(), settings.lease_s / 3)
+            self.news.clear()
+            self._deliver()
+            await self._end(self.client.renew(settings.lease_s / 3))
+        return await asked
 
-    def _act(self, work: WorkItem) -> None:
-        self._drop(work.lost)
+    async def _act(self, engine: Engine, work: WorkItem) -> None:
+        await self._end(work.lost)
         if work.kind == "rows":
-            given = leased_rows(work)
-            if work.stage in self.played:
-                self._play(work, given)
-            else:
-                for lease, row in given:
-                    self._begin(lease, work, row)
+            for lease, row in leased_rows(work):
+                self._begin(engine, lease, work, row)
+        elif work.kind == "receive":
+            await self._stop_receiving()
+            self.receiving = asyncio.create_task(self._receive(*self._weights(work)))
         elif work.kind == "load":
-            self._load(work)
+            await self._load(engine, work)
 
-    def _play(self, work: WorkItem, given: Sequence[tuple[int, Rows]]) -> None:
-        """Play the rows' episodes to their ends, write and acknowledge them."""
-        if not given:
-            return
-        stage, rows = self.context.stage(work.stage), Rows.cat([row for _, row in given])
-        with self.context.trace.busy(stage.name, work.iteration, rows.uids(), self.engine.version) as span:
-            columns = self.context.executor.run(stage, rows, span.sums)
-            written = self.client.write(rows.uids(), columns)
-        self.client.done(stage.name, [lease for lease, _ in given], [written], span.report())
+    # Rows
 
-    def _begin(self, lease: int, work: WorkItem, row: Rows) -> None:
+    def _begin(self, engine: Engine, lease: int, work: WorkItem, row: Rows) -> None:
+        stage = self.context.stage(work.stage)
         (uid,) = row.uids()
-        if uid in self.flight:
-            self.postponed.append((lease, work, row))
-            return
-        (request,) = requests_of(self.context.stage(work.stage), row, self.context.executor.config)
-        self.engine.add(request)
+        generate = self._play if "environment" in stage.params else self._respond
+        task = asyncio.create_task(self._after(self.last.get(uid), generate(engine, stage, row)))
+        task.add_done_callback(lambda _: self._note_end(lease))
+        self.flight[lease], self.last[uid] = Flight(work, row, task), task
         if self.span is None:
-            self.span = self.context.trace.begin(work.stage, work.iteration, self.engine.version)
-        self.flight[uid] = (lease, work, row)
+            self.span = self.context.trace.begin(work.stage, work.iteration, self.version)
 
-    def _decode(self) -> None:
-        """Step until rows end, or until it is time to look after the queue."""
-        finished: list[Response] = []
-        until = time.monotonic() + ASK_EVERY_S
-        while not finished and time.monotonic() < until:
-            finished = self.engine.step()
-            self._prefetch()
-        by_stage: dict[str, list[Response]] = {}
-        for row in finished:
-            by_stage.setdefault(self.flight[row.uid][1].stage, []).append(row)
-        for stage, rows in by_stage.items():
-            self._deliver(stage, rows)
-        self._settle()
-        self._drop(self.client.renew(self.context.settings.lease_s / 3))
+    async def _after(self, before: asyncio.Task[Ended] | None, generate: Coroutine[Any, Any, Ended]) -> Ended:
+        try:
+            if before is not None:
+                await asyncio.wait([before])
+            return await generate
+        finally:
+            generate.close()
 
-    def _deliver(self, name: str, finished: list[Response]) -> None:
-        """Write and acknowledge rows of one stage; those whose lease was lost are somebody else's by now."""
-        leases, rows = [], []
-        for row in finished:
-            lease, _, given = self.flight.pop(row.uid)
-            leases.append(lease)
-            rows.append(given)
+    async def _respond(self, engine: Engine, stage: Stage, row: Rows) -> Ended:
+        (request,) = requests_of(stage, row, self.context.executor.config)
+        return await engine.submit(request)
+
+    async def _play(self, engine: Engine, stage: Stage, row: Rows) -> Ended:
+        async with self.places:
+            (episode,) = await self.generation.played(engine, stage, row, self.limits)
+        return episode
+
+    def _note_end(self, lease: int) -> None:
+        self.ended.append(lease)
+        self.news.set()
+
+    def _deliver(self) -> None:
+        """Write and acknowledge the rows that have ended; those whose lease was lost are somebody else's by now."""
+        ended, self.ended = [lease for lease in self.ended if lease in self.flight], []
+        by_stage: dict[str, list[int]] = {}
+        for lease in ended:
+            by_stage.setdefault(self.flight[lease].work.stage, []).append(lease)
+        for name, leases in by_stage.items():
+            flights = [self.flight[lease] for lease in leases]
+            # Raises what a row's generation has raised.
+            results = [flight.task.result() for flight in flights]
+            self._write(self.context.stage(name), leases, Rows.cat([flight.row for flight in flights]), results)
+        self._forget(ended)
+
+    def _write(self, stage: Stage, leases: Sequence[int], rows: Rows, results: Sequence[Ended]) -> None:
         assert self.span is not None, "the engine has had rows"
-        stage, together = self.context.stage(name), Rows.cat(rows)
-        report = self.context.trace.count(self.span, name, len(rows))
-        columns = self.context.executor.generation.columns(stage, together, finished)
-        self.client.done(name, leases, [self.client.write(together.uids(), columns)], report)
-        self._resume_postponed()
+        sums = Sums()
+        columns = self._columns(stage, rows, results, sums)
+        report = self.context.trace.count(self.span, stage.name, len(rows)) | {"sums": sums.pairs()}
+        self.client.done(stage.name, leases, [self.client.write(rows.uids(), columns)], report)
 
-    def _resume_postponed(self) -> None:
-        waiting, self.postponed = self.postponed, []
-        for lease, work, row in waiting:
-            self._begin(lease, work, row)
+    def _columns(self, stage: Stage, rows: Rows, results: Sequence[Ended], sums: Sums) -> Mapping[str, Column]:
+        if "environment" in stage.params:
+            episodes = [result for result in results if isinstance(result, Episode)]
+            return self.generation.episode_columns(stage, episodes, self.limits, sums)
+        return self.generation.columns(stage, rows, [result for result in results if isinstance(result, Response)])
 
-    def _drop(self, lost: Collection[int]) -> None:
+    async def _end(self, leases: Collection[int]) -> None:
         """End rows whose lease was lost: they were dropped by selection, or are generated elsewhere."""
-        self.postponed = [item for item in self.postponed if item[0] not in lost]
-        gone = [uid for uid, (lease, _, _) in self.flight.items() if lease in lost]
-        for uid in gone:
-            self.engine.abort(uid)
-            del self.flight[uid]
-        self._resume_postponed()
-        self._settle()
+        gone = [lease for lease in leases if lease in self.flight]
+        for lease in gone:
+            self.flight[lease].task.cancel()
+        await asyncio.gather(*(self.flight[lease].task for lease in gone), return_exceptions=True)
+        self._forget(gone)
 
-    def _settle(self) -> None:
-        """End the stretch of time when the last row has left."""
+    def _forget(self, leases: Iterable[int]) -> None:
+        for lease in leases:
+            flight = self.flight.pop(lease)
+            if self.last.get(flight.uid) is flight.task:
+                del self.last[flight.uid]
         if self.span is not None and not self.flight:
             self.context.trace.end(self.span)
             self.span = None
 
-    def _load(self, work: WorkItem) -> None:
+    # Weights
+
+    async def _load(self, engine: Engine, work: WorkItem) -> None:
         """Take a version whole. What is still under way belongs to dropped rows."""
-        self._drop([lease for lease, _, _ in [*self.flight.values(), *self.postponed]])
+        await self._end(list(self.flight))
         version = int(work.message["version"])
+        await self._stop_receiving()
+        made, blocks = self._weights(work)
         with self.context.trace.busy(LOAD, version, version=version):
-            for role, made, blocks in work.message["weights"]:
-                if role == self.role:
-                    model = torch_worker(self.context.executor.workers[self.role]).model
-                    self.source.load(model, made, [Block(*block) for block in blocks])
-            self.context.executor.generation.publish(version)
+            if blocks:
+                await asyncio.to_thread(self.receiver.load, made, blocks)
+            await engine.update_weights(version, self.source)
+        self.version = version
         self.client.ask("loaded", version=version)
 
-    def _prefetch(self) -> None:
-        """Receive, with `delayed` weights, one bucket of the newest version between two decode steps."""
-        if self.context.settings.weights != "delayed":
+    async def _receive(self, version: int, blocks: Sequence[Block]) -> None:
+        """Receive a version in host memory while the engine generates with another one."""
+        self.receiver.begin(version, blocks)
+        # A newer version may come meanwhile, and all engines hold one that is no older than this.
+        with suppress(Evicted):
+            while await asyncio.to_thread(self.receiver.receive):
+                pass
             return
-        try:
-            if self.source.receive():
-                return
-        except Evicted:
-            # A newer version has come, and all engines hold one that is no older than this.
-            self.source.forget()
-        if time.monotonic() - self.looked < LOOK_EVERY_S:
-            return
-        self.looked = time.monotonic()
-        for role, version, blocks in self.client.ask("newest")[0]["weights"]:
-            if role == self.role and version > max(self.engine.version, self.source.version):
-                self.source.begin(version, [Block(*block) for block in blocks])
+        self.receiver.forget()
+
+    async def _stop_receiving(self) -> None:
+        if self.receiving is not None:
+            await self.receiving
+            self.receiving = None
+
+    def _weights(self, work: WorkItem) -> tuple[int, list[Block]]:
+        """Return the version of the role that generates here, and where it lies; nothing where the engine has it."""
+        own = ((made, as_blocks(blocks)) for role, made, blocks in work.message["weights"] if role == self.role)
+        return next(own, (0, []))
 
 
 def leased_rows(work: WorkItem) -> list[tuple[int, Rows]]:

@@ -1,9 +1,9 @@
 """Which worker groups a flow needs, and whether it can stream at all.
 
-actor.generate    engines with weights of their own, one group per generating role
+actor.generate    engines with weights of their own, one group per generating role; each process has one, or starts or asks some
 compute           verifiers, computations, selection
-actor, critic     the model of a role that changes: its inference and its updates, as data-parallel ranks
-reference         a frozen role's model: workers that know nothing of each other
+actor, critic     the model of a role that changes: its inference and its updates, as the ranks of its layout
+reference         a frozen role's model: workers that know nothing of each other, or the ranks of a layout that divides it
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,9 @@ from typing import Literal
 from braidrl.config import Config
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
+from braidrl.models.role_settings import inference_layout_key, inference_layouts, layout_key, layout_of
 from braidrl.placement.pools import Pool
-from braidrl.runtimes.generating.engines import engine_processes, with_engines
+from braidrl.runtimes.generating.engines import with_engines
 from braidrl.transfer.queue.samplers import Sampler, sampler_named
 
 COMPUTE = "compute"
@@ -22,7 +23,7 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True)
 class Group:
-    """Processes that do the same stages. The ranks of a role that changes are one worker; elsewhere each process is one."""
+    """Processes that do the same stages. Those that share a role's model, or its changes, are one worker; elsewhere each process is one."""
 
     name: str
     kind: Literal["generate", "compute", "model"]
@@ -30,11 +31,17 @@ class Group:
     stages: tuple[str, ...]
     processes: int
     trained: bool = False
+    divided: bool = False
+    """Whether its layout says how processes hold the model together."""
 
     @property
     def ranks(self) -> int:
         """Return how many processes share a lease."""
-        return self.processes if self.trained else 1
+        return self.processes if self.trained or self.divided else 1
+
+    def leads(self, number: int) -> bool:
+        """Return whether a process of this number takes leases."""
+        return number % self.ranks == 0
 
 
 def pools_of(groups: Sequence[Group], config: Config) -> list[Pool]:
@@ -55,7 +62,7 @@ def worker_groups(config: Config, flow: Flow, evaluation: Flow | None) -> list[G
     for name in config.streaming.workers:
         if name not in stages:
             raise UserError(f"streaming.workers: the flow has no worker group {name!r}. {suggest(name, list(stages))}")
-    return [_group(name, many, flow, config.streaming.workers.get(name, 1)) for name, many in stages.items()]
+    return [_group(name, many, flow, config) for name, many in stages.items()]
 
 
 def group_of(stage: Stage) -> str:
@@ -65,15 +72,18 @@ def group_of(stage: Stage) -> str:
     return str(stage.role) if stage.kind in (Kind.INFER, Kind.TRAIN) else COMPUTE
 
 
-def _group(name: str, stages: Sequence[Stage], flow: Flow, processes: int) -> Group:
+def _group(name: str, stages: Sequence[Stage], flow: Flow, config: Config) -> Group:
     # The later a stage, the closer its rows are to their end: it goes first.
-    names = tuple(stage.name for stage in reversed(stages))
-    first = stages[0]
+    names, first = tuple(stage.name for stage in reversed(stages)), stages[0]
+    asked = config.streaming.workers.get(name)
     if first.kind is Kind.GENERATE:
-        return Group(name, "generate", first.role, names, processes)
+        return Group(name, "generate", first.role, names, asked or 1)
     if name == COMPUTE:
-        return Group(name, "compute", None, names, processes)
-    return Group(name, "model", first.role, names, processes, first.role in flow.changed_roles)
+        return Group(name, "compute", None, names, asked or 1)
+    layout = layout_of(name, config)
+    processes = asked or layout.ranks_per_replica * (layout.data or 1)
+    divided = not layout.is_replicated or (layout.data or 1) > 1
+    return Group(name, "model", name, names, processes, name in flow.changed_roles, divided)
 
 
 def samplers_of(config: Config, flow: Flow) -> dict[str, Sampler]:
@@ -102,11 +112,6 @@ def check_streaming(config: Config, flow: Flow) -> None:
         raise UserError(
             f"streaming.storage={config.streaming.storage} is one machine's; write cluster.launcher=local or shared_memory"
         )
-    if engine_processes(config):
-        raise UserError(
-            "runtime=streaming generates in workers of its own, as many as streaming.workers says; write rollout.engine=embedded "
-            "and no rollout.engines"
-        )
     modelled = {stage.role for stage in flow.stages if stage.kind in (Kind.INFER, Kind.TRAIN)}
     for stage in flow.stages:
         source = stage.params.get("source") if stage.kind is Kind.TRAIN else None
@@ -115,5 +120,22 @@ def check_streaming(config: Config, flow: Flow) -> None:
                 f"runtime=streaming cannot run {stage.name}: no process but engines has the weights of {source}, which neither "
                 "infers nor trains; write runtime=eager, hybrid or distributed"
             )
-    worker_groups(config, flow, None)
+    for group in worker_groups(config, flow, None):
+        check_group(group, config, flow)
     samplers_of(config, flow)
+
+
+def check_group(group: Group, config: Config, flow: Flow) -> None:
+    """Raise UserError for a group whose processes are too many or too few for what they are to do."""
+    key, servers = f"streaming.workers.{group.name}", config.rollout.servers.urls
+    if group.kind == "generate" and config.rollout.engine == "http" and group.processes > len(servers):
+        raise UserError(
+            f"{key}={group.processes} and rollout.servers are {len(servers)}: each process asks servers of its own; "
+            f"write {key}={len(servers)}, or name more of them"
+        )
+    if group.kind == "model":
+        layouts = {layout_key(group.name, config): layout_of(group.name, config)}
+        if group.name in (inferring := inference_layouts(config, flow)):
+            layouts[inference_layout_key(group.name, config)] = inferring[group.name]
+        for name, layout in layouts.items():
+            layout.resolve(group.processes, name, key)

@@ -21,6 +21,7 @@ from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.errors import LostProcess, WorkerError
 from braidrl.models.loading import load_tokenizer
+from braidrl.models.parallel.replicated import DataParallel
 from braidrl.observe.trace import WorkerTrace
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.flow import build_flow, evaluation_flow
@@ -56,8 +57,11 @@ class Member:
 
     def is_late(self, control: ControlPlane) -> bool:
         """Return whether it should long have said hello; ranks that do not lead say nothing to the queue."""
-        leads = not self.group.trained or self.number == 0
-        return leads and self.holder not in control.holders and time.monotonic() - self.started > READY_LIMIT_S
+        return (
+            self.group.leads(self.number)
+            and self.holder not in control.holders
+            and time.monotonic() - self.started > READY_LIMIT_S
+        )
 
     @property
     def holder(self) -> str:
@@ -124,28 +128,35 @@ class Processes:
                 member.process.kill()
             if member.process.alive and member.is_late(self.control):
                 raise WorkerError(f"{member.process.name} was not ready within {READY_LIMIT_S:g} s")
-            if member.process.alive:
-                continue
-            self._raise_failure(member)
-            self.control.fail(member.holder)
-            name = f"{member.group.name} {member.number}"
-            if member.group.trained:
-                raise lost_trainer(member)
-            if member.starts == RESTARTS:
-                raise WorkerError(f"{name} is gone for the {RESTARTS + 1}th time ({member.process.describe_end()})")
-            member.process.close()
-            member.starts, member.started = member.starts + 1, time.monotonic()
-            member.process = self._start(member.group, member.number, member.starts)
+            if not member.process.alive:
+                self._replace(member)
 
-    def _raise_failure(self, member: Member) -> None:
-        """Raise what a process has raised; where it only lost its peers, what one of those raised."""
+    def _replace(self, member: Member) -> None:
+        """Start a worker again of which a process has ended, all of its ranks where it has several. Raises as `watch`."""
+        peers = [peer for peer in self.members if peer.group == member.group] if member.group.ranks > 1 else [member]
+        self._raise_failure(member, peers)
+        killed = next((peer for peer in peers if died(peer)), member)
+        if member.group.trained:
+            raise lost_trainer(killed)
+        if member.starts == RESTARTS:
+            name = f"{killed.group.name} {killed.number}"
+            raise WorkerError(f"{name} is gone for the {RESTARTS + 1}th time ({killed.process.describe_end()})")
+        for peer in peers:
+            self.control.fail(peer.holder)
+            peer.process.close(0.0)
+        for peer in peers:
+            peer.starts, peer.started = peer.starts + 1, time.monotonic()
+            peer.process = self._start(peer.group, peer.number, peer.starts)
+
+    def _raise_failure(self, member: Member, peers: Sequence[Member]) -> None:
+        """Raise what a process has raised; where it only lost its peers, what one of those raised, or nothing if one was killed."""
         failure, limit = failure_of(member), time.monotonic() + PEERS_LIMIT_S
         while failure is not None and failure.follows and time.monotonic() < limit:
             causes = [cause for peer in self.members if (cause := failure_of(peer)) and cause.is_cause]
             if causes:
                 raise causes[0].error()
-            if killed := [peer for peer in self.members if peer.group == member.group and died(peer)]:
-                raise lost_trainer(killed[0])
+            if any(died(peer) for peer in peers):
+                return
             time.sleep(0.05)
         if failure is not None:
             raise failure.error()
@@ -167,7 +178,8 @@ class Processes:
     def _start(self, group: Group, number: int, starts: int) -> Process:
         assert self._store is not None
         arguments = {
-            "config": self.config.model_dump(mode="json"), "group": asdict(group), "rank": number if group.trained else 0,
+            "config": self.config.model_dump(mode="json"), "group": asdict(group), "number": number,
+            "rank": number % group.ranks, "starts": starts,
             "name": f"{group.name}-{number}", "holder": f"{group.name}.{number}.{starts}", "queue": self.queue,
             "folder": str(self.folder.resolve()), "meeting": [self.launcher.ip, self._store.port],
             "secret": self.secret, "place": self.places[self.launcher.node_of(group.name, number)],
@@ -205,14 +217,14 @@ def work(arguments: Mapping[str, Any]) -> None:
     flow = build_flow(config)
     evaluation = evaluation_flow(config, flow)
     tokenizer, progress = load_tokenizer(config.model), LeaseProgress()
-    world = join_ranks(
-        group, arguments["rank"], arguments["meeting"], arguments["secret"], choose_device(config.device).type == "cuda"
-    )
+    world = join_ranks(group, arguments, choose_device(config.device).type == "cuda")
     data = data_plane(Place(*arguments["place"]), arguments["holder"], config.cluster.wait_limit_s, arguments["secret"])
+    generating = [str(group.role)] if group.kind == "generate" else []
+    ranks = OneOf(None, arguments["number"], group.processes) if generating else world.data_parallel
     executor = StageExecutor(
-        config, flow, (group.role,) if group.role else (), tokenizer,
+        config, flow, [str(group.role)] if group.kind == "model" else [], tokenizer,
         rule_rewards(config, [*flow.stages, *evaluation.stages], tokenizer) if group.kind == "compute" else None,
-        progress, (group.role,) if group.role and group.kind == "generate" else (), world.data_parallel, group.trained,
+        progress, generating, ranks, group.trained,
     )  # fmt: skip
     trace = WorkerTrace(Path(arguments["folder"]), arguments["name"], group.role or group.name)
     context = WorkerContext(group, config.streaming, flow, evaluation, executor, data, progress, trace)
@@ -224,14 +236,31 @@ def work(arguments: Mapping[str, Any]) -> None:
         executor.close()
 
 
-def join_ranks(group: Group, rank: int, meeting: tuple[str, int], secret: str, cuda: bool) -> World:
-    """Return the processes of a trained role, which meet at a store; a world of its own for one that shares its role with nobody."""
+@dataclass(frozen=True)
+class OneOf(DataParallel):
+    """One of several processes that generate for a role and know nothing of each other."""
+
+    number: int = 0
+    processes: int = 1
+
+    @property
+    def rank(self) -> int:
+        return self.number
+
+    @property
+    def size(self) -> int:
+        return self.processes
+
+
+def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:
+    """Return the processes of a worker, which meet at a store; a world of its own for one that is alone."""
     if group.ranks == 1:
         return World()
-    host, port = meeting
-    store = dist.PrefixStore(f"{secret}/{group.name}", connect_store(host, port, RANKS_LIMIT_S))
-    everyone = join_group(store, rank, group.ranks, RANKS_LIMIT_S, cuda, host)
-    return World(rank, group.ranks, everyone, dist.PrefixStore("places", store))
+    host, port = arguments["meeting"]
+    begun = f"{arguments['secret']}/{group.name}.{arguments['starts']}"
+    store = dist.PrefixStore(begun, connect_store(host, port, RANKS_LIMIT_S))
+    everyone = join_group(store, arguments["rank"], group.ranks, RANKS_LIMIT_S, cuda, host)
+    return World(arguments["rank"], group.ranks, everyone, dist.PrefixStore("places", store))
 
 
 def run_loop(context: WorkerContext, world: World, arguments: Mapping[str, Any]) -> None:

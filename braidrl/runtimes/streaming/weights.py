@@ -1,21 +1,29 @@
-"""A role's weights on their way from trainer to engines: named tensors in buckets, each a block of the queue's data plane.
+"""A role's weights on their way from the ranks that train to engines: boxes of tensors in buckets, each a block of the queue's data plane.
 
-trainer ──export──▶ bucket, bucket, ... ──▶ control plane knows the version ──receive──▶ host memory ──load──▶ engine's model
-        └─export──▶ bucket, bucket, ... ──▶ an update that asked for them ──▶ a role that follows this one
+rank 0   its boxes ─▶ bucket, bucket ╮                                           ╭─▶ an engine's own tensors, whole or slices
+rank 1   its boxes ─▶ bucket, bucket ┴─▶ control plane: where a version lies ─▶ ─┴─▶ host memory, for engines in other processes
+                                                                                 ╰─▶ a role that follows this one
 
-Every tensor travels under its own name, tied ones too, so that nothing depends on what is tied where. An engine changes its
-version between two decode steps, all tensors at once.
+Who writes which box follows from the same plan as a file that ranks write together: everything once, and no rank more than it has.
+Whoever takes a version takes each box as it comes, and needs no room for more than one of them.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgpack
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from braidrl.data.codec import DTYPES
 from braidrl.data.frames import Frame
+from braidrl.models.parallel.boxes import Box
+from braidrl.models.parallel.decoding import Slices
+from braidrl.models.weights.mirror import Parts
+from braidrl.models.weights.plan import shared_blocks
+from braidrl.models.weights.weight_index import WeightIndex, WeightPart
 from braidrl.transfer.queue.storage import DataPlane
 from braidrl.transfer.queue.table import Block
 
@@ -30,90 +38,172 @@ class WrongWeights(RuntimeError):
     """The tensors that came are not those of the model."""
 
 
-def export(tensors: Mapping[str, Tensor], data: DataPlane, bucket_bytes: int = BUCKET_BYTES) -> list[Block]:
-    """Write tensors by name as blocks of at most `bucket_bytes`, or one tensor where that is larger."""
-    blocks, bucket, size = [], dict[str, Tensor](), 0
-    for name, tensor in tensors.items():
-        if bucket and size + tensor.nbytes > bucket_bytes:
-            blocks.append(data.write(bucket_frames(bucket)))
-            bucket, size = {}, 0
-        bucket[name] = tensor
-        size += tensor.nbytes
-    return [*blocks, data.write(bucket_frames(bucket))]
+class WeightBox(NamedTuple):
+    """A box of a tensor as it travels: the tensor's first name and global shape, the box, and its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    values: Tensor
 
 
-def bucket_frames(tensors: Mapping[str, Tensor]) -> list[Frame]:
-    """Return a header with name, dtype and shape of each tensor, then their bytes."""
-    host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    header = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in host.items()]
-    return [msgpack.packb(header), *(t.reshape(-1).view(torch.uint8).numpy().data for t in host.values())]
+def own_boxes(known: WeightIndex, rank: int, ranks: int) -> dict[str, list[Box]]:
+    """Return the boxes of each tensor that a rank writes: together the ranks write everything once.
+
+    Args:
+        known: What each rank has.
+        rank: Whose boxes.
+        ranks: How many there are.
+    """
+    names, boxes = list(known.tensors), dict[str, list[Box]]()
+    for group in known.groups():
+        own = [box for writer, box in shared_blocks(group, range(ranks)) if writer == rank]
+        boxes |= dict.fromkeys((names[number] for number in group.tensors), own)
+    return boxes
 
 
-def bucket_tensors(frames: Sequence[Frame]) -> dict[str, Tensor]:
-    """Return copies of a bucket's tensors in host memory. Raises WrongWeights where header and bytes do not agree."""
+class WeightExport:
+    """One rank's share of writing a role's weights; all ranks of the role use theirs at the same time."""
+
+    def __init__(
+        self, parts: Parts, boxes: Mapping[str, Sequence[Box]], data: DataPlane, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        """Write nothing yet.
+
+        Args:
+            parts: Returns this rank's parts of the model.
+            boxes: What it writes of each tensor, none of some; in one order on all ranks.
+            data: Where it writes.
+            bucket_bytes: The most bytes of a block, but for a box that is larger.
+        """
+        self.parts, self.boxes, self.data, self.bucket_bytes = parts, boxes, data, bucket_bytes
+
+    def write(self) -> list[Block]:
+        """Write this rank's boxes; return the blocks that they lie in."""
+        blocks, bucket, size = [], list[WeightBox](), 0
+        for piece in self._pieces():
+            if bucket and size + piece.values.nbytes > self.bucket_bytes:
+                blocks.append(self.data.write(bucket_frames(bucket)))
+                bucket, size = [], 0
+            bucket.append(piece)
+            size += piece.values.nbytes
+        return [*blocks, self.data.write(bucket_frames(bucket))] if bucket else blocks
+
+    @torch.no_grad()
+    def _pieces(self) -> Iterator[WeightBox]:
+        parts = self.parts()
+        for name in self.boxes:
+            if name in parts:
+                # Ranks that have divided a tensor with an adapter meet here, also those that write none of it.
+                values = parts[name].values()
+                for box in self.boxes[name]:
+                    yield WeightBox(name, tuple(parts[name].shape), box, values[box.within(parts[name].box)])
+
+
+def bucket_frames(pieces: Sequence[WeightBox]) -> list[Frame]:
+    """Return a header that describes the boxes, then the bytes of each."""
+    host = [piece.values.detach().cpu().contiguous() for piece in pieces]
+    header = [
+        [piece.name, str(values.dtype).removeprefix("torch."), piece.shape, piece.box.offsets, piece.box.sizes]
+        for piece, values in zip(pieces, host, strict=True)
+    ]
+    return [msgpack.packb(header), *(values.reshape(-1).view(torch.uint8).numpy().data for values in host)]
+
+
+def bucket_pieces(frames: Sequence[Frame]) -> Iterator[WeightBox]:
+    """Yield the boxes of a bucket, whose values are views on its frames. Raises WrongWeights where header and bytes do not agree."""
     header = msgpack.unpackb(frames[0])
     if len(header) != len(frames) - 1:
-        raise WrongWeights(f"{len(header)} tensors are named and {len(frames) - 1} came")
-    tensors = {}
-    for (name, dtype, shape), frame in zip(header, frames[1:], strict=True):
-        tensor = torch.empty(shape, dtype=DTYPES[dtype])
-        target = tensor.reshape(-1).view(torch.uint8).numpy()
-        if target.nbytes != memoryview(frame).nbytes:
-            raise WrongWeights(f"{name}: {memoryview(frame).nbytes} bytes where {target.nbytes} are due")
-        target.data[:] = frame
-        tensors[name] = tensor
-    return tensors
-
-
-def received(blocks: Sequence[Block], data: DataPlane) -> dict[str, Tensor]:
-    """Return all tensors of an export. Raises Evicted."""
-    tensors: dict[str, Tensor] = {}
-    for block in blocks:
-        tensors |= bucket_tensors(data.read(Block(*block)))
-    return tensors
+        raise WrongWeights(f"{len(header)} boxes are named and {len(frames) - 1} came")
+    for (name, dtype, shape, offsets, sizes), frame in zip(header, frames[1:], strict=True):
+        box, size = Box(tuple(offsets), tuple(sizes)), memoryview(frame).nbytes
+        if size != box.elements * DTYPES[dtype].itemsize:
+            raise WrongWeights(f"{name}: {size} bytes where {box.elements} elements of {dtype} are due")
+        # Over DLPack and not torch.frombuffer, which warns about read-only memory.
+        values = torch.from_dlpack(np.frombuffer(frame, dtype=np.uint8))
+        yield WeightBox(name, tuple(shape), box, values.view(DTYPES[dtype]).view(box.sizes))
 
 
 class WeightReceiver:
-    """An engine's side: receives versions bucket by bucket, and loads one whole."""
+    """The side of whoever takes weights: puts a version into parts of its own, box by box."""
 
-    def __init__(self, data: DataPlane) -> None:
-        self.data = data
+    def __init__(self, data: DataPlane, parts: Parts, stages: bool = False) -> None:
+        """Take nothing yet.
+
+        Args:
+            data: Where blocks are read.
+            parts: Returns what is to be filled.
+            stages: Keep what comes in host memory until `load`, so that the parts may be in use meanwhile.
+        """
+        self.data, self.parts, self.stages = data, parts, stages
         self.version = 0
-        self._tensors: dict[str, Tensor] = {}
+        self.bytes = 0
+        """What has been read so far, of all versions."""
+        self._into: Mapping[str, WeightPart] = {}
         self._left: Iterator[Block] = iter(())
-        self._complete = True
+        self._missing: dict[str, int] = {}
+        """Of each tensor the elements that have not come."""
 
     def begin(self, version: int, blocks: Sequence[Block]) -> None:
-        """Receive this version from now on, in place of what was received before."""
-        self.version, self._tensors, self._left, self._complete = version, {}, iter(blocks), False
+        """Take this version from now on, in place of what came before."""
+        own = self.parts()
+        self._into = staged(own) if self.stages else own
+        self.version, self._left = version, iter(blocks)
+        self._missing = {name: part.box.elements for name, part in own.items()}
 
     def receive(self) -> bool:
-        """Receive the next bucket; return False if there was none left."""
+        """Take the next block; return False if there was none left. Raises Evicted, and WrongWeights for another model's."""
         block = next(self._left, None)
         if block is None:
-            self._complete = True
             return False
-        self._tensors |= bucket_tensors(self.data.read(block))
+        self.bytes += block.size
+        for piece in bucket_pieces(self.data.read(block)):
+            self._put(piece)
         return True
 
-    @torch.no_grad()
-    def load(self, model: nn.Module, version: int, blocks: Sequence[Block]) -> None:
-        """Put a version into the model; what was not received yet is now. Raises WrongWeights for another model's."""
+    def load(self, version: int, blocks: Sequence[Block]) -> None:
+        """Have a version in the parts; what has not come yet does now. Raises as `receive`, and for a tensor that did not come whole."""
         if self.version != version:
             self.begin(version, blocks)
-        while not self._complete:
-            self.receive()
-        target = model.state_dict()
-        different = target.keys() ^ self._tensors.keys()
-        if different:
-            raise WrongWeights(f"version {version} and the engine's model differ in {sorted(different)[:4]}")
-        for name, tensor in self._tensors.items():
-            target[name].copy_(tensor)
+        while self.receive():
+            pass
+        if lacking := sorted(name for name, count in self._missing.items() if count):
+            raise WrongWeights(f"version {version} lacks {lacking[:4]} of the model")
+        if self.stages:
+            for name, part in self.parts().items():
+                part.put(self._into[name].local, part.box)
         self.forget()
 
     def forget(self) -> None:
-        """Forget what was received."""
-        self.version, self._tensors, self._left, self._complete = 0, {}, iter(()), True
+        """Forget what has come."""
+        self.version, self._into, self._left, self._missing = 0, {}, iter(()), {}
+
+    @torch.no_grad()
+    def _put(self, piece: WeightBox) -> None:
+        part = self._into.get(piece.name)
+        if part is None:
+            # A tied tensor comes under its first name too.
+            if not any(piece.name in other.names for other in self._into.values()):
+                raise WrongWeights(f"version {self.version} has {piece.name}, and the model has not")
+            return
+        if tuple(part.shape) != piece.shape:
+            raise WrongWeights(f"version {self.version} and the model differ in {piece.name}")
+        common = part.box.overlap(piece.box)
+        if common is not None:
+            part.put(piece.values[common.within(piece.box)], common)
+            self._missing[piece.name] -= common.elements
+
+
+def staged(parts: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
+    """Return parts of the same boxes in host memory."""
+    return {
+        name: WeightPart(
+            part.names,
+            torch.empty(part.box.sizes, dtype=part.tensor.dtype),
+            Slices({part.names[0]: part.shape}, {part.names[0]: part.box}),
+        )
+        for name, part in parts.items()
+    }
 
 
 class Versions:
@@ -130,9 +220,10 @@ class Versions:
         """Return whether a version of a role is known."""
         return version in self._known[role]
 
-    def newest(self) -> list[Weights]:
-        """Return the newest version of each role that has any."""
-        return [(role, max(known), known[max(known)]) for role, known in self._known.items() if known]
+    @property
+    def newest(self) -> int:
+        """Return the newest version of which there are weights; 0 where there are none."""
+        return max((version for known in self._known.values() for version in known), default=0)
 
     def between(self, held: int, wanted: int) -> list[Weights]:
         """Return what takes an engine from one version to another: of each role that has changed since, the newest up to `wanted`."""

@@ -1,8 +1,10 @@
 """What every worker of the streaming runtime has at hand, and the loop of all that do not generate: one role's model, or compute stages.
 
-The leader takes leases and orders; every rank does its part of a lease, by the partition function; the leader acknowledges.
+The ranks of a role, in whatever layout, are one worker. The leader takes leases and orders; every rank does its part of a lease, by the
+partition function, and what its layout computes with others; the leader acknowledges.
 
 leader: take ──▶ share ──▶ each rank: its rows ──executor──▶ columns in shared memory, loss sums ──▶ gather ──▶ leader: done, stepped
+                                      its boxes of the new weights ──▶ shared memory ─────────────▶ gather ──▶ leader: weights
 
 A worker whose role no other process shares leads nobody: its rows are the lease's, and nothing is gathered.
 """
@@ -11,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +25,25 @@ from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Rows
+from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import trained_on
 from braidrl.flow.compute import dropped, summed, with_state
 from braidrl.flow.flow import is_optimized
 from braidrl.models.objective import UpdateCounts
+from braidrl.models.roles.make import torch_worker
+from braidrl.models.weights.mirror import following_parts, local_weight_parts
+from braidrl.models.weights.weight_index import gather_weight_index
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.observe.trace import BusySpan, WorkerTrace
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.saving.background import BackgroundWriter
 from braidrl.runtimes.streaming.groups import Group
-from braidrl.runtimes.streaming.weights import export, received
+from braidrl.runtimes.streaming.weights import WeightExport, WeightReceiver, WrongWeights, as_blocks, own_boxes
 from braidrl.transfer.queue.client import Client, StreamLoader, WorkItem, write_columns
 from braidrl.transfer.queue.storage import DataPlane, Evicted
-from braidrl.transfer.queue.table import StoredPart
+from braidrl.transfer.queue.table import Block, StoredPart
 
 SOON_S = 0.2
 """How long a leader waits for work at most while others wait for what it writes."""
@@ -89,8 +96,18 @@ class StageLoop:
         self.losses: dict[str, dict[str, float]] = {}
         """For each train stage the loss sums of the update that is being accumulated."""
         self.writing = BackgroundWriter()
+        self.export: WeightExport | None = None
         self.asked: int | None = None
         """The order to tell how writing has ended."""
+
+    @property
+    def role(self) -> str:
+        """Return the role whose model is here."""
+        return str(self.context.group.role)
+
+    @property
+    def _divided(self) -> bool:
+        return self.world.size > 1 and self.context.executor.workers[self.role].ranks.forward_is_collective
 
     def lead(self) -> None:
         """Take what there is until the run ends, for all ranks."""
@@ -102,10 +119,9 @@ class StageLoop:
         stream = StreamLoader(self.client, stages, most, settings.wait_s, whole, self.world.size)
         for work in stream:
             # Also when there is nothing to do: so the others know that the leader lives.
-            if self.world.size > 1:
-                self._told(packed(work))
-            self._do(work)
-            self._tell_of_writing()
+            self._together(work)
+            if self.asked is not None and not self.writing.goes_on:
+                self._together(WorkItem("written", self.context.data, {}, Rows({})))
             stream.wait_s = settings.wait_s if self.asked is None else min(SOON_S, settings.wait_s)
         self._told(msgpack.packb([{"kind": "stop"}, []]))
 
@@ -113,6 +129,12 @@ class StageLoop:
         """Do what the leader says until the run ends."""
         while (work := unpacked(self._told(), self.context)).kind != "stop":
             self._do(work)
+
+    def _together(self, work: WorkItem) -> None:
+        """Do a piece of work with all ranks."""
+        if self.world.size > 1:
+            self._told(packed(work))
+        self._do(work)
 
     def _told(self, message: bytes = b"") -> bytes:
         """Return what the leader says, on every rank."""
@@ -133,6 +155,8 @@ class StageLoop:
             self._give(work)
         elif work.kind == "order":
             self._obey(work.message)
+        elif work.kind == "written":
+            self._tell_of_writing()
 
     def _own_places(self, index: Rows) -> list[int]:
         """Return the places of this rank's rows in a lease."""
@@ -159,17 +183,29 @@ class StageLoop:
         stage, places = with_state(stage, work.message["state"]), self._own_places(work.index)
         written: list[StoredPart] = []
         totals: dict[str, float] = {}
-        # Rows of a group that selection has dropped meanwhile are gone, and the lease with them.
-        with self._busy(stage, work, places) as span, suppress(Evicted):
-            if places:
-                rows = work.rows(places)
-                columns = self.context.executor.run(stage, rows, span.sums)
+        with self._busy(stage, work, places) as span:
+            rows = self._rows(stage, work, places)
+            columns = self.context.executor.run(stage, rows, span.sums) if rows is not None else {}
+            if columns and rows is not None:
                 written.append(write_columns(self.context.data, rows.uids(), columns))
                 totals = {name: float(total) for name, total in summed(stage, rows).items()} if stage.state else {}
         if self.world.size > 1:
             parts = self.world.gather("columns", packed_part(written[0]) if written else b"")
             written = [unpacked_part(stage.name, part) for part in parts if len(part)]
         self._done(stage, work, written, span.report(), totals)
+
+    def _rows(self, stage: Stage, work: WorkItem, places: Sequence[int]) -> Rows | None:
+        """Return this rank's rows of a lease; None where one is gone, here or on a rank that computes together with this one.
+
+        Rows of a group that selection has dropped meanwhile are gone, and the lease with them.
+        """
+        rows: Rows | None = None
+        with suppress(Evicted):
+            rows = work.rows(places) if places else Rows({})
+        if self.world.size > 1 and self.context.executor.is_collective(stage):
+            there = self.world.gather("who has the rows", b"\0" if rows is None else b"\1")
+            return rows if all(part[0] for part in there) else None
+        return rows
 
     def _select(self, stage: Stage, work: WorkItem) -> None:
         assert self.client is not None, "verdicts come from processes that share no lease"
@@ -182,9 +218,11 @@ class StageLoop:
         places = self._own_places(work.index)
         losses: dict[str, float] = {}
         with self._busy(stage, work, places) as span:
-            if places:
+            # Ranks that have divided the model meet also where one has no row.
+            if places or self._divided:
                 bar = Bar(stage.name, len(places), 0.0, self.context.progress.advanced)
-                _, rows = self.context.executor.update(stage, work.index, work.rows(places))
+                rows = work.rows(places) if places else Rows({})
+                _, rows = self.context.executor.update(stage, work.index, rows)
                 losses = self.context.executor.forward_backward(stage, rows, span.sums, bar)
         parts = [
             msgpack.unpackb(part) for part in self.world.gather("loss sums", msgpack.packb([losses, span.sums.pairs()]))
@@ -203,34 +241,41 @@ class StageLoop:
                 counts = UpdateCounts.of(work.index)
                 self.context.executor.optim_step(stage, losses, counts, work.iteration, span.sums)
             else:
-                self.context.executor.copy_weights(stage, received(work.message["weights"], self.context.data))
-                # The weights are freed once the leader says that the step is made: by then every rank must have them.
-                self.world.gather("weights of another role", b"")
+                self._follow(stage, work)
         if self.client is not None:
-            version = self.client.ask("stepped", stage=stage.name, report=span.report())[0]["export"]
-            if version is not None:
-                self._export(version)
+            self.client.ask("stepped", stage=stage.name, report=span.report())
+        if work.message["export"] is not None:
+            self._export(work.message["export"])
+
+    def _follow(self, stage: Stage, work: WorkItem) -> None:
+        """Move the role's weights towards those of another role, which lie where its ranks have put them."""
+        worker, source = torch_worker(self.context.executor.workers[self.role]), str(stage.params["source"])
+        parts = following_parts(worker, source, stage.params.get("decay", 0.0))
+        blocks = as_blocks(work.message["weights"])
+        try:
+            WeightReceiver(self.context.data, lambda: parts).load(work.iteration, blocks)
+        except WrongWeights as error:
+            raise UserError(f"{self.role} cannot take weights from {source}: {error}") from error
+        # They are freed once the leader says that the step is made: by then every rank must have them.
+        self.world.gather("weights of another role", b"")
 
     def _give(self, work: WorkItem) -> None:
         """Hand the role's weights to the update of another role that asked for them."""
+        blocks = self._written_weights()
         if self.client is not None:
-            blocks = export(
-                dict(self.context.executor.workers[str(self.context.group.role)].tensors()), self.context.data
-            )
             self.client.ask("given", stage=work.stage, blocks=blocks)
 
     def _obey(self, order: Mapping[str, Any]) -> None:
-        """Save or load a checkpoint, or begin to write one; the leader says when it is done."""
+        """Save or load a checkpoint, or begin to write one, with all ranks; the leader says when it is done."""
+        executor, writes = self.context.executor, self.world.first
         if order["do"] == "load":
-            self.context.executor.load(Path(order["folder"]))
-            if self.client is not None and order["version"] is not None:
+            executor.load(Path(order["folder"]))
+            if order["version"] is not None:
                 self._export(order["version"])
-        elif self.client is None:
-            return
         elif order["do"] == "save":
-            self.context.executor.save(Path(order["folder"]))
+            executor.save(Path(order["folder"]), writes)
         elif order["do"] == "copy":
-            self.writing.begin(self.context.executor.copy_for_saving(Path(order["folder"])))
+            self.writing.begin(executor.copy_for_saving(Path(order["folder"]), writes))
         else:
             # Not before it is written.
             self.asked = order["order"]
@@ -239,16 +284,28 @@ class StageLoop:
             self.client.ask("ordered", order=order["order"], result={})
 
     def _tell_of_writing(self) -> None:
-        """Say how writing has ended, once it has and somebody asked."""
-        assert self.client is not None
-        if self.asked is not None and not self.writing.goes_on:
-            self.client.ask("ordered", order=self.asked, result={"trouble": self.writing.trouble()})
-            self.asked = None
+        """Say how writing has ended on all ranks."""
+        troubles = [
+            bytes(part).decode() for part in self.world.gather("what is written", self.writing.trouble().encode())
+        ]
+        if self.client is not None:
+            self.client.ask("ordered", order=self.asked, result={"trouble": next(filter(None, troubles), "")})
+        self.asked = None
 
     def _export(self, version: int) -> None:
-        assert self.client is not None and self.context.group.role
-        blocks = export(dict(self.context.executor.workers[self.context.group.role].tensors()), self.context.data)
-        self.client.ask("weights", role=self.context.group.role, version=version, blocks=blocks)
+        blocks = self._written_weights()
+        if self.client is not None:
+            self.client.ask("weights", role=self.role, version=version, blocks=blocks)
+
+    def _written_weights(self) -> list[Block]:
+        """Return where the role's weights lie, which every rank has written its share of."""
+        if self.export is None:
+            worker = torch_worker(self.context.executor.workers[self.role])
+            known = gather_weight_index(local_weight_parts(worker), worker.ranks)
+            boxes = own_boxes(known, worker.ranks.rank, worker.ranks.size)
+            self.export = WeightExport(partial(local_weight_parts, worker), boxes, self.context.data)
+        parts = self.world.gather("where weights lie", msgpack.packb(self.export.write()))
+        return [block for part in parts for block in as_blocks(msgpack.unpackb(part))]
 
 
 def packed(work: WorkItem) -> bytes:

@@ -111,7 +111,6 @@ def test_a_gap_ends_a_run_when_it_jumps_or_is_over_the_limit() -> None:
     ("settings", "hint"),
     [
         ({"rollout": {"engine": "vllm", "engines": 0}}, "write rollout.engines=1"),
-        ({"runtime": "streaming", "rollout": {"engine": "vllm"}}, "as many as streaming.workers says"),
         ({"rollout": {"engine": "vlm"}}, "vllm"),
         (
             {"rollout": {"tensor": 2}},
@@ -130,10 +129,6 @@ def test_a_gap_ends_a_run_when_it_jumps_or_is_over_the_limit() -> None:
         (
             {"rollout": {"engine": "http", "servers": {"urls": SERVER, "dialect": "sglang", "weights": "network"}}},
             "servers of sglang read weights from a folder; remove it",
-        ),
-        (
-            {"runtime": "streaming", "rollout": {"engine": "http", "servers": SERVER}},
-            "as many as streaming.workers says",
         ),
         ({"rollout": {"engine": "http", "servers": SERVER}}, "127.0.0.1:9 does not answer: .* start it, or correct"),
     ],

@@ -44,7 +44,7 @@ PPO: dict[str, Any] = {
         (
             {"runtime": "streaming", "streaming": {"workers": {"actor.generate": 3}}},
             [
-                (3, (RoleUse("actor", False, True),)),
+                (3, (RoleUse("actor", False, True, apart=True),)),
                 (1, (RoleUse("actor", True, False),)),
                 (1, (CRITIC,)),
                 (1, (REFERENCE,)),
