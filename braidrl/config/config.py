@@ -31,9 +31,13 @@ class StreamingConfig(Section):
     `oldest_version`, or a function of yours, `module:function` or `path/to/file.py:function`; for all stages, or by stage."""
     storage: str = "shared_memory"
     """Where payload lies: `shared_memory`, `file:/path` on a disk, or `redis://host:port/0`."""
-    weights: Literal["end", "delayed"] = "end"
-    """An engine takes new weights when it has finished the rows that it has. With `delayed` it receives them while it goes on
-    generating, and all engines load them together when the batch's generation is over."""
+    weights: Literal["end", "delayed", "rolling", "interrupt"] = "end"
+    """When engines take new weights. `end`: all of them when a batch's generation is over. `delayed`: so too, and they receive them in host
+    memory while they generate. `rolling`: one after the other, while the others generate. `interrupt`: each at once, in the middle of its
+    rows, which go on with them."""
+    share_out: float = Field(0.5, gt=0, lt=1)
+    """With `rolling`, the share of the engines that may be out at a time: one that is out takes no rows, finishes most of those that it
+    has, and loads."""
     lease_s: float = Field(600.0, gt=0)
     """Seconds without progress after which a worker's rows are given to another."""
     wait_s: float = Field(5.0, gt=0)

@@ -1,7 +1,7 @@
 """Requests to an engine and its responses: plain values, the same for every engine; and how a row continues elsewhere or later."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -65,6 +65,8 @@ class Request:
     stage: str = "generate"
     first_draw: int = 0
     """Tokens that this row drew in earlier turns: their random numbers are not used again."""
+    continues: int = 0
+    """Tokens at the prompt's end that are the beginning of this very response: a stop text may begin among them."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a prompt that is not a non-empty row of ids."""
@@ -105,7 +107,16 @@ def remaining_request(request: Request, ended: Response) -> Request | None:
         prompt=torch.cat([request.prompt, ended.tokens]),
         sampling=replace(request.sampling, max_tokens=left),
         first_draw=request.first_draw + len(ended.tokens),
+        continues=request.continues + len(ended.tokens),
     )
+
+
+def joined(parts: Sequence[Response]) -> Response:
+    """Return one response from the parts of a row in order, each of which goes on where the one before ended."""
+    tokens, log_probs, versions = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "log_probs", "versions")
+    )
+    return Response(parts[-1].uid, tokens, log_probs, parts[-1].finish_reason, versions)
 
 
 ARGUMENT = "braid"

@@ -25,6 +25,10 @@ class StopTexts:
         self._window = max(len(text.encode()) for text in texts) + CONTEXT
         self._tokens: list[int] = []
 
+    def follow(self, tokens: list[int]) -> None:
+        """Note what the response has begun with."""
+        self._tokens = tokens[1 - self._window :]
+
     def contains_stop_text(self, token: int) -> bool:
         """Append a token; returns True when the text now ends with, or has just passed, one of the stop texts."""
         self._tokens = [*self._tokens[1 - self._window :], token]
@@ -122,4 +126,6 @@ def row_of(
         )
     ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *(end_ids if sampling.ends else ()))))
     texts = StopTexts(tokenizer, sampling.stop) if sampling.stop else None
+    if texts is not None and request.continues:
+        texts.follow(request.prompt[-request.continues :].tolist())
     return Row(request, min(sampling.max_tokens, room), ids, texts)

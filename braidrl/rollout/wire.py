@@ -66,6 +66,7 @@ def plain_request(request: Request) -> Message:
     return {
         "uid": request.uid, "prompt": _bytes(request.prompt), "sampling": asdict(request.sampling),
         "purpose": request.purpose, "stage": request.stage, "first_draw": request.first_draw,
+        "continues": request.continues,
     }  # fmt: skip
 
 
@@ -73,7 +74,7 @@ def request_of(plain: Message) -> Request:
     """Invert `plain_request`."""
     return Request(
         _uid(plain["uid"]), _tensor(plain["prompt"], torch.int64), SamplingParams.of(plain["sampling"]),
-        plain["purpose"], plain["stage"], plain["first_draw"],
+        plain["purpose"], plain["stage"], plain["first_draw"], plain["continues"],
     )  # fmt: skip
 
 

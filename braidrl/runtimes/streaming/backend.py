@@ -76,7 +76,7 @@ class StreamingBackend(RowsBackend):
         if stage is stream.flow.stages[-1]:
             self.control.end_stream(stream)
             self.evaluating = None
-            self.control.change(lambda: setattr(self.control, "pinned", False))
+            self.control.change(lambda: setattr(self.control.loading, "pinned", False))
         return table
 
     # Weights
@@ -101,7 +101,7 @@ class StreamingBackend(RowsBackend):
             self.stream.schedule.resume(version, GroupSelector.restored(state), versions)
             if surplus is not None:
                 self.stream.restore(surplus, self.control.data.write_rows(surplus))
-            self.control.engine_version = self.control.allowed = version
+            self.control.loading.target = self.control.allowed = version
         self.control.notify()
 
     def close(self) -> None:
@@ -119,14 +119,14 @@ class StreamingBackend(RowsBackend):
     def _begin_evaluation(self, rows: Rows) -> None:
         """Wait until engines may load the newest version, keep them at it, and put the set's rows into the queue."""
         schedule = self.stream.schedule
-        while self.control.engine_version < schedule.published:
+        while self.control.loading.target < schedule.published:
             self.admit_refills()
             self.wait()
         groups = len(set(rows["group"].tolist()))
         sizes = Sizes(1, groups, len(rows) // groups, len(rows))
         stream = self.evaluating = Stream(self.evaluation, sizes, during=schedule.published)
         with self.control.changed:
-            self.control.pinned = True
+            self.control.loading.pinned = True
             self.control.streams.append(stream)
             stream.schedule.groups_wanted(0)
         self.control.admit(stream, rows)

@@ -20,6 +20,7 @@ from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
 from braidrl.runtimes.streaming.weights import Copies, Versions
+from braidrl.transfer.loading import LoadingSchedule
 from braidrl.transfer.queue.requests import Answer, Holder, QueueController, Wait
 from braidrl.transfer.queue.storage import DataPlane
 from braidrl.transfer.queue.table import StoredPart
@@ -28,13 +29,8 @@ from braidrl.transfer.queue.tasks import Tasks
 
 @dataclass
 class WorkerHolder(Holder):
-    """A worker, or the leader of a group of them. `version` is what its engine has loaded; None where it has none."""
+    """A worker, or the leader of a group of them."""
 
-    version: int | None = None
-    loading: int | None = None
-    """What it was told to load and has not yet."""
-    receiving: int = 0
-    """The newest version that it was told to receive or to load."""
     orders: deque[dict[str, Any]] = field(default_factory=deque)
 
 
@@ -42,8 +38,9 @@ class ControlPlane(QueueController):
     """All streams of a run: the training flow, and an evaluation's while there is one."""
 
     def __init__(
-        self, stream: Stream, data: DataPlane, lease_s: float, exported: Collection[str] = (), together: bool = False
-    ) -> None:
+        self, stream: Stream, data: DataPlane, lease_s: float, exported: Collection[str] = (),
+        loading: LoadingSchedule | None = None,
+    ) -> None:  # fmt: skip
         """Begin with one stream.
 
         Args:
@@ -51,11 +48,11 @@ class ControlPlane(QueueController):
             data: where this process writes and reads payload.
             lease_s: seconds without a sign of life after which a worker's rows are given to another.
             exported: the trained roles that also generate, whose weights must have come before a version is published.
-            together: all engines load a version when a batch's generation is over; else each when it has no rows left.
+            loading: when engines load them; by default when a batch's generation is over.
         """
         super().__init__(lease_s)
         self.data = data
-        self.training, self.together = stream, together
+        self.training, self.loading = stream, loading or LoadingSchedule("end")
         self.exported = frozenset(exported)
         self.streams = [stream]
         self.holders: dict[str, WorkerHolder] = {}
@@ -64,10 +61,6 @@ class ControlPlane(QueueController):
         """The last iteration whose optimizer steps may be made."""
         self.stepping: set[str] = set()
         """Train stages whose step is under way."""
-        self.engine_version = 0
-        """What engines hold or are about to load; prompts are admitted for rows of this version."""
-        self.pinned = False
-        """While True engines keep their version: an evaluation runs."""
         self.refused: UserError | None = None
         """Why the run cannot go on, where that is the user's to change: selection kept nothing for a whole epoch."""
         self.finished: deque[IterationRecord] = deque()
@@ -95,8 +88,10 @@ class ControlPlane(QueueController):
 
     def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Note a worker that is there; an engine begins with the model's own weights."""
-        name, version = request["holder"], 0 if request["generates"] else None
-        self.holders[name] = WorkerHolder(name, request["address"], self.clock(), version)
+        name = request["holder"]
+        self.holders[name] = WorkerHolder(name, request["address"], self.clock())
+        if request["generates"]:
+            self.loading.join(name)
         return {}, ()
 
     def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
@@ -107,16 +102,14 @@ class ControlPlane(QueueController):
         lost = self.lost(request["held"])
         if holder.orders:
             return {**holder.orders.popleft(), "kind": "order", "lost": lost}, ()
-        lags = holder.version is not None and holder.version != self.engine_version
-        if lags and set(request["held"]) <= set(lost):
-            return {"kind": "load", "lost": lost, **self._load(holder)}, ()
-        if self.together and holder.version is not None and self.weights.newest > holder.receiving:
-            return {"kind": "receive", "lost": lost, **self._receive(holder)}, ()
-        for name in request["stages"]:
+        if (weights := self._weights_for(holder.name)) is not None:
+            return {**weights, "lost": lost}, ()
+        version, lags = self.loading.version_of(holder.name), self.loading.lags(holder.name)
+        for name in request["stages"] if self.loading.takes_rows(holder.name) else ():
             for stream in self.streams:
                 # An evaluation speaks of one version alone.
                 if name in stream.stages and not (lags and stream.during is not None):
-                    answer = self._work(stream, stream.flow[name], request, holder.version)
+                    answer = self._work(stream, stream.flow[name], request, version)
                     if answer is not None:
                         return {**answer[0], "lost": lost}, answer[1]
         return ({"kind": "lost", "lost": lost}, ()) if lost else Wait()
@@ -161,12 +154,14 @@ class ControlPlane(QueueController):
 
     def on_loaded(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Note the version that an engine holds."""
-        if request["holder"] in self.holders:
-            holder = self.holders[request["holder"]]
-            holder.version, holder.loading = request["version"], None
+        self.loading.loaded(request["holder"], request["version"])
         # A restarted engine may need the version that engines should have; what is older, only those who are loading it.
-        wanted = {self.engine_version, *(h.loading for h in self.holders.values() if h.loading is not None)}
-        self.data.free(self.weights.outdated(wanted))
+        self.data.free(self.weights.outdated(self.loading.wanted))
+        return {}, ()
+
+    def on_received(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Note the version that an engine has in host memory."""
+        self.loading.received(request["holder"], request["version"])
         return {}, ()
 
     def on_ordered(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
@@ -212,6 +207,7 @@ class ControlPlane(QueueController):
         """Free what a worker that is gone has held, and unlink what it wrote without telling."""
         with self.changed:
             gone = self.holders.pop(holder, None)
+            self.loading.leave(holder)
             self.copies.lost(holder)
             for stream in self.streams:
                 stream.schedule.fail_holder(holder)
@@ -227,9 +223,7 @@ class ControlPlane(QueueController):
         schedule = self.training.schedule
         while (version := schedule.due_publication()) is not None and self._has_weights(version):
             self.finished.append(self.training.publish())
-        may_load = not self.pinned and (not self.together or schedule.is_generation_over())
-        if may_load and self.engine_version < schedule.published:
-            self.engine_version = schedule.published
+        self.loading.advance(schedule.published, schedule.is_generation_over())
         super().advance()
 
     # Inside
@@ -276,16 +270,15 @@ class ControlPlane(QueueController):
         due = [flow[name] for name in schedule.due_steps() if name not in self.copies]
         return next((copy.name for copy in due if copy.params.get("source", "") == stage.role), None)
 
-    def _load(self, holder: WorkerHolder) -> dict[str, Any]:
-        """Return the weights that take an engine from what it holds to the version that it should have."""
-        holder.loading = self.engine_version
-        holder.receiving = max(holder.receiving, holder.loading)
-        return {"version": holder.loading, "weights": self.weights.between(holder.version or 0, holder.loading)}
-
-    def _receive(self, holder: WorkerHolder) -> dict[str, Any]:
-        """Return the newest weights, loaded or not: to be received while generation goes on."""
-        holder.receiving = self.weights.newest
-        return {"version": holder.receiving, "weights": self.weights.between(holder.version or 0, holder.receiving)}
+    def _weights_for(self, holder: str) -> dict[str, Any] | None:
+        """Return what an engine is to load now, or to receive for later; None where there is nothing."""
+        rows = sum(len(tasks.leases.of(holder)) for tasks in self.queues)
+        held, newest = self.loading.version_of(holder), self.weights.newest
+        if (load := self.loading.load(holder, rows)) is not None:
+            return {"kind": "load", **load._asdict(), "weights": self.weights.between(held or 0, load.version)}
+        if self.loading.receive(holder, newest):
+            return {"kind": "receive", "version": newest, "weights": self.weights.between(held or 0, newest)}
+        return None
 
     def _updates_of(self, role: str, iteration: int) -> list[Stage]:
         stages = self.training.flow.stages

@@ -2,7 +2,7 @@
 
 take ──lease per row──▶ engine ──▶ finished rows, episodes ──▶ columns, acknowledged at once
                            ▲
-                           └── new weights, all at once, when none of its rows is under way
+                           └── new weights, all at once: when none of its rows is under way, or between two tokens of those that are
 
 One request to the queue is always under way, so that rows and weights come as soon as there are any. The event loop is the engine's:
 one of this process steps in it, others answer in it.
@@ -24,9 +24,11 @@ from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.engine import Engine
 from braidrl.rollout.episodes.player import Episode
 from braidrl.rollout.requests import Response
+from braidrl.rollout.resuming import ResumingEngine
 from braidrl.runtimes.generating.generation import limits_of, requests_of
 from braidrl.runtimes.streaming.weights import WeightReceiver, as_blocks
 from braidrl.runtimes.streaming.worker import WorkerContext
+from braidrl.transfer.loading import LoadingSchedule
 from braidrl.transfer.queue.client import Client, WorkItem
 from braidrl.transfer.queue.storage import Evicted
 from braidrl.transfer.queue.table import Block
@@ -61,8 +63,8 @@ class GenerateLoop:
         in_place = isinstance(self.engine, EmbeddedEngine)
         self.source = None if in_place else self.received
         """Where an engine reads its weights that are not put into its own tensors."""
-        delayed = context.settings.weights == "delayed"
-        self.receiver = WeightReceiver(context.data, partial(self.received.parts, self.engine), in_place and delayed)
+        ahead = LoadingSchedule(context.settings.weights).receives_ahead
+        self.receiver = WeightReceiver(context.data, partial(self.received.parts, self.engine), in_place and ahead)
         self.receiving: asyncio.Task[None] | None = None
         self.limits = limits_of(context.executor.config, self.engine.max_sequence_tokens)
         self.version = 0
@@ -78,7 +80,8 @@ class GenerateLoop:
         """Generate until the run ends."""
         self.engine.run(self._serve)
 
-    async def _serve(self, engine: Engine) -> None:
+    async def _serve(self, own: Engine) -> None:
+        engine = ResumingEngine(own)
         self.news = asyncio.Event()
         self.places = asyncio.Semaphore(self.context.executor.config.rollout.environment.at_once)
         try:
@@ -102,20 +105,20 @@ class GenerateLoop:
             await self._end(self.client.renew(settings.lease_s / 3))
         return await asked
 
-    async def _act(self, engine: Engine, work: WorkItem) -> None:
+    async def _act(self, engine: ResumingEngine, work: WorkItem) -> None:
         await self._end(work.lost)
         if work.kind == "rows":
             for lease, row in leased_rows(work):
                 self._begin(engine, lease, work, row)
         elif work.kind == "receive":
             await self._stop_receiving()
-            self.receiving = asyncio.create_task(self._receive(*self._weights(work)))
+            self.receiving = asyncio.create_task(self._receive(work.message["version"], *self._weights(work)))
         elif work.kind == "load":
             await self._load(engine, work)
 
     # Rows
 
-    def _begin(self, engine: Engine, lease: int, work: WorkItem, row: Rows) -> None:
+    def _begin(self, engine: ResumingEngine, lease: int, work: WorkItem, row: Rows) -> None:
         stage = self.context.stage(work.stage)
         (uid,) = row.uids()
         generate = self._play if "environment" in stage.params else self._respond
@@ -191,12 +194,14 @@ class GenerateLoop:
 
     # Weights
 
-    async def _load(self, engine: Engine, work: WorkItem) -> None:
-        """Take a version whole. What is still under way belongs to dropped rows."""
-        await self._end(list(self.flight))
+    async def _load(self, engine: ResumingEngine, work: WorkItem) -> None:
+        """Take a version whole. Where no row is to go on with it, those that are under way were dropped."""
+        if not work.message["keeps_rows"]:
+            await self._end(list(self.flight))
         version = int(work.message["version"])
         await self._stop_receiving()
         made, blocks = self._weights(work)
+        await engine.set_down()
         with self.context.trace.busy(LOAD, version, version=version):
             if blocks:
                 await asyncio.to_thread(self.receiver.load, made, blocks)
@@ -204,13 +209,15 @@ class GenerateLoop:
         self.version = version
         self.client.ask("loaded", version=version)
 
-    async def _receive(self, version: int, blocks: Sequence[Block]) -> None:
-        """Receive a version in host memory while the engine generates with another one."""
-        self.receiver.begin(version, blocks)
+    async def _receive(self, version: int, made: int, blocks: Sequence[Block]) -> None:
+        """Receive a version in host memory while the engine generates with another one; without blocks the engine has it."""
         # A newer version may come meanwhile, and all engines hold one that is no older than this.
         with suppress(Evicted):
-            while await asyncio.to_thread(self.receiver.receive):
-                pass
+            if blocks:
+                self.receiver.begin(made, blocks)
+                while await asyncio.to_thread(self.receiver.receive):
+                    pass
+            self.client.ask("received", version=version)
             return
         self.receiver.forget()
 

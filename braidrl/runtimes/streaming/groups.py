@@ -6,6 +6,7 @@ actor, critic     the model of a role that changes: its inference and its update
 reference         a frozen role's model: workers that know nothing of each other, or the ranks of a layout that divides it
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -120,9 +121,28 @@ def check_streaming(config: Config, flow: Flow) -> None:
                 f"runtime=streaming cannot run {stage.name}: no process but engines has the weights of {source}, which neither "
                 "infers nor trains; write runtime=eager, hybrid or distributed"
             )
-    for group in worker_groups(config, flow, None):
+    groups = worker_groups(config, flow, None)
+    for group in groups:
         check_group(group, config, flow)
+    most_out(config, groups)
     samplers_of(config, flow)
+
+
+def most_out(config: Config, groups: Sequence[Group]) -> int:
+    """Return how many engines may be out at a time. Raises UserError where they take turns and nobody could go on, or go out."""
+    engines, share = sum(group.processes for group in groups if group.kind == "generate"), config.streaming.share_out
+    if config.streaming.weights != "rolling":
+        return engines
+    if engines == 1:
+        raise UserError(
+            "streaming.weights=rolling lets some engines generate while others load, and there is one; "
+            "write streaming.workers.actor.generate=2, or streaming.weights=interrupt"
+        )
+    if int(share * engines) < 1:
+        raise UserError(
+            f"streaming.share_out={share:g} of {engines} engines is none; write streaming.share_out={math.ceil(1000 / engines) / 1000:g}"
+        )
+    return int(share * engines)
 
 
 def check_group(group: Group, config: Config, flow: Flow) -> None:

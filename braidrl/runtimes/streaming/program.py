@@ -22,9 +22,10 @@ from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.saving.row_store import Admission
 from braidrl.runtimes.streaming.backend import LOOK_EVERY_S, StreamingBackend
 from braidrl.runtimes.streaming.control import ControlPlane
-from braidrl.runtimes.streaming.groups import Group, check_streaming, samplers_of, worker_groups
+from braidrl.runtimes.streaming.groups import Group, check_streaming, most_out, samplers_of, worker_groups
 from braidrl.runtimes.streaming.processes import Processes, worker_launcher
 from braidrl.runtimes.streaming.stream import IterationRecord, Report, Stream
+from braidrl.transfer.loading import LoadingSchedule
 from braidrl.transfer.queue.client import assembled
 from braidrl.transfer.queue.owner import StorageNode
 from braidrl.transfer.queue.transport import QueueServer
@@ -68,8 +69,8 @@ class StreamingProgram:
         node = StorageNode(launcher.node, launcher.ip, secret, streaming.storage)
         resources.callback(node.close)
         exported = [role for role in prepared.generating if role in prepared.flow.changed_roles]
-        together = streaming.weights == "delayed"
-        self.control = ControlPlane(self.stream, node.data, streaming.lease_s, exported, together)
+        loading = LoadingSchedule(streaming.weights, most_out(config, self.groups))
+        self.control = ControlPlane(self.stream, node.data, streaming.lease_s, exported, loading)
         self.server = QueueServer(self.control.handle, self.control.tick, f"tcp://{launcher.ip}:*", secret)
         resources.callback(self.server.close)
         self.control.notify = self.server.changed
@@ -130,7 +131,7 @@ class StreamingProgram:
 
     def _admit(self, may_begin: bool = True) -> None:
         """Admit the groups that are wanted now, of a new iteration only if one may begin."""
-        schedule, version = self.stream.schedule, self.control.engine_version
+        schedule, version = self.stream.schedule, self.control.loading.target
         with self.control.changed:
             begins = not schedule.is_open
             following = schedule.opened + 1

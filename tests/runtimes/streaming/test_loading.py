@@ -1,0 +1,166 @@
+"""The four ways in which engines take new weights, in real runs: versions of rows and tokens, log-probs of each, bounds, and results."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from braidrl.errors import UserError
+from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.saving.folders import run_config
+from braidrl.runtimes.streaming.backend import StreamingBackend
+from tests.invariants.traces import EVERY_STEP, assert_same, merged, trace
+from tests.tiny import ROOT, Workshop, recorded, sums, write_jsonl, write_model
+
+STEPS = 8
+LONG: dict[str, Any] = {
+    "runtime": "streaming", "algorithm": {"old": "rollout"},
+    "rollout": {"max_response_tokens": 200, "samples_per_prompt": 4},
+    "trainer": {
+        "steps": STEPS, "prompts_per_step": 8, "rows_per_update": 16, "max_staleness": 1, "learning_rate": 3e-3,
+        "checkpoint_every": 1, "keep_checkpoints": STEPS,
+    },
+}  # fmt: skip
+"""Responses of many lengths: when a version is published, rows of the next batch are under way."""
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    folder = tmp_path_factory.mktemp("loading")
+    return Workshop(folder, write_model(folder / "model", "qwen2"), write_jsonl(folder / "train.jsonl", sums(64)))
+
+
+def streamed(workshop: Workshop, name: str, weights: str, **more: Any) -> tuple[Path, StreamingBackend]:
+    streaming = {"weights": weights, "workers": {"actor.generate": 2}, **more.pop("streaming", {})}
+    with TrainingRun(workshop.config(name, **merged(LONG, {"streaming": streaming, **more}))) as run:
+        run.train()
+        assert isinstance(run.backend, StreamingBackend)
+    return run.folder, run.backend
+
+
+def steps_of(run: Path) -> list[int]:
+    return [line["step"] for line in read_metrics(run)]
+
+
+def check_bounds(run: Path) -> None:
+    """Each row is trained once, and none of its tokens is older than allowed."""
+    steps, config = steps_of(run), run_config(run)
+    uids = [uid for step in steps for uid in recorded(run, step).uids()]
+    assert len(uids) == len(set(uids)) == len(steps) * config.trainer.prompts_per_step * 4
+    for step in steps:
+        rows = recorded(run, step)
+        oldest = [int(min(versions)) for versions in rows["rollout_versions"].tolist()]
+        assert rows["version"].tolist() == oldest
+        assert min(oldest) >= step - 2 and int(rows["rollout_versions"].values.max()) <= step
+    assert max(line["staleness/max"] for line in read_metrics(run)) <= 1
+
+
+def versions_within_rows(run: Path) -> Counter[int]:
+    """How many rows have tokens of so many versions."""
+    rows = [row for step in steps_of(run) for row in recorded(run, step)["rollout_versions"].tolist()]
+    return Counter(len(set(row)) for row in rows)
+
+
+def weights_at(workshop: Workshop, run: Path, version: int) -> Path:
+    return workshop.model if version == 0 else run / "checkpoints" / f"step-{version}" / "actor"
+
+
+def largest_gap(workshop: Workshop, run: Path) -> float:
+    """How far the log-prob of a token is at most from that under the weights that drew it, computed by the model's own forward.
+
+    Of all rows with tokens of several versions, and some of the others.
+    """
+    gap = 0.0
+    for step in steps_of(run):
+        rows = recorded(run, step)
+        for version in rows["rollout_versions"].values.unique().tolist():
+            model = AutoModelForCausalLM.from_pretrained(weights_at(workshop, run, version), dtype=torch.float32)
+            for row in [n for n, own in enumerate(rows["rollout_versions"].tolist()) if n < 8 or len(set(own)) > 1]:
+                drawn = rows["rollout_versions"][row] == version
+                if drawn.any():
+                    tokens, actions = rows["tokens"][row], rows["action_mask"][row]
+                    with torch.no_grad():
+                        logits = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+                    found = logits.gather(1, tokens[1:, None])[:, 0][actions[1:]]
+                    gap = max(gap, float((found - rows["rollout_log_probs"][row])[drawn].abs().max()))
+    return gap
+
+
+def test_interrupted_rows_go_on_under_new_weights_and_each_token_has_the_log_prob_of_its_version(
+    workshop: Workshop,
+) -> None:
+    many = {"prompts_per_step": 40, "rows_per_update": None, "steps": 5}
+    run, _ = streamed(workshop, "interrupt", "interrupt", trainer=many, streaming={"workers": {"actor.generate": 1}})
+    check_bounds(run)
+    counts = versions_within_rows(run)
+    print(f"rows by the versions of their tokens: {counts}")
+    assert counts[2] > 0
+    assert largest_gap(workshop, run) < 1e-5
+
+
+def test_rolling_engines_take_turns_and_a_batch_has_rows_of_two_versions(workshop: Workshop) -> None:
+    slow = {"engine": f"{ROOT}/examples/plugins/engine.py:PlainEngine", "slots": 3}
+    run, backend = streamed(workshop, "rolling", "rolling", rollout=slow)
+    check_bounds(run)
+    assert backend.control.loading.most_out_seen == 1
+    assert all(len(recorded(run, step)["version"].unique()) == 2 for step in range(3, STEPS + 1))
+    assert largest_gap(workshop, run) < 1e-5
+
+
+@pytest.mark.parametrize("weights", ["end", "delayed"])
+def test_engines_that_load_together_generate_each_batch_with_one_version(workshop: Workshop, weights: str) -> None:
+    run, _ = streamed(workshop, weights, weights)
+    check_bounds(run)
+    assert versions_within_rows(run).keys() == {1}
+    assert all(len(recorded(run, step)["version"].unique()) == 1 for step in range(1, STEPS + 1))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("weights", ["end", "delayed", "rolling", "interrupt"])
+def test_no_token_is_older_than_allowed(workshop: Workshop, weights: str, staleness: int) -> None:
+    trainer = {"max_staleness": staleness}
+    run, _ = streamed(
+        workshop,
+        f"bounded-{weights}-{staleness}",
+        weights,
+        trainer=trainer,
+        streaming={"workers": {"actor.generate": 3}},
+    )
+    for step in range(1, STEPS + 1):
+        assert int(recorded(run, step)["rollout_versions"].values.min()) >= step - 1 - staleness
+    assert max(line["staleness/max"] for line in read_metrics(run)) <= staleness
+    assert largest_gap(workshop, run) < 1e-5
+
+
+@pytest.mark.parametrize("weights", ["rolling", "interrupt"])
+def test_without_staleness_every_way_gives_what_eager_gives(workshop: Workshop, weights: str) -> None:
+    few = merged(EVERY_STEP, {"trainer": {"steps": 3, "rows_per_update": 8}})
+    ours = workshop.run(
+        f"{weights}-0", runtime="streaming", streaming={"weights": weights, "workers": {"actor.generate": 2}}, **few
+    )
+    assert_same(trace(ours), trace(workshop.run(f"eager-{weights}", **few)))
+
+
+@pytest.mark.parametrize(
+    ("streaming", "message"),
+    [
+        ({"weights": "rolling"}, "there is one; write streaming.workers.actor.generate=2, or streaming.weights="),
+        (
+            {"weights": "rolling", "share_out": 0.2, "workers": {"actor.generate": 4}},
+            "streaming.share_out=0.2 of 4 engines is none; write streaming.share_out=0.25",
+        ),
+    ],
+)
+def test_turns_that_no_engine_could_take_are_refused_before_anything_starts(
+    workshop: Workshop, streaming: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        TrainingRun(workshop.config("refused", runtime="streaming", streaming=streaming))
+    assert "\n" not in str(caught.value)
