@@ -18,7 +18,7 @@ from braidrl.runtimes.streaming.backend import StreamingBackend
 from tests.invariants.traces import EVERY_STEP, assert_same, merged, trace
 from tests.tiny import ROOT, Workshop, recorded, sums, write_jsonl, write_model
 
-STEPS = 8
+STEPS = 5
 LONG: dict[str, Any] = {
     "runtime": "streaming", "algorithm": {"old": "rollout"},
     "rollout": {"max_response_tokens": 200, "samples_per_prompt": 4},
@@ -95,7 +95,7 @@ def largest_gap(workshop: Workshop, run: Path) -> float:
 def test_interrupted_rows_go_on_under_new_weights_and_each_token_has_the_log_prob_of_its_version(
     workshop: Workshop,
 ) -> None:
-    many = {"prompts_per_step": 40, "rows_per_update": None, "steps": 5}
+    many = {"prompts_per_step": 40, "rows_per_update": None}
     run, _ = streamed(workshop, "interrupt", "interrupt", trainer=many, streaming={"workers": {"actor.generate": 1}})
     check_bounds(run)
     counts = versions_within_rows(run)
