@@ -50,17 +50,22 @@ def new_run_folder(config: Config) -> Path:
     folder = config.output / config.name if config.name else None
     if folder and folder.exists() and not never_began(folder):
         raise UserError(f"{folder} exists; resume it with `--resume {folder}` or set another `name`")
-    try:
-        folder = folder or unused_folder(config)
+    folder = folder or unused_folder(config)
+    with named_output(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_config(folder, config)
-    except OSError as error:
-        if no_room(error):
-            raise
-        raise UserError(
-            f"output: {folder or config.output} cannot be written ({error.strerror}); set another `output`"
-        ) from error
     return folder
+
+
+@contextmanager
+def named_output(place: Path) -> Iterator[None]:
+    """Raise UserError, which names `output`, where `place` cannot be written; a full disk or a folder that exists is an OSError still."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, FileExistsError) or no_room(error):
+            raise
+        raise UserError(f"output: {place} cannot be written ({error.strerror}); set another `output`") from error
 
 
 def check_output(config: Config) -> None:
@@ -100,12 +105,16 @@ def absolute_name(name: str) -> str:
 
 
 def unused_folder(config: Config) -> Path:
-    """Return a new folder named by the flow and the time; of two runs of one second the later gets a number."""
+    """Return a new folder named by the flow and the time; of two runs of one second the later gets a number.
+
+    Raises UserError where none can be made.
+    """
     name = f"{Path(config.flow).stem.replace(':', '-')}-{datetime.now():%Y%m%d-%H%M%S}"
     folder, number = config.output / name, 1
     while True:
         try:
-            folder.mkdir(parents=True)
+            with named_output(config.output):
+                folder.mkdir(parents=True)
             return folder
         except FileExistsError:
             number += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,14 @@ from braidrl.config import Config, parse_config
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import train
-from braidrl.runtimes.saving.folders import absolute, latest_checkpoint, new_run_folder, run_config, whole_folder
+from braidrl.runtimes.saving.folders import (
+    absolute,
+    latest_checkpoint,
+    named_output,
+    new_run_folder,
+    run_config,
+    whole_folder,
+)
 from tests.tiny import ROOT, Workshop
 
 
@@ -34,6 +43,23 @@ def test_a_name_is_taken_once_a_run_has_begun(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file exists"):
         new_run_folder(config(tmp_path, name="file"))
+
+
+def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    unusable = config(tmp_path / "file" / "runs")
+    named = unusable.model_copy(update={"name": "mine"})
+    restarting = unusable.model_copy(update={"trainer": unusable.trainer.model_copy(update={"max_restarts": 2})})
+    for make, given in ((new_run_folder, unusable), (new_run_folder, named), (train, restarting)):
+        with pytest.raises(UserError, match=r"^output: .*runs.* cannot be written \(.*\); set another `output`$"):
+            make(given)
+
+
+@pytest.mark.parametrize("number", [errno.EEXIST, errno.ENOSPC, errno.EDQUOT])
+def test_a_folder_that_exists_and_a_full_disk_are_no_fault_of_the_output(tmp_path: Path, number: int) -> None:
+    with pytest.raises(OSError) as found, named_output(tmp_path):
+        raise OSError(number, os.strerror(number))
+    assert found.value.errno == number
 
 
 def test_a_run_begun_with_relative_paths_goes_on_from_any_folder(
