@@ -111,6 +111,9 @@ def settings(folder: Path, model: Path, data: Path, /, **sections: Any) -> dict[
     }  # fmt: skip
     for name, value in sections.items():
         tree[name] = {**tree.get(name, {}), **value} if isinstance(value, dict) else value
+    if environment := tree["rollout"].get("environment"):
+        named = environment if isinstance(environment, dict) else {"name": environment}
+        tree["rollout"]["environment"] = {"sandbox": "none", **named}
     return tree
 
 

@@ -1,12 +1,20 @@
 """The configuration of a run: its sections as typed models, and how it is read."""
 
-from braidrl.config.config import ClusterConfig, Config, PlacementConfig, PoolConfig, StreamingConfig, TrackerConfig
+from braidrl.config.config import (
+    ClusterConfig,
+    Config,
+    EnvironmentConfig,
+    PlacementConfig,
+    PoolConfig,
+    StreamingConfig,
+    TrackerConfig,
+)
 from braidrl.config.data import DataConfig, RewardConfig, SourceConfig, VerifierConfig
 from braidrl.config.reading import apply_override, load_config, parse_config
 from braidrl.config.training import EvaluationConfig, LoraConfig, RoleConfig, TrainerConfig
 
 __all__ = [
-    "ClusterConfig", "Config", "DataConfig", "EvaluationConfig", "LoraConfig", "PlacementConfig", "PoolConfig", "RewardConfig",
-    "RoleConfig", "SourceConfig", "StreamingConfig", "TrackerConfig", "TrainerConfig", "VerifierConfig",
+    "ClusterConfig", "Config", "DataConfig", "EnvironmentConfig", "EvaluationConfig", "LoraConfig", "PlacementConfig", "PoolConfig",
+    "RewardConfig", "RoleConfig", "SourceConfig", "StreamingConfig", "TrackerConfig", "TrainerConfig", "VerifierConfig",
     "apply_override", "load_config", "parse_config",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 
 from braidrl.algorithms.metrics import REFLECTION_PHRASES
 from braidrl.config.data import DataConfig, RewardConfig
-from braidrl.config.section import ONE_OR_MORE, DType, Section
+from braidrl.config.section import ONE_OR_MORE, DType, SandboxConfig, Section
 from braidrl.config.training import EvaluationConfig, RoleConfig, TrainerConfig
 
 
@@ -89,7 +89,7 @@ class ClusterConfig(Section):
     """Seconds without a word from a worker after which the run ends."""
 
 
-class EnvironmentConfig(Section):
+class EnvironmentConfig(SandboxConfig):
     """What trajectories of several turns are played in."""
 
     short_for = {str: "name"}
@@ -104,6 +104,8 @@ class EnvironmentConfig(Section):
     """Seconds for one answer of the environment, or for an agent's whole trajectory; after them it ends, and is counted."""
     max_turns: int = Field(16, ge=1)
     """Turns of the model in one trajectory."""
+    variables: list[str] = []
+    """Variables that it gets of the run's environment, beside PATH and the like."""
 
 
 class ServersConfig(Section):

@@ -1,11 +1,11 @@
 """Where prompts come from, and how answers are checked."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from braidrl.config.section import ONE_OR_MORE, Section
+from braidrl.config.section import ONE_OR_MORE, SandboxConfig, Section
 
 
 class VerifierConfig(Section):
@@ -61,7 +61,7 @@ class DataConfig(Section):
     """A new seeded order each epoch; off keeps the file's."""
 
 
-class RewardConfig(Section):
+class RewardConfig(SandboxConfig):
     """How answers are checked."""
 
     verify: Annotated[list[VerifierConfig], ONE_OR_MORE] = [VerifierConfig(name="exact")]
@@ -77,13 +77,5 @@ class RewardConfig(Section):
     processes: int = Field(1, ge=0)
     """Processes that check answers beside generation. With 0 verifiers that are not `async` are called in the run's own process, without
     limits or a sandbox, so that a `breakpoint()` in them stops there."""
-    sandbox: Literal["process", "bubblewrap", "none"] = "process"
-    """Where verifiers of your own run: each call in processes that cannot reach the run and end with it; with `bubblewrap`, which has to
-    be installed, also without a network and a home directory; with `none` in the process that checks answers. An `async` one shares a
-    process with its other calls."""
     environment: list[str] = []
-    """Variables that they get of the run's environment, beside PATH and the like."""
-    memory_gib: float = Field(4.0, gt=0)
-    """Address space of each process of a call in the sandbox, and memory of all of them."""
-    max_processes: int = Field(64, ge=1)
-    """How many processes one call may have at a time in the sandbox."""
+    """Variables that verifiers get of the run's environment, beside PATH and the like."""

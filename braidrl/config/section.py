@@ -1,9 +1,9 @@
-"""The base of every part of the configuration."""
+"""The base of every part of the configuration, and what parts have in common."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 DType = Literal["float32", "bfloat16", "float64"]
 ONE_OR_MORE = BeforeValidator(lambda value: value if value is None or isinstance(value, list) else [value])
@@ -22,3 +22,16 @@ class Section(BaseModel):
     def _in_full(cls, value: Any) -> Any:
         key = next((key for kind, key in cls.short_for.items() if isinstance(value, kind)), None)
         return value if key is None else {key: value}
+
+
+class SandboxConfig(Section):
+    """What code of a user's own may reach and take, a call of a verifier or a trajectory's environment."""
+
+    sandbox: Literal["process", "bubblewrap", "none"] = "process"
+    """Where code of your own runs: `process`, in processes that cannot reach the run and end with the call, or the trajectory;
+    `bubblewrap`, which has to be installed, also without a network and a home directory; or `none`, among the run's own processes. An
+    `async` verifier shares a process with its other calls."""
+    memory_gib: float = Field(4.0, gt=0)
+    """Address space of each of its processes in the sandbox, and memory of all of them."""
+    max_processes: int = Field(64, ge=1)
+    """How many processes it may have at a time in the sandbox."""

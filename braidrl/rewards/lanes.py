@@ -54,7 +54,9 @@ class CallOutcome:
         if correct not in (None, True, False) or isinstance(score, bool) or not isinstance(score, int | float | None):
             return CallOutcome(failure="result", detail="its process gave an answer that is none")
         if score is not None and not abs(score) <= max_abs:
-            return CallOutcome(failure="result", detail=f"returned {score:g}, and reward.max_abs is {max_abs:g}")
+            return CallOutcome(
+                failure="result", detail=f"returned {str(score)[:20]}, and reward.max_abs is {max_abs:g}"
+            )
         return CallOutcome(score, correct)
 
 

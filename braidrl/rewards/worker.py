@@ -17,19 +17,15 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from braidrl.rewards.sandbox import SandboxLimits, sandboxed
+from braidrl.cluster.sandbox import LOAD_LIMIT_S, RAISED, SandboxLimits, sandboxed
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rewards.verifiers import VERIFIERS, Score
 
 Message = dict[str, Any]
 ORPHAN_GRACE_S = 3.0
 """How much later than its limit a call ends that nobody is there to kill."""
-LOAD_LIMIT_S = 120.0
-"""Limit for starting Python and importing a verifier on a busy machine; the time limit of a check begins after it."""
 HEARTBEAT_S = 0.5
 """How often the event loop shows that it turns."""
-RAISED = (Exception, SystemExit, asyncio.CancelledError)
-"""Exceptions of a user's function that do not end the process."""
 
 
 def main(descriptor: int) -> None:

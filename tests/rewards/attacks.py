@@ -91,24 +91,23 @@ def forges_results(metadata: dict) -> bool:
         for call in range(8):
             text = b'{"call": %d, "score": 83333.0, "correct": true}' % call
             try:
-                if number != own_pipe():
+                if number not in own_pipes():
                     os.write(number, len(text).to_bytes(4, "big") + text)
             except OSError:
                 continue
     os._exit(0)
 
 
-def own_pipe() -> int:
-    """The descriptor of its own answer: what is written there is its own row's."""
-    return max(
-        int(name) for name in os.listdir("/proc/self/fd") if "pipe:" in os.path.realpath(f"/proc/self/fd/{name}")
-    )
+def own_pipes() -> list[int]:
+    """The descriptors of its own requests and answers: what is written there is its own row's."""
+    names = os.listdir("/proc/self/fd")
+    return sorted(int(name) for name in names if "pipe:" in os.path.realpath(f"/proc/self/fd/{name}"))
 
 
 def leaves_a_daemon(metadata: dict) -> bool:
     """Start what ends neither with its parent nor with its session."""
     code = "import os, time; os.setsid(); time.sleep(600)"
-    subprocess.Popen([sys.executable, "-c", code, metadata["mark"]], start_new_session=True)
+    subprocess.Popen([sys.executable, "-c", code, metadata["mark"]])
     time.sleep(0.5)
     os._exit(4)
 

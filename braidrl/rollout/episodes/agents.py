@@ -9,8 +9,8 @@ from typing import Any
 
 from braidrl.data.rows import FinishReason
 from braidrl.rollout.episodes.endpoint import Endpoint
-from braidrl.rollout.episodes.player import EnvironmentFailed, Episode, Limits, Player, call_user, example_of, fail
-from braidrl.rollout.episodes.turns import Observation
+from braidrl.rollout.episodes.player import Episode, Limits, Player, call_user, example_of, fail
+from braidrl.rollout.episodes.turns import EnvironmentFailed, Observation, outcome_of
 from braidrl.rollout.requests import Uid
 
 
@@ -44,13 +44,3 @@ class Agents(Player):
         if not session.trajectory.sequence_lengths:
             session.trajectory.append(prompt, opens=True)
         return episode
-
-
-def outcome_of(returned: Any) -> Observation:
-    """Return an agent's score as an Observation. Raises EnvironmentFailed for anything else."""
-    if isinstance(returned, Observation):
-        return returned
-    try:
-        return Observation(reward=float(returned))
-    except (TypeError, ValueError):
-        raise EnvironmentFailed("TypeError", f"the agent returned {returned!r}, which is no score") from None

@@ -11,6 +11,7 @@ that do not (a summary, a second conversation) open a new sequence in the same r
 import asyncio
 import json
 import secrets
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -57,13 +58,17 @@ class Endpoint:
     def __init__(
         self, engine: Engine, template: TurnTemplate, sampling: SamplingParams, max_sequence_tokens: int,
         purpose: str = "train", stage: str = "generate", host: str = "127.0.0.1", port: int = 0,
+        listener: socket.socket | None = None,
     ) -> None:  # fmt: skip
-        """Raise UserError for a tokenizer without a chat template, which could not tell the speakers apart."""
+        """Raise UserError for a tokenizer without a chat template, which could not tell the speakers apart.
+
+        `listener` listens already, perhaps in another network, and stands in for host and port.
+        """
         if not template.template.is_chat:
             raise UserError("the endpoint serves chats, and the tokenizer has no chat template; set one in its folder")
         self.engine, self.template, self.sampling = engine, template, sampling
         self.max_sequence_tokens, self.purpose, self.stage = max_sequence_tokens, purpose, stage
-        self._host, self._port = host, port
+        self._host, self._port, self._listener = host, port, listener
         self._sessions: dict[str, EndpointSession] = {}
         self._names: dict[Uid, str] = {}
         """Of each open session the name that its client alone is told."""
@@ -74,7 +79,8 @@ class Endpoint:
         application.router.add_post("/sessions/{name}/v1/chat/completions", self._handle)
         self._runner = web.AppRunner(application)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port).start()
+        site = web.SockSite(self._runner, self._listener) if self._listener else None
+        await (site or web.TCPSite(self._runner, self._host, self._port)).start()
         self._port = self._runner.addresses[0][1]
         return self
 

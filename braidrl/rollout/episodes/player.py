@@ -10,7 +10,7 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,9 +21,9 @@ from braidrl.algorithms.random import hashed
 from braidrl.data.rows import Column, FinishReason, Rows
 from braidrl.errors import UserError
 from braidrl.rollout.engine import Engine
-from braidrl.rollout.episodes.environments import Environment, MakeEnvironment, called
+from braidrl.rollout.episodes.environments import Environment, called
 from braidrl.rollout.episodes.trajectory import Trajectory, trajectory_columns
-from braidrl.rollout.episodes.turns import Observation, TurnTemplate, check_context
+from braidrl.rollout.episodes.turns import EnvironmentFailed, Observation, TurnTemplate, check_context
 from braidrl.rollout.requests import Request, SamplingParams, Uid
 
 
@@ -59,14 +59,8 @@ class Episode:
     failure: str | None = None
     """`timeout`, or the name of the exception that the environment raised."""
     detail: str = ""
-
-
-class EnvironmentFailed(Exception):
-    """The environment raised, or did not answer in time: this ends its trajectory and no other."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason, self.detail = reason, detail
+    killed: bool = False
+    """True where somebody else has ended the environment's process."""
 
 
 class Player(ABC):
@@ -80,7 +74,10 @@ class Player(ABC):
         prompts, metadata = rows["prompt"], rows["metadata"]
 
         async def one(number: int, uid: Uid) -> Episode:
-            episode = await self.one(uid, prompts[number].tolist(), metadata[number])
+            for _ in range(2):
+                episode = await self.one(uid, prompts[number].tolist(), metadata[number])
+                if not episode.killed:
+                    break
             self.on_finished(episode)
             return episode
 
@@ -98,7 +95,7 @@ class Episodes(Player):
     """Plays with one engine, one kind of environment and one way of sampling."""
 
     engine: Engine
-    make: MakeEnvironment
+    make: Callable[[], Environment | Awaitable[Environment]]
     template: TurnTemplate
     sampling: SamplingParams
     limits: Limits
@@ -158,7 +155,7 @@ class Episodes(Player):
             check_context(context)
         except TypeError as error:
             raise EnvironmentFailed("TypeError", str(error)) from error
-        return self.template.first(context, tools)
+        return tokenised(self.template.first, context, tools)
 
     async def _turn(self, episode: Episode) -> bool:
         trajectory = episode.trajectory
@@ -179,11 +176,11 @@ class Episodes(Player):
         """Append the observation. Returns False, and appends nothing, where it leaves no room for another action."""
         held, opens = trajectory.sequence, False
         if observation.restart:
-            ids = self.template.first(observation.said, tools)
+            ids = tokenised(self.template.first, observation.said, tools)
             opens = ids[: len(held)] != held
             ids = ids if opens else ids[len(held) :]
         else:
-            ids = self.template.following(observation.said, held[-1], tools)
+            ids = tokenised(self.template.following, observation.said, held[-1], tools)
         if (0 if opens else len(held)) + len(ids) >= self.limits.max_sequence_tokens:
             return False
         trajectory.append(ids, opens=opens)
@@ -193,11 +190,22 @@ class Episodes(Player):
         return await call_user(function, *arguments, timeout_s=self.limits.timeout_s)
 
 
+def tokenised(template: Callable[..., list[int]], *said: Any) -> list[int]:
+    """Return the token ids of what an environment says. Raises EnvironmentFailed where the chat template refuses it."""
+    try:
+        return template(*said)
+    # A chat template may raise whatever it likes over what an environment has written into a message.
+    except Exception as error:
+        raise EnvironmentFailed("template", f"{type(error).__name__}: {error}"[:600]) from error
+
+
 async def call_user(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
     """Call a user's function. Raises EnvironmentFailed for an exception and after the time limit."""
     try:
         async with asyncio.timeout(timeout_s) as limit:
             return await called(function, *arguments)
+    except EnvironmentFailed:
+        raise
     except Exception as error:
         if limit.expired():
             name = getattr(function, "__name__", "the call")
@@ -225,7 +233,7 @@ async def run_limited(limit: int, starts: Sequence[Callable[[], Coroutine[Any, A
 def fail(episode: Episode, failed: EnvironmentFailed) -> None:
     """Record why the environment ended the trajectory."""
     episode.finish_reason = FinishReason.ERROR
-    episode.failure, episode.detail = failed.reason, failed.detail
+    episode.failure, episode.detail, episode.killed = failed.reason, failed.detail, failed.killed
 
 
 def example_of(uid: Uid, metadata: dict[str, Any], seed: int, purpose: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Observations, and their token ids that continue a conversation. What was said before is never tokenised again.
+"""Observations, and their token ids that continue a conversation, or failures. What was said before is never tokenised again.
 
     ... <start>assistant  I guess 5 <end> | ⏎ <start>user  higher <end> ⏎ <start>assistant ⏎ | I guess 7 <end>
                           sampled           this, tokenised alone                              sampled
@@ -11,14 +11,17 @@ leaving their reasoning out.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from braidrl.data.sources import Message
-from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
 
+# This is what environments import, whose processes have no need of torch.
+if TYPE_CHECKING:
+    from braidrl.data.templates import PromptTemplate
+
+Message = dict[str, Any]
 Context = str | list[Message]
 """Text, or chat messages."""
 Tools = Sequence[Mapping[str, Any]]
@@ -30,7 +33,7 @@ MARK = "the-assistants-turn-stands-here"
 class TurnTemplate:
     """Turns contexts and observations into token ids with the run's tokenizer and template."""
 
-    template: PromptTemplate
+    template: "PromptTemplate"
 
     def first(self, context: Context, tools: Tools = ()) -> list[int]:
         """Tokenise a whole context. Raises UserError when the chat template refuses it."""
@@ -99,3 +102,22 @@ def check_context(said: object) -> None:
         return
     if not isinstance(said, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in said):
         raise TypeError(f"an environment says text or messages {{role, content}}, not {said!r}")
+
+
+class EnvironmentFailed(Exception):
+    """The environment raised, or did not answer in time: this ends its trajectory and no other."""
+
+    def __init__(self, reason: str, detail: str, killed: bool = False) -> None:
+        """`killed` where somebody else has ended its process: the trajectory is played once more."""
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail, self.killed = reason, detail, killed
+
+
+def outcome_of(returned: Any) -> Observation:
+    """Return an agent's score as an Observation. Raises EnvironmentFailed for anything else."""
+    if isinstance(returned, Observation):
+        return returned
+    try:
+        return Observation(reward=float(returned))
+    except (TypeError, ValueError):
+        raise EnvironmentFailed("TypeError", f"the agent returned {returned!r}, which is no score") from None

@@ -8,7 +8,6 @@ trained weights ──publish──▶ engines
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -27,8 +26,9 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
 from braidrl.rollout.engine import Engine, RoleEngine
-from braidrl.rollout.episodes.environments import AGENT, agent_of, environments
+from braidrl.rollout.episodes.environments import AGENT, in_thread
 from braidrl.rollout.episodes.player import Episode, Episodes, Limits, episode_columns, failure_counts
+from braidrl.rollout.episodes.sandboxed import EnvironmentHosts
 from braidrl.rollout.episodes.trajectory import response_columns
 from braidrl.rollout.episodes.turns import TurnTemplate
 from braidrl.rollout.requests import Request, Response, SamplingParams, Uid
@@ -56,6 +56,7 @@ class Generation:
         self.publications: dict[str, Publish] = {}
         self.received: dict[str, ReceivedWeights] = {}
         self.moves = WeightMoves()
+        self.environments = EnvironmentHosts(config.rollout.environment)
 
     def start_engine(self, worker: TrainingBackend) -> None:
         """Start what generates with the weights of `worker`."""
@@ -144,20 +145,21 @@ class Generation:
             limits: What ends a trajectory.
             finished: Called with each episode that ends.
         """
-        environment, settings = stage.params["environment"], self.config.rollout.environment.params
+        make = await in_thread(lambda: self.environments.find(stage.params["environment"]))
         prompts = PromptTemplate(self.tokenizer, self.config.data.chat_template, self.config.data.system_prompt)
         template, sampling = TurnTemplate(prompts), sampling_of(stage, self.config)
         purpose, seed = str(stage.params.get("purpose", "train")), self.config.seed
-        if environment.startswith(AGENT):
+        if stage.params["environment"].startswith(AGENT):
             # Imported here: only agents need aiohttp, which need not be installed.
             from braidrl.rollout.episodes.agents import Agents
             from braidrl.rollout.episodes.endpoint import Endpoint
 
-            agent = partial(agent_of(environment), **settings)
             longest = limits.max_sequence_tokens
-            async with Endpoint(running, template, sampling, longest, purpose, stage.name) as endpoint:
-                return await Agents(endpoint, agent, limits, seed, finished).play(rows)
-        make = environments(environment, settings)
+            listener = await in_thread(lambda: self.environments.listener(stage.params["environment"]))
+            async with Endpoint(
+                running, template, sampling, longest, purpose, stage.name, listener=listener
+            ) as endpoint:
+                return await Agents(endpoint, make, limits, seed, finished).play(rows)
         return await Episodes(running, make, template, sampling, limits, seed, purpose, stage.name, finished).play(rows)
 
     def episode_columns(
@@ -198,6 +200,7 @@ class Generation:
         """End the engines' processes and those that check answers."""
         for engine in self.engines.values():
             engine.close()
+        self.environments.close()
         self.checks.close()
 
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from braidrl.cluster.sandbox import namespaces_allowed
+from braidrl.cluster.untrusted import check_bubblewrap
 from braidrl.config import Config, PlacementConfig, StreamingConfig
+from braidrl.config.section import SandboxConfig
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.models.backend import BACKENDS
@@ -29,7 +32,6 @@ from braidrl.models.role_settings import (
 from braidrl.observe.trackers import TRACKERS
 from braidrl.placement.pools import NAMES as PLACEMENTS
 from braidrl.placement.pools import Pool
-from braidrl.rewards.sandbox import namespaces_allowed
 from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.rollout.engine import ENGINES
 from braidrl.rollout.http.dialects import DIALECTS
@@ -47,6 +49,8 @@ def check_names(config: Config) -> None:
     # Another interpreter may have packages that this one has not.
     ENGINES.check(engine, load=config.rollout.python is None)
     check_servers(config)
+    for key, sandbox, _ in own_code(config):
+        check_bubblewrap(key, sandbox)
     if engine == "vllm" and config.rollout.engines == 0:
         raise UserError(f"rollout.engine={engine} generates in processes of its own; write rollout.engines=1")
     if placement not in PLACEMENTS:
@@ -141,6 +145,14 @@ def check_servers(config: Config) -> None:
         raise UserError("rollout.engine=http needs aiohttp; install it with `pip install 'braidrl[endpoint]'`")
 
 
+def own_code(config: Config) -> list[tuple[str, SandboxConfig, str]]:
+    """Return the sandboxes that code of the user's own runs in: the section of each, the section itself, and whose code."""
+    environment = config.rollout.environment
+    verifiers = [one.name for one in config.reward.verify if one.name not in VERIFIERS]
+    found: list[tuple[str, SandboxConfig, str]] = [("reward", config.reward, name) for name in verifiers[:1]]
+    return [*found, *([("rollout.environment", environment, environment.name)] if environment.name else [])]
+
+
 def without_effect(config: Config) -> list[str]:
     """Return a line for each setting of processes that this runtime does not look at; a run goes on without it."""
     lines = []
@@ -161,12 +173,12 @@ def without_effect(config: Config) -> list[str]:
             f"cluster.launcher={config.cluster.launcher} has no effect: only runtime=distributed has ranks to start, "
             "and runtime=streaming workers"
         )
-    own_verifiers = [one.name for one in config.reward.verify if one.name not in VERIFIERS]
-    if own_verifiers and config.reward.sandbox != "none" and not namespaces_allowed():
-        lines.append(
-            f"reward.sandbox={config.reward.sandbox} holds limits, environment and results of {own_verifiers[0]}, but this system allows "
-            "no namespaces: its code could signal or read this run's processes"
-        )
+    for key, sandbox, name in own_code(config):
+        if sandbox.sandbox != "none" and not namespaces_allowed():
+            lines.append(
+                f"{key}.sandbox={sandbox.sandbox} holds limits, environment and results of {name}, but this system allows no namespaces: "
+                "its code could signal or read this run's processes"
+            )
     trainer = config.trainer
     if trainer.max_staleness and not rows_may_be_stale(config):
         lines.append(

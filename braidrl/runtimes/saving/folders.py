@@ -28,6 +28,7 @@ MAY_CHANGE = (
     "trainer.activation_checkpointing", "trainer.layout", "trainer.inference_layout", "trainer.resident_gib", "trainer.learning_rate",
     "trainer.max_staleness", "trainer.skip_bad_updates", "rollout.engine", "rollout.engines", "rollout.servers", "rollout.slots",
     "rollout.tensor", "rollout.pipeline", "rollout.grouping", "rollout.vllm", "reward.processes", "reward.timeout_s", "reward.max_abs",
+    "reward.sandbox", "rollout.environment.sandbox",
 )  # fmt: skip
 """Keys, or sections, that a resumed run may have other values of: the rest belongs to what it has learned so far."""
 ENDING_S = 3.0

@@ -1,0 +1,79 @@
+"""Processes that call code which is not trusted: their clean environment, what `bubblewrap` hides from them, and the limits of the code.
+
+settings ──spawn_untrusted──▶ process: imports the code ──fork──▶ sandbox: runs it
+"""
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from braidrl.cluster.local import Spawned, spawn
+from braidrl.cluster.process import ProcessSpec
+from braidrl.cluster.sandbox import SandboxLimits
+from braidrl.config.section import SandboxConfig
+from braidrl.errors import UserError
+
+PASSED = (
+    "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV",
+    "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM",
+)  # fmt: skip
+"""What untrusted code gets of the run's environment."""
+PACKAGES = Path(__file__).parents[2]
+"""Where this package lies, which an editable install may keep out of sys.path."""
+
+
+def spawn_untrusted(name: str, entry: str, key: str, settings: SandboxConfig, variables: Sequence[str]) -> Spawned:
+    """Start a process that is to import and call code of the user's.
+
+    Args:
+        name: The process's name.
+        entry: `module:function`, called with the descriptor of the connection.
+        key: The section of the configuration that `settings` are.
+        settings: The sandbox.
+        variables: What it gets of this environment beside `PASSED`.
+
+    Raises:
+        UserError: Bubblewrap is asked for and not there.
+    """
+    inherits = None if settings.sandbox == "none" else (*PASSED, *variables)
+    check_bubblewrap(key, settings)
+    wrapper = without_network_and_home() if settings.sandbox == "bubblewrap" else ()
+    return spawn(ProcessSpec(name, entry, inherits=inherits, wrapper=wrapper))
+
+
+def limits_of(settings: SandboxConfig, seconds: float, answers: int = 1, answer_bytes: int = 1 << 16) -> SandboxLimits:
+    """Return the limits of code in a sandbox.
+
+    Args:
+        settings: The sandbox.
+        seconds: For one answer.
+        answers: The most that it is asked for.
+        answer_bytes: The longest answer.
+    """
+    memory = int(settings.memory_gib * 2**30)
+    return SandboxLimits(seconds, seconds * answers, memory, settings.max_processes, answer_bytes)
+
+
+def check_bubblewrap(key: str, settings: SandboxConfig) -> None:
+    """Raise UserError where a section of the configuration asks for bubblewrap and it is not installed."""
+    if settings.sandbox == "bubblewrap" and shutil.which("bwrap") is None:
+        raise UserError(
+            f"{key}.sandbox=bubblewrap: there is no command bwrap; install bubblewrap, or write {key}.sandbox=process"
+        )
+
+
+def without_network_and_home() -> tuple[str, ...]:
+    """Return the command that starts a process where there is no network, nothing can be written but in /tmp, and home is empty.
+
+    Of what is hidden, Python's environment and packages and the working directory can be read.
+    """
+    hidden = (Path("/tmp"), Path.home())
+    needed = {Path(place).resolve() for place in (sys.prefix, sys.base_prefix, *sys.path, str(PACKAGES), ".")}
+    command = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+    for place in hidden:
+        command += ["--tmpfs", str(place)]
+    for place in sorted(needed):
+        if place.exists() and any(place != parent and place.is_relative_to(parent) for parent in hidden):
+            command += ["--ro-bind", str(place), str(place)]
+    return (*command, "--unshare-all", "--die-with-parent", "--new-session", "--chdir", "/")
