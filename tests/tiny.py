@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 from transformers.utils import logging
 
 from braidrl.config import Config, load_config
-from braidrl.data.loader import PromptLoader
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import read_rollouts, rollout_path
@@ -178,8 +177,7 @@ def recorded(run: Path, step: int) -> Any:
 def eager_backend(config: Config) -> EagerBackend:
     """Everything that a run executes stages with, without the run: loader, workers, engines."""
     prepared = prepare(config)
-    loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle)
-    backend = start_backend(RunContext(prepared, Progress(0), loader))
+    backend = start_backend(RunContext(prepared, Progress(0)))
     assert isinstance(backend, EagerBackend)
     return backend
 

@@ -29,6 +29,7 @@ from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import READ, Answer, Handle, Output
 from braidrl.runtimes.hybrid.messages import unpack_index
+from braidrl.runtimes.hybrid.pool_worker import RunOrder, WorkerSpec
 from braidrl.runtimes.hybrid.start import start_groups
 from braidrl.runtimes.hybrid.worker import HybridWorker
 from braidrl.transfer.protocols import PROTOCOLS
@@ -60,6 +61,10 @@ class EchoWorker(HybridWorker):
         rows = decode([memoryview(frame) for frame in frames])
         return arrays(rows.with_columns({k: v for k, v in self.executor.run(ECHO, rows, Sums()).items() if k in rows}))
 
+    def take_place(self, number: int, pools: Sequence[Pool], family: str) -> None:
+        """Take its place among the workers of these pools."""
+        self.spec = WorkerSpec.of(number, pools, RunOrder({}, True, None, family), 60.0)
+
     def make_table(self, tokens: int, first: int, end: int, key: int) -> Answer:
         """Make rows `first` to `end` of the table, and keep them."""
         return self._keep(key, table(tokens).take(range(first, end)))
@@ -82,8 +87,8 @@ class Held:
 class Cluster(RayCluster):
     """Starts echo workers where hybrid ones are asked for."""
 
-    def start(self, worker: type, seat: Any, *arguments: Any) -> Any:
-        return super().start(EchoWorker, seat, *arguments)
+    def start(self, worker: type, place: Any, *arguments: Any, name: str | None = None) -> Any:
+        return super().start(EchoWorker, place, *arguments, name=name)
 
 
 class Lying:
@@ -131,7 +136,12 @@ def run(case: Mapping[str, Any], channel: Channel) -> None:
     cluster = Cluster(ClusterConfig(cpus=sum(case["workers"])), "cpu")
     try:
         pools = [Pool((f"echo{size}",), size) for size in case["workers"]]
-        groups = dict(zip(case["workers"], start_groups(cluster, pools, 60.0, None), strict=True))
+        groups = dict(zip(case["workers"], start_groups(cluster, pools), strict=True))
+        for group in groups.values():
+            ranks = enumerate(group.numbers)
+            group.wait([group.send(rank, "take_place", (number, pools, cluster.family)) for rank, number in ranks])
+            (answer,) = group.wait([group.call("rendezvous")])
+            group.wait(group.call("join_process_group", answer.result))
         tables = {tokens: table(tokens) for tokens in TOKENS}
         sums = {tokens: read(rows[name].values for name in COLUMNS) for tokens, rows in tables.items()}
         lying = {(size, tokens): Lying(groups[size], tokens) for size in case["workers"] for tokens in TOKENS}

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import secrets
 import signal
 import time
 from collections.abc import Sequence
@@ -85,6 +86,8 @@ class RayCluster:
         self.actors: list[Any] = []
         self.names: dict[str, str] = {}
         """Of workers, by Ray's id of the actor."""
+        self.family = secrets.token_hex(4)
+        """What the names begin with by which actors of a run find each other."""
         self.beats = RayBeats(self.ray)
         self.needed: dict[int, str] = {}
         """Ray's own processes of a cluster that began here."""
@@ -135,10 +138,17 @@ class RayCluster:
         table = self.ray.util.placement_group_table(place.strategy.placement_group)
         return str(table["bundles_to_node_id"][place.strategy.placement_group_bundle_index])
 
-    def start(self, worker: type, place: Reservation, *arguments: Any) -> Any:
-        """Return an actor of class `worker` in a reservation; it answers `fetch` in threads of their own while another call runs."""
+    def start(self, worker: type, place: Reservation, *arguments: Any, name: str | None = None) -> Any:
+        """Return an actor of class `worker` in a reservation; it answers `fetch` in threads of their own while another call runs.
+
+        Args:
+            worker: A class.
+            place: One of `reserve`.
+            arguments: Of the class.
+            name: By which other actors of the run find it.
+        """
         options = {
-            "num_cpus": place.cpus, "num_gpus": place.gpus, "scheduling_strategy": place.strategy,
+            "name": name, "num_cpus": place.cpus, "num_gpus": place.gpus, "scheduling_strategy": place.strategy,
             "concurrency_groups": {"rows": 2, "aside": 1, BEATS: 1}, "max_restarts": 0,
         }  # fmt: skip
         actor = self.ray.remote(**options)(worker).remote(*arguments)

@@ -51,45 +51,28 @@ class Admitted:
         )
 
 
-class PromptLoader:
-    """Draws prompts from sources in proportion to their weights, each source shuffled anew every time it is through."""
+class Admissions:
+    """Which prompts come next, by their numbers alone: how many there are of each source is all that this has to know."""
 
-    def __init__(self, sources: Sequence[LoadedSource], seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int = 0, shuffle: bool = True) -> None:
         """Start at the first admission. Raises UserError when there is no source, or an empty one."""
-        if not sources or not all(len(source) for source in sources):
+        if not sizes or not all(sizes):
             raise UserError("there are no prompts to draw from; give data.train a file with at least one")
-        self.sources = list(sources)
+        self.sizes, self.weights = list(sizes), list(weights)
         self.seed = seed
         self.shuffle = shuffle
         self.admitted = 0
-        self._draw = WeightedDraw([source.weight for source in sources], seed)
 
     @property
     def epoch_size(self) -> int:
         """Return the number of prompts of all sources: so many admissions are one pass, if each weight is as large as its source."""
-        return sum(len(source) for source in self.sources)
-
-    def take(self, count: int) -> list[Admitted]:
-        """Return the next `count` prompts."""
-        return self.peek(self.advance(count))
+        return sum(self.sizes)
 
     def advance(self, count: int) -> range:
         """Take the next `count` prompts, and return their admission numbers alone."""
         numbers = range(self.admitted, self.admitted + count)
         self.admitted += count
         return numbers
-
-    def peek(self, numbers: Sequence[int]) -> list[Admitted]:
-        """Return the prompts of these admission numbers, past or future, without taking them."""
-        return [self._admitted(number) for number in numbers]
-
-    def _admitted(self, number: int) -> Admitted:
-        position, place = self._draw.locate(number)
-        source = self.sources[position]
-        epoch, index = divmod(place, len(source))
-        if self.shuffle:
-            index = int(permutation(self.seed, position, epoch, len(source))[index])
-        return Admitted.of(source, number, position, epoch, index)
 
     def state(self) -> dict[str, Any]:
         """Return a JSON value from which a loader over the same data continues exactly."""
@@ -106,12 +89,33 @@ class PromptLoader:
         self.admitted = state["admitted"]
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "prompts": [len(source) for source in self.sources],
-            "weights": [source.weight for source in self.sources],
-        }
+        return {"seed": self.seed, "shuffle": self.shuffle, "prompts": self.sizes, "weights": self.weights}
+
+
+class PromptLoader(Admissions):
+    """Draws prompts from sources in proportion to their weights, each source shuffled anew every time it is through."""
+
+    def __init__(self, sources: Sequence[LoadedSource], seed: int = 0, shuffle: bool = True) -> None:
+        """Start at the first admission. Raises UserError when there is no source, or an empty one."""
+        super().__init__([len(source) for source in sources], [source.weight for source in sources], seed, shuffle)
+        self.sources = list(sources)
+        self._draw = WeightedDraw(self.weights, seed)
+
+    def take(self, count: int) -> list[Admitted]:
+        """Return the next `count` prompts."""
+        return self.peek(self.advance(count))
+
+    def peek(self, numbers: Sequence[int]) -> list[Admitted]:
+        """Return the prompts of these admission numbers, past or future, without taking them."""
+        return [self._admitted(number) for number in numbers]
+
+    def _admitted(self, number: int) -> Admitted:
+        position, place = self._draw.locate(number)
+        source = self.sources[position]
+        epoch, index = divmod(place, len(source))
+        if self.shuffle:
+            index = int(permutation(self.seed, position, epoch, len(source))[index])
+        return Admitted.of(source, number, position, epoch, index)
 
 
 def eval_rows(source: LoadedSource, samples: int, max_prompts: int | None = None, number: int = 0) -> Rows:

@@ -1,10 +1,12 @@
 """A data file, read and tokenised: what the loader draws from. Prompts that are too long are dropped here, and counted.
 
 file ──read_examples──▶ examples ──PromptTemplate──▶ token ids ──at most max_prompt_tokens──▶ LoadedSource
+
+Several processes that read the same files tokenise a part of each, and tell each other which prompts are short enough.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +45,10 @@ class LoadedSource:
     prompts: Ragged | None
     responses: Ragged | None
     rejected: Ragged | None = None
+    longest_prompt: int = 0
+    """Tokens; 0 where another process has tokenised the file."""
+    longest_row: int = 0
+    """Tokens of a prompt with its given response; 0 where none is given."""
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -75,50 +81,80 @@ class LoadedSource:
 
     def report(self) -> str:
         """Say how many prompts were dropped of how many, for the log."""
-        return f"{self.path}: {self.read} prompts, {self.dropped} dropped as longer than data.max_prompt_tokens"
+        return dropped_report(self.path, self.read, len(self))
+
+
+def dropped_report(path: Path, read: int, kept: int) -> str:
+    """Return how many prompts of a file were dropped of how many."""
+    return f"{path}: {read} prompts, {read - kept} dropped as longer than data.max_prompt_tokens"
+
+
+@dataclass(frozen=True)
+class Readers:
+    """The processes that read the same files, this one among them: each tokenises its own part of every file."""
+
+    rank: int = 0
+    size: int = 1
+    tell: Callable[[Any], list[Any]] = lambda said: [said]
+    """Returns what all of them say, JSON values in the order of ranks."""
+
+    def part(self, count: int) -> range:
+        """Return which of so many examples this process tokenises."""
+        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+
+ALONE = Readers()
 
 
 def load_train(
     data: DataConfig, tokenizer: Any, *, responses: bool = False, pairs: bool = False,
-    kept: Sequence[Sequence[int]] | None = None,
+    kept: Sequence[Sequence[int]] | None = None, readers: Readers = ALONE,
 ) -> list[LoadedSource]:  # fmt: skip
     """Load every source of `data.train`. Raises UserError when there is none, or for a file that cannot be used.
 
-    `kept` holds another rank's `LoadedSource.kept` of each.
+    `kept` holds another rank's `LoadedSource.kept` of each; `readers` divide the work.
     """
-    if not data.train:
-        raise UserError("data.train is not set; give it a .jsonl or .parquet file, as in data.train=train.jsonl")
+    check_train(data)
     template = PromptTemplate(tokenizer, data.chat_template, data.system_prompt)
     longest, places = data.max_prompt_tokens, kept if kept is not None else [None] * len(data.train)
     return [
-        load_source(source, template, longest, responses=responses, pairs=pairs, kept=of_source)
+        load_source(source, template, longest, responses=responses, pairs=pairs, kept=of_source, readers=readers)
         for source, of_source in zip(data.train, places, strict=True)
     ]
 
 
+def check_train(data: DataConfig) -> None:
+    """Raise UserError where no training data is named."""
+    if not data.train:
+        raise UserError("data.train is not set; give it a .jsonl or .parquet file, as in data.train=train.jsonl")
+
+
 def load_eval(
-    data: DataConfig, tokenizer: Any, *, pairs: bool = False, kept: Mapping[str, Sequence[int]] | None = None
-) -> dict[str, LoadedSource]:
-    """Load the held-out sets of `data.eval` by name. Raises UserError for a file that cannot be used. `kept` as for `load_train`."""
+    data: DataConfig, tokenizer: Any, *, pairs: bool = False, kept: Mapping[str, Sequence[int]] | None = None,
+    readers: Readers = ALONE,
+) -> dict[str, LoadedSource]:  # fmt: skip
+    """Load the held-out sets of `data.eval` by name, as `load_train` does. Raises UserError for a file that cannot be used."""
     template = PromptTemplate(tokenizer, data.chat_template, data.system_prompt)
     longest = data.max_prompt_tokens
     return {
-        name: load_source(source, template, longest, pairs=pairs, kept=kept[name] if kept else None)
+        name: load_source(source, template, longest, pairs=pairs, kept=kept[name] if kept else None, readers=readers)
         for name, source in data.eval.items()
     }
 
 
-def load_texts(data: DataConfig, tokenizer: Any, kept: Sequence[int] | None = None) -> LoadedSource:
+def load_texts(
+    data: DataConfig, tokenizer: Any, kept: Sequence[int] | None = None, readers: Readers = ALONE
+) -> LoadedSource:
     """Load the pre-training texts of `data.ptx`. Raises UserError when there are none, or for a file that cannot be used."""
     if data.ptx is None:
         raise UserError("data.ptx is not set, and the flow trains on pre-training text; write data.ptx=texts.jsonl")
     template = PromptTemplate(tokenizer, chat_template=False)
-    return load_source(data.ptx, template, data.max_prompt_tokens, kept=kept)
+    return load_source(data.ptx, template, data.max_prompt_tokens, kept=kept, readers=readers)
 
 
 def load_source(
     source: SourceConfig, template: PromptTemplate, max_prompt_tokens: int, *, responses: bool = False,
-    pairs: bool = False, kept: Sequence[int] | None = None,
+    pairs: bool = False, kept: Sequence[int] | None = None, readers: Readers = ALONE,
 ) -> LoadedSource:  # fmt: skip
     """Read, tokenise and filter one file.
 
@@ -129,30 +165,78 @@ def load_source(
         responses: Read a given response of each example.
         pairs: Read a chosen and a rejected response of each example.
         kept: Another rank's `LoadedSource.kept` of the file, in place of the filter: only prompts that are drawn are tokenised then.
+        readers: The processes that call this together. Where they are several, prompts are tokenised again when they are drawn.
 
     Raises:
         UserError: For a fault in the file, or when no prompt is short enough.
     """
     examples = read_examples(source, responses=responses, pairs=pairs)
     if kept is not None:
-        chosen = [examples[i] for i in kept]
-        return LoadedSource(source.path, source.weight, chosen, list(kept), len(examples), template, None, None)
-    prompts, lengths = tokenize(source.path, examples, template, max_prompt_tokens)
-    places = [i for i, length in enumerate(lengths) if length <= max_prompt_tokens]
+        return LoadedSource(
+            source.path, source.weight, [examples[i] for i in kept], list(kept), len(examples), template, None, None
+        )
+    given = [
+        [example.response for example in examples] if responses or pairs else None,
+        [example.rejected for example in examples] if pairs else None,
+    ]
+    part, found = TokenizedPart(), {"refused": ""}
+    try:
+        part = tokenized_part(source.path, examples, given, readers.part(len(examples)), template, max_prompt_tokens)
+        found |= part.found()
+    except UserError as error:
+        found["refused"] = str(error)
+    every = readers.tell(found)
+    for refused in filter(None, (one["refused"] for one in every)):
+        raise UserError(refused)
+    places = [place for one in every for place in one["places"]]
     if not places:
+        shortest = min(one["shortest"] for one in every if one["shortest"])
         raise UserError(
             f"{source.path}: all {len(examples)} prompts are longer than data.max_prompt_tokens={max_prompt_tokens}; "
-            f"the shortest has {min(lengths)} tokens"
+            f"the shortest has {shortest} tokens"
         )
-    chosen = [examples[i] for i in places]
-    given = [
-        tokenize_responses(source.path, [text for text in texts if text is not None], template) if any_given else None
-        for texts, any_given in (
-            ([example.response for example in chosen], responses or pairs),
-            ([example.rejected for example in chosen], pairs),
-        )
-    ]
-    return LoadedSource(source.path, source.weight, chosen, places, len(examples), template, prompts, *given)
+    tokens = (part.prompts, *part.given) if readers.size == 1 else (None, None, None)
+    return LoadedSource(
+        source.path, source.weight, [examples[i] for i in places], places, len(examples), template, *tokens,
+        max(one["longest_prompt"] for one in every), max(one["longest_row"] for one in every),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class TokenizedPart:
+    """The prompts of a part of a file that are short enough, with their places in it and their given responses."""
+
+    places: Sequence[int] = ()
+    prompts: Ragged | None = None
+    given: tuple[Ragged | None, Ragged | None] = (None, None)
+    shortest: int = 0
+    """Tokens of the shortest prompt of the part, kept or not."""
+
+    def found(self) -> dict[str, Any]:
+        """Return what other readers of the file have to know."""
+        lengths = self.prompts.lengths if self.prompts is not None else torch.zeros(0, dtype=torch.int64)
+        rows = [lengths + responses.lengths for responses in self.given if responses is not None]
+        return {
+            "places": list(self.places), "shortest": self.shortest,
+            "longest_prompt": int(lengths.max()) if len(lengths) else 0,
+            "longest_row": max((int(row.max()) for row in rows if len(row)), default=0),
+        }  # fmt: skip
+
+
+def tokenized_part(
+    path: Path, examples: Sequence[Example], given: Sequence[Sequence[str | None] | None], part: range,
+    template: PromptTemplate, max_prompt_tokens: int,
+) -> TokenizedPart:  # fmt: skip
+    """Tokenise and filter the examples of a part of a file, with the texts that are `given` beside them."""
+    prompts, lengths = tokenize(path, examples[part.start : part.stop], template, max_prompt_tokens)
+    places = [place for place, length in zip(part, lengths, strict=True) if length <= max_prompt_tokens]
+    better, worse = (
+        tokenize_responses(path, [text for place in places if (text := texts[place]) is not None], template)
+        if texts is not None
+        else None
+        for texts in given
+    )
+    return TokenizedPart(places, prompts, (better, worse), min(lengths, default=0))
 
 
 def tokenize(

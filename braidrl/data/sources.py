@@ -60,12 +60,16 @@ def read_examples(source: SourceConfig, *, responses: bool = False, pairs: bool 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the line number, from 1, and the fields of each line or row. Raises UserError for a file that cannot be read."""
-    readers = {".jsonl": read_jsonl, ".parquet": read_parquet}
-    if path.suffix not in readers:
+    check_file(path)
+    return {".jsonl": read_jsonl, ".parquet": read_parquet}[path.suffix](path)
+
+
+def check_file(path: Path) -> None:
+    """Raise UserError for a file that is not there or of a kind that is not read; it is not opened."""
+    if path.suffix not in (".jsonl", ".parquet"):
         raise UserError(f"{path}: files of the kind {path.suffix!r} are not read; give a .jsonl or .parquet file")
     if not path.is_file():
         raise UserError(f"no data file {path}; give the path of a .jsonl or .parquet file")
-    return readers[path.suffix](path)
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from braidrl.data.loader import Admissions
 from braidrl.data.rows import Rows
 from braidrl.flow import Stage
 from braidrl.flow.batches import Selection
@@ -57,6 +58,10 @@ class Backend(Protocol[T]):
 
 class SerialBackend(Backend[T], Protocol[T]):
     """What `SerialController` asks in addition, stage by stage in the flow's order."""
+
+    @property
+    def loader(self) -> Admissions | None:
+        """Return which prompts come next; None where the backend only evaluates."""
 
     def admit(self, groups: int) -> T:
         """Return the next prompts as rows, one per sample."""

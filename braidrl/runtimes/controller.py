@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Generic
 
 from braidrl.config import Config
-from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import BadUpdate
 from braidrl.flow import Flow, Kind, Stage
@@ -24,8 +23,9 @@ from braidrl.runtimes.generating.early_stop import Segment, segment_of
 class SerialController(Generic[T]):
     """Runs a flow's stages in order. Holds what goes on from one iteration to the next: selection, kept surplus and the stages' states."""
 
-    def __init__(self, config: Config, flow: Flow, backend: SerialBackend[T], loader: PromptLoader) -> None:
-        trainer = config.trainer
+    def __init__(self, config: Config, flow: Flow, backend: SerialBackend[T]) -> None:
+        assert backend.loader is not None, "an iteration begins with prompts"
+        trainer, loader = config.trainer, backend.loader
         self.config, self.flow, self.backend, self.loader = config, flow, backend, loader
         self.sampling = GroupSelector(
             trainer.prompts_per_step, loader.epoch_size, trainer.surplus, trainer.max_staleness, trainer.over_sampling

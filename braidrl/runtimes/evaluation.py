@@ -81,15 +81,15 @@ def evaluate_rank(world: World, task: dict[str, Any]) -> dict[str, float]:
 def evaluated(config: Config, progress: Progress, world: World | None = None) -> dict[str, float]:
     """Evaluate in one process, or as one rank; return the metrics of every set."""
     prepared = prepare_together(config, world or World(), train=False)
-    if not prepared.eval_sources:
+    if not config.data.eval:
         raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")
     for line in without_effect(config):
         progress.print(line)
     set_up_torch(config)
-    backend = start_backend(RunContext(prepared, progress, world=world or World()))
+    backend = start_backend(RunContext(prepared, progress, train=False, world=world or World()))
     metrics: dict[str, float] = {}
     try:
-        for _, _, found in evaluated_sets(backend, prepared.evaluation, prepared.eval_sources, config.evaluation, 0):
+        for _, _, found in evaluated_sets(backend, prepared.evaluation, config.data.eval, config.evaluation, 0):
             metrics |= found
     finally:
         backend.close()

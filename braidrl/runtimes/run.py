@@ -12,7 +12,6 @@ from braidrl.cluster.ranks import tell
 from braidrl.cluster.silence import FrozenWatch
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
-from braidrl.data.loader import PromptLoader
 from braidrl.errors import BadUpdate, LostProcess, UserError
 from braidrl.models.objective import NAMES_A_TOKEN
 from braidrl.models.role_settings import unusual_rates
@@ -64,7 +63,6 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.progress = self._opened_progress()
         set_up_torch(config)
         self.interrupts = AgreedInterrupts() if world else Interrupts()
-        self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
         self.gaps = GapWatch(config.rollout.max_log_prob_gap)
         self.step = self.version = 0
         self.saved_step: int | None = None
@@ -77,7 +75,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 resources.enter_context(FrozenWatch(config.cluster.silence_s, self.progress.print, self.folder))
             checkpoint = self._checkpoint(newest_whole) if resume else None
             self.controller = start_controller(
-                RunContext(self.prepared, self.progress, self.loader, self.folder, self.world, self.interrupts)
+                RunContext(self.prepared, self.progress, True, self.folder, self.world, self.interrupts)
             )
             self.backend = self.controller.backend
             resources.callback(self.backend.close)
@@ -212,7 +210,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         """Evaluate every set under the current weights and record its rows; return the metrics."""
         prepared, metrics = self.prepared, Metrics()
         for name, table, found in evaluated_sets(
-            self.backend, prepared.evaluation, prepared.eval_sources, self.config.evaluation, self.step
+            self.backend, prepared.evaluation, self.config.data.eval, self.config.evaluation, self.step
         ):
             self.backend.record(evaluation_path(self.folder, name, self.step), table, table)
             metrics |= found

@@ -20,7 +20,6 @@ from typing import Any, cast
 
 from braidrl.cluster.world import World
 from braidrl.config import Config
-from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow import Kind, Stage
@@ -59,10 +58,9 @@ class Session(AbstractContextManager["Session"]):
         self.world = world or self.joined or World()
         self.config, self.prepared = config, prepare_together(config, self.world)
         set_up_torch(config)
-        self.loader = PromptLoader(self.prepared.sources, config.seed, config.data.shuffle)
         self.progress = Progress() if self.world.first else silent_progress()
-        self.backend = start_backend(RunContext(self.prepared, self.progress, self.loader, world=self.world))
-        self.controller = SerialController(config, self.prepared.flow, self.backend, self.loader)
+        self.backend = start_backend(RunContext(self.prepared, self.progress, world=self.world))
+        self.controller = SerialController(config, self.prepared.flow, self.backend)
         self.iteration = self.version = 0
         self.sums = Sums()
         self.trained = False

@@ -31,14 +31,14 @@ from braidrl.runtimes.streaming.program import StreamingProgram
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a runtime starts from. Without a `loader` it only evaluates.
+    """What a runtime starts from. Unless it is to `train` it only evaluates.
 
     `folder` is the run's, for what workers write. `world` are the ranks of a distributed run, which end by `interrupts` together.
     """
 
     prepared: Prepared
     progress: Progress
-    loader: PromptLoader | None = None
+    train: bool = True
     folder: Path | None = None
     world: World = field(default_factory=World)
     interrupts: Interrupts = field(default_factory=Interrupts)
@@ -46,13 +46,19 @@ class RunContext:
     @property
     def flow(self) -> Flow:
         """Return the flow whose models are needed."""
-        return self.prepared.flow if self.loader else self.prepared.evaluation
+        return self.prepared.flow if self.train else self.prepared.evaluation
+
+    @property
+    def loader(self) -> PromptLoader | None:
+        """Return where this process draws prompts from, at its start; None where nothing is trained."""
+        config = self.prepared.config
+        return PromptLoader(self.prepared.sources, config.seed, config.data.shuffle) if self.train else None
 
     def executor(self, generating: list[str]) -> StageExecutor:
         """Return an executor of every role in this process, with engines for the roles `generating`."""
         prepared, ranks = self.prepared, self.world.data_parallel if self.world.group is not None else None
         return StageExecutor(
-            prepared.config, self.flow, prepared.roles(train=self.loader is not None), prepared.tokenizer,
+            prepared.config, self.flow, prepared.roles(self.train), prepared.tokenizer,
             prepared.rewards(), self.progress, generating, ranks,
         )  # fmt: skip
 
@@ -85,7 +91,7 @@ def start_hybrid(context: RunContext) -> SerialBackend[Any]:
     import_ray()
     from braidrl.runtimes.hybrid.start import start_hybrid_backend
 
-    return start_hybrid_backend(context.prepared, context.loader, context.progress, context.folder)
+    return start_hybrid_backend(context.prepared, context.progress, context.folder, context.train)
 
 
 BACKENDS: dict[str, Callable[[RunContext], SerialBackend[Any]]] = {
@@ -104,11 +110,11 @@ def start_backend(context: RunContext) -> SerialBackend[Any]:
 
 def start_controller(context: RunContext) -> Controller[Any]:
     """Return whoever drives the iterations of `config.runtime`, with its backend and workers started."""
-    assert context.loader is not None, "an iteration begins with prompts"
     if context.prepared.config.runtime != "streaming":
-        return SerialController(context.prepared.config, context.flow, start_backend(context), context.loader)
-    assert context.folder is not None, "workers write into a run's folder"
-    return StreamingProgram(context.prepared, context.loader, context.folder)
+        return SerialController(context.prepared.config, context.flow, start_backend(context))
+    loader = context.loader
+    assert loader is not None and context.folder is not None, "it trains, and workers write into its folder"
+    return StreamingProgram(context.prepared, loader, context.folder)
 
 
 def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool) -> None:

@@ -105,10 +105,10 @@ class EngineService:
         """Do nothing: between two calls nothing is under way."""
 
     def sleep(self) -> None:
-        self._runner.run(self.router.sleep())
+        run_cancelled_by_interrupts(self._runner, self.router.sleep())
 
     def wake(self) -> None:
-        self._runner.run(self.router.wake())
+        run_cancelled_by_interrupts(self._runner, self.router.wake())
 
     def close(self) -> None:
         run_cancelled_by_interrupts(self._runner, self._stop())

@@ -18,7 +18,7 @@ import torch
 
 from braidrl.config import Config
 from braidrl.data.codec import payload_forbidden
-from braidrl.data.loader import PromptLoader
+from braidrl.data.loader import Admissions
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow import Kind, Stage
@@ -49,7 +49,7 @@ class HybridBackend(StageDispatch):
 
     def __init__(
         self,
-        loader: PromptLoader | None,
+        loader: Admissions | None,
         groups: Mapping[str, WorkerGroup],
         home: WorkerGroup,
         executor: StageExecutor,
@@ -58,7 +58,7 @@ class HybridBackend(StageDispatch):
         """Take what `start_hybrid_backend` has started.
 
         Args:
-            loader: Where prompts come from; None for evaluation alone.
+            loader: Which prompts come next; None for evaluation alone.
             groups: The worker group of each role.
             home: The group that reads data and writes rows to files.
             executor: Computes on index columns; it holds no role.

@@ -61,6 +61,11 @@ class WorkerGroup:
     def mesh(self) -> Mesh:
         return Mesh(self.pool.workers)
 
+    @property
+    def numbers(self) -> list[int]:
+        """Return the numbers of its workers among all workers of the run."""
+        return list(range(self.first, self.first + self.mesh.size))
+
     def call(self, method: str, *arguments: Any, reads: frozenset[str] | None = None, aside: bool = False) -> Any:
         """Call a method of the workers by its protocol.
 

@@ -1,11 +1,12 @@
 """A process of a pool, whatever it computes: it joins the run, loads the models of its roles, and saves and loads their weights."""
 
+import json
 import os
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,21 @@ import torch
 import torch.distributed as dist
 
 from braidrl.cluster.groups import address_towards, connect_store, group_between, join_group, open_store
-from braidrl.cluster.world import Notices
-from braidrl.config import Config
+from braidrl.cluster.world import Notices, World
+from braidrl.config import Config, parse_config
+from braidrl.data.prompts import Readers
 from braidrl.data.rows import Rows
 from braidrl.flow import Stage
 from braidrl.importing import import_function
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
-from braidrl.placement.pools import Pool
+from braidrl.placement.pools import GENERATE, Pool, place
 from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.generating.engines import with_engines
 from braidrl.runtimes.generating.receiving import check_devices_alike
 from braidrl.runtimes.hybrid.handles import Part
-from braidrl.runtimes.prepare.setup import Prepared, set_up_torch, with_data
+from braidrl.runtimes.prepare.setup import Prepared, set_up_torch, with_data, without_data
 from braidrl.runtimes.saving.background import BackgroundWriter
 from braidrl.transfer.protocols import register
 
@@ -35,18 +38,76 @@ Meeting = tuple[str, int, str]
 
 
 @dataclass(frozen=True)
+class RunOrder:
+    """All that workers are told of a run, the same for each of them: from it each finds out for itself what it is and does."""
+
+    settings: dict[str, Any]
+    """Of the configuration, what is not its default."""
+    train: bool
+    """False to evaluate alone."""
+    folder: Path | None
+    """The run's, for what workers write."""
+    family: str
+    """What the names of the run's actors begin with."""
+
+    @staticmethod
+    def of(config: Config, train: bool, folder: Path | None, family: str) -> "RunOrder":
+        """Return the order of a configuration."""
+        settings = config.model_dump(mode="json", exclude_unset=True)
+        return RunOrder(settings, train, folder.resolve() if folder else None, family)
+
+
+@dataclass(frozen=True)
 class WorkerSpec:
-    """A worker's number among all workers, its pool and rank there, the folder for its trace, limits of waiting."""
+    """A worker's number among all workers, its pool and rank there, the folder for its trace, limits of waiting, and its peers."""
 
     number: int
     pool: Pool
     rank: int
-    folder: Path | None
-    limit_s: float
+    folder: Path | None = None
+    limit_s: float = 0.0
+    peers: tuple[str, ...] = ()
+    """Of each worker of the run by number, what messages call it."""
+    family: str = ""
 
     @property
     def name(self) -> str:
         return f"{self.pool.name}-{self.rank}"
+
+    @property
+    def first(self) -> int:
+        """Return the number of the pool's rank 0."""
+        return self.number - self.rank
+
+    @staticmethod
+    def of(number: int, pools: Sequence[Pool], order: RunOrder, limit_s: float) -> "WorkerSpec":
+        """Return the worker of this number, where workers are numbered from pool to pool."""
+        places = [(pool, rank) for pool in pools for rank in range(pool.workers)]
+        pool, rank = places[number]
+        peers = tuple(f"{pool.name} rank {rank}" for pool, rank in places)
+        return WorkerSpec(number, pool, rank, order.folder, limit_s, peers, order.family)
+
+
+NOBODY = WorkerSpec(-1, Pool(("worker",), 1), 0)
+"""What a worker is before it has joined a run."""
+
+
+def actor_name(family: str, number: int) -> str:
+    """Return the name by which the actors of a run find the one of this number."""
+    return f"{family}-{number}"
+
+
+def pools_of_run(prepared: Prepared, train: bool) -> tuple[Pool, ...]:
+    """Return the pools of a run, or of its evaluation alone, with the engine processes that they start."""
+    config = prepared.config
+    pools = with_engines(place(config.placement, prepared.roles(), prepared.generating, config.workers), config)
+    return pools if train else only(pools, prepared.roles(train=False))
+
+
+def only(pools: Sequence[Pool], roles: Collection[str]) -> tuple[Pool, ...]:
+    """Return the pools with these roles alone, without those that are empty then."""
+    kept = [replace(pool, roles=tuple(r for r in pool.roles if r.removesuffix(GENERATE) in roles)) for pool in pools]
+    return tuple(pool for pool in kept if pool.roles)
 
 
 def method_class(config: Config, role: str) -> type | None:
@@ -59,8 +120,9 @@ class PoolWorker:
     """One rank of all roles of a pool."""
 
     def __init__(self) -> None:
+        self.spec = NOBODY
         self.kept: dict[int, Rows] = {}
-        self.ranks = DataParallel()
+        self.world = World()
         self.notices: Notices | None = None
         # Of the call that a thread runs.
         self.call = threading.local()
@@ -69,27 +131,36 @@ class PoolWorker:
         self.version = 0
         self.meeting: dist.TCPStore | None = None
         self.stages: tuple[Stage, ...] = ()
-        self._everybody: Any = ([], [])
+        self.peers: dict[int, Any] = {}
         self.writing = BackgroundWriter()
 
-    def configure(self, spec: WorkerSpec, everybody: list[Any]) -> None:
-        """Join a run; `everybody` refers to its workers by number, and their names."""
-        self.spec, self._everybody = spec, everybody
-
     @property
-    def everybody(self) -> tuple[list[Any], list[str]]:
-        """Return the run's workers by number, and their names."""
-        if isinstance(self._everybody, list):
-            self._everybody = ray.get(self._everybody[0])
-        found: tuple[list[Any], list[str]] = self._everybody
-        return found
+    def ranks(self) -> DataParallel:
+        """Return the ranks of the pool."""
+        return DataParallel(self.world.group)
+
+    def peer(self, number: int) -> Any:
+        """Return another worker of the run, which is looked for by its name when it is first asked for."""
+        if number not in self.peers:
+            self.peers[number] = ray.get_actor(actor_name(self.spec.family, number))
+        return self.peers[number]
 
     def close(self) -> None:
         """End the processes that check answers, and forget rows, files and ranks."""
         self.resources.close()
         self.trace = None
-        self.kept = {}
-        self.ranks, self.notices, self.meeting = DataParallel(), None, None
+        self.kept, self.peers = {}, {}
+        self.world, self.notices, self.meeting, self.spec = World(), None, None, NOBODY
+
+    @register(protocol="ALL_TO_ALL")
+    def join_run(self, number: int, order: RunOrder) -> None:
+        """Find out which worker of a run this is, from the run's configuration. Raises UserError for one that could not run."""
+        config = parse_config(order.settings)
+        self.prepared, self.trains = without_data(config, order.train), order.train
+        pools = pools_of_run(self.prepared, order.train)
+        self.spec = WorkerSpec.of(number, pools, order, config.cluster.wait_limit_s)
+        self.stages = self.prepared.stages
+        set_up_torch(config)
 
     @register(protocol="RANK_ZERO")
     def rendezvous(self) -> Meeting:
@@ -106,34 +177,44 @@ class PoolWorker:
             self.meeting = connect_store(host, port, self.spec.limit_s)
         assert self.meeting is not None
         store, size, cuda = dist.PrefixStore(secret, self.meeting), self.spec.pool.workers, torch.cuda.is_available()
-        self.ranks = DataParallel(join_group(store, self.spec.rank, size, self.spec.limit_s, cuda, host))
-        self.resources.callback(dist.destroy_process_group)
+        group = join_group(store, self.spec.rank, size, self.spec.limit_s, cuda, host)
+        self.world = World(self.spec.rank, size, group, dist.PrefixStore("places", store))
+        self.resources.callback(self.world.close)
         self.notices = Notices(dist.PrefixStore("notices", self.meeting))
 
     @register(protocol="ONE_TO_ALL")
-    def load_models(self, prepared: Prepared, kept: Mapping[str, Any] | None) -> int:
-        """Load the pool's roles, with engines for those that generate in it.
-
-        Args:
-            prepared: The run without its data.
-            kept: The examples that the driver has kept, where this worker reads data and checks answers.
+    def read_data(self) -> list[tuple[int, int]]:
+        """Read the run's data with the other ranks of the pool, each of which tokenises its own part of every file.
 
         Returns:
-            This process's id.
+            The prompts of each source that were read, and those that are kept.
+
+        Raises:
+            UserError: For data that the run cannot use.
         """
-        set_up_torch(prepared.config)
-        if kept is not None:
-            prepared = with_data(prepared, kept)
-        self.call.doing = (self.spec.pool.name, "loading its models", Part())
-        self.flow, self.rows, self.stages = prepared.flow, prepared.store(), prepared.stages
+        readers = Readers(self.world.rank, self.world.size, self._told)
+        self.prepared = with_data(self.prepared, self.trains, readers=readers)
+        return [(source.read, len(source)) for source in self.prepared.sources] if self.spec.rank == 0 else []
+
+    def _told(self, said: Any) -> list[Any]:
+        """Return what all ranks of the pool say."""
+        return [json.loads(bytes(words)) for words in self.world.gather("data", json.dumps(said).encode())]
+
+    @register(protocol="ONE_TO_ALL")
+    def load_models(self) -> int:
+        """Load the pool's roles, with engines for those that generate in it; return this process's id."""
+        prepared, pool = self.prepared, self.spec.pool
+        flow = prepared.flow if self.trains else prepared.evaluation
+        self.call.doing = (pool.name, "loading its models", Part())
+        self.flow, self.rows = flow, prepared.store()
         if self.spec.folder is not None:
             self.trace = TraceWriter(self.spec.folder, self.spec.name)
             self.resources.callback(self.trace.close)
         # The driver shows progress; a worker's own would go to a log file.
         silent = self.resources.enter_context(open(os.devnull, "w"))  # noqa: SIM115
         self.executor = StageExecutor(
-            prepared.config, prepared.flow, self.spec.pool.models, prepared.tokenizer,
-            prepared.rewards() if kept is not None else None, Progress(stream=silent), self.spec.pool.generating, self.ranks,
+            prepared.config, flow, pool.models, prepared.tokenizer, prepared.rewards(), Progress(stream=silent),
+            pool.generating, self.ranks,
         )  # fmt: skip
         self.resources.callback(self.executor.close)
         self.executor.generation.moves.trace = self.trace

@@ -208,9 +208,8 @@ class HybridWorker(PoolWorker):
     def _fetch(self, worker: int, key: int, rows: Numbers, columns: tuple[str, ...]) -> Any:
         if worker == self.spec.number:
             return self._own(key, rows, columns)
-        peers, names = self.everybody
-        future = peers[worker].fetch.options(concurrency_group="rows").remote(key, rows, columns)
-        self.call.asked[future] = names[worker]
+        future = self.peer(worker).fetch.options(concurrency_group="rows").remote(key, rows, columns)
+        self.call.asked[future] = self.spec.peers[worker]
         return future
 
     def _wait(self, fetched: list[Any]) -> list[Rows]:

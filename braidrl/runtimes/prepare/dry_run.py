@@ -55,7 +55,7 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
         return (*models, *apart)
 
     if config.runtime == "streaming":
-        groups = worker_groups(config, prepared.flow, prepared.evaluation if prepared.eval_sources else None)
+        groups = worker_groups(config, prepared.flow, prepared.evaluation if config.data.eval else None)
         return [DeviceGroup(group.processes, (use_of(group),)) for group in groups if group.role]
     if config.runtime == "hybrid":
         pools = place(config.placement, roles, prepared.generating, config.workers)
@@ -74,7 +74,7 @@ def pools_of_run(prepared: Prepared) -> list[Pool]:
     """Return the processes of a run, with the engine processes that they start."""
     config = prepared.config
     if config.runtime == "streaming":
-        evaluation = prepared.evaluation if prepared.eval_sources else None
+        evaluation = prepared.evaluation if config.data.eval else None
         return pools_of(worker_groups(config, prepared.flow, evaluation), config)
     if config.runtime == "hybrid":
         pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)

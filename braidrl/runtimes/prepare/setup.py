@@ -3,7 +3,8 @@
 import inspect
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from braidrl.cluster.cores import follow_load
 from braidrl.cluster.process import CHOSEN_BY_BRAID
 from braidrl.cluster.world import World
 from braidrl.config import Config, SourceConfig, VerifierConfig
-from braidrl.data.prompts import LoadedSource, load_eval, load_texts, load_train
+from braidrl.data.prompts import ALONE, LoadedSource, Readers, check_train, load_eval, load_texts, load_train
+from braidrl.data.sources import check_file
 from braidrl.data.sources import place as place_of
 from braidrl.errors import LostPeers, UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
@@ -40,14 +42,14 @@ from braidrl.runtimes.saving.row_store import RowStore
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked configuration with everything but the models."""
+    """A checked configuration with everything but the models; its data too, unless other processes read them."""
 
     config: Config
     flow: Flow
     evaluation: Flow
     tokenizer: PreTrainedTokenizerBase
-    sources: list[LoadedSource]
-    eval_sources: dict[str, LoadedSource]
+    sources: list[LoadedSource] = field(default_factory=list)
+    eval_sources: dict[str, LoadedSource] = field(default_factory=dict)
     texts: LoadedSource | None = None
 
     def __post_init__(self) -> None:
@@ -56,8 +58,7 @@ class Prepared:
         check_names(config)
         check_backends(config, self.flow)
         check_layouts(config, self.flow, self.flow.roles)
-        evaluated = self.evaluation.stages if self.eval_sources else ()
-        check_divided_engines(config, [*self.flow.stages, *evaluated])
+        check_divided_engines(config, [*self.flow.stages, *self._evaluated])
         check_adapters(config, self.flow)
         check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
         if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
@@ -67,9 +68,13 @@ class Prepared:
         check_lengths(config, self.flow, self.sources, held_out)
 
     @property
+    def _evaluated(self) -> tuple[Stage, ...]:
+        return self.evaluation.stages if self.config.data.eval else ()
+
+    @property
     def generating(self) -> tuple[str, ...]:
         """Return the roles that need an engine."""
-        stages = [*self.flow.stages, *(self.evaluation.stages if self.eval_sources else ())]
+        stages = [*self.flow.stages, *self._evaluated]
         return tuple(dict.fromkeys(s.role for s in stages if s.type == "generate" and s.role))
 
     def roles(self, train: bool = True) -> tuple[str, ...]:
@@ -94,8 +99,7 @@ class Prepared:
 
     def rewards(self) -> RuleRewards | None:
         """Return the verifiers of the run, or None where nothing is verified. Evaluation sets are numbered after the sources."""
-        evaluated = self.evaluation.stages if self.eval_sources else ()
-        return rule_rewards(self.config, [*self.flow.stages, *evaluated], self.tokenizer)
+        return rule_rewards(self.config, [*self.flow.stages, *self._evaluated], self.tokenizer)
 
 
 def rule_rewards(config: Config, stages: Sequence[Stage], tokenizer: PreTrainedTokenizerBase) -> RuleRewards | None:
@@ -113,7 +117,13 @@ def rule_rewards(config: Config, stages: Sequence[Stage], tokenizer: PreTrainedT
 
 
 def prepare_together(config: Config, world: World, train: bool = True) -> Prepared:
-    """Do as `prepare`; one rank tokenises every prompt to see which are short enough, the others then only those that they draw."""
+    """Do as `prepare`; one rank tokenises every prompt to see which are short enough, the others then only those that they draw.
+
+    Under hybrid the workers that generate read the data, and this process only looks whether there are any.
+    """
+    if config.runtime == "hybrid":
+        check_files(config, train)
+        return without_data(config, train)
     if world.first:
         try:
             prepared = prepare(config, train)
@@ -133,6 +143,11 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
 
     `kept` says of the sources of `train` and `eval` which examples another process has kept of them, and of `texts`.
     """
+    return with_data(without_data(config, train), train, kept)
+
+
+def without_data(config: Config, train: bool = True) -> Prepared:
+    """Return what `prepare` does before it reads any data; without `train` the models of evaluation alone are looked at."""
     flow = build_flow(config)
     if config.runtime == "distributed":
         # One model is active at a time, and every rank switches at the same places.
@@ -140,10 +155,9 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
     evaluation = evaluation_flow(config, flow)
     tokenizer = load_tokenizer(config.model)
     check_models(config, flow if train else evaluation, tokenizer)
-    data = read_data(config, flow, evaluation, tokenizer, train, kept or {})
-    if data["texts"] is None and train and config.data.ptx is not None:
+    if "ptx_tokens" not in flow.needs_from_data() and train and config.data.ptx is not None:
         raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
-    prepared = Prepared(config, flow, evaluation, tokenizer, **data)
+    prepared = Prepared(config, flow, evaluation, tokenizer)
     if config.runtime == "hybrid":
         pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
         check_copies(flow, pools)
@@ -156,27 +170,37 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
     return prepared
 
 
-def with_data(prepared: Prepared, kept: Mapping[str, Any]) -> Prepared:
-    """Return a run with its data, which this process reads; `kept` says which examples another process has kept of it."""
-    train = bool(kept["train"])
+def with_data(
+    prepared: Prepared, train: bool, kept: Mapping[str, Any] | None = None, readers: Readers = ALONE
+) -> Prepared:
+    """Return a run with its data, which this process reads.
+
+    Args:
+        prepared: The run without them.
+        train: False to read held-out sets alone.
+        kept: Which examples another process has kept of them.
+        readers: The processes that read them together.
+    """
+    config, flow, tokenizer, known = prepared.config, prepared.flow, prepared.tokenizer, kept or {}
+    needed = flow.needs_from_data()
+    load = partial(load_train, responses="response" in needed, pairs=flow.trains_on_pairs, readers=readers)
+    pairs = "response" in prepared.evaluation.needs_from_data()
+    reads_texts = train and "ptx_tokens" in needed
     return replace(
-        prepared, **read_data(prepared.config, prepared.flow, prepared.evaluation, prepared.tokenizer, train, kept)
+        prepared,
+        sources=load(config.data, tokenizer, kept=known.get("train")) if train else [],
+        eval_sources=load_eval(config.data, tokenizer, pairs=pairs, kept=known.get("eval"), readers=readers),
+        texts=load_texts(config.data, tokenizer, known.get("texts"), readers) if reads_texts else None,
     )
 
 
-def read_data(
-    config: Config, flow: Flow, evaluation: Flow, tokenizer: PreTrainedTokenizerBase, train: bool,
-    known: Mapping[str, Any],
-) -> dict[str, Any]:  # fmt: skip
-    """Return the data that flow and evaluation read, by the names of `Prepared`; `known` may say which examples to keep."""
-    needed = flow.needs_from_data()
-    given = {"responses": "response" in needed, "pairs": flow.trains_on_pairs}
-    of_eval = "response" in evaluation.needs_from_data()
-    return {
-        "sources": load_train(config.data, tokenizer, **given, kept=known.get("train")) if train else [],
-        "eval_sources": load_eval(config.data, tokenizer, pairs=of_eval, kept=known.get("eval")),
-        "texts": load_texts(config.data, tokenizer, known.get("texts")) if train and "ptx_tokens" in needed else None,
-    }
+def check_files(config: Config, train: bool) -> None:
+    """Raise UserError where training or evaluation data are not there. No file is opened."""
+    if train:
+        check_train(config.data)
+    texts = [config.data.ptx] if train and config.data.ptx else []
+    for source in [*(config.data.train if train else ()), *config.data.eval.values(), *texts]:
+        check_file(source.path)
 
 
 def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -256,11 +280,5 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
 
 def longest(sources: Sequence[LoadedSource], added: int) -> int:
     """Return the tokens of the longest row of prompt and given response, or where none is given of prompt and `added` sampled tokens."""
-    found = 0
-    for source in sources:
-        # A rank that leaves the filter to another has not tokenised its prompts.
-        if source.prompts is not None:
-            lengths = source.prompts.lengths
-            given = [known.lengths for known in (source.responses, source.rejected) if known is not None]
-            found = max(found, *(int((lengths + response).max()) for response in given or [torch.tensor(added)]))
-    return found
+    # A rank that leaves the filter to another knows no lengths.
+    return max((s.longest_row or s.longest_prompt + added for s in sources if s.longest_prompt), default=0)

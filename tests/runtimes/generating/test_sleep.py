@@ -38,8 +38,7 @@ def test_an_engine_sleeps_in_every_training_phase_and_wakes_with_the_right_versi
                 told.append("publish") or publish(version)
             )
         recorded(engine, told, monkeypatch)
-        assert backend.loader is not None
-        controller = SerialController(backend.config, backend.executor.flow, backend, backend.loader)
+        controller = SerialController(backend.config, backend.executor.flow, backend)
         results = [controller.iterate(n, n - 1) for n in (1, 2)]
         step = ["generate", "sleep", "publish"]
         assert told == [*step, "wake", *step]

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import ray
 
+from braidrl.cluster.world import World
 from braidrl.config import Config
-from braidrl.data.loader import PromptLoader
 from braidrl.flow import Flow
+from braidrl.flow.yaml_form import to_yaml
 from braidrl.observe.progress import Progress
 from braidrl.runtimes.hybrid.backend import HybridBackend
 from braidrl.runtimes.hybrid.start import start_hybrid_backend
-from braidrl.runtimes.prepare.setup import prepare
+from braidrl.runtimes.prepare.setup import prepare_together
 from tests.runtimes.hybrid.warm import WarmCluster
 
 
 @contextmanager
 def hybrid_crew(config: Config, cluster: WarmCluster, flow: Flow | None = None) -> Iterator[HybridBackend]:
     """The backend of a configuration, or of another flow on its data."""
-    prepared = prepare(config)
     if flow is not None:
-        prepared = replace(prepared, flow=flow)
-    loader = PromptLoader(prepared.sources, config.seed)
-    backend = start_hybrid_backend(prepared, loader, Progress(), None, cluster)
+        path = config.output / f"{flow.name}.yaml"
+        path.write_text(to_yaml(flow))
+        config = config.model_copy(update={"flow": str(path)})
+    backend = start_hybrid_backend(prepare_together(config, World()), Progress(), None, cluster=cluster)
     try:
         yield backend
     finally:

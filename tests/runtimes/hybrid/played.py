@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import ray
@@ -10,15 +12,15 @@ import torch
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.ray_cluster import RayCluster
-from braidrl.config import ClusterConfig
+from braidrl.config import ClusterConfig, parse_config
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Stage
-from braidrl.models.parallel.replicated import DataParallel
 from braidrl.observe.metrics import Sums
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.handles import assemble
+from braidrl.runtimes.hybrid.pool_worker import RunOrder, WorkerSpec, pools_of_run
 from braidrl.runtimes.hybrid.worker import HybridWorker
-from braidrl.runtimes.prepare.setup import with_data
+from braidrl.runtimes.prepare.setup import Prepared, with_data, without_data
 from braidrl.transfer.protocols import register
 
 COUNTS = ("length", "action_tokens", "reflections")
@@ -63,15 +65,31 @@ class PlayedExecutor:
     def close(self) -> None: ...
 
 
+@cache
+def read_once(settings: str) -> Prepared:
+    """What every worker finds out for itself, which takes a thousand of them in one process too long."""
+    config = parse_config(json.loads(settings))
+    return with_data(without_data(config), True)
+
+
 class PlayedWorker(HybridWorker):
     """A worker that reads index columns alone and computes nothing."""
 
+    @register(protocol="ALL_TO_ALL")
+    def join_run(self, number: int, order: RunOrder) -> None:
+        self.prepared, self.trains = read_once(json.dumps(order.settings)), order.train
+        limit_s = self.prepared.config.cluster.wait_limit_s
+        self.spec = WorkerSpec.of(number, pools_of_run(self.prepared, order.train), order, limit_s)
+        self.stages = self.prepared.stages
+
     @register(protocol="ONE_TO_ALL")
-    def load_models(self, prepared: Any, kept: Any) -> int:
-        prepared = with_data(prepared, kept)
-        self.flow, self.rows, self.stages = prepared.flow, prepared.store(), prepared.stages
+    def read_data(self) -> list[tuple[int, int]]:
+        return [(source.read, len(source)) for source in self.prepared.sources] if self.spec.rank == 0 else []
+
+    @register(protocol="ONE_TO_ALL")
+    def load_models(self) -> int:
+        self.flow, self.rows = self.prepared.flow, self.prepared.store()
         self.executor: Any = PlayedExecutor(self.spec.number)
-        self.ranks = DataParallel()
         return 0
 
     @register(protocol="ONE_TO_ALL")
@@ -104,14 +122,10 @@ class Method:
 class PlayedActor:
     """A worker under the names by which the driver calls it."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Nobody asks it for rows."""
-        return object, ()
-
     def __init__(self, number: int) -> None:
         worker = PlayedWorker()
         self._actor_id = number.to_bytes(4, "little")
-        self.perform, self.configure, self.close = (Method(m) for m in (worker.perform, worker.configure, worker.close))
+        self.perform, self.close = Method(worker.perform), Method(worker.close)
 
 
 class PlayedCluster(RayCluster):
@@ -124,7 +138,7 @@ class PlayedCluster(RayCluster):
     def reserve(self, pools: Sequence[Pool]) -> list[list[Any]]:
         return [[None] * pool.workers for pool in pools]
 
-    def start(self, worker: type, place: Any, *arguments: Any) -> Any:
+    def start(self, worker: type, place: Any, *arguments: Any, name: str | None = None) -> Any:
         self.numbers += 1
         return PlayedActor(self.numbers)
 

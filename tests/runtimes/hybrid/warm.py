@@ -93,29 +93,38 @@ class WarmCluster(RayCluster):
 
     def __init__(self) -> None:
         super().__init__(ClusterConfig(start_limit_s=120, wait_limit_s=60), "cpu")
-        self.spare: list[Any] = []
+        self.spare: dict[str, Any] = {}
+        self.called: dict[Any, str] = {}
 
     def reserve(self, pools: Sequence[Pool]) -> list[list[Any]]:
         return [[None] * pool.workers for pool in pools]
 
-    def start(self, worker: type, seat: Any) -> Any:
-        actor = self.spare.pop() if self.spare else self.new()
+    def start(self, worker: type, seat: Any, *arguments: Any, name: str | None = None) -> Any:
+        assert name is not None
+        actor = self.spare.pop(name) if name in self.spare else self.new(name)
         self.actors.append(actor)
+        self.called[actor] = name
         return actor
 
-    def new(self) -> Any:
+    def new(self, name: str) -> Any:
         groups = {"rows": 2, "aside": 1, BEATS: 1}
-        return ray.remote(num_cpus=1, concurrency_groups=groups)(RehearsingWorker).remote()
+        made = ray.remote(num_cpus=1, concurrency_groups=groups)(RehearsingWorker)
+        while True:
+            try:
+                return made.options(name=name).remote()
+            except ValueError:  # Ray is still ending the one that had this name before.
+                time.sleep(0.05)
 
     def close(self) -> None:
         """Takes the workers back that still answer."""
         given, self.actors = self.actors, []
         for actor in given:
+            name = self.called.pop(actor)
             try:
                 reusable = ray.get(actor.can_be_reused.remote(), timeout=60)
                 ray.get(actor.close.remote(), timeout=60)
                 if reusable:
-                    self.spare.append(actor)
+                    self.spare[name] = actor
                 else:
                     ray.kill(actor)
             except ray.exceptions.RayError:
