@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
+from braidrl.data.packing import equal_share
 from braidrl.data.prompts import LoadedSource
 from braidrl.data.rows import Column, Objects, Rows
 from braidrl.data.sources import Example
@@ -118,10 +119,22 @@ class PromptLoader(Admissions):
         return Admitted.of(source, number, position, epoch, index)
 
 
-def eval_rows(source: LoadedSource, samples: int, max_prompts: int | None = None, number: int = 0) -> Rows:
-    """Return the prompts of a held-out set, or the first `max_prompts`; `group` is the prompt's place in the file, `source` is `number`."""
+def eval_rows(
+    source: LoadedSource, samples: int, max_prompts: int | None = None, number: int = 0, rank: int = 0, size: int = 1
+) -> Rows:
+    """Return the prompts of a held-out set as rows.
+
+    Args:
+        source: The set.
+        samples: Rows of each prompt.
+        max_prompts: Take so many of the first prompts; all by default.
+        number: Becomes the rows' `source`; their `group` is the prompt's place in the file.
+        rank: Whose share of the prompts is returned,
+        size: of so many.
+    """
     count = len(source) if max_prompts is None else min(max_prompts, len(source))
-    return as_rows([Admitted.of(source, i, number, 0, i) for i in range(count)], samples)
+    share = equal_share(count, rank, size)
+    return as_rows([Admitted.of(source, i, number, 0, i) for i in share], samples) if share else Rows({})
 
 
 def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:

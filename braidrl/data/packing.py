@@ -53,6 +53,11 @@ def balanced_partition(
     return [sorted(position for group in part for position in positions_of[group]) for part in chosen]
 
 
+def equal_share(count: int, rank: int, size: int) -> range:
+    """Return which of `count` things are those of one of `size` ranks: equally many, neighbours together."""
+    return range(count * rank // size, count * (rank + 1) // size)
+
+
 def in_turn(groups: Sequence[int], parts: int) -> list[int]:
     """Return the part of each row, for groups that are needed in the order of their numbers: every part begins with the first ones.
 

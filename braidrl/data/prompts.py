@@ -19,6 +19,7 @@ from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import DataConfig, SourceConfig
+from braidrl.data.packing import equal_share
 from braidrl.data.sources import Example, place, read_examples
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
@@ -100,7 +101,7 @@ class Readers:
 
     def part(self, count: int) -> range:
         """Return which of so many examples this process tokenises."""
-        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+        return equal_share(count, self.rank, self.size)
 
 
 ALONE = Readers()

@@ -5,11 +5,15 @@ Ragged          a list column
 Objects         a column of JSON text
 prompt_text, response_text   for people and other programs; left out when rows are read back
 
+Where several ranks have the rows each writes its own: `step-N.parquet` is a folder of such files then, which readers of parquet take
+for one table.
+
 The exact types are kept in the file's own metadata, so that a replay trains on the very numbers that the run saw.
 """
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,7 @@ from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import DTYPES as CODEC_DTYPES
+from braidrl.data.packing import equal_share
 from braidrl.data.rows import Column, Objects, Rows
 from braidrl.errors import UserError
 from braidrl.observe.lines import whole_file
@@ -79,43 +84,77 @@ def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response
 
 
 def part_path(path: Path, rank: int) -> Path:
-    """Return the hidden path where a rank writes its rows of a file before they are joined."""
+    """Return the hidden path where a rank writes its rows of a recording before they are joined."""
     return path.with_name(f".{path.name}.rank-{rank}")
 
 
 def join_parts(path: Path, parts: Sequence[Path]) -> None:
-    """Join the parts into one file, a row group each and one in memory at a time, and remove them.
+    """Make a recording of the files that ranks have written, which stay as they are: one file, or a folder of several.
 
     Raises ValueError where parts differ in their columns.
     """
-    schema = pq.read_schema(parts[0])
-    with whole_file(path) as unfinished, pq.ParquetWriter(unfinished, schema, **FILE_OPTIONS) as writer:
-        for part in parts:
-            table = pq.read_table(part)
-            if sorted(table.column_names) != sorted(schema.names):
-                raise ValueError(f"{part} has other columns than {parts[0]}: {table.column_names}, {schema.names}")
-            writer.write_table(table.select(schema.names).replace_schema_metadata(schema.metadata))
+    names = sorted(pq.read_schema(parts[0]).names)
     for part in parts:
-        part.unlink()
+        if (own := sorted(pq.read_schema(part).names)) != names:
+            raise ValueError(f"{part} has other columns than {parts[0]}: {own}, {names}")
+    folder = path.with_name(f".{path.name}.parts")
+    shutil.rmtree(folder, ignore_errors=True)
+    if len(parts) > 1:
+        folder.mkdir()
+        for number, part in enumerate(parts):
+            part.rename(folder / f"{number:05}.parquet")
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    (folder if len(parts) > 1 else parts[0]).rename(path)
 
 
-def read_rollouts(path: Path) -> Rows:
-    """Read the recorded rows, bit for bit. Raises UserError where the file is missing or is not a recording."""
-    if not path.is_file():
+def parts_of(path: Path) -> list[Path]:
+    """Return the file at a path, or where it is a folder the files in it, in their order."""
+    return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+
+
+def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
+    """Read the recorded rows, bit for bit.
+
+    Args:
+        path: A recording.
+        rank: Whose share of the rows is read,
+        size: of so many.
+
+    Raises:
+        UserError: The recording is missing, or is none.
+    """
+    files = parts_of(path)
+    if not all(file.is_file() for file in files):
         raise UserError(f"no recorded rollouts at {path}")
-    table = pq.read_table(path)
-    described = (table.schema.metadata or {}).get(SCHEMA_KEY)
+    wanted = equal_share(sum(pq.read_metadata(file).num_rows for file in files), rank, size)
+    described, tables, first = None, [], 0
+    for file in files:
+        rows = pq.read_metadata(file).num_rows
+        start, stop = max(wanted.start, first) - first, min(wanted.stop, first + rows) - first
+        schema = pq.read_schema(file)
+        described = described or (schema.metadata or {}).get(SCHEMA_KEY)
+        if start < stop or size == 1:
+            tables.append(pq.read_table(file).slice(start, stop - start))
+        first += rows
     if described is None:
         raise UserError(f"{path} was not recorded by a run: it lacks the types of its columns")
-    columns = json.loads(described)
-    return Rows({name: from_arrow(table.column(name), **about) for name, about in columns.items()})
+    parts = [
+        Rows({name: from_arrow(t.column(name), **about) for name, about in json.loads(described).items()})
+        for t in tables
+    ]
+    return Rows.cat(parts)
 
 
 def read_texts(path: Path, columns: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Read prompt and response text of each row, with those of the named `columns` that the file has."""
-    wanted = [PROMPT_TEXT, RESPONSE_TEXT, *columns]
-    known = set(pq.read_schema(path).names)
-    return pq.read_table(path, columns=[name for name in wanted if name in known]).to_pylist()
+    """Read prompt and response text of each row, with those of the named `columns` that the recording has."""
+    wanted, found = [PROMPT_TEXT, RESPONSE_TEXT, *columns], []
+    for file in parts_of(path):
+        known = set(pq.read_schema(file).names)
+        found += pq.read_table(file, columns=[name for name in wanted if name in known]).to_pylist()
+    return found
 
 
 def describe(column: Column) -> dict[str, Any]:

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from braidrl.config import DataConfig, SourceConfig
-from braidrl.data.prompts import load_eval, load_source, load_train, with_progress
+from braidrl.data.prompts import LoadedSource, Readers, load_eval, load_source, load_train, with_progress
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
 
@@ -108,3 +111,45 @@ def test_a_bar_appears_only_when_tokenising_takes_long(capsys: pytest.CaptureFix
     captured = capsys.readouterr()
     assert "Tokenising" in captured.err and "100%" in captured.err
     assert captured.out == ""
+
+
+def read_together(size: int, read: Callable[[Readers], LoadedSource]) -> list[LoadedSource]:
+    """What so many readers return, each in a thread of its own."""
+    said: list[Any] = [None] * size
+    met = threading.Barrier(size)
+
+    def tell(rank: int, value: Any) -> list[Any]:
+        said[rank] = value
+        met.wait(60)
+        return list(said)
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(lambda rank: read(Readers(rank, size, partial(tell, rank))), range(size)))
+
+
+def test_readers_tokenise_a_part_each_and_keep_the_same(write_jsonl: Write, chat_tokenizer: Any) -> None:
+    records = [{"prompt": "x" * (i % 7 + 1), "response": str(i)} for i in range(20)]
+    config, template = SourceConfig(path=write_jsonl(records)), PromptTemplate(chat_tokenizer)
+    longest = len(template.encode("xxxx"))
+    whole = load_source(config, template, longest, responses=True)
+    for source in read_together(3, lambda own: load_source(config, template, longest, responses=True, readers=own)):
+        assert (source.kept, source.read) == (whole.kept, 20)
+        assert (source.longest_prompt, source.longest_row) == (whole.longest_prompt, whole.longest_row)
+        assert all(source.prompt(i).equal(whole.prompt(i)) for i in range(len(whole)))
+
+
+def test_what_one_reader_refuses_all_of_them_refuse(write_jsonl: Write, plain_tokenizer: Any) -> None:
+    path = write_jsonl([{"prompt": "x"}, {"prompt": "y"}, {"prompt": [{"role": "user", "content": ""}]}])
+
+    def refused(own: Readers) -> Any:
+        with pytest.raises(UserError, match="line 3: the tokenizer makes no token of this prompt"):
+            load_source(SourceConfig(path=path), PromptTemplate(plain_tokenizer), 4, readers=own)
+
+    read_together(4, refused)
+    short = write_jsonl([{"prompt": "x" * length} for length in (30, 20)])
+
+    def nothing_left(own: Readers) -> Any:
+        with pytest.raises(UserError, match=r"all 2 prompts are longer .* the shortest has 20 tokens"):
+            load_source(SourceConfig(path=short), PromptTemplate(plain_tokenizer), 16, readers=own)
+
+    read_together(3, nothing_left)

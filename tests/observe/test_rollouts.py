@@ -158,7 +158,7 @@ def test_what_was_not_recorded_by_a_run_is_refused(tmp_path: Path) -> None:
         read_rollouts(tmp_path / "b.parquet")
 
 
-def test_files_that_ranks_wrote_are_joined_into_one_and_removed(tmp_path: Path) -> None:
+def test_files_that_ranks_wrote_become_one_recording(tmp_path: Path) -> None:
     rows, path = rows_of(3, count=5), rollout_path(tmp_path, 3)
     parts = [part_path(path, rank) for rank in (0, 2)]
     write_rollouts(parts[0], rows.take([0, 1]), ["p0", "p1"], ["r0", "r1"])

@@ -30,17 +30,18 @@ from braidrl.models.checkpoint import Write
 from braidrl.models.objective import UpdateCounts, with_group_tokens
 from braidrl.models.role_settings import layout_of
 from braidrl.observe.metrics import Sums
+from braidrl.observe.rollouts import join_parts, part_path
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import Needless, Segment
 from braidrl.runtimes.generating.engines import generation_layout, pools_ranks
-from braidrl.runtimes.hybrid.dispatch import StageDispatch, by_length, by_number, group_of
+from braidrl.runtimes.hybrid.dispatch import StageDispatch, by_length, by_number, group_of, where_made
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import READ, Handle, Output, columns_read
 from braidrl.runtimes.hybrid.messages import unpack_index
 from braidrl.runtimes.hybrid.pool_worker import method_class
 from braidrl.runtimes.saving.background import check_written
-from braidrl.runtimes.saving.row_store import Admission, Origin
+from braidrl.runtimes.saving.row_store import Admission, Origin, divided
 from braidrl.transfer.protocols import Mesh, Registration, registered
 
 
@@ -75,24 +76,15 @@ class HybridBackend(StageDispatch):
         return self.read(Admission(self.loader.advance(groups)))
 
     def read(self, origin: Origin) -> Handle:
-        """Read rows on the ranks of `home`: of admitted prompts each has its own part."""
+        """Read rows on the ranks of `home`, each its share."""
         self.release_forgotten()
-        key, origins = next(self.keys), self._divided(origin)
+        key, origins = next(self.keys), divided(origin, self.home.mesh.size)
         futures = [self.home.send(rank, "make", (own, key)) for rank, own in enumerate(origins)]
         answers = self.home.wait(futures)
         output, ends = Output(READ), [0, *accumulate(len(unpack_index(answer.index)) for answer in answers)]
         self._note(output, key, self.home, futures, [range(*edges) for edges in pairwise(ends)])
         output.finish(answers)
         return Handle((output,), torch.arange(len(output.future))[None])
-
-    def _divided(self, origin: Origin) -> list[Origin]:
-        """Return what each of the first ranks of `home` reads, in the order of the rows."""
-        if not isinstance(origin, Admission):
-            return [origin]
-        numbers = origin.numbers
-        ranks = min(len(numbers), self.home.mesh.size)
-        edges = [len(numbers) * rank // ranks for rank in range(ranks + 1)]
-        return [Admission(numbers[start:end]) for start, end in pairwise(edges)]
 
     def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums) -> Handle:
         """Begin a stage; one without a role is deferred until somebody needs what it writes."""
@@ -210,13 +202,22 @@ class HybridBackend(StageDispatch):
         return Handle.cat(tables)
 
     def record(self, path: Path, table: Handle, final: Handle) -> None:
+        """Have each rank write the rows that it generated."""
         self.index(table)
         self.index(final)
-        self.home.wait([self.home.call("record", path.resolve(), table, final.without(table))])
+        group, parts = where_made(table)
+        own, added = ([each.take(rows) for rows in parts] for each in (table, final.without(table)))
+        group.wait(group.call("record", [group.common(path.resolve())] * len(parts), own, added))
+        if written := [part_path(path, rank) for rank, rows in enumerate(parts) if rows]:
+            join_parts(path, written)
 
     def save_rows(self, path: Path, table: Handle) -> None:
+        """Have each rank write the rows that it generated, beside a call that may be running."""
         self.index(table)
-        self.home.wait([self.home.call("keep", path.resolve(), table, aside=True)])
+        group, parts = where_made(table)
+        own = [(rank, table.take(rows)) for rank, rows in enumerate(parts) if rows]
+        folder = group.common(path.resolve())
+        group.wait([group.send(rank, "keep", (folder, rows), aside=True) for rank, rows in own])
 
     def save(self, folder: Path) -> None:
         """Save beside a call that may be running: an interrupt does not wait until all rows are generated.

@@ -21,7 +21,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.placement.pools import GENERATE
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.group import WorkerGroup
-from braidrl.runtimes.hybrid.handles import Answer, Future, Handle, Output, columns_read
+from braidrl.runtimes.hybrid.handles import READ, Answer, Future, Handle, Output, columns_read
 
 Partition = Sequence[Sequence[int]]
 """The row positions of each rank, rising."""
@@ -135,7 +135,7 @@ def place(
         return home if holders else None, divide(table.index, home.mesh.size)
     if stage.type == "verify":
         tokens = f"{stage.params['of']}.tokens" if "of" in stage.params else "tokens"
-        generated = [o for o in table.outputs if o.stage.type == "generate" and tokens in o.stage.writes]
+        generated = generations(table, tokens)
         return _where(table, generated) if generated else (home, by_length(table.index, home.mesh.size))
     group = group_of(stage, groups)
     divide = by_prompt if stage.type == "generate" else by_length
@@ -146,6 +146,17 @@ def group_of(stage: Stage, groups: Mapping[str, WorkerGroup]) -> WorkerGroup:
     """Return the group that runs a stage of a role."""
     role = str(stage.role)
     return groups.get(role + GENERATE, groups[role]) if stage.kind is Kind.GENERATE else groups[role]
+
+
+def generations(table: Handle, tokens: str) -> list[Output]:
+    """Return the outputs that generated these tokens."""
+    return [output for output in table.outputs if output.stage.type == "generate" and tokens in output.stage.writes]
+
+
+def where_made(table: Handle) -> tuple[WorkerGroup, Partition]:
+    """Return the group that generated the rows, or read them, and each row where that was done."""
+    read = [output for output in table.outputs if output.stage is READ]
+    return _where(table, [*generations(table, "tokens"), *read])
 
 
 def _where(table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGroup, Partition]:

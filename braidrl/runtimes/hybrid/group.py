@@ -18,7 +18,7 @@ from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.handles import Answer, Common, Future, Handle, Part
 from braidrl.runtimes.hybrid.messages import pack, unpack
 from braidrl.runtimes.hybrid.worker import HybridWorker, StageFailure
-from braidrl.transfer.protocols import Mesh, registered
+from braidrl.transfer.protocols import Calls, Mesh, registered
 
 DEATH_S = 2.0
 """Seconds within which Ray is told of a worker's end, after others have noticed."""
@@ -80,8 +80,21 @@ class WorkerGroup:
         """
         protocol = registered(HybridWorker, method).protocol
         calls = protocol.distribute(self.mesh, *arguments)
-        futures = [self.send(n, method, call, reads, aside) for n, call in enumerate(calls) if call is not None]
+        together = not aside and self._exchanges(calls, reads)
+        futures = [
+            self.send(n, method, call, reads, aside, together) for n, call in enumerate(calls) if call is not None
+        ]
         return protocol.collect(self.mesh, calls, futures)
+
+    def _exchanges(self, calls: Calls, reads: frozenset[str] | None) -> bool:
+        """Return True where all ranks are called, and one of them needs payload that another one has."""
+        own = set(self.numbers)
+        return None not in calls and any(
+            own & argument.holders(reads) - {self.first + rank}
+            for rank, call in enumerate(calls)
+            for argument in call or ()
+            if isinstance(argument, Handle)
+        )
 
     def common(self, value: Any) -> "Common":
         """Return an argument that all workers read from Ray's object store: it is sent once."""
@@ -94,11 +107,15 @@ class WorkerGroup:
         self.forgotten.setdefault(worker - self.first, []).append(key)
 
     def send(
-        self, rank: int, method: str, arguments: Sequence[Any], reads: frozenset[str] | None = None, aside: bool = False
-    ) -> Future:
-        """Call a method of one rank, and give it the part of a table in the place of its handle; the rest is as for `call`."""
+        self, rank: int, method: str, arguments: Sequence[Any], reads: frozenset[str] | None = None, aside: bool = False,
+        together: bool = False,
+    ) -> Future:  # fmt: skip
+        """Call a method of one rank, and give it the part of a table in the place of its handle; the rest is as for `call`.
+
+        `together` says that all ranks are called, and exchange rows by their process group.
+        """
         awaited: list[Future] = []
-        plain = [a.part(awaited, reads) if isinstance(a, Handle) else a for a in arguments]
+        plain = [a.part(awaited, reads, together) if isinstance(a, Handle) else a for a in arguments]
         common = [argument.ref for argument in plain if isinstance(argument, Common)]
         # An aside call may overtake others, which still need what is to be forgotten.
         released = () if aside else self.forgotten.pop(rank, ())

@@ -48,8 +48,8 @@ class Answer:
 
 
 Kept = tuple[int, tuple[str, ...] | None, Numbers, Numbers]
-"""Where the payload of one stage lies: the key under which workers keep it, its columns (None where the answers that come with the call
-name them), and of each row (B,) the worker, -1 where there is none, and the row's number there."""
+"""Where what one stage wrote lies: the key under which workers keep it, its payload columns (None where the answers that come with the
+call name them, none where all columns are meant), and of each row (B,) the worker, -1 where there is none, and the row's number there."""
 
 
 def by_worker(workers: Numbers, rows: Numbers) -> Iterator[tuple[int, Numbers, Tensor]]:
@@ -61,15 +61,19 @@ def by_worker(workers: Numbers, rows: Numbers) -> Iterator[tuple[int, Numbers, T
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Rows of a table for one worker: index columns by value, and where their payload lies."""
+    """Rows of a table for one worker: index columns by value, and where their payload lies.
+
+    Where it is `together` all ranks of the pool have a part of the table, and give each other what they need of it by their process group.
+    """
 
     size: int = 0
     index: bytes = b""
     kept: tuple[Kept, ...] = ()
+    together: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         packed = [(key, columns, *map(packed_numbers, numbers)) for key, columns, *numbers in self.kept]
-        return unpacked_part, (self.size, self.index, packed)
+        return unpacked_part, (self.size, self.index, packed, self.together)
 
     def __len__(self) -> int:
         return self.size
@@ -84,13 +88,13 @@ def packed_numbers(numbers: Numbers) -> tuple[str, bytes]:
     return narrow.dtype.str[1:], narrow.tobytes()
 
 
-def unpacked_part(size: int, index: bytes, packed: Sequence[Any]) -> Part:
+def unpacked_part(size: int, index: bytes, packed: Sequence[Any], together: bool) -> Part:
     """Return what was pickled of a part."""
     kept = []
     for key, columns, *numbers in packed:
         workers, rows = (np.frombuffer(values, dtype=kind).astype(np.int64) for kind, values in numbers)
         kept.append((key, columns, workers, rows))
-    return Part(size, index, tuple(kept))
+    return Part(size, index, tuple(kept), together)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,10 +184,11 @@ class Output:
             yield self.key, columns, of_row.numpy(), there.numpy()
 
     def holds(self, names: frozenset[str] | None) -> bool:
-        """Return True if one of these columns, or any for None, is payload of this output, or may be while it is under way."""
+        """Return True if one of these columns is payload of this output, or may be while it is under way; for None, if workers keep any."""
+        if names is None:
+            return bool(self.futures)
         kept = {column for future in self.futures if future.answer for column in future.answer.columns}
-        columns = kept if self.index is not None else set(self.stage.writes)
-        return bool(columns) if names is None else not names.isdisjoint(columns)
+        return not names.isdisjoint(kept if self.index is not None else self.stage.writes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,20 +265,33 @@ class Handle:
                 found[places] = torch.where(found[places] < 0, future.worker, found[places])
         return found.tolist()
 
-    def part(self, awaited: list[Future], reads: frozenset[str] | None = None) -> Part:
+    def holders(self, reads: frozenset[str] | None = None) -> set[int]:
+        """Return the workers that keep payload of the rows, of the columns that are read or of all."""
+        held = [(output, own) for output, own in zip(self.outputs, self.rows, strict=True) if output.holds(reads)]
+        return {future.worker for output, own in held for future, _, _ in output.pieces(own)}
+
+    def part(self, awaited: list[Future], reads: frozenset[str] | None = None, together: bool = False) -> Part:
         """Return the table as a worker is given it.
 
         Args:
             awaited: Futures whose answers have to come with the call; those of this table are appended.
-            reads: Columns that the worker needs beside the rows' identity and length; all by default.
+            reads: Columns that the worker needs beside the rows' identity and length; by default all, and of those none by value that
+                workers keep.
+            together: True where all ranks of its pool are given parts, and exchange rows.
         """
         if not len(self):
-            return Part()
+            return Part(together=together)
         held = [(output, own) for output, own in zip(self.outputs, self.rows, strict=True) if output.holds(reads)]
         kept = tuple(each for output, own in held for each in output.kept(own, awaited))
         index = self.index
-        needed = [name for name in index if reads is None or name in reads or name in (*IDENTITY, "length")]
-        return Part(len(self), pack_index(index.only(needed)), kept)
+        if reads is None:
+            kept = tuple((key, (), *numbers) for key, _, *numbers in kept)
+            computed_here = {
+                name for output in self.outputs if not output.futures and output.index for name in output.index
+            }
+            return Part(len(self), pack_index(index.only(sorted(computed_here))), kept, together)
+        needed = [name for name in index if name in reads or name in (*IDENTITY, "length")]
+        return Part(len(self), pack_index(index.only(needed)), kept, together)
 
 
 def assemble(
@@ -283,18 +301,19 @@ def assemble(
     fetch: Callable[[int, int, Numbers, tuple[str, ...]], Any],
     wait: Callable[[list[Any]], list[Rows]],
 ) -> Rows:
-    """Return the rows of a part with all index columns, and the payload that is read.
+    """Return the rows of a part with the index columns that it has, and the payload that is read.
 
     Args:
         part: What the worker was given.
         answers: The answers that came with the call.
-        reads: Names of columns; all for None.
+        reads: Names of columns; all for None, also those that are no payload.
         fetch: Begins to fetch rows by worker, key, row numbers and columns.
-        wait: Returns what was fetched once all of it is here.
+        wait: Returns what was fetched once all of it is here; called also where there is nothing, for the sake of others.
     """
     if not part.size:
+        wait([])
         return Rows({})
-    segments, begun = [(torch.arange(part.size), unpack_index(part.index))], []
+    given, segments, begun = (torch.arange(part.size), unpack_index(part.index)), [], []
     came = {(answer.worker, answer.key): answer for answer in answers}
     for key, known, workers, numbers in part.kept:
         for worker, rows, places in by_worker(workers, numbers):
@@ -303,11 +322,13 @@ def assemble(
                 answer = came[worker, key]
                 columns = answer.columns
                 segments.append((places, unpack_index(answer.index).take(torch.from_numpy(rows))))
-            wanted = tuple(name for name in columns if reads is None or name in reads)
-            if wanted:
+            wanted = () if reads is None else tuple(name for name in columns if name in reads)
+            if wanted or reads is None:
                 begun.append((places, fetch(worker, key, rows, wanted)))
     fetched = wait([future for _, future in begun])
-    return merged_rows(part.size, segments + [(places, rows) for (places, _), rows in zip(begun, fetched, strict=True)])
+    came_later = segments + [(places, rows) for (places, _), rows in zip(begun, fetched, strict=True)]
+    # Of all columns those that the driver has computed are the last word; else what is under way comes after what was given.
+    return merged_rows(part.size, [*came_later, given] if reads is None else [given, *came_later])
 
 
 def columns_read(stage: Stage) -> frozenset[str]:

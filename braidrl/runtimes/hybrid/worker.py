@@ -1,6 +1,8 @@
 """A process of a pool at work: runs stages, keeps the rows that it has written, and sends rows to those that ask.
 
-driver ──perform──▶ one call after the other      worker ──fetch──▶ its rows, also while a call runs
+driver ──perform──▶ one call after the other
+worker of the same pool    ◀──all-to-all of the process group──▶ rows, where all ranks are called together
+worker of another pool     ──fetch──▶ rows in chunks, by Ray's object store, also while a call runs
 """
 
 import time
@@ -26,15 +28,20 @@ from braidrl.flow.compute import computed, summed
 from braidrl.models.objective import UpdateCounts
 from braidrl.models.parallel.replicated import all_gather_bytes
 from braidrl.observe.metrics import Sums
+from braidrl.observe.rollouts import part_path
 from braidrl.observe.trace import traced
 from braidrl.rollout.requests import Uid
 from braidrl.runtimes.executor import checked
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
+from braidrl.runtimes.hybrid.exchange import PoolExchange
 from braidrl.runtimes.hybrid.handles import Answer, Common, Numbers, Part, assemble, columns_read
 from braidrl.runtimes.hybrid.messages import pack, pack_index, unpack
 from braidrl.runtimes.hybrid.pool_worker import PoolWorker
 from braidrl.runtimes.saving.row_store import Origin, with_added
 from braidrl.transfer.protocols import register
+
+FETCHED_ROWS = 256
+"""Rows in one message between workers of different pools."""
 
 
 class StageFailure(Exception):
@@ -84,7 +91,7 @@ class HybridWorker(PoolWorker):
         Args:
             key: The number of the call that has written them.
             rows: Row numbers (n,) in what it has written.
-            columns: Names of payload columns.
+            columns: Names of payload columns; none for all columns.
         """
         return [np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(key, rows, columns))]
 
@@ -162,28 +169,30 @@ class HybridWorker(PoolWorker):
         self.executor.publish(version)
         self.version = version
 
-    @register(protocol="RANK_ZERO")
+    @register(protocol="ALL_TO_ALL")
     def record(self, path: Path, part: Part, added: Part) -> None:
-        """Write rows, with the columns of `added` that they lack, for people and for a replay."""
-        self.rows.record(path, with_added(self._rows_of(part, None), self._rows_of(added, None)))
+        """Write rows, with the columns of `added` that they lack, as this rank's part of a recording."""
+        rows = with_added(self._rows_of(part, None), self._rows_of(added, None))
+        if len(rows):
+            self.rows.record(part_path(path, self.spec.rank), rows)
 
-    @register(protocol="RANK_ZERO")
     def keep(self, path: Path, part: Part) -> None:
-        """Write rows into a checkpoint."""
-        self.rows.save(path, self._rows_of(part, None))
+        """Write rows into a checkpoint, as this rank's part of a folder."""
+        self.rows.save(path / f"{self.spec.rank:05}", self._rows_of(part, None))
 
     def _write(
         self, part: Part, stage: Stage, iteration: int, key: int, run: Callable[[Rows, Sums], Mapping[str, Column]]
     ) -> Answer:
         """Keep what `run` returns. A rank without rows is left out where no other rank waits for it."""
         if not len(part) and not self.executor.is_collective(stage):
+            self._gather(part, stage, iteration)
             return Answer()
         answer = self._compute(part, stage, iteration, run)
         return replace(self._keep(key, Rows(answer.result)), sums=answer.sums, seconds=answer.seconds)
 
     def _keep(self, key: int, rows: Rows) -> Answer:
-        """Keep payload, and answer with the rest."""
-        self.kept[key] = rows.payload
+        """Keep rows, and answer with what is not payload."""
+        self.kept[key] = rows
         return Answer(pack_index(rows.index), tuple(rows.payload), self.spec.number, key)
 
     def _compute(self, part: Part, stage: Stage, iteration: int, run: Callable[[Rows, Sums], Any]) -> Answer:
@@ -203,26 +212,39 @@ class HybridWorker(PoolWorker):
             return self._rows_of(part, columns_read(stage))
 
     def _rows_of(self, part: Part, reads: frozenset[str] | None) -> Rows:
+        self.call.exchange = PoolExchange(self.world, self._own) if part.together else None
         return assemble(part, self.call.answers, reads, self._fetch, self._wait)
 
     def _fetch(self, worker: int, key: int, rows: Numbers, columns: tuple[str, ...]) -> Any:
+        """Begin to fetch rows: from here, by the process group of the pool, or by Ray in chunks."""
         if worker == self.spec.number:
             return self._own(key, rows, columns)
-        future = self.peer(worker).fetch.options(concurrency_group="rows").remote(key, rows, columns)
-        self.call.asked[future] = self.spec.peers[worker]
-        return future
+        rank = worker - self.spec.first
+        if self.call.exchange is not None and 0 <= rank < self.world.size:
+            return self.call.exchange.ask(rank, key, rows, columns)
+        fetch = self.peer(worker).fetch.options(concurrency_group="rows")
+        coming = [fetch.remote(key, rows[n : n + FETCHED_ROWS], columns) for n in range(0, len(rows), FETCHED_ROWS)]
+        self.call.asked |= dict.fromkeys(coming, self.spec.peers[worker])
+        return coming
 
     def _wait(self, fetched: list[Any]) -> list[Rows]:
         """Return rows that are here as they are, and the others once they come. Raises TimeoutError naming whose did not."""
-        coming = [future for future in fetched if not isinstance(future, Rows)]
+        exchanged = self.call.exchange.rows() if self.call.exchange is not None else {}
+        coming = [future for futures in fetched if isinstance(futures, list) for future in futures]
         try:
             frames = iter(ray.get(coming, timeout=self.spec.limit_s))
         except ray.exceptions.GetTimeoutError:
             late = {self.call.asked[future] for future in ray.wait(coming, num_returns=len(coming), timeout=0)[1]}
             raise TimeoutError(f"waited {self.spec.limit_s:g} s for rows of {', '.join(sorted(late))}") from None
-        return [rows if isinstance(rows, Rows) else decode([memoryview(f) for f in next(frames)]) for rows in fetched]
+        found = []
+        for each in fetched:
+            if isinstance(each, list):
+                found.append(Rows.cat([decode([memoryview(frame) for frame in next(frames)]) for _ in each]))
+            else:
+                found.append(each if isinstance(each, Rows) else exchanged[each])
+        return found
 
     def _own(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Rows:
-        kept = self.kept[key].only(columns)
+        kept = self.kept[key].only(columns) if columns else self.kept[key]
         everything = len(rows) == len(kept) and bool((rows == np.arange(len(rows))).all())
         return kept if everything else kept.take(torch.tensor(rows))

@@ -1,21 +1,35 @@
 """Where rows come from and where they are written down: the same under every runtime, in whichever process holds the rows.
 
 training data, held-out sets, recordings, checkpoints ──make──▶ rows ──record, save──▶ parquet, surplus of a checkpoint
+
+Where several processes have a run's rows, each reads and writes its share of them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.config import Config
 from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.loader import PromptLoader, as_rows, eval_rows, join_texts
+from braidrl.data.packing import equal_share
 from braidrl.data.prompts import LoadedSource
 from braidrl.data.rows import Rows
-from braidrl.observe.rollouts import read_rollouts, write_rollouts
+from braidrl.observe.rollouts import parts_of, read_rollouts, write_rollouts
 from braidrl.rewards.verify import responses
+
+
+class Share(NamedTuple):
+    """A rank among so many that read something together, each as much of it as the others."""
+
+    rank: int = 0
+    size: int = 1
+
+
+ALL = Share()
 
 
 @dataclass(frozen=True)
@@ -27,27 +41,39 @@ class Admission:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """An evaluation set by name."""
+    """An evaluation set by name, or the share of it of one among so many ranks."""
 
     name: str
+    share: Share = ALL
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Rows that a run has recorded, a parquet file, but for some of their columns."""
+    """Rows that a run has recorded, in parquet, but for some of their columns; or a share of them."""
 
     path: Path
     without: tuple[str, ...] = ()
+    share: Share = ALL
 
 
 @dataclass(frozen=True)
 class Surplus:
-    """Rows that a checkpoint keeps for the next batch."""
+    """Rows that a checkpoint keeps for the next batch, or a share of the files that hold them."""
 
     path: Path
+    share: Share = ALL
 
 
 Origin = Admission | HeldOut | Recording | Surplus
+
+
+def divided(origin: Origin, ranks: int) -> list[Origin]:
+    """Return what each of the first of so many ranks reads of the rows that `origin` names, in their order; some may find nothing."""
+    if isinstance(origin, Admission):
+        ranks = min(ranks, len(origin.numbers))
+        shares = (equal_share(len(origin.numbers), rank, ranks) for rank in range(ranks))
+        return [Admission(origin.numbers[share.start : share.stop]) for share in shares]
+    return [replace(origin, share=Share(rank, ranks)) for rank in range(ranks)]
 
 
 class RowStore:
@@ -73,15 +99,17 @@ class RowStore:
                 samples = self.config.rollout.samples_per_prompt
                 rows = as_rows(self.loader.peek(numbers), samples)
                 return join_texts(rows, self.texts, samples) if self.texts else rows
-            case HeldOut(name):
+            case HeldOut(name, share):
                 settings = self.config.evaluation
                 # Evaluation sets are numbered after the sources of training.
                 number = len(self.config.data.train) + list(self.eval_sources).index(name)
-                return eval_rows(self.eval_sources[name], settings.samples, settings.max_prompts, number)
-            case Recording(path, without):
-                return read_rollouts(path).without(without)
-            case Surplus(path):
-                return unpack_rows(path.read_bytes())
+                return eval_rows(self.eval_sources[name], settings.samples, settings.max_prompts, number, *share)
+            case Recording(path, without, share):
+                return read_rollouts(path, *share).without(without)
+            case Surplus(path, share):
+                files = parts_of(path)
+                own = equal_share(len(files), *share)
+                return Rows.cat([unpack_rows(file.read_bytes()) for file in files[own.start : own.stop]])
 
     def record(self, path: Path, rows: Rows) -> None:
         """Write rows with their texts, to be read by people and replayed."""
@@ -90,6 +118,7 @@ class RowStore:
 
     def save(self, path: Path, rows: Rows) -> None:
         """Write rows as a checkpoint holds them."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(pack_rows(rows))
 
 

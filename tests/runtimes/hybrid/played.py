@@ -16,6 +16,7 @@ from braidrl.config import ClusterConfig, parse_config
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
+from braidrl.observe.rollouts import part_path, write_rollouts
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.handles import assemble
 from braidrl.runtimes.hybrid.pool_worker import RunOrder, WorkerSpec, pools_of_run
@@ -99,8 +100,9 @@ class PlayedWorker(HybridWorker):
     def rendezvous(self) -> Any:
         return "", 0, ""
 
-    @register(protocol="RANK_ZERO")
-    def record(self, path: Any, part: Any, added: Any) -> None: ...
+    @register(protocol="ALL_TO_ALL")
+    def record(self, path: Any, part: Any, added: Any) -> None:
+        write_rollouts(part_path(path, self.spec.rank), Rows({}), [], [])
 
     def _rows_of(self, part: Any, reads: frozenset[str] | None) -> Rows:
         return assemble(part, self.call.answers, frozenset(), None, lambda fetched: [])

@@ -77,6 +77,10 @@ class RehearsingWorker(HybridWorker):
         """Rows of each fetch that was answered."""
         return self.rows_given
 
+    def exchanged(self) -> int:
+        """Bytes that came from other ranks of the pool by their process group."""
+        return self.world.received.exchanged
+
     def process(self) -> int:
         return os.getpid()
 

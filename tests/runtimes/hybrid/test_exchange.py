@@ -1,0 +1,50 @@
+"""Where payload goes from worker to worker: by the process group inside a pool, by Ray in chunks between pools."""
+
+from __future__ import annotations
+
+import ray
+
+from braidrl.flow import Flow, data
+from braidrl.flow.roles import Role
+from braidrl.observe.metrics import Sums
+from braidrl.runtimes.hybrid.backend import HybridBackend
+from braidrl.runtimes.hybrid.worker import FETCHED_ROWS
+from tests.runtimes.hybrid.backends import hybrid_crew, rehearse
+from tests.runtimes.hybrid.test_backend import all_stages, given
+from tests.runtimes.hybrid.warm import WarmCluster
+from tests.tiny import Workshop
+
+TWO = Flow("two", [data.join_response(), Role("first").log_probs(), Role("second").log_probs()])
+
+
+def told(backend: HybridBackend, method: str) -> list[list[int]]:
+    """Return what a method of each worker returns, by pool."""
+    return [[ray.get(getattr(actor, method).remote()) for actor in group.actors] for group in backend.distinct]
+
+
+def test_rows_go_from_rank_to_rank_of_a_pool_by_their_process_group(
+    workshop: Workshop, warm_cluster: WarmCluster
+) -> None:
+    config = workshop.config(**given(workshop, 16), placement="colocate", workers=2)
+    with hybrid_crew(config, warm_cluster, TWO) as backend:
+        table = backend.admit(8)
+        before = told(backend, "exchanged")
+        # The ranks hold neighbours; each is given rows of both.
+        halves = backend.cat([backend.take(table, range(0, 8, 2)), backend.take(table, range(1, 8, 2))])
+        for stage in TWO.stages:
+            halves = backend.run(stage, halves, 1, Sums())
+        index = backend.index(halves)
+        assert told(backend, "given_out") == [[[], []]]
+        (own,) = told(backend, "exchanged")
+        assert all(after > earlier for after, earlier in zip(own, before[0], strict=True))
+    assert index["group"].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def test_rows_of_another_pool_come_in_chunks(workshop: Workshop, warm_cluster: WarmCluster) -> None:
+    rows = 2 * FETCHED_ROWS + 10
+    config = workshop.config(**given(workshop, 16, rows), placement="standalone")
+    with hybrid_crew(config, warm_cluster, TWO) as backend:
+        rehearse(backend, first__log_probs=("wait", 0.0), second__log_probs=("wait", 0.0))
+        backend.index(all_stages(backend, TWO, rows))
+        (first,), _ = told(backend, "given_out")
+    assert sorted(first) == [10, FETCHED_ROWS, FETCHED_ROWS]
