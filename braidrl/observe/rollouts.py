@@ -27,7 +27,7 @@ from torch import Tensor
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import DTYPES as CODEC_DTYPES
 from braidrl.data.packing import equal_share
-from braidrl.data.rows import Column, Objects, Rows
+from braidrl.data.rows import IDENTITY, Column, Objects, Rows
 from braidrl.errors import UserError
 from braidrl.observe.lines import whole_file
 
@@ -119,7 +119,7 @@ def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
     """Read the recorded rows, bit for bit.
 
     Args:
-        path: A recording.
+        path: A recording; where ranks wrote it its rows come by group and sample.
         rank: Whose share of the rows is read,
         size: of so many.
 
@@ -145,16 +145,19 @@ def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
         Rows({name: from_arrow(t.column(name), **about) for name, about in json.loads(described).items()})
         for t in tables
     ]
-    return Rows.cat(parts)
+    rows = Rows.cat(parts)
+    return rows.ordered() if len(files) > 1 and size == 1 else rows
 
 
 def read_texts(path: Path, columns: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Read prompt and response text of each row, with those of the named `columns` that the recording has."""
-    wanted, found = [PROMPT_TEXT, RESPONSE_TEXT, *columns], []
-    for file in parts_of(path):
+    wanted, files, found = [PROMPT_TEXT, RESPONSE_TEXT, *columns], parts_of(path), []
+    for file in files:
         known = set(pq.read_schema(file).names)
-        found += pq.read_table(file, columns=[name for name in wanted if name in known]).to_pylist()
-    return found
+        found += pq.read_table(file, columns=[name for name in {*wanted, *IDENTITY} if name in known]).to_pylist()
+    if len(files) > 1:
+        found.sort(key=lambda row: [row[name] for name in IDENTITY])
+    return [{name: row[name] for name in wanted if name in row} for row in found]
 
 
 def describe(column: Column) -> dict[str, Any]:

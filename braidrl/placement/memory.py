@@ -3,7 +3,7 @@
 configuration or candidate ──▶ Deployment ──role_memory──▶ Footprint(resident, working) ──peak──▶ bytes of a device
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -166,12 +166,19 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
 
 
 def peak(footprints: Sequence[Footprint], resident: int | None = None) -> int:
-    """Return the bytes of one device at their peak: what stays there, and the most that any role needs while it works.
+    """Return the bytes of one device at their peak: what stays there, and the most that any role needs beside it.
 
-    Roles take turns. `resident` says how much stays there where not everything does.
+    Roles take turns, and engines sleep while others work: keys and values are there while their role generates, and not while one infers
+    or trains. `resident` says how much stays there where not everything does.
     """
-    everything = sum(sum(f.resident.values()) for f in footprints)
-    return (everything if resident is None else resident) + max(sum(f.working.values()) for f in footprints)
+    working = max(sum(f.working.values()) for f in footprints)
+    return resident + working if resident is not None else at_once([f.resident for f in footprints], working)
+
+
+def at_once(resident: Sequence[Mapping[str, int]], working: int) -> int:
+    """Return the most bytes at a time of roles that stay on a device and take turns: keys and values beside none of what is `working`."""
+    caches = max(parts.get(CACHE, 0) for parts in resident)
+    return sum(size for parts in resident for part, size in parts.items() if part != CACHE) + max(working, caches)
 
 
 def assets(role: str, resident: dict[str, int]) -> dict[Asset, int]:
@@ -181,3 +188,8 @@ def assets(role: str, resident: dict[str, int]) -> dict[Asset, int]:
         asset = Asset(role, PART_OF.get(name, "optimizer"))  # type: ignore[arg-type]
         found[asset] = found.get(asset, 0) + size
     return found
+
+
+def asleep(role: str, resident: dict[str, int]) -> dict[Asset, int]:
+    """Return what a role's engine takes while it sleeps: its own weights, without keys and values."""
+    return {asset: size for asset, size in assets(role, {**resident, CACHE: 0}).items() if asset.part == "engine"}

@@ -4,7 +4,8 @@
     resident    engine           reference weights     weights, optimizer    weights, engine      + whatever is kept throughout
 
 Derived from the order of stages alone: an asset is brought before the first of a run of stages that need it and put away after the
-last; the runs go on from one iteration to the next. What has room beside every stage's needs is kept and never moves.
+last; the runs go on from one iteration to the next. What has room beside every stage's needs is kept and never moves. An engine that
+is kept sleeps while others work: then it takes its own weights alone, without keys and values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,19 +57,29 @@ def residency_plan(
     budget: int | None,
     shared: frozenset[str] = frozenset(),
     copied: frozenset[str] = frozenset(),
+    asleep: Mapping[Asset, int] | None = None,
 ) -> ResidencyPlan:
-    """Return the plan of one process. `sizes` names its assets with their bytes, `budget` the bytes they may take (None keeps everything).
+    """Return the plan of one process.
 
-    Roles in `shared` have engines that read the trainer's own weights, those in `copied` infer with a copy of them. Raises UserError
-    for a stage that alone is over the budget.
+    Args:
+        flow: Its stages.
+        sizes: The process's assets with their bytes.
+        budget: The bytes that they may take; None keeps everything.
+        shared: Roles whose engines read the trainer's own weights.
+        copied: Roles that infer with a copy of their weights.
+        asleep: The bytes of engines while they sleep; by default as many as awake.
+
+    Raises:
+        UserError: A stage alone is over the budget.
     """
     needs = needed_assets(flow, shared, copied)
     needs = {step: needed & set(sizes) for step, needed in needs.items()}
     if budget is None:
         return ResidencyPlan(frozenset(sizes), dict.fromkeys(needs, ()))
+    during = sizes_during(flow, sizes, asleep or {})
     for step, needed in needs.items():
-        _check_fits(step, {asset: sizes[asset] for asset in needed}, budget)
-    kept = _kept(needs, sizes, budget)
+        _check_fits(step, {asset: during[step][asset] for asset in needed}, budget)
+    kept = _kept(needs, during, sizes, budget)
     steps = list(needs)
     before: dict[str, tuple[ResidencyMove, ...]] = {}
     for number, step in enumerate(steps):
@@ -79,6 +90,18 @@ def residency_plan(
         bring = [ResidencyMove("wake" if asset.part == "engine" else "onload", asset) for asset in sorted(now - last)]
         before[step] = (*put_away, *bring)
     return ResidencyPlan(kept, before)
+
+
+def sizes_during(flow: Flow, sizes: Mapping[Asset, int], asleep: Mapping[Asset, int]) -> dict[str, dict[Asset, int]]:
+    """Return the bytes of each asset in each step, if it is there: an engine is awake in the stages that generate with it alone."""
+    generating = {stage.name: stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
+    return {
+        step: {
+            asset: size if generating.get(step) == asset.role else asleep.get(asset, size)
+            for asset, size in sizes.items()
+        }
+        for step in (*(stage.name for stage in flow.stages), PUBLISH)
+    }
 
 
 def needed_assets(
@@ -108,13 +131,18 @@ def stage_needs(
     return weights | {Asset(stage.role, "optimizer")} if is_optimized(stage) else weights
 
 
-def _kept(needs: Mapping[str, frozenset[Asset]], sizes: Mapping[Asset, int], budget: int) -> frozenset[Asset]:
+def _kept(
+    needs: Mapping[str, frozenset[Asset]],
+    during: Mapping[str, Mapping[Asset, int]],
+    sizes: Mapping[Asset, int],
+    budget: int,
+) -> frozenset[Asset]:
     """Return the assets that fit beside every step's needs, first those that would move most often."""
     steps = list(needs.values())
     kept: frozenset[Asset] = frozenset()
     for asset in sorted(sizes, key=lambda asset: (-_runs(steps, asset), sizes[asset], asset)):
         wider = kept | {asset}
-        if all(sum(sizes[needed] for needed in step | wider) <= budget for step in steps):
+        if all(sum(during[step][asset] for asset in needed | wider) <= budget for step, needed in needs.items()):
             kept = wider
     return kept
 

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage, actor, critic, reference, reward
 from braidrl.flow.stage import Signature
-from braidrl.placement.residency import PUBLISH, Asset, ResidencyMove, ResidencyPlan, needed_assets, residency_plan
+from braidrl.placement.residency import (
+    PUBLISH,
+    Asset,
+    ResidencyMove,
+    ResidencyPlan,
+    needed_assets,
+    residency_plan,
+    sizes_during,
+)
 
 
 def train(role: str) -> Stage:
@@ -97,3 +105,13 @@ def test_a_stage_over_the_budget_is_named_with_what_it_needs() -> None:
     sizes = {Asset("actor", "weights"): 2_000, Asset("actor", "optimizer"): 6_000}
     with pytest.raises(UserError, match=r"actor.update needs 8,000 bytes .*optimizer 6,000, actor weights 2,000"):
         residency_plan(Flow("grpo", [actor.generate(), train("actor")]), sizes, 7_000)
+
+
+def test_an_engine_that_sleeps_leaves_its_room_for_keys_and_values_to_others() -> None:
+    flow = Flow("grpo", [actor.generate(), train("actor")])
+    engine, weights, optimizer = Asset("actor", "engine"), Asset("actor", "weights"), Asset("actor", "optimizer")
+    sizes = {engine: 6, weights: 2, optimizer: 6}
+    assert residency_plan(flow, sizes, 9).kept == {weights}
+    plan = residency_plan(flow, sizes, 9, asleep={engine: 1})
+    assert plan.kept == {engine, weights} and sizes_during(flow, sizes, {engine: 1})["actor.update"][engine] == 1
+    assert sizes_during(flow, sizes, {engine: 1})["actor.generate"][engine] == 6

@@ -51,7 +51,8 @@ class Choice:
     def measure(self) -> tuple[float, ...]:
         """Return the numbers of which none may be larger in a choice that is never worse: seconds, bytes of each part."""
         held = assets("", dict(self.resident))
-        return (self.busy, *(held.get(Asset("", part), 0) for part in PARTS), self.working)
+        weights = self.resident.get(ENGINE, 0)  # what of an engine stays while it sleeps
+        return (self.busy, *(held.get(Asset("", part), 0) for part in PARTS), weights, self.working)
 
 
 def best(choices: Iterable[Choice]) -> list[Choice]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from braidrl.flow import Kind, Stage
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.role_settings import checkpoints_activations, layout_of, max_tokens_of
-from braidrl.placement.memory import Deployment, role_memory
+from braidrl.placement.memory import Deployment, at_once, role_memory
 from braidrl.placement.plan.choices import Choice
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.search import Plan, Search
@@ -44,7 +44,7 @@ def configured_set(problem: Problem, pool: tuple[str, ...], devices: int) -> Set
     """Return the roles of one pool as the configuration says they lie on its devices."""
     roles = {name: configured_choice(problem, name, devices) for name in pool}
     costs = {stage: cost for choice in roles.values() for stage, cost in choice.costs.items()}
-    memory = sum(choice.bytes for choice in roles.values()) + max(choice.working for choice in roles.values())
+    memory = at_once([choice.resident for choice in roles.values()], max(choice.working for choice in roles.values()))
     return SetChoice(problem.cluster.groups[0], devices, roles, costs, memory)
 
 

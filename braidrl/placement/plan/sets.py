@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from braidrl.errors import UserError
-from braidrl.placement.memory import assets
+from braidrl.placement.memory import asleep, assets, at_once
 from braidrl.placement.plan.choices import Choice, Choices, Part
 from braidrl.placement.plan.devices import USABLE, NodeGroup
 from braidrl.placement.plan.problem import Problem
@@ -79,14 +79,14 @@ class Sets:
         """
         room = int(self.problem.kind(group).memory * USABLE)
         working = max(choice.working for choice in roles.values())
-        resident = sum(choice.bytes for choice in roles.values())
+        most = at_once([choice.resident for choice in roles.values()], working)
         costs = {name: cost for choice in roles.values() for name, cost in choice.costs.items()}
-        if resident + working <= room:
-            return SetChoice(group, devices, roles, costs, resident + working)
+        if most <= room:
+            return SetChoice(group, devices, roles, costs, most)
         if max(choice.largest for choice in roles.values()) + working > room:
             return None
         # What has no room leaves and comes back at least once.
-        if 2 * (resident + working - room) / self._host(group) >= limit:
+        if 2 * (most - room) / self._host(group) >= limit:
             return None
         return self._in_turns(roles, costs, group, devices, room - working, working)
 
@@ -103,8 +103,9 @@ class Sets:
         sizes = {a: size for role, one in roles.items() for a, size in assets(role, dict(one.resident)).items()}
         shared = frozenset(r for r, one in roles.items() if one.use.engine and not one.use.engine.own_weights)
         copied = frozenset(r for r, one in roles.items() if one.use.inference is not None)
+        sleeping = {a: size for role, one in roles.items() for a, size in asleep(role, dict(one.resident)).items()}
         try:
-            plan = residency_plan(problem.flow, sizes, budget, shared, copied)
+            plan = residency_plan(problem.flow, sizes, budget, shared, copied, sleeping)
         except UserError:
             return None
         moved = dict(costs)

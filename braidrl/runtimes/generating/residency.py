@@ -32,6 +32,8 @@ class Held:
     size: int
     offloadable: OffloadableTensors
     before_leaving: Callable[[], object] = lambda: None
+    asleep: int | None = None
+    """Of an engine, its bytes while it sleeps."""
 
 
 class WeightMoves:
@@ -91,8 +93,9 @@ class Residency:
         if engine is not None and (memory := engine.memory) is not None:
             shared = memory.model is worker.model
             own = [] if shared else list(memory.model.parameters())
-            size = memory.cache_bytes + sum(storage.nbytes() for storage in storages(own))
-            found[Asset(worker.role, "engine")] = Held(size, OffloadableTensors(lambda: own), engine.clear)
+            weights = sum(storage.nbytes() for storage in storages(own))
+            offloadable = OffloadableTensors(lambda: own)
+            found[Asset(worker.role, "engine")] = Held(memory.cache_bytes + weights, offloadable, engine.clear, weights)
             if shared:
                 self.shared |= {worker.role}
         if inferring is not None:
@@ -105,7 +108,8 @@ class Residency:
     def begin(self) -> None:
         """Load what stays throughout, once all roles are there. Raises UserError for a stage that alone is over the budget."""
         sizes = {asset: held.size for asset, held in self.held.items()}
-        self.kept = residency_plan(self.flow, sizes, self.budget, self.shared, self.copied).kept
+        asleep = {asset: held.asleep for asset, held in self.held.items() if held.asleep is not None}
+        self.kept = residency_plan(self.flow, sizes, self.budget, self.shared, self.copied, asleep).kept
         self._move(NOTHING)
 
     def before(self, stage: Stage) -> None:

@@ -285,7 +285,7 @@ class Handle:
         kept = tuple(each for output, own in held for each in output.kept(own, awaited))
         index = self.index
         if reads is None:
-            kept = tuple((key, (), *numbers) for key, _, *numbers in kept)
+            kept = tuple((key, (), workers, there) for key, _, workers, there in kept)
             computed_here = {
                 name for output in self.outputs if not output.futures and output.index for name in output.index
             }

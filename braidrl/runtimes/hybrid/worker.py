@@ -212,7 +212,7 @@ class HybridWorker(PoolWorker):
             return self._rows_of(part, columns_read(stage))
 
     def _rows_of(self, part: Part, reads: frozenset[str] | None) -> Rows:
-        self.call.exchange = PoolExchange(self.world, self._own) if part.together else None
+        self.call.exchange = PoolExchange(self.world, self._own) if part.together and self.world.size > 1 else None
         return assemble(part, self.call.answers, reads, self._fetch, self._wait)
 
     def _fetch(self, worker: int, key: int, rows: Numbers, columns: tuple[str, ...]) -> Any:

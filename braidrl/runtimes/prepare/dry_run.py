@@ -10,9 +10,9 @@ from rich.table import Table
 
 from braidrl.cluster.devices import Devices, assign_devices, device_count, device_lines
 from braidrl.config import Config
-from braidrl.placement.memory import ENGINE, GIB, INFERENCE, Footprint, RoleUse, assets, footprint, peak
+from braidrl.placement.memory import CACHE, ENGINE, GIB, INFERENCE, Footprint, RoleUse, asleep, assets, footprint, peak
 from braidrl.placement.pools import Pool, place
-from braidrl.placement.residency import Asset, needed_assets, residency_plan
+from braidrl.placement.residency import Asset, needed_assets, residency_plan, sizes_during
 from braidrl.runtimes.generating.engines import generation_layout, pools_ranks, with_engines
 from braidrl.runtimes.prepare.setup import Prepared, prepare
 from braidrl.runtimes.saving.folders import check_output
@@ -106,9 +106,13 @@ def moving(prepared: Prepared, footprints: list[Footprint]) -> tuple[int | None,
     sizes = {asset: size for one in footprints for asset, size in assets(one.use.role, one.resident).items()}
     shared = frozenset(one.use.role for one in footprints if one.use.generates and ENGINE not in one.resident)
     copied = frozenset(one.use.role for one in footprints if INFERENCE in one.resident)
-    plan = residency_plan(prepared.flow, sizes, int(gib * GIB), shared, copied)
-    steps = [plan.kept | (needed & sizes.keys()) for needed in needed_assets(prepared.flow, shared, copied).values()]
-    return max(sum(sizes[asset] for asset in step) for step in steps), sorted(sizes.keys() - plan.kept)
+    sleeping = {asset: size for one in footprints for asset, size in asleep(one.use.role, one.resident).items()}
+    plan = residency_plan(prepared.flow, sizes, int(gib * GIB), shared, copied, sleeping)
+    during, needs = sizes_during(prepared.flow, sizes, sleeping), needed_assets(prepared.flow, shared, copied)
+    most = max(
+        sum(during[step][asset] for asset in plan.kept | (needed & sizes.keys())) for step, needed in needs.items()
+    )
+    return most, sorted(sizes.keys() - plan.kept)
 
 
 def show(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], console: Console) -> None:
@@ -127,6 +131,11 @@ def show(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], c
         resident, moved = moving(prepared, footprints)
         table.add_row("together, at its peak", "", in_units(peak(footprints, resident)), style="bold")
         console.print(table)
+        if resting := [
+            one for one in footprints if CACHE in one.resident and any(other.working for other in footprints)
+        ]:
+            names = ", ".join(f"{one.use.role} {in_units(one.resident[CACHE])}" for one in resting)
+            console.print(f"keys and values that leave while roles infer or train: {names}", soft_wrap=True)
         if moved:
             names = ", ".join(f"{asset.role} {asset.part}" for asset in moved)
             console.print(f"waits in host memory while other roles need the room: {names}", soft_wrap=True)

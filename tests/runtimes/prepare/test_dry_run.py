@@ -63,7 +63,19 @@ def test_a_trained_role_takes_more_than_a_frozen_one_and_roles_take_turns(worksh
     assert by_role["actor"].resident.keys() - by_role["critic"].resident.keys() == {"keys and values"}
     assert by_role["reference"].resident.keys() == {"weights"}
     working = [sum(one.working.values()) for one in footprints]
-    assert peak(footprints) == sum(sum(one.resident.values()) for one in footprints) + max(working) < 2**30
+    staying = sum(size for one in footprints for part, size in one.resident.items() if part != "keys and values")
+    assert peak(footprints) == staying + max(*working, by_role["actor"].resident["keys and values"]) < 2**30
+
+
+def test_an_engine_that_sleeps_takes_no_keys_and_values_while_others_work(workshop: Workshop) -> None:
+    shown = StringIO()
+    ((_, footprints),) = dry_run(workshop.config(**{**PPO, "rollout": {"slots": 4096}}), Console(file=shown, width=120))
+    cache = next(one.resident["keys and values"] for one in footprints if one.use.generates)
+    everything, working = (sum(sum(part.values()) for part in parts) for parts in zip(
+        *((one.resident, one.working) for one in footprints), strict=True
+    ))  # fmt: skip
+    assert cache > working and peak(footprints) == everything
+    assert "keys and values that leave while roles infer or train: actor" in shown.getvalue()
 
 
 def test_a_role_that_infers_in_another_layout_has_a_copy_of_its_weights(workshop: Workshop) -> None:
