@@ -97,7 +97,7 @@ def actor_name(family: str, number: int) -> str:
     return f"{family}-{number}"
 
 
-def pools_of_run(prepared: Prepared, train: bool) -> tuple[Pool, ...]:
+def hybrid_pools(prepared: Prepared, train: bool) -> tuple[Pool, ...]:
     """Return the pools of a run, or of its evaluation alone, with the engine processes that they start."""
     config = prepared.config
     pools = with_engines(place(config.placement, prepared.roles(), prepared.generating, config.workers), config)
@@ -157,7 +157,7 @@ class PoolWorker:
         """Find out which worker of a run this is, from the run's configuration. Raises UserError for one that could not run."""
         config = parse_config(order.settings)
         self.prepared, self.trains = without_data(config, order.train), order.train
-        pools = pools_of_run(self.prepared, order.train)
+        pools = hybrid_pools(self.prepared, order.train)
         self.spec = WorkerSpec.of(number, pools, order, config.cluster.wait_limit_s)
         self.stages = self.prepared.stages
         set_up_torch(config)

@@ -18,7 +18,7 @@ from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.backend import HybridBackend
 from braidrl.runtimes.hybrid.group import DriverTraffic, WorkerGroup
 from braidrl.runtimes.hybrid.handles import Answer, Future
-from braidrl.runtimes.hybrid.pool_worker import RunOrder, actor_name, method_class, pools_of_run
+from braidrl.runtimes.hybrid.pool_worker import RunOrder, actor_name, hybrid_pools, method_class
 from braidrl.runtimes.hybrid.worker import HybridWorker
 from braidrl.runtimes.prepare.setup import Prepared
 
@@ -41,7 +41,7 @@ def start_hybrid_backend(
     config = prepared.config
     for role in config.roles:
         method_class(config, role)
-    pools = pools_of_run(prepared, train)
+    pools = hybrid_pools(prepared, train)
     with ExitStack() as resources:
         cluster = cluster or RayCluster(config.cluster, config.device)
         resources.callback(cluster.close)

@@ -22,14 +22,14 @@ from braidrl.observe.rollouts import parts_of, read_rollouts, write_rollouts
 from braidrl.rewards.verify import responses
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """A rank among so many that read something together, each as much of it as the others."""
 
     rank: int = 0
     size: int = 1
 
 
-ALL = Share()
+ALL = RankShare()
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class HeldOut:
     """An evaluation set by name, or the share of it of one among so many ranks."""
 
     name: str
-    share: Share = ALL
+    share: RankShare = ALL
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Recording:
 
     path: Path
     without: tuple[str, ...] = ()
-    share: Share = ALL
+    share: RankShare = ALL
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Surplus:
     """Rows that a checkpoint keeps for the next batch, or a share of the files that hold them."""
 
     path: Path
-    share: Share = ALL
+    share: RankShare = ALL
 
 
 Origin = Admission | HeldOut | Recording | Surplus
@@ -73,7 +73,7 @@ def divided(origin: Origin, ranks: int) -> list[Origin]:
         ranks = min(ranks, len(origin.numbers))
         shares = (equal_share(len(origin.numbers), rank, ranks) for rank in range(ranks))
         return [Admission(origin.numbers[share.start : share.stop]) for share in shares]
-    return [replace(origin, share=Share(rank, ranks)) for rank in range(ranks)]
+    return [replace(origin, share=RankShare(rank, ranks)) for rank in range(ranks)]
 
 
 class RowStore:

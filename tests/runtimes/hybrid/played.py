@@ -19,7 +19,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import part_path, write_rollouts
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.handles import assemble
-from braidrl.runtimes.hybrid.pool_worker import RunOrder, WorkerSpec, pools_of_run
+from braidrl.runtimes.hybrid.pool_worker import RunOrder, WorkerSpec, hybrid_pools
 from braidrl.runtimes.hybrid.worker import HybridWorker
 from braidrl.runtimes.prepare.setup import Prepared, with_data, without_data
 from braidrl.transfer.protocols import register
@@ -80,7 +80,7 @@ class PlayedWorker(HybridWorker):
     def join_run(self, number: int, order: RunOrder) -> None:
         self.prepared, self.trains = read_once(json.dumps(order.settings)), order.train
         limit_s = self.prepared.config.cluster.wait_limit_s
-        self.spec = WorkerSpec.of(number, pools_of_run(self.prepared, order.train), order, limit_s)
+        self.spec = WorkerSpec.of(number, hybrid_pools(self.prepared, order.train), order, limit_s)
         self.stages = self.prepared.stages
 
     @register(protocol="ONE_TO_ALL")
