@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.config import ClusterConfig
 from braidrl.placement.pools import Pool
 from tests.cluster.test_devices import seen_by
-ray.init("local", num_cpus=6, num_gpus=4, include_dashboard=False, object_store_memory=80 << 20, logging_level="ERROR")
+ray.init("local", num_cpus=8, num_gpus=8, include_dashboard=False, object_store_memory=80 << 20, logging_level="ERROR")
 launcher = RayLauncher(ClusterConfig(start_limit_s=100), "cuda")
-pools = [Pool(("generate",), 1, engines=1, engine_devices=2), Pool(("actor",), 1), Pool(("compute",), 1, device=False)]
+pools = [Pool(("generate",), 2, engines=1, engine_devices=2), Pool(("actor",), 2), Pool(("compute",), 1, device=False)]
 print(json.dumps(seen_by(launcher, pools)))
 ray.shutdown()
 """
@@ -134,14 +135,43 @@ def test_a_process_sees_its_devices_by_the_names_that_its_starter_sees_them_by(m
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
 
 
-def test_processes_of_this_machine_report_the_devices_that_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    invent(monkeypatch, 4)
-    pools = [
-        Pool(("actor.generate",), 1, engines=1, engine_devices=2),
-        Pool(("actor",), 1),
-        Pool(("compute",), 1, device=False),
-    ]
-    assert seen_by(LocalLauncher("cuda"), pools) == ["0,1,2", "3", ""]
+GENERATES, TRAINS = Pool(("actor.generate",), 1, engines=1, engine_devices=2), Pool(("actor",), 1)
+
+
+@pytest.mark.parametrize(
+    ("devices", "pools", "seen"),
+    [
+        (2, [TRAINS, Pool(("critic",), 1), Pool(("compute",), 1, device=False)], ["0", "1", ""]),
+        (4, [GENERATES, TRAINS], ["0,1,2", "3"]),
+        (8, [replace(GENERATES, workers=2), replace(TRAINS, workers=2)], ["0,1,2", "3,4,5", "6", "7"]),
+    ],
+)
+def test_processes_of_this_machine_report_the_devices_that_they_were_given(
+    monkeypatch: pytest.MonkeyPatch, devices: int, pools: list[Pool], seen: list[str]
+) -> None:
+    invent(monkeypatch, devices)
+    assert seen_by(LocalLauncher("cuda"), pools) == seen
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_ranks_that_torchrun_starts_report_the_devices_that_they_take(devices: int, tmp_path: Path) -> None:
+    """Each rank has an engine of two processes, where there are devices enough for that."""
+    ranks = 2
+    script = tmp_path / "rank.py"
+    script.write_text(
+        f"from braidrl.cluster.devices import own_devices\nprint(own_devices({devices}, 1, {devices // 4 or 1}))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=280, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    tables = {
+        2: [Devices((0,), ((0,),)), Devices((1,), ((1,),))],
+        4: [Devices((0, 1), ((1,),)), Devices((2, 3), ((3,),))],
+        8: [Devices((0, 1, 2), ((1, 2),)), Devices((3, 4, 5), ((4, 5),))],
+    }
+    assert sorted(done.stdout.splitlines()) == [str(own) for own in tables[devices]]
 
 
 def test_ranks_of_this_machine_report_the_devices_that_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,9 +184,9 @@ def test_ranks_of_this_machine_report_the_devices_that_they_were_given(monkeypat
 def test_processes_on_ray_report_the_devices_that_they_were_given() -> None:
     done = subprocess.run([sys.executable, "-c", ON_RAY], cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    generate, actor, compute = json.loads(done.stdout.splitlines()[-1])
-    assert compute == "" and len(generate.split(",")) == 3
-    assert sorted([*generate.split(","), *actor.split(",")]) == ["0", "1", "2", "3"]
+    *given, compute = json.loads(done.stdout.splitlines()[-1])
+    assert compute == "" and [len(seen.split(",")) for seen in given] == [3, 3, 1, 1]
+    assert sorted(device for seen in given for device in seen.split(",")) == [str(n) for n in range(8)]
 
 
 def test_the_table_is_told_in_lines() -> None:
