@@ -10,7 +10,7 @@ Auxiliary likelihood terms have sums and denominators of their own. All tensors 
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ class Objective:
 
         Args:
             rows: Its rows.
-            offsets: (B + 1,) int64, where each row's action tokens begin.
+            offsets: (B + 1,) int64, where each row's action tokens begin; on the CPU, so that no device is waited for.
             predicted: This forward pass's `log_probs` and `entropy` (A,), `values` (A,), or `scores` (B,).
 
         Returns:
@@ -102,11 +102,12 @@ class Objective:
         """
         if "scores" in predicted:
             offsets = torch.arange(len(offsets), device=offsets.device)
-        look = Lookup(self, rows, offsets, predicted)
+        device = next(iter(predicted.values())).device
+        look = Lookup(self, rows, offsets, predicted, device)
         per_token, metrics = self.loss.function(*look.arguments(self.loss), **self.settings)
         if self.whole_groups:
             # What is said of a pair counts once for each row, and not for each of its tokens.
-            metrics = {name: Ragged(value, offsets).row_means() for name, value in metrics.items()}
+            metrics = {name: Ragged(value, offsets.to(device)).row_means() for name, value in metrics.items()}
         metrics = {**self._monitors(look), **metrics}
         if self.correction is not None:
             settings = {name: value for name, value in self.correction.items() if name != "name"}
@@ -121,8 +122,9 @@ class Objective:
         if self.entropy_coef:
             per_token = per_token - self.entropy_coef * predicted["entropy"]
         entry = entry_of(registry.aggregations, self.aggregate)
-        weights = entry.function(*look.arguments(entry), **self.aggregate_settings)
-        return {self.denominator: weighted_sum(per_token, weights)}, metrics
+        # The host knows how many tokens there are, and a device would have to be asked.
+        weights = entry.function(*replace(look, device=offsets.device).arguments(entry), **self.aggregate_settings)
+        return {self.denominator: weighted_sum(per_token, weights.to(device))}, metrics
 
     def _monitors(self, look: "Lookup") -> dict[str, Tensor]:
         if "log_probs" not in look.predicted:
@@ -149,6 +151,8 @@ class Lookup:
     rows: Rows
     offsets: Tensor
     predicted: Mapping[str, Tensor]
+    device: torch.device
+    """Where the arguments are wanted."""
 
     def arguments(self, entry: Entry) -> list[Tensor | None]:
         """Return the arguments in the order of the function's parameters. Raises KeyError for a required one that is missing."""
@@ -163,14 +167,14 @@ class Lookup:
 
     def find(self, name: str) -> Tensor | None:
         if name == "offsets":
-            return self.offsets
+            return self.offsets.to(self.device)
         if name in self.predicted:
-            return self.predicted[name]
+            return self.predicted[name].to(self.device)
         if name == "old_log_probs" and self.objective.old == "self" and "log_probs" in self.predicted:
             return self.predicted["log_probs"].detach()
         if name == "old_log_probs" and self.objective.old == "rollout":
             name = "rollout_log_probs"
-        return column_values(self.rows, name, self.offsets)
+        return column_values(self.rows, name, self.offsets, self.device)
 
 
 def name_and_settings(value: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -178,19 +182,19 @@ def name_and_settings(value: str | Mapping[str, Any]) -> dict[str, Any]:
     return {"name": value} if isinstance(value, str) else dict(value)
 
 
-def column_values(rows: Rows, column: str, offsets: Tensor) -> Tensor | None:
+def column_values(rows: Rows, column: str, offsets: Tensor, device: torch.device) -> Tensor | None:
     """Return a column as losses take it: payload as flat values (A,), index columns as they are (B,); None where it is missing.
 
     An `advantage` per row is repeated over the row's action tokens as `advantages`.
     """
     if column == "advantages" and column not in rows and "advantage" in rows:
         per_row = rows["advantage"].to(offsets.device)
-        return per_row.repeat_interleave(offsets.diff())
+        return per_row.repeat_interleave(offsets.diff()).to(device)
     found = rows.get(column)
     if found is None:
         return None
     values: Tensor = found.values if isinstance(found, Ragged) else found
-    return values.to(offsets.device)
+    return values.to(device)
 
 
 def denominators(index: Rows) -> dict[str, float]:
@@ -227,7 +231,10 @@ def nonfinite_tokens(rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor
     """
     count, found = int(offsets[-1]), []
     columns = [name for name, column in rows.items() if isinstance(column, Tensor | Ragged)]
-    known = {**predicted, **{name: column_values(rows, name, offsets) for name in (*columns, "advantages")}}
+    known = {
+        **predicted,
+        **{name: column_values(rows, name, offsets, offsets.device) for name in (*columns, "advantages")},
+    }
     for name, values in known.items():
         if values is None or not values.is_floating_point() or len(values) != count:
             continue

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from braidrl.errors import UserError
@@ -125,11 +126,14 @@ class Sums:
             role: Comes before each name.
             metrics: By name, (A,) floating point, one number for each of A action tokens.
         """
-        for name, values in metrics.items():
+        found = [values.max() if name.endswith("_max") else values.sum() for name, values in metrics.items()]
+        # All of them at once: each number that is asked for alone makes the host wait for the device.
+        numbers = torch.stack(found).tolist() if found else []
+        for (name, values), number in zip(metrics.items(), numbers, strict=True):
             if name.endswith("_max"):
-                self.highest(f"{role}/{name}", values.max())
+                self.highest(f"{role}/{name}", number)
             else:
-                self.add(f"{role}/{name}", values.sum(), len(values))
+                self.add(f"{role}/{name}", number, len(values))
 
     def merge(self, other: "Sums") -> None:
         """Add everything that `other` holds."""

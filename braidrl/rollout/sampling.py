@@ -26,6 +26,8 @@ class BatchSampling:
     greedy: Tensor | None = None
     top_k: Tensor | None = None
     top_p: Tensor | None = None
+    most: int = 0
+    """The largest top-k, which the host knows without asking a device."""
 
 
 def batch_sampling(
@@ -44,6 +46,7 @@ def batch_sampling(
         temperature=temperature if any(s.log_prob_temperature != 1 for s in asked) else None,
         greedy=greedy if any(s.takes_likeliest for s in asked) else None,
         top_k=top_k if any(s.top_k for s in asked) else None,
+        most=max((s.top_k for s in asked), default=0),
         top_p=top_p if any(s.top_p < 1 for s in asked) else None,
     )
 
@@ -97,7 +100,7 @@ def _cut(weights: Tensor, sampling: BatchSampling) -> Tensor:
     """Set `weights` (B, V) to 0 outside the rows' top-k, and then outside their top-p of what is left."""
     if sampling.top_k is not None:
         ranks = sampling.top_k.clamp(max=weights.shape[-1])
-        values = weights.topk(int(ranks.max()), dim=-1).values
+        values = weights.topk(min(sampling.most, weights.shape[-1]), dim=-1).values
         least = values.gather(-1, (ranks - 1).clamp(min=0)[:, None])
         weights = weights.masked_fill((weights < least) & (ranks > 0)[:, None], 0.0)
     if sampling.top_p is not None:

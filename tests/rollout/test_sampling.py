@@ -69,6 +69,7 @@ def test_sampled_tokens_are_as_frequent_as_the_model_says(
         temperature=per_row(0.7),
         top_k=per_row(top_k, torch.int64) if top_k else None,
         top_p=per_row(top_p) if top_p < 1 else None,
+        most=top_k,
     )
     uniforms = uniform(7, vocabulary, torch.arange(ROWS))
     tokens, log_probs = sample(logits.expand(ROWS, -1).clone(), choice, uniforms)
@@ -85,6 +86,7 @@ def test_each_row_has_its_own_temperature_cuts_and_greed() -> None:
         greedy=torch.tensor([False, False, True, False, False, False]),
         top_k=torch.tensor([0, 0, 0, 1, 0, 3]),
         top_p=torch.tensor([1.0, 1.0, 1.0, 1.0, 1e-6, 0.5]),
+        most=3,
     )
     draws = torch.stack([sample(logits.clone(), choice, uniform(n, torch.arange(6)))[0] for n in range(200)])
     likeliest = logits.argmax(-1)
@@ -92,7 +94,7 @@ def test_each_row_has_its_own_temperature_cuts_and_greed() -> None:
         assert (draws[:, row] == likeliest[row]).all()
     assert len(draws[:, 0].unique()) > len(draws[:, 1].unique()) > 3
     assert 1 <= len(draws[:, 5].unique()) <= 3
-    alone = sample(logits[5:].clone(), BatchSampling(choice.temperature[5:], None, choice.top_k[5:], choice.top_p[5:]),
+    alone = sample(logits[5:].clone(), BatchSampling(choice.temperature[5:], None, choice.top_k[5:], choice.top_p[5:], 3),
                    uniform(3, torch.arange(6))[5:])  # fmt: skip
     together = sample(logits.clone(), choice, uniform(3, torch.arange(6)))
     assert torch.equal(alone[0][0], together[0][5]) and torch.equal(alone[1][0], together[1][5])

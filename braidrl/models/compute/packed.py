@@ -23,7 +23,8 @@ class Packed:
     """N tokens of B rows with A action tokens, packed without padding.
 
     input_ids, position_ids (N,); sequence_lengths of all sequences; predictors (A,): positions whose hidden state predicts an action;
-    targets (A,): the actions; offsets (B + 1,): each row's part of the A actions; row_ends (B,): position of each row's last token;
+    targets (A,): the actions; offsets (B + 1,), on the CPU: each row's part of the A actions; row_ends (B,): position of each row's last
+    token;
     hidden (1, N, D): the previous pipeline rank's output, None on the first.
     """
 
@@ -70,11 +71,11 @@ def pack(rows: Rows, device: torch.device) -> Packed:
     per_row = rows["action_mask"].with_values(rows["action_mask"].values.to(torch.int64)).row_sums()
     return Packed(
         tokens.values.to(device), positions.to(device), tuple(lengths.tolist()), (actions - 1).to(device),
-        tokens.values[actions].to(device), offsets_of(per_row).to(device), (tokens.offsets[1:] - 1).to(device),
+        tokens.values[actions].to(device), offsets_of(per_row), (tokens.offsets[1:] - 1).to(device),
     )  # fmt: skip
 
 
 def empty_packed(device: torch.device) -> Packed:
     """Return one token of no row, without an action, for a rank that only joins the collectives of a forward pass."""
     none, one = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    return Packed(one, one, (1,), none, none, one, none)
+    return Packed(one, one, (1,), none, none, torch.zeros(1, dtype=torch.int64), none)

@@ -198,7 +198,7 @@ def pack_shared(rows: Rows, device: torch.device) -> PackedFamilies:
 
     return PackedFamilies(
         moved(packed.input_ids), moved(packed.position_ids), packed.sequence_lengths,
-        place[packed.predictors].to(device), packed.targets.to(device), packed.offsets.to(device),
+        place[packed.predictors].to(device), packed.targets.to(device), packed.offsets,
         place[packed.row_ends].to(device), tuple(families),
     )  # fmt: skip
 
