@@ -35,9 +35,19 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def has_bfloat16() -> bool:
+    """Return True where CUDA devices compute in bfloat16 by themselves, and where there are none, so that nobody can tell."""
+    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def device_count(name: str) -> int | None:
     """Return how many CUDA devices this process sees, or None where the configuration's `device` is not CUDA."""
     return torch.cuda.device_count() if choose_device(name).type == "cuda" else None
+
+
+def device_memory(name: str) -> int | None:
+    """Return the bytes of this process's CUDA device, or None where the configuration's `device` means none that is here."""
+    return int(torch.cuda.get_device_properties(0).total_memory) if device_count(name) else None
 
 
 def devices_each(pools: Sequence[Pool], available: int, where: str) -> dict[str, int]:

@@ -237,8 +237,9 @@ class Config(Section):
     """Worker groups, queue and weights of `runtime: streaming`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the CUDA device where there is one."""
-    dtype: DType = "float32"
-    """Type of the weights in the forward pass; master weights and optimizer state are never less than float32."""
+    dtype: DType | Literal["auto"] = "auto"
+    """Type of the weights in the forward pass; master weights and optimizer state are never less than float32. `auto` is bfloat16 on a
+    CUDA device that has it, and float32 elsewhere."""
     seed: int = 0
     """Seed of everything random: order of the data, sampling, shuffles."""
     output: Path = Path("runs")

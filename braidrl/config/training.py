@@ -18,6 +18,9 @@ class LoraConfig(Section):
     """What an adapter adds to a layer is scaled by alpha / rank."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Linear layers that get one, by the last part of their name; by default all within the decoder's layers."""
+    base_dtype: Literal["nf4"] | None = None
+    """`nf4` keeps the weights under the adapters in 4 bits (QLoRA, needs bitsandbytes), and engines of the same process generate with
+    them; by default they have the model's type."""
 
 
 class TrainerConfig(Section):
@@ -36,7 +39,8 @@ class TrainerConfig(Section):
     backend: str = "torch"
     """What trains and infers: `torch`, which has layouts, adapters and offloading, or `module:name` or `file.py:name` of your own."""
     optimizer: str = "adamw"
-    """`adamw`, `sgd`, or `module:name` or `file.py:name` of your own; torch's have names too, as in `torch.optim:RMSprop`."""
+    """`adamw`, `adamw8bit` (its moments in 8 bits, needs bitsandbytes), `sgd`, or `module:name` or `file.py:name` of your own; torch's
+    have names too, as in `torch.optim:RMSprop`."""
     optimizer_settings: dict[str, Any] = {}
     """Settings handed to it by keyword, as in `{momentum: 0.9}`."""
     learning_rate: float = Field(1e-6, ge=0)

@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 
 from braidrl.cluster.groups import background_group
 from braidrl.errors import UserError
+from braidrl.models.eight_bit import UNDIVIDED
 from braidrl.models.lora import (
     ADAPTER,
     WEIGHTS,
@@ -215,8 +216,9 @@ def ours(worker: RoleModel, key: str) -> bool:
 
 
 def owner(optimizer: MasterOptimizer, key: str, tensor: Tensor) -> Tensor:
-    """Return the tensor whose sharding a state tensor follows: its parameter, or for a scalar itself."""
-    return optimizer.by_number[int(key.split(".")[0])] if tensor.dim() else tensor
+    """Return the tensor whose sharding a state tensor follows: its parameter; for a scalar, and what is never divided, itself."""
+    number, _, name = key.partition(".")
+    return optimizer.by_number[int(number)] if tensor.dim() and name not in UNDIVIDED else tensor
 
 
 def check_shapes(optimizer: MasterOptimizer, saved: Mapping[str, torch.Size]) -> None:
@@ -224,7 +226,7 @@ def check_shapes(optimizer: MasterOptimizer, saved: Mapping[str, torch.Size]) ->
     names: dict[int, set[str]] = {number: set() for number in optimizer.by_number}
     for key, shape in saved.items():
         number, _, name = key.partition(".")
-        if name:
+        if name and name not in UNDIVIDED:
             names[int(number)].add(name)
             if shape and shape != optimizer.by_number[int(number)].shape:
                 raise LookupError(f"{key} is {tuple(shape)}, and not {tuple(optimizer.by_number[int(number)].shape)}")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from braidrl.config import LoraConfig
 from braidrl.errors import UserError, suggest
+from braidrl.models.four_bit import FourBitLinear
 from braidrl.models.parallel.boxes import Box
 from braidrl.models.parallel.shards import box_of, full_tensor, local_shard
 from braidrl.models.weight_files import HEAD
@@ -88,18 +89,33 @@ def adapter_name(name: str) -> str:
 class Adapted:
     """A weight (out, in) with its adapter: `down` (rank, in) and `up` (out, rank)."""
 
-    base: Tensor
+    layer: nn.Linear | FourBitLinear
+    """The layer under the adapter."""
     down: Tensor
     up: Tensor
     scaling: float
 
     @property
+    def base(self) -> Tensor:
+        """Return the weight without its adapter; one that is kept in 4 bits is computed."""
+        return self.layer.weight
+
+    @property
+    def box(self) -> Box:
+        """Return the block of the global weight that this rank has."""
+        return Box.whole(self.shape) if isinstance(self.layer, FourBitLinear) else box_of(self.base)
+
+    @property
+    def device(self) -> torch.device:
+        return self.up.device
+
+    @property
     def shape(self) -> torch.Size:
-        return self.base.shape
+        return torch.Size((self.layer.out_features, self.layer.in_features))
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.base.dtype
+        return self.layer.dtype if isinstance(self.layer, FourBitLinear) else self.layer.weight.dtype
 
     @torch.no_grad()
     def merged(self) -> Tensor:
@@ -109,7 +125,7 @@ class Adapted:
     @torch.no_grad()
     def merged_part(self) -> Tensor:
         """Return this rank's shard of `merged`; all ranks of a sharded model call this at the same time."""
-        return self._added(local_shard(self.base), box_of(self.base))
+        return self._added(local_shard(self.base), self.box)
 
     def _added(self, base: Tensor, box: Box) -> Tensor:
         """Merge the adapter into a block of the base. Adapters are small: they are gathered in full."""
@@ -124,10 +140,12 @@ def plain_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tens
     found: dict[str, Tensor | Adapted] = {}
     for name, tensor in named.items():
         layer, _, own = name.partition(".base_layer.")
-        if own == "weight":
+        if own in ("weight", "codes"):
             module: Any = model.get_submodule(layer)
             down, up = module.lora_A[NAME].weight, module.lora_B[NAME].weight
-            found[f"{layer}.weight"] = Adapted(tensor, down, up, float(module.scaling[NAME]))
+            found[f"{layer}.weight"] = Adapted(module.base_layer, down, up, float(module.scaling[NAME]))
+        elif own == "scales":
+            continue
         elif own:
             found[f"{layer}.{own}"] = tensor
         elif ".lora_" not in name:

@@ -17,13 +17,29 @@ from torch import Tensor, nn
 from braidrl.config import TrainerConfig
 from braidrl.errors import UserError
 from braidrl.importing import PluginRegistry
+from braidrl.models import eight_bit
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.models.parallel.shards import local_gradient, local_shard, shard_of
 
+MASTER_BYTES = 4
 OPTIMIZERS = PluginRegistry(
-    "optimizer", {"adamw": "braidrl.models.optimizer:adamw", "sgd": "braidrl.models.optimizer:sgd"}
+    "optimizer",
+    {
+        "adamw": "braidrl.models.optimizer:adamw",
+        "adamw8bit": "braidrl.models.eight_bit:adamw8bit",
+        "sgd": "braidrl.models.optimizer:sgd",
+    },
 )
 """What makes an optimizer: called with a list of tensors, `lr`, and the settings by keyword, as those of `torch.optim` are."""
+
+
+MOMENT_BYTES = {"adamw": float(MASTER_BYTES), "adamw8bit": eight_bit.MOMENT_BYTES}
+"""Bytes of each of the two moments of a weight, of optimizers that take AdamW's keys."""
+
+
+def moment_bytes(config: TrainerConfig) -> float:
+    """Return the bytes of each of the two moments of a weight in float32, which an optimizer is taken to keep."""
+    return MOMENT_BYTES.get(config.optimizer, MASTER_BYTES)
 
 
 def adamw(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
@@ -39,13 +55,13 @@ def sgd(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim
 def optimizer_settings(config: TrainerConfig) -> dict[str, Any]:
     """Return the settings of the configured optimizer by keyword; AdamW has keys of its own for some."""
     own = {"betas": config.betas, "eps": config.epsilon, "weight_decay": config.weight_decay}
-    return {**(own if config.optimizer == "adamw" else {}), **config.optimizer_settings}
+    return {**(own if config.optimizer in MOMENT_BYTES else {}), **config.optimizer_settings}
 
 
 def check_optimizer(config: TrainerConfig) -> None:
     """Raise UserError for an optimizer that there is not, and for settings that it does not have."""
     OPTIMIZERS.check(config.optimizer)
-    if config.optimizer != "adamw":
+    if config.optimizer not in MOMENT_BYTES:
         OPTIMIZERS.check_settings(config.optimizer, config.optimizer_settings)
         for key in ("weight_decay", "betas", "epsilon"):
             if getattr(config, key) != TrainerConfig.model_fields[key].default:
@@ -185,7 +201,8 @@ class MasterOptimizer:
     def bytes_in_use(self) -> int:
         """Return the bytes of gradients, moments and masters that are copies, from the first step on."""
         copies = [p.dtype != m.dtype for p, m in zip(self.parameters, self.masters, strict=True)]
-        return sum(m.nbytes * (3 + copied) for m, copied in zip(self.masters, copies, strict=True))
+        moments = 2 * moment_bytes(self.config) / MASTER_BYTES
+        return int(sum(m.nbytes * (1 + moments + copied) for m, copied in zip(self.masters, copies, strict=True)))
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that it holds besides the model's own weights."""
@@ -205,7 +222,8 @@ class MasterOptimizer:
 
     def _checked(self, name: str, value: Any, master: Tensor) -> Tensor:
         """Return the value. Raises UserError for what a checkpoint cannot divide among ranks as it divides the weights."""
-        if not isinstance(value, Tensor) or value.shape not in (master.shape, torch.Size()):
+        divisible = isinstance(value, Tensor) and value.shape in (master.shape, torch.Size())
+        if not divisible and name not in eight_bit.UNDIVIDED:
             raise UserError(
                 f"trainer.optimizer={self.config.optimizer} keeps {name!r}, which is no tensor of its parameter's shape and no tensor of "
                 "one number; a checkpoint holds only these"
@@ -222,5 +240,5 @@ class MasterOptimizer:
             own = {key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.startswith(f"{i}.")}
             own.pop("master", None)
             if own:
-                self.optimizer.state[master] = {name: tensor.clone() for name, tensor in own.items()}
+                self.optimizer.state[master] = {n: tensor.to(master.device, copy=True) for n, tensor in own.items()}
         self._publish()

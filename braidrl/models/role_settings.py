@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from braidrl.cluster.devices import choose_device, has_bfloat16
 from braidrl.config import Config, LoraConfig, RoleConfig
 from braidrl.flow import Flow, Kind
 from braidrl.models.parallel.layout import ParallelLayout
@@ -25,7 +26,16 @@ def model_path(role: str, config: Config) -> Path:
 
 def dtype_of(role: str, config: Config) -> torch.dtype:
     """Return the type of a role's weights: its own, or the run's."""
-    return DTYPES[own_settings(role, config).dtype or config.dtype]
+    return DTYPES[dtype_name(role, config)]
+
+
+def dtype_name(role: str, config: Config, device: str | None = None) -> str:
+    """Return the name of the type of a role's weights: its own, or the run's on a kind of device, by default the configuration's."""
+    name = own_settings(role, config).dtype or config.dtype
+    if name != "auto":
+        return name
+    on_cuda = (device or choose_device(config.device).type) == "cuda"
+    return "bfloat16" if on_cuda and has_bfloat16() else "float32"
 
 
 def backend_of(role: str, config: Config) -> str:
@@ -47,6 +57,14 @@ def layout_of(role: str, config: Config) -> ParallelLayout:
 def lora_of(role: str, config: Config) -> LoraConfig | None:
     """Return the role's adapter settings: its own, or the trainer's; None where it is trained in full."""
     return own_settings(role, config).lora or config.trainer.lora
+
+
+def merges_adapters(lora: LoraConfig | None, config: Config) -> bool:
+    """Return True where engines of this process have a copy of the weights with the adapters merged, and do not apply them apart.
+
+    On a CPU the compiled kernels decode merged weights alone; memory is what a CUDA device has less of.
+    """
+    return lora is not None and lora.base_dtype is None and choose_device(config.device).type == "cpu"
 
 
 def max_tokens_of(role: str, config: Config) -> int:
@@ -89,10 +107,15 @@ def layout_key(role: str, config: Config) -> str:
     return f"roles.{role}.layout" if own_settings(role, config).layout else "trainer.layout"
 
 
+def lora_key(role: str, config: Config) -> str:
+    """Return the configuration key that sets the role's adapters."""
+    return f"roles.{role}.lora" if own_settings(role, config).lora else "trainer.lora"
+
+
 def unusual_rates(config: Config, flow: Flow) -> list[str]:
     """Return a line for each trained role whose learning rate is far beyond what AdamW is run with."""
     lines = []
-    for role in flow.trained_roles if config.trainer.optimizer == "adamw" else ():
+    for role in flow.trained_roles if config.trainer.optimizer.startswith("adamw") else ():
         rate, most = learning_rate_of(role, config), HIGHEST_USUAL_RATE * (10 if lora_of(role, config) else 1)
         if rate > most:
             lines.append(

@@ -19,6 +19,7 @@ from braidrl.models.memory.footprint import (
     model_shape,
     resident_bytes,
 )
+from braidrl.models.optimizer import MASTER_BYTES, moment_bytes
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.role_settings import (
     DTYPES,
@@ -28,6 +29,7 @@ from braidrl.models.role_settings import (
     layout_of,
     lora_of,
     max_tokens_of,
+    merges_adapters,
     model_path,
 )
 from braidrl.placement.residency import Asset
@@ -79,6 +81,8 @@ class Deployment:
     inference: ParallelLayout | None = None
     """The layout of a second copy that infers."""
     engine: EngineUse | None = None
+    moment_bytes: float = MASTER_BYTES
+    """Of each of the optimizer's two moments of a weight in float32."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ def role_memory(
     use: Deployment, activations: ActivationBytes = activation_bytes
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes of each device by part: those that stay, and those needed while the role works."""
-    resident = resident_bytes(use.shape, use.trained, use.layout)
+    resident = resident_bytes(use.shape, use.trained, use.layout, use.moment_bytes)
     if use.inference is not None:
         resident[INFERENCE] = resident_bytes(use.plain, False, use.inference)["weights"]
     if use.engine is not None:
@@ -122,6 +126,8 @@ def working_bytes(use: Deployment, activations: ActivationBytes = activation_byt
         working["weights gathered"] = gathered
     if messages := message_bytes(shape, tokens, use.trained, layout):
         working["messages between pipeline ranks"] = messages
+    if shape.four_bit:
+        working["weights of a layer"] = shape.layer_parameters * shape.element_bytes
     if use.trained:
         working["activations"] = activations(shape, tokens, use.checkpointing, layout)
     if not use.scalar:
@@ -152,7 +158,9 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
     # Servers have devices of their own.
     if use.generates and rollout.engine != "http":
         decoder = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
-        differs = decoder.dtype != dtype or bool(lora) or not layout.is_replicated or decoding_ranks > 1
+        differs = (
+            decoder.dtype != dtype or merges_adapters(lora, config) or not layout.is_replicated or decoding_ranks > 1
+        )
         own_weights = differs and not use.apart
         engine = EngineUse(decoder, rollout.slots, config.max_sequence_tokens, decoding_ranks, own_weights)
     computes = not use.apart and any(
@@ -160,7 +168,7 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
     )
     deployed = Deployment(
         shape, plain, layout, use.trained, scalar, computes, max_tokens_of(role, config),
-        checkpoints_activations(role, config), other and other.resolve(devices), engine,
+        checkpoints_activations(role, config), other and other.resolve(devices), engine, moment_bytes(config.trainer),
     )  # fmt: skip
     return Footprint(use, shape, *role_memory(deployed))
 

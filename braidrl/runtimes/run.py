@@ -25,6 +25,7 @@ from braidrl.runtimes.distributed.launch import in_ranks
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
 from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 from braidrl.runtimes.prepare.checks import rows_may_be_stale, without_effect
+from braidrl.runtimes.prepare.dry_run import check_engine_memory
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
 from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint, resume_point
 from braidrl.runtimes.saving.folders import held_alone, new_run_folder, unused_folder, write_config
@@ -59,6 +60,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.prepared = prepare_together(config, self.world)
         self.flow = self.prepared.flow
         check_runtime(config, self.flow, generates=replay is None, trains=not rollout_only)
+        if not rollout_only:
+            check_engine_memory(self.prepared)
         self.folder = resume or Path(self.world.from_first("run folder", lambda: str(new_run_folder(config))))
         self.progress = self._opened_progress()
         set_up_torch(config)

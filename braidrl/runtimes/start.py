@@ -117,8 +117,11 @@ def start_controller(context: RunContext) -> Controller[Any]:
     return StreamingProgram(context.prepared, loader, context.folder)
 
 
-def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool) -> None:
-    """Raise UserError, before anything is made, for what the runtime cannot run; a replay does not generate."""
+def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, planned: bool = False) -> None:
+    """Raise UserError, before anything is made, for what the runtime cannot run; a replay does not generate.
+
+    A run that is only `planned` may be for devices that another machine has.
+    """
     trainer = config.trainer
     GroupSelector(trainer.prompts_per_step, 1, trainer.surplus, trainer.max_staleness)
     if trainer.over_sampling > 1 and not flow.sampling_segment:
@@ -127,7 +130,7 @@ def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool) -> 
             f"{flow.name} selects none; remove it"
         )
     devices = device_count(config.device)
-    if config.runtime == "eager" and devices is not None:
+    if config.runtime == "eager" and devices is not None and not (planned and devices == 0):
         own_devices(devices, own_engines(config), config.rollout.tensor)
     if config.runtime == "streaming":
         check_streaming(config, flow)

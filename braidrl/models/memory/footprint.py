@@ -22,13 +22,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from braidrl.config import LoraConfig
 from braidrl.models.compute.attention import ATTENTION
 from braidrl.models.compute.log_probs import CHUNK_ELEMENTS
+from braidrl.models.four_bit import BYTES_PER_WEIGHT
 from braidrl.models.loading import read_model_config
 from braidrl.models.lora import add_adapters
+from braidrl.models.optimizer import MASTER_BYTES
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.parallel.pipeline import RUN
 from braidrl.models.parallel.tensor import blocks_of, copied_factors, in_layer, plan_of
 
-MASTER_BYTES = 4
 MOMENTS = 2
 ALONE = ParallelLayout(data=1)
 
@@ -59,6 +60,8 @@ class Shape:
     """Parameters that training changes: all, or the adapters."""
     copied: int
     """Adapter parameters that tensor parallelism does not divide."""
+    four_bit: int = 0
+    """Parameters that are kept in 4 bits, under adapters."""
 
     @property
     def element_bytes(self) -> int:
@@ -85,7 +88,9 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
     layer = model.base_model.layers[0]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     copied = sum(elements(factor) for factor in copied_factors(model, config.base_model_tp_plan or {}))
-    return Shape(type(model).__name__, config, elements(model), elements(layer), dtype, trained, copied)
+    few = sum(m.base_layer.weight.numel() for m in model.modules() if hasattr(m, "base_layer"))
+    four_bit = few if lora and lora.base_dtype else 0
+    return Shape(type(model).__name__, config, elements(model), elements(layer), dtype, trained, copied, four_bit)
 
 
 def elements(module: nn.Module) -> int:
@@ -102,12 +107,15 @@ def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTr
         return auto.from_config(own, dtype=dtype, attn_implementation=ATTENTION)
 
 
-def resident_bytes(shape: Shape, trained: bool, layout: ParallelLayout = ALONE) -> dict[str, int]:
-    """Return the bytes that stay on the device from step to step, by kind."""
+def resident_bytes(
+    shape: Shape, trained: bool, layout: ParallelLayout = ALONE, moment_bytes: float = MASTER_BYTES
+) -> dict[str, int]:
+    """Return the bytes that stay on the device from step to step, by kind; `moment_bytes` are those of a float32 weight's moment."""
     layers = shape.sizes.num_hidden_layers // layout.pipeline
     whole = layers * shape.layer_parameters + beside_layers(shape, layout)
     own = whole // (layout.tensor * layout.shard_ranks)
-    parts = {"weights": own * shape.element_bytes}
+    saved = shape.four_bit * (shape.element_bytes - BYTES_PER_WEIGHT)
+    parts = {"weights": own * shape.element_bytes - int(saved)}
     if trained:
         if shape.trained < shape.parameters:
             divided = (shape.trained - shape.copied) // layout.tensor
@@ -116,7 +124,7 @@ def resident_bytes(shape: Shape, trained: bool, layout: ParallelLayout = ALONE) 
         parts["gradients"] = own * master
         if master > shape.element_bytes:
             parts["master weights"] = own * master
-        parts["AdamW moments"] = own * master * MOMENTS
+        parts["AdamW moments"] = int(own * master * MOMENTS * moment_bytes / MASTER_BYTES)
     return parts
 
 

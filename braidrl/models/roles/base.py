@@ -91,7 +91,7 @@ class RoleWorker(RoleModel, TrainingBackend):
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
         rows, own = self.ranks.gather_rows(rows)
         batches = self.padded_micro_batches(rows)
-        offsets = [torch.arange(len(b.rows) + 1) if name == "scores" else b.packed.offsets.to("cpu") for b in batches]
+        offsets = [torch.arange(len(b.rows) + 1) if name == "scores" else b.packed.offsets for b in batches]
         sizes = [int(each[-1]) for each in offsets]
         found = torch.empty(sum(sizes), dtype=torch.promote_types(self.dtype, torch.float32))
 
@@ -157,8 +157,8 @@ class RoleWorker(RoleModel, TrainingBackend):
 
     @property
     def shared_model(self) -> Any:
-        """Return the model where its own parameters are the role's full weights, else None."""
-        return self.model if self.has_full_weights else None
+        """Return the model where an engine may decode with it, else None."""
+        return self.model if self.shares_weights else None
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Yield every full tensor of the model, adapters merged; all ranks that have divided it call this at the same time."""

@@ -15,6 +15,7 @@ from braidrl.config import Config
 from braidrl.models.compute.packed import Packed
 from braidrl.models.cpu.layers import compile_layers
 from braidrl.models.cpu.malloc import keep_freed_memory
+from braidrl.models.four_bit import quantize_adapted
 from braidrl.models.lora import add_adapters, train_adapters_only
 from braidrl.models.memory.offload import OffloadableTensors
 from braidrl.models.objective import Objective
@@ -30,6 +31,7 @@ from braidrl.models.role_settings import (
     learning_rate_of,
     lora_of,
     max_tokens_of,
+    merges_adapters,
     model_path,
 )
 from braidrl.models.roles.likelihood import Likelihood
@@ -57,6 +59,8 @@ class RoleModel(ABC):
         self.base_shapes = shapes_of(self.model)
         if self.lora:
             add_adapters(self.model, self.lora, config.seed)
+            if self.lora.base_dtype:
+                quantize_adapted(self.model)
         self.shapes = shapes_of(self.model)
         if config.trainer.compile and self.device.type == "cpu":
             compile_layers(self.model)
@@ -90,8 +94,13 @@ class RoleModel(ABC):
 
     @property
     def has_full_weights(self) -> bool:
-        """Return True where the module's own parameters are the role's full weights, which an engine in this process may share."""
+        """Return True where the module's own parameters are the role's full weights."""
         return self.lora is None and not self.ranks.is_sharded
+
+    @property
+    def shares_weights(self) -> bool:
+        """Return True where an engine in this process may decode with the module itself, adapters and all."""
+        return not self.ranks.is_sharded and not merges_adapters(self.lora, self.config)
 
     @abstractmethod
     def load_model(self, folder: Path, on_meta: bool = False) -> Any:

@@ -41,11 +41,11 @@ class WeightPart:
         """The local block of the global tensor."""
         if self.slices is not None:
             return self.slices.boxes[self.names[0]]
-        return box_of(self.tensor.base if isinstance(self.tensor, Adapted) else self.tensor)
+        return self.tensor.box if isinstance(self.tensor, Adapted) else box_of(self.tensor)
 
     @property
     def device(self) -> torch.device:
-        return (self.tensor.base if isinstance(self.tensor, Adapted) else self.tensor).device
+        return self.tensor.device
 
     @property
     def shape(self) -> torch.Size:

@@ -14,8 +14,9 @@ from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.models.memory.footprint import Shape, model_shape
+from braidrl.models.optimizer import moment_bytes
 from braidrl.models.parallel.layout import ParallelLayout
-from braidrl.models.role_settings import DTYPES, lora_of, model_path
+from braidrl.models.role_settings import DTYPES, dtype_name, lora_of, model_path
 from braidrl.placement.memory import Deployment, EngineUse, shape_of
 from braidrl.placement.plan.devices import Cluster, DeviceKind, NodeGroup
 from braidrl.placement.plan.generation import generate_work
@@ -74,8 +75,7 @@ class Problem:
         return {role: self._model(role) for role in self.flow.roles}
 
     def _model(self, role: str) -> Model:
-        own = self.config.roles.get(role)
-        dtype = (own and own.dtype) or self.config.dtype
+        dtype = dtype_name(role, self.config, self.cluster.device)
         scalar, trained = role in self.flow.scalar_roles, role in self.flow.trained_roles
         folder = model_path(role, self.config)
         plain = shape_of(folder, DTYPES[dtype], scalar)
@@ -215,12 +215,20 @@ class Problem:
         """Return the embedded engine of a role."""
         rollout = self.config.rollout
         shape = replace(model.shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else model.shape
-        other = shape.dtype != model.shape.dtype or model.shape is not model.plain
+        other = shape.dtype != model.shape.dtype or (model.shape is not model.plain and not model.shape.four_bit)
         return EngineUse(shape, slots, self.config.max_sequence_tokens, divisor, own_weights or other or divisor > 1)
 
     def use(self, role: str, layout: ParallelLayout, tokens: int, checkpointing: bool = False) -> Deployment:
         """Return a role on a layout, without an engine."""
         model = self.models[role]
         return Deployment(
-            model.shape, model.plain, layout, model.trained, model.scalar, model.computes, tokens, checkpointing
+            model.shape,
+            model.plain,
+            layout,
+            model.trained,
+            model.scalar,
+            model.computes,
+            tokens,
+            checkpointing,
+            moment_bytes=moment_bytes(self.config.trainer),
         )

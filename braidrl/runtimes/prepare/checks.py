@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
+from braidrl.cluster.devices import choose_device, has_bfloat16
 from braidrl.cluster.sandbox import namespaces_allowed
 from braidrl.cluster.untrusted import check_bubblewrap
-from braidrl.config import Config, PlacementConfig, StreamingConfig
+from braidrl.config import Config, LoraConfig, PlacementConfig, StreamingConfig
 from braidrl.config.section import SandboxConfig
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.models.backend import BACKENDS
+from braidrl.models.four_bit import import_bitsandbytes
 from braidrl.models.memory.footprint import model_shape
 from braidrl.models.optimizer import check_optimizer
 from braidrl.models.parallel.decoding import check_heads
@@ -22,12 +24,15 @@ from braidrl.models.parallel.generation import GenerationLayout
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.role_settings import (
     backend_of,
+    dtype_of,
     inference_layout_key,
     inference_layouts,
     layout_key,
     layout_of,
+    lora_key,
     lora_of,
     model_path,
+    own_settings,
 )
 from braidrl.observe.trackers import TRACKERS
 from braidrl.placement.pools import NAMES as PLACEMENTS
@@ -225,6 +230,17 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int
         layout.check_model(heads, settings.get("num_key_value_heads", heads), settings.get("num_hidden_layers", 1), key)
 
 
+def check_dtypes(config: Config, roles: Iterable[str]) -> None:
+    """Raise UserError for a type that the device does not compute in."""
+    on_cuda = choose_device(config.device).type == "cuda"
+    for role in roles:
+        if on_cuda and dtype_of(role, config) == torch.bfloat16 and not has_bfloat16():
+            key = f"roles.{role}.dtype" if own_settings(role, config).dtype else "dtype"
+            raise UserError(
+                f"{key}=bfloat16: {torch.cuda.get_device_name()} does not compute in it; write {key}=float32"
+            )
+
+
 def check_backends(config: Config, flow: Flow) -> None:
     """Raise UserError for a training backend that there is not, and for what a backend of a user's own does not do."""
     for role in flow.roles:
@@ -273,6 +289,25 @@ def check_adapters(config: Config, flow: Flow) -> None:
     for role in flow.trained_roles:
         if lora := lora_of(role, config):
             model_shape(model_path(role, config), torch.float32, role in flow.scalar_roles, lora)
+            if lora.base_dtype:
+                check_base(role, config, lora)
+        if config.trainer.optimizer == "adamw8bit" and not layout_of(role, config).is_replicated:
+            raise UserError(
+                f"trainer.optimizer=adamw8bit keeps moments that ranks cannot divide, and {layout_key(role, config)} divides {role}; "
+                "write trainer.optimizer=adamw, or remove the layout"
+            )
+
+
+def check_base(role: str, config: Config, lora: LoraConfig) -> None:
+    """Raise UserError where a role's weights cannot be kept in 4 bits under its adapters."""
+    key = f"{lora_key(role, config)}.base_dtype={lora.base_dtype}"
+    import_bitsandbytes(key)
+    if dtype_of(role, config) == torch.float64:
+        raise UserError(f"{key}: weights of float64 are not kept in 4 bits; write dtype=bfloat16 or float32")
+    if not layout_of(role, config).is_replicated:
+        raise UserError(
+            f"{key}: ranks cannot divide weights of 4 bits, and {layout_key(role, config)} divides {role}; remove one of them"
+        )
 
 
 def model_settings(model: Path) -> Mapping[str, Any]:

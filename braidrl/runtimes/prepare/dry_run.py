@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from braidrl.cluster.devices import Devices, assign_devices, device_count, device_lines
+from braidrl.cluster.devices import Devices, assign_devices, device_count, device_lines, device_memory
 from braidrl.config import Config
+from braidrl.errors import UserError
 from braidrl.placement.memory import CACHE, ENGINE, GIB, INFERENCE, Footprint, RoleUse, asleep, assets, footprint, peak
 from braidrl.placement.pools import Pool, place
 from braidrl.placement.residency import Asset, needed_assets, residency_plan, sizes_during
@@ -20,6 +21,8 @@ from braidrl.runtimes.start import check_runtime
 from braidrl.runtimes.streaming.groups import Group, pools_of, worker_groups
 
 MIB = 1 << 20
+VLLM_SHARE = 0.9
+"""What vLLM takes of a device unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
     """Check a configuration as a run does, and print what each device would hold. Raises UserError as a run does."""
     check_output(config)
     prepared = prepare(config)
-    check_runtime(config, prepared.flow, generates=True, trains=True)
+    check_runtime(config, prepared.flow, generates=True, trains=True, planned=True)
+    check_engine_memory(prepared)
     groups = device_groups(prepared)
     together = generation_layout(config).ranks if pools_ranks(config) else 1
     found = [
@@ -43,6 +47,28 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
     ]
     show(prepared, found, console or Console())
     return found
+
+
+def check_engine_memory(prepared: Prepared) -> None:
+    """Raise UserError where a vLLM that shares a device with training asks for more memory than training leaves there."""
+    config = prepared.config
+    if config.rollout.engine != "vllm" or config.trainer.resident_gib is not None:
+        return
+    if (total := device_memory(config.device)) is None or not any(
+        devices.every[0] in engine for devices in device_table(prepared).values() for engine in devices.engines
+    ):
+        return
+    share = float(config.rollout.vllm.get("gpu_memory_utilization", VLLM_SHARE))
+    for group in device_groups(prepared):
+        found = [footprint(use, config, prepared.flow, group.devices) for use in group.uses]
+        own = sum(one.resident.get(part, 0) for one in found for part in (ENGINE, CACHE))
+        training = peak(found) - own
+        if group.uses and share * total > total - training:
+            raise UserError(
+                f"rollout.vllm.gpu_memory_utilization={share:g} asks for {in_units(int(share * total))} of a device of {in_units(total)}, "
+                f"and training takes {in_units(training)} of it; write {max(0.0, 1 - training / total):.2f} at most, set "
+                "trainer.resident_gib so that they take turns, or leave the engine a device of its own"
+            )
 
 
 def device_groups(prepared: Prepared) -> list[DeviceGroup]:

@@ -19,7 +19,7 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
 from braidrl.flow.stages import make_stage
-from braidrl.models.role_settings import lora_of
+from braidrl.models.role_settings import dtype_name, lora_of, merges_adapters
 from braidrl.rollout.episodes.environments import check_environment
 
 TRUNCATED = {"name": "truncated"}
@@ -155,9 +155,9 @@ def single_update(config: Config) -> bool:
 
 def drawn_by_trained(config: Config, role: str) -> bool:
     """Return True when tokens are drawn by the weights that a batch is trained on, and by the trainer's arithmetic."""
-    same = config.rollout.engine == "embedded" and config.rollout.dtype in (None, config.dtype)
+    same = config.rollout.engine == "embedded" and config.rollout.dtype in (None, dtype_name(role, config))
     # Merged into bfloat16 weights, adapters are rounded.
-    exact = lora_of(role, config) is None or config.dtype != "bfloat16"
+    exact = not merges_adapters(lora_of(role, config), config) or dtype_name(role, config) != "bfloat16"
     return same and exact and config.trainer.max_staleness == 0
 
 

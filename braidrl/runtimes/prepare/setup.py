@@ -30,6 +30,7 @@ from braidrl.runtimes.prepare.checks import (
     check_adapters,
     check_backends,
     check_divided_engines,
+    check_dtypes,
     check_generating_ranks,
     check_layouts,
     check_names,
@@ -56,6 +57,7 @@ class Prepared:
         """Raise UserError for parts that do not fit together."""
         config, held_out = self.config, list(self.eval_sources.values())
         check_names(config)
+        check_dtypes(config, self.flow.roles)
         check_backends(config, self.flow)
         check_layouts(config, self.flow, self.flow.roles)
         check_divided_engines(config, [*self.flow.stages, *self._evaluated])

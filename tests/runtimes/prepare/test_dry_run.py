@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from transformers import Qwen2Config
 
@@ -144,22 +146,79 @@ QWEN = {
 """Sizes of Qwen2.5, as its configurations state them, and the millions of parameters that they make."""
 
 
-@pytest.mark.parametrize("name", list(QWEN))
-def test_the_configurations_for_qwen_run_dry(workshop: Workshop, name: str) -> None:
-    width, intermediate, layers, heads, key_value_heads, vocabulary, millions = QWEN[name]
-    model = workshop.folder / name
+def write_qwen(folder: Path, name: str) -> Path:
+    """The configuration of a Qwen2.5, without its weights."""
+    width, intermediate, layers, heads, key_value_heads, vocabulary, _ = QWEN[name]
+    model = folder / name
     Qwen2Config(
         hidden_size=width, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=key_value_heads, vocab_size=vocabulary, tie_word_embeddings=name == "0.5b",
         max_position_embeddings=131072, architectures=["Qwen2ForCausalLM"],
     ).save_pretrained(model)  # fmt: skip
     TOKENIZER.save_pretrained(model)
+    return model
+
+
+@pytest.mark.parametrize("name", list(QWEN))
+def test_the_configurations_for_qwen_run_dry(workshop: Workshop, name: str) -> None:
+    model = write_qwen(workshop.folder, name)
     files = [f"data.train={workshop.data}", f"data.eval.aime={workshop.data}", f"model={model}"]
     config = load_config(ROOT / "examples" / "dapo_math" / f"qwen2.5-{name}.yaml", files)
     ((group, (actor,)),) = dry_run(config, Console(file=StringIO()))
-    assert round(actor.shape.parameters / 1e6) == millions
+    assert round(actor.shape.parameters / 1e6) == QWEN[name][-1]
     assert group.devices == config.workers
     assert peak([actor]) < {"0.5b": 24e9, "7b": 80e9, "32b": 80e9}[name]
+
+
+SMALL: dict[str, Any] = {
+    "lora": {"rank": 16, "base_dtype": "nf4"}, "optimizer": "adamw8bit", "activation_checkpointing": True,
+    "max_tokens_per_device": 4096,
+}  # fmt: skip
+FULL = {name: value for name, value in SMALL.items() if name != "lora"}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "gib"),
+    [
+        (SMALL, 10.79),
+        ({**SMALL, "lora": {"rank": 16}}, 19.09),
+        ({**SMALL, "optimizer": "adamw"}, 11.02),
+        (FULL, 89.79),
+        ({**FULL, "optimizer": "adamw"}, 132.12),
+    ],
+    ids=["all of them", "without 4 bits", "without 8 bits", "without adapters", "without any"],
+)
+def test_what_a_model_of_7b_takes_of_a_device_of_24_gib_with_fewer_bits_and_without(
+    workshop: Workshop, trainer: Any, gib: float
+) -> None:
+    model, shown = write_qwen(workshop.folder, "7b"), StringIO()
+    config = workshop.config(
+        flow="dapo", model=str(model), device="cuda", trainer=trainer, data={"max_prompt_tokens": 512},
+        rollout={"max_response_tokens": 1024, "slots": 32},
+    )  # fmt: skip
+    ((_, (actor,)),) = dry_run(config, Console(file=shown, width=120))
+    assert peak([actor]) / 2**30 == pytest.approx(gib, abs=0.01)
+    assert "AdamW moments" in shown.getvalue() and "keys and values" in shown.getvalue()
+
+
+def test_a_vllm_that_asks_for_what_training_takes_is_refused(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asking(devices: int, mib: int, **rollout: Any) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=mib * 2**20)
+        )
+        config = workshop.config(device="cuda", dtype="float32", rollout={"engine": "vllm", "vllm": rollout})
+        dry_run(config, Console(file=StringIO()))
+
+    with pytest.raises(
+        UserError, match=r"gpu_memory_utilization=0\.9 asks for 0\.\d MiB of a device of 1\.0 MiB, and training takes"
+    ):
+        asking(1, 1)
+    asking(2, 1)
+    asking(1, 100_000)
+    asking(1, 100_000, gpu_memory_utilization=0.5)
 
 
 def test_a_layout_that_does_not_fit_is_refused(workshop: Workshop) -> None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from braidrl.models.cpu.linear import product
 from braidrl.models.cpu.native.building import FLOAT, INT, LONG, POINTER, address, build
+from braidrl.models.lora import is_adapter
 from braidrl.models.parallel.decoding import SendHidden
 from braidrl.models.parallel.pipeline import local_layers
 from braidrl.rollout.embedded.slots import SlotCache
@@ -117,6 +118,8 @@ def native_decoder(model: PreTrainedModel) -> "NativeDecoder | None":
     """Return a compiled decoder, or None where the kernels do not know the model or nothing compiles them."""
     config: Any = model.config
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
+        return None
+    if any(is_adapter(name) for name, _ in model.named_parameters()):
         return None
     if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
         return None

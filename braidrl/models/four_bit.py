@@ -1,0 +1,79 @@
+"""Frozen weights in 4 bits under adapters (QLoRA), by bitsandbytes.
+
+W (out, in) ──64 at a time──▶ NormalFloat codes, two a byte, and a scale each ──in every product──▶ x Wᵀ + b
+
+The weights exist in full for one layer at a time. Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs".
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from braidrl.errors import UserError
+
+BLOCK = 64
+"""Weights that share a scale."""
+KIND = "nf4"
+BYTES_PER_WEIGHT = 0.5 + torch.float32.itemsize / BLOCK
+
+
+def import_bitsandbytes(key: str) -> Any:
+    """Import bitsandbytes. Raises UserError, which names the configuration key that needs it, where it is not installed."""
+    # It warns of kernels of the model hub that it would like to fetch.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise UserError(f"{key} needs bitsandbytes; install it by `pip install 'braidrl[bits]'`") from error
+    return bitsandbytes
+
+
+class FourBitLinear(nn.Module):
+    """A linear layer whose weight is frozen and kept in 4 bits; its gradient goes to the input alone."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Take over a layer's weight, in float32 or bfloat16, and its bias."""
+        super().__init__()
+        functional = import_bitsandbytes("lora.base_dtype").functional
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.dtype = linear.weight.dtype
+        codes, state = functional.quantize_4bit(linear.weight.detach(), blocksize=BLOCK, quant_type=KIND)
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", state.absmax)
+        self.bias = linear.bias
+
+    @property
+    def weight(self) -> Tensor:
+        """Return what the codes stand for, (out, in), in the type that the weight had."""
+        shape = [self.out_features, self.in_features]
+        found: Tensor = torch.ops.bitsandbytes.dequantize_4bit(self.codes, self.scales, BLOCK, KIND, shape, self.dtype)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _FourBitProduct.apply(x, self)
+        return result if self.bias is None else result + self.bias
+
+
+class _FourBitProduct(torch.autograd.Function):
+    """x Wᵀ, which keeps the codes for its backward pass and not the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: FourBitLinear) -> Tensor:
+        ctx.layer = layer
+        return nn.functional.linear(x, layer.weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] @ ctx.layer.weight, None
+
+
+def quantize_adapted(model: nn.Module) -> None:
+    """Keep the weights under a model's adapters in 4 bits, in place."""
+    for module in list(model.modules()):
+        if isinstance(base := getattr(module, "base_layer", None), nn.Linear):
+            module.base_layer = FourBitLinear(base)
