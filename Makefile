@@ -6,7 +6,7 @@ export TOKENIZERS_PARALLELISM := false
 # Many tests wait for processes to start: two files of tests at a time keep two cores busy.
 TEST_PROCESSES ?= 2
 
-.PHONY: demo demo-smollm2 test same docs vllm lint format soak chaos bench clean
+.PHONY: demo demo-smollm2 test same docs vllm lint format soak chaos bench gpu clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -75,6 +75,13 @@ build/bench-venv/installed: benchmarks/requirements.txt benchmarks/install_peers
 
 bench: .venv/installed build/bench-venv/installed
 	env -u OMP_NUM_THREADS PYTHONPATH=. $(BIN)/python -m benchmarks $(ONLY) $(ARGS)
+
+# What only a device can show, in minutes, with the torch and transformers of PYTHON: nothing is installed. `make gpu DEVICE=cpu SIZE=tiny`
+# runs the same parts without one.
+DEVICE ?= cuda
+SIZE ?= full
+gpu:
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --device $(DEVICE) --size $(SIZE)
 
 clean:
 	rm -rf .venv build runs *.egg-info

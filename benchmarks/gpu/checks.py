@@ -1,0 +1,189 @@
+"""Is it right on this device? Each check returns what it found, and fails by AssertionError."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+
+from benchmarks.gpu import models
+from benchmarks.gpu.models import Shape
+from braidrl.algorithms.random import uniform
+from braidrl.cluster.groups import join_group
+from braidrl.rollout.requests import Response
+
+CURVE_STEPS = 30
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the checks run: a small model, in a folder for its files."""
+
+    device: str
+    folder: Path
+    shape: Shape = models.SHAPES["tiny"][0]
+
+    @property
+    def model(self) -> Path:
+        return models.write(self.shape, self.folder)
+
+    @property
+    def rows(self) -> Any:
+        return models.random_rows(6, 40, self.shape.vocabulary)
+
+
+def random_numbers(place: Place) -> dict[str, Any]:
+    """Keys give the bits that they give on the CPU."""
+    keys = torch.arange(1000)
+    assert torch.equal(uniform(7, keys.to(place.device)).cpu(), uniform(7, keys))
+    return {"numbers": 1000}
+
+
+def float32(place: Place) -> dict[str, Any]:
+    """Log-probs, loss and gradient in float32 are those of plain torch on the CPU."""
+    here, there = (
+        models.worker(place.model, place.device, "float32"),
+        models.worker(place.model, "cpu", "float32", compile=False),
+    )
+    found, wanted = here.forward("log_probs", place.rows).values, there.forward("log_probs", place.rows).values
+    difference = float((found - wanted).abs().max())
+    assert difference < 1e-4, difference
+    (loss, norm), (loss_there, norm_there) = models.train(here, place.rows), models.train(there, place.rows)
+    assert abs(loss - loss_there) < 1e-4 and abs(norm - norm_there) < 1e-3 * norm_there, (norm, norm_there)
+    return {"log_probs_differ_by": difference, "norms": [norm, norm_there]}
+
+
+def bfloat16(place: Place) -> dict[str, Any]:
+    """In bfloat16 log-probs are those of float32 but for rounding, which has no direction."""
+    wanted = models.worker(place.model, "cpu", "float32").forward("log_probs", place.rows).values
+    gap = models.worker(place.model, place.device, "bfloat16").forward("log_probs", place.rows).values - wanted
+    assert gap.abs().mean() < 0.02 and gap.mean().abs() < 0.005, (gap.abs().mean(), gap.mean())
+    return {"mean_gap": float(gap.abs().mean()), "mean": float(gap.mean())}
+
+
+def decoding(place: Place) -> dict[str, Any]:
+    """Recorded steps (on a CPU, compiled ones) draw what torch's own draw: on CUDA to the bit."""
+    role = models.worker(place.model, place.device, "float32")
+    asked = models.requests(24, 4, 9, 12, place.shape.vocabulary)
+    one, other = (models.engine(role, 32, 64, compile).generate(asked) for compile in (True, False))
+    gap = max(difference(a, b) for a, b in zip(one, other, strict=True))
+    assert gap == 0.0 if place.device == "cuda" else gap < 1e-4, gap
+    return {"log_probs_differ_by": gap, "tokens": sum(len(row.tokens) for row in one)}
+
+
+def difference(one: Response, other: Response) -> float:
+    assert torch.equal(one.tokens, other.tokens)
+    return float((one.log_probs - other.log_probs).abs().max())
+
+
+def curve(place: Place) -> dict[str, Any]:
+    """Thirty optimizer steps lose what they lose on the CPU."""
+    losses: list[list[float]] = []
+    for device in (place.device, "cpu"):
+        role = models.worker(place.model, device, "float32", compile=device != "cpu" or place.device != "cpu")
+        losses.append([models.train(role, place.rows, n + 1)[0] for n in range(CURVE_STEPS)])
+    gap = max(abs(a - b) for a, b in zip(*losses, strict=True))
+    assert gap < 1e-2 and losses[0][-1] < 0.9 * losses[0][0], (gap, losses[0])
+    return {"first": losses[0][0], "last": losses[0][-1], "differ_by": gap}
+
+
+def offload(place: Place) -> dict[str, Any]:
+    """Weights and optimizer leave the device and come back as they were."""
+    role = models.worker(place.model, place.device, "float32")
+    models.train(role, place.rows)
+    before = [tensor.detach().clone() for tensor in role.model.parameters()]
+    held = torch.cuda.memory_allocated() if place.device == "cuda" else 0
+    for tensors in role.offloadable.values():
+        tensors.offload()
+    away = sum(tensors.away_bytes for tensors in role.offloadable.values())
+    if place.device == "cuda":
+        assert torch.cuda.memory_allocated() <= held - away
+    for tensors in role.offloadable.values():
+        tensors.onload()
+    assert all(torch.equal(a, b) for a, b in zip(before, role.model.parameters(), strict=True))
+    return {"bytes": away}
+
+
+def adapters(place: Place) -> dict[str, Any]:
+    """The engine decodes with adapters as training has them."""
+    return _generates_what_it_trains(place, lora={"rank": 4})
+
+
+def few_bits(place: Place) -> dict[str, Any]:
+    """So it does over weights of 4 bits, with moments of 8."""
+    return _generates_what_it_trains(
+        place, lora={"rank": 4, "base_dtype": "nf4"}, optimizer="adamw8bit", optimizer_settings={"min_8bit_size": 0}
+    )
+
+
+def _generates_what_it_trains(place: Place, **trainer: Any) -> dict[str, Any]:
+    role = models.worker(place.model, place.device, "float32", **trainer)
+    losses = [models.train(role, place.rows, n + 1)[0] for n in range(3)]
+    assert losses[-1] < losses[0], losses
+    if (shared := role.shared_model) is None:
+        return {"losses": losses, "engine": "has a merged copy"}
+    engine = models.EmbeddedEngine(shared, models.tokenizer(), 16, 64)
+    asked = models.requests(4, 4, 5, 8, place.shape.vocabulary)
+    answers = engine.generate(asked)
+    tokens = torch.stack([torch.cat([q.prompt, a.tokens]) for q, a in zip(asked, answers, strict=True)])
+    found = role.forward("log_probs", models.as_rows(tokens, torch.zeros(4), 5)).values
+    gap = float((found - torch.cat([a.log_probs for a in answers])).abs().max())
+    assert gap < 1e-3, gap
+    return {"losses": losses, "gap": gap}
+
+
+def one_rank(place: Place) -> dict[str, Any]:
+    """A group of one rank (NCCL on CUDA) sums."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    join_group(store, 0, 1, 60.0, place.device == "cuda", "127.0.0.1")
+    tensor = torch.full((3,), 2.0, device=place.device)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    assert tensor.tolist() == [2.0] * 3
+    return {"backend": "nccl" if place.device == "cuda" else "gloo"}
+
+
+def two_processes(place: Place) -> dict[str, Any]:
+    """Another process writes into a tensor of this one: on CUDA by IPC, on one device."""
+    context = multiprocessing.get_context("spawn")
+    there, back = context.Queue(), context.Queue()
+    tensor = torch.arange(4.0, device=place.device)
+    tensor = tensor if place.device == "cuda" else tensor.share_memory_()
+    child = context.Process(target=double, args=(there, back))
+    child.start()
+    there.put(tensor)
+    assert back.get(timeout=120)
+    child.join(60)
+    assert tensor.tolist() == [0.0, 2.0, 4.0, 6.0] and child.exitcode == 0
+    return {"shared": place.device}
+
+
+def double(there: Any, back: Any) -> None:
+    """Of the other process: doubles what it is sent."""
+    tensor: Tensor = there.get()
+    tensor.mul_(2)
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+    del tensor
+    back.put(True)
+
+
+CHECKS: dict[str, tuple[Callable[[Place], dict[str, Any]], tuple[str, ...]]] = {
+    "random numbers": (random_numbers, ()), "float32": (float32, ()), "bfloat16": (bfloat16, ()),
+    "decoding": (decoding, ()), "loss curve": (curve, ()), "offloading": (offload, ()),
+    "adapters": (adapters, ("peft",)), "few bits": (few_bits, ("peft", "bitsandbytes")),
+    "one rank": (one_rank, ()), "two processes": (two_processes, ()),
+}  # fmt: skip
+"""By name, with the packages that each needs beside torch and transformers."""
+
+
+def lacking(packages: tuple[str, ...]) -> list[str]:
+    """Which of these are not installed."""
+    return [name for name in packages if importlib.util.find_spec(name) is None]

@@ -1,0 +1,128 @@
+"""Models with random weights, rows and requests for `make gpu`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.config import Config, parse_config
+from braidrl.data.rows import Rows
+from braidrl.models.objective import Objective, denominators
+from braidrl.models.roles.make import DecoderWorker
+from braidrl.observe.metrics import Sums
+from braidrl.rollout.embedded.engine import EmbeddedEngine
+from braidrl.rollout.requests import Request, SamplingParams
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Qwen2 with tied embeddings, two key/value heads and heads of `width` / `heads`."""
+
+    name: str
+    width: int
+    intermediate: int
+    layers: int
+    heads: int
+    vocabulary: int
+
+    @property
+    def products(self) -> int:
+        """Parameters that each token is multiplied with, the output layer's among them."""
+        head = self.width // self.heads
+        attention = self.width * head * (2 * self.heads + 4)
+        return self.layers * (attention + 3 * self.width * self.intermediate) + self.width * self.vocabulary
+
+    def training_operations(self, rows: int, tokens: int) -> float:
+        """Of forward and backward pass: 6 for each parameter and token, and the attention to all earlier tokens."""
+        return rows * (6.0 * self.products * tokens + 6.0 * self.layers * self.width * tokens * tokens)
+
+    def step_bytes(self, rows: int, positions: float, size: int) -> float:
+        """Read in a decode step: all weights, and the keys and values of each row."""
+        return size * (self.products + 2.0 * self.layers * 2 * self.width / self.heads * positions * rows)
+
+
+SHAPES = {
+    "tiny": (Shape("tiny", 64, 96, 2, 4, 256),),
+    "full": (
+        Shape("Qwen2.5-0.5B", 896, 4864, 24, 14, 151936),
+        Shape("Qwen2.5-1.5B", 1536, 8960, 28, 12, 151936),
+    ),
+}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """It knows one token, which ends a sequence; rows are of random numbers."""
+    made = Tokenizer(models.WordLevel({"<end>": 0}, unk_token="<end>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+
+
+def write(shape: Shape, folder: Path) -> Path:
+    """Make the model's directory, once."""
+    place = folder / shape.name
+    if not place.is_dir():
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=shape.vocabulary, hidden_size=shape.width, intermediate_size=shape.intermediate,
+            num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=2,
+            max_position_embeddings=32768, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(place)
+    return place
+
+
+def settings(model: Path, device: str, dtype: str, **trainer: Any) -> Config:
+    """The configuration of a role on a device."""
+    trainer = {"learning_rate": 1e-3, "max_tokens_per_device": 16384, **trainer}
+    return parse_config({"flow": "grpo", "model": str(model), "device": device, "dtype": dtype, "trainer": trainer})
+
+
+def worker(model: Path, device: str, dtype: str, **trainer: Any) -> DecoderWorker:
+    return DecoderWorker("actor", settings(model, device, dtype, **trainer), train=True)
+
+
+def engine(role: DecoderWorker, rows: int, tokens: int, compile: bool = True) -> EmbeddedEngine:
+    """The embedded engine on a role's own weights."""
+    return EmbeddedEngine(role.model, tokenizer(), rows, tokens, compile=compile)
+
+
+def requests(rows: int, group: int, prompt: int, response: int, vocabulary: int) -> list[Request]:
+    """Groups of rows with a prompt each, whose responses all have the same length."""
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(1, vocabulary, (prompt,), generator=draw) for _ in range(-(-rows // group))]
+    sampling = SamplingParams(max_tokens=response, ends=False)
+    return [Request((0, n // group, n % group), prompts[n // group], sampling) for n in range(rows)]
+
+
+def random_rows(count: int, tokens: int, vocabulary: int) -> Rows:
+    """Rows of equal length of which all but the first token is an action, with random advantages."""
+    draw = torch.Generator().manual_seed(2)
+    return as_rows(torch.randint(1, vocabulary, (count, tokens), generator=draw), torch.randn(count, generator=draw), 1)
+
+
+def as_rows(tokens: Tensor, advantage: Tensor, prompt: int) -> Rows:
+    """Rows (B, T) of prompts and responses as training takes them."""
+    count, length = tokens.shape
+    mask = (torch.arange(length) >= prompt).repeat(count)
+    lengths = torch.full((count,), length)
+    return Rows({
+        "source": torch.zeros(count, dtype=torch.int64), "group": torch.arange(count), "sample": torch.zeros(count, dtype=torch.int64),
+        "length": lengths, "action_tokens": lengths - prompt, "advantage": advantage.double(),
+        "tokens": Ragged.from_lengths(tokens.flatten(), lengths), "action_mask": Ragged.from_lengths(mask, lengths),
+        "sequence_lengths": Ragged.from_lengths(lengths, torch.ones_like(lengths)),
+    })  # fmt: skip
+
+
+def train(role: DecoderWorker, rows: Rows, iteration: int = 1, loss: str = "sft") -> tuple[float, float]:
+    """One optimizer step; its loss, and the norm of its gradient."""
+    counts, objective = denominators(rows), Objective.of("actor", {"loss": loss, "aggregate": "token-mean"})
+    sums = role.forward_backward(objective, rows, Sums())
+    norm = role.optim_step(counts, iteration)
+    return sums["tokens"] / counts["tokens"], float(norm or 0.0)
