@@ -25,11 +25,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
 
 
-def write_decoder(folder: Path, width: int = 32, seed: int = 0) -> Path:
-    """A random two-layer Qwen3 with its tokenizer."""
+def write_decoder(folder: Path, width: int = 32, seed: int = 0, layers: int = 2) -> Path:
+    """A random Qwen3 of two layers, or as many, with its tokenizer."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(SYMBOLS), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=len(SYMBOLS), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.2,
         eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
@@ -38,9 +38,9 @@ def write_decoder(folder: Path, width: int = 32, seed: int = 0) -> Path:
     return folder
 
 
-def write_scorer(folder: Path, width: int = 48, seed: int = 1) -> Path:
+def write_scorer(folder: Path, width: int = 48, seed: int = 1, layers: int = 2) -> Path:
     """A random reward model, larger than the decoder, as a Hugging Face sequence-classification directory."""
-    decoder = write_decoder(folder.with_name(f"{folder.name}-decoder"), width, seed)
+    decoder = write_decoder(folder.with_name(f"{folder.name}-decoder"), width, seed, layers)
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_pretrained(decoder, num_labels=1)
     torch.nn.init.normal_(model.score.weight, std=0.5)

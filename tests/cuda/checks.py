@@ -1,0 +1,226 @@
+"""Runs with `device=cuda` where there is no CUDA; `test_without_cuda.py` starts pytest on this file with `device.cpp` preloaded.
+
+A tensor on the wrong device, or an operation that CUDA does not have, ends a run; where the host waits, and where numbers are
+float64, is compared with `allowed.py` after each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from braidrl.errors import UserError
+from braidrl.flow.recipes import RECIPES
+from braidrl.models.compute import log_probs
+from braidrl.models.memory.offload import OffloadableTensors, empty, occupy, storages
+from braidrl.models.roles.make import DecoderWorker
+from braidrl.observe.metrics import read_metrics
+from braidrl.rollout.embedded import states
+from braidrl.runtimes.run import TrainingRun, train
+from tests.cuda.allowed import DOUBLES, WAITS
+from tests.cuda.twin import CudaTwin, cuda_twin
+from tests.recipes.test_training import SETTINGS, placed
+from tests.recipes.tiny import make_config, write_data, write_decoder, write_scorer, write_texts
+
+SEEN: dict[str, set[str]] = {"waits": set(), "doubles": set()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipes")
+    write_decoder(folder / "model", layers=1)
+    write_decoder(folder / "teacher", width=48, seed=3, layers=1)
+    write_scorer(folder / "scorer", layers=1)
+    write_data(folder)
+    write_texts(folder)
+    return folder
+
+
+@pytest.fixture
+def twin() -> Iterator[CudaTwin]:
+    with cuda_twin() as twin:
+        yield twin
+
+
+def check_places(twin: CudaTwin) -> None:
+    """Fails for a place that is not listed."""
+    SEEN["waits"] |= twin.waits.keys()
+    SEEN["doubles"] |= twin.doubles.keys()
+    waits = {place: how for place, how in twin.waits.items() if place not in WAITS}
+    assert not waits, f"the host waits for the device: {waits}"
+    doubles = {place: how for place, how in twin.doubles.items() if place not in DOUBLES}
+    assert not doubles, f"numbers become float64: {doubles}"
+
+
+def run(folder: Path, output: Path, flow: str = "grpo", **changes: Any) -> dict[str, Any]:
+    """Train one step, unless said otherwise; the last line of its metrics."""
+    usual = {
+        "device": "cuda", "dtype": "bfloat16", "output": str(output), "trainer__steps": 1, "trainer__prompts_per_step": 2,
+        "rollout__max_response_tokens": 2, "rollout__compile": False, "trainer__checkpoint_async": True,
+    }  # fmt: skip
+    return read_metrics(train(make_config(folder, flow, **{**usual, **placed(folder, changes)})))[-1]
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_every_recipe_trains(name: str, folder: Path, tmp_path: Path, twin: CudaTwin) -> None:
+    changes = {key: value for key, value in SETTINGS.get(name, {}).items() if key != "trainer__rows_per_update"}
+    metrics = run(folder, tmp_path, name, **changes)
+    assert metrics["tokens/trained"] > 0
+    check_places(twin)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "recorded steps": {"rollout__compile": True, "trainer__steps": 2},
+    "adapters": {"trainer__lora": {"rank": 4}, "algorithm": {"old": "recompute"}},
+    "shared prompts": {"trainer__share_prompts": True, "algorithm": {"old": "recompute"}},
+    "activation checkpointing": {"trainer__activation_checkpointing": True},
+    "top-k and top-p": {"rollout__top_k": 5, "rollout__top_p": 0.9},
+    "an engine of another type": {"dtype": "float32", "rollout__dtype": "bfloat16", "trainer__steps": 2},
+    "moments of 8 bits": {"trainer__optimizer": "adamw8bit", "trainer__optimizer_settings": {"min_8bit_size": 256}},
+    "weights of 4 bits": {"trainer__lora": {"rank": 4, "base_dtype": "nf4"}},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_run_with_its_settings_trains(name: str, folder: Path, tmp_path: Path, twin: CudaTwin) -> None:
+    metrics = run(folder, tmp_path, **VARIANTS[name])
+    gap = metrics["train/rollout_log_prob_gap"]
+    assert gap is None or gap < 0.05, "the engine computes what training does"
+    check_places(twin)
+
+
+def test_numbers_are_those_of_the_cpu(folder: Path, tmp_path: Path, twin: CudaTwin) -> None:
+    settings = {"dtype": "float32", "trainer__compile": False, "algorithm": {"old": "recompute"}}
+    there = run(folder, tmp_path, **settings, name="cuda")
+    here = run(folder, tmp_path, **settings, name="cpu", device="cpu")
+    for key in ("loss/actor", "actor/grad_norm", "actor/entropy", "reward/mean", "actor/kl_old"):
+        assert there[key] == pytest.approx(here[key], rel=1e-4, abs=1e-6), key
+
+
+def test_a_run_goes_on_from_a_checkpoint(folder: Path, tmp_path: Path, twin: CudaTwin) -> None:
+    settings: dict[str, Any] = {
+        "device": "cuda", "dtype": "bfloat16", "output": str(tmp_path), "rollout__compile": False, "name": "run",
+        "trainer__checkpoint_async": True, "trainer__prompts_per_step": 2,
+    }  # fmt: skip
+    first = train(make_config(folder, "grpo", **settings, trainer__steps=1))
+    with TrainingRun(make_config(folder, "grpo", **settings, trainer__steps=2), resume=first) as resumed:
+        resumed.train()
+    assert [line["step"] for line in read_metrics(first)] == [1, 2]
+    check_places(twin)
+
+
+def test_the_type_by_default_is_bfloat16_with_masters_of_float32(
+    folder: Path, tmp_path: Path, twin: CudaTwin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(folder, "grpo", device="cuda", output=str(tmp_path))
+    worker = DecoderWorker("actor", config, train=True)
+    assert worker.optimizer is not None
+    assert {p.dtype for p in worker.model.parameters()} == {torch.bfloat16}
+    assert {m.dtype for m in worker.optimizer.masters} == {torch.float32} and worker.optimizer.masters[0].is_cuda
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "V100")
+    assert DecoderWorker("actor", config, train=True).dtype == torch.float32
+    with pytest.raises(UserError, match=r"dtype=bfloat16: V100 does not compute in it; write dtype=float32"):
+        run(folder, tmp_path)
+
+
+def test_roles_take_turns_on_the_device(folder: Path, tmp_path: Path, twin: CudaTwin) -> None:
+    roles = {"reward": {"model": "scorer"}, "critic": {"model": "scorer"}}
+    metrics = run(folder, tmp_path, "ppo", roles=roles, trainer__resident_gib=9e-4)
+    assert metrics["tokens/trained"] > 0
+    check_places(twin)
+
+
+def test_what_is_offloaded_leaves_the_device_and_the_host_does_not_wait(twin: CudaTwin) -> None:
+    tensor = torch.arange(256.0).to("cuda")
+    tensors, size = OffloadableTensors(lambda: [tensor]), tensor.untyped_storage().nbytes()
+    tensors.offload()
+    assert tensor.untyped_storage().nbytes() == 0 and tensors.away_bytes == size
+    tensors.onload()
+    assert tensor.untyped_storage().nbytes() == size and not twin.waits
+    (storage,) = storages([tensor])
+    empty(storage)
+    occupy(storage, size)
+    assert tensor.untyped_storage().nbytes() == size
+
+
+def test_a_tensor_on_the_wrong_device_is_found(
+    folder: Path, tmp_path: Path, twin: CudaTwin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_the_host(*keys: Any) -> Tensor:
+        return torch.full((16,), 0.5, dtype=torch.float64)
+
+    monkeypatch.setattr(states, "uniform", on_the_host)
+    with pytest.raises(RuntimeError, match="same device, but found at least two devices"):
+        run(folder, tmp_path)
+
+
+def waiting(step: Any) -> Any:
+    """A decode step that asks for a number of each of its own."""
+
+    def advance(self: Any, *drawn: Tensor) -> Tensor:
+        assert self.drawn.sum().item() >= 0
+        found: Tensor = step(self, *drawn)
+        return found
+
+    return advance
+
+
+def test_a_number_that_the_decode_loop_asks_for_is_found(
+    folder: Path, tmp_path: Path, twin: CudaTwin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states.SlotStates, "advance", waiting(states.SlotStates.advance))
+    run(folder, tmp_path)
+    with pytest.raises(AssertionError, match=r"the host waits.*batch\.py:SlotBatch\._decode"):
+        check_places(twin)
+
+
+def test_a_recorded_step_cannot_wait(twin: CudaTwin) -> None:
+    number = torch.ones(3).to("cuda")
+    with (
+        pytest.raises(RuntimeError, match="a graph that is being recorded cannot"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        float(number.sum())
+
+
+def test_a_constant_of_float64_is_found(
+    folder: Path, tmp_path: Path, twin: CudaTwin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = log_probs.scaled_logits
+
+    def scaled(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+        return plain(hidden, weight, temperature, dtype) * torch.ones(1, dtype=torch.float64, device=hidden.device)
+
+    monkeypatch.setattr(log_probs, "scaled_logits", scaled)
+    with pytest.raises(RuntimeError, match="dtype"):
+        run(folder, tmp_path, "sft", rollout__samples_per_prompt=1)
+    with pytest.raises(AssertionError, match=r"become float64.*log_probs\.py"):
+        check_places(twin)
+
+
+def test_a_dtype_that_cuda_has_no_kernel_for_is_found(twin: CudaTwin) -> None:
+    states_of = torch.ones(4, 2, 16).to("cuda")
+    offsets = torch.tensor([0, 4], dtype=torch.int32, device="cuda")
+    with pytest.raises(RuntimeError, match=r"takes half precision, not torch\.float32"):
+        torch.nn.attention.varlen.varlen_attn(states_of, states_of, states_of, offsets, offsets, 4, 4)
+
+
+def test_every_place_that_is_allowed_is_one_that_there_is() -> None:
+    """Runs last: what no run has needed is not to be allowed."""
+    assert set(WAITS) - SEEN["waits"] == set()
+    assert set(DOUBLES) - SEEN["doubles"] == set()
+
+
+def test_the_device_is_torchs_own_fake_one() -> None:
+    with FakeTensorMode():
+        tensor = torch.empty(2, device="cuda", requires_grad=True)
+        tensor.sum().backward()
+        assert isinstance(tensor.grad, FakeTensor) and tensor.grad.is_cuda

@@ -1,0 +1,46 @@
+"""CUDA's branches without CUDA: the runs of `checks.py` in a process whose torch has a device that is not there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cuda.branches import COVERED, UNCOVERED, branches
+
+ROOT = Path(__file__).parent.parent.parent
+SOURCE = Path(__file__).parent / "device.cpp"
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled `device.cpp`."""
+    if torch.version.cuda or sys.platform != "linux" or shutil.which("g++") is None:
+        pytest.skip("needs torch for CPUs, Linux and g++")
+    made, installed = tmp_path_factory.mktemp("device") / "device.so", Path(torch.__file__).parent
+    libraries = installed / "lib"
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{installed / 'include'}", str(SOURCE), "-o", str(made)]
+    linked = [f"-L{libraries}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{libraries}"]
+    done = subprocess.run([*command, *linked], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return made
+
+
+def test_runs_on_a_cuda_device_that_is_not_there(device: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "--noconftest", "tests/cuda/checks.py"],
+        cwd=ROOT, env={**os.environ, "LD_PRELOAD": str(device), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
+
+
+def test_every_branch_on_the_kind_of_device_is_listed_with_the_test_that_goes_there() -> None:
+    assert branches() == COVERED.keys() | UNCOVERED.keys() and not COVERED.keys() & UNCOVERED.keys()
+    for place, test in COVERED.items():
+        file, name = test.split(":")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), place
