@@ -180,11 +180,11 @@ FULL = {name: value for name, value in SMALL.items() if name != "lora"}
 @pytest.mark.parametrize(
     ("trainer", "gib"),
     [
-        (SMALL, 10.79),
-        ({**SMALL, "lora": {"rank": 16}}, 19.09),
-        ({**SMALL, "optimizer": "adamw"}, 11.02),
-        (FULL, 89.79),
-        ({**FULL, "optimizer": "adamw"}, 132.12),
+        (SMALL, 8.53),
+        ({**SMALL, "lora": {"rank": 16}}, 17.26),
+        ({**SMALL, "optimizer": "adamw"}, 8.75),
+        (FULL, 87.96),
+        ({**FULL, "optimizer": "adamw"}, 130.29),
     ],
     ids=["all of them", "without 4 bits", "without 8 bits", "without adapters", "without any"],
 )
