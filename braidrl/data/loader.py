@@ -75,6 +75,10 @@ class Admissions:
         self.admitted += count
         return numbers
 
+    def go_back(self, number: int) -> None:
+        """Let the prompts from this admission number on, not past the next one, be taken again."""
+        self.admitted = min(self.admitted, number)
+
     def state(self) -> dict[str, Any]:
         """Return a JSON value from which a loader over the same data continues exactly."""
         return {"admitted": self.admitted, "data": self._identity()}

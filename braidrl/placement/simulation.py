@@ -65,7 +65,6 @@ class Streaming:
         self.schedule = StreamSchedule(work.flow, work.sizes)
         self.workers = [worker for stage in work.flow.stages for worker in _workers(work, stage)]
         self.engines = [worker for worker in self.workers if worker.stage.kind is Kind.GENERATE]
-        self.admitted = 0
         self.watching = False
 
     def simulate(self) -> Simulation:
@@ -93,8 +92,8 @@ class Streaming:
         rolling = self.work.loading == "rolling"
         count = self.schedule.groups_wanted(self.schedule.published if rolling else self.engines[0].version)
         if count:
-            uids = self.work.uids(range(self.admitted, self.admitted + count))
-            self.admitted += count
+            first = self.schedule.next_group
+            uids = self.work.uids(range(first, first + count))
             self.schedule.admit(uids)
             self.result.admitted.update(uids)
         outcome = self.schedule.close()
@@ -130,7 +129,10 @@ class Streaming:
         if generates and self.work.loading == "rolling":
             worker.version = self.schedule.published
         most = 1 if generates else self.work.dispatch_rows
-        lease = self.schedule.take(worker.stage.name, worker.name, self.clock.now, self.work.lease_seconds, most)
+        lease = self.schedule.take(
+            worker.stage.name, worker.name, self.clock.now, self.work.lease_seconds, most,
+            engine_version=worker.version if generates else None,
+        )  # fmt: skip
         if lease is None:
             return False
         worker.busy = True

@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from braidrl.flow.batches import Selection, Sizes
+from braidrl.flow.batches import Sizes
 from braidrl.flow.flow import Flow
 from braidrl.flow.readiness import Consumer, Uid
+from braidrl.flow.selecting import Selection
 
 Fate = Literal["done", "dies", "late"]
 

@@ -15,8 +15,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from braidrl.data.loader import Admissions
 from braidrl.data.rows import Rows
 from braidrl.flow import Stage
-from braidrl.flow.batches import Selection
 from braidrl.flow.compute import State
+from braidrl.flow.selecting import Selection
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.generating.early_stop import Needless, Segment

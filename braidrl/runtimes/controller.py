@@ -13,8 +13,9 @@ from braidrl.config import Config
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import BadUpdate
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.flow.batches import SURPLUS, GroupSelector, Verdict, update_plan
+from braidrl.flow.batches import update_plan
 from braidrl.flow.compute import State, initial_states, next_state, with_state
+from braidrl.flow.selecting import SURPLUS, GroupSelector, Verdict
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.backend import IterationResult, Position, SerialBackend, T, needed
 from braidrl.runtimes.generating.early_stop import Segment, segment_of

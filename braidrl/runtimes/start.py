@@ -13,7 +13,7 @@ from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.errors import UserError
 from braidrl.flow import Flow
-from braidrl.flow.batches import GroupSelector
+from braidrl.flow.selecting import GroupSelector
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
 from braidrl.runtimes.backend import Controller, SerialBackend

@@ -8,32 +8,15 @@ The runtime and the simulator drive the same object; time is an argument.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
-from braidrl.flow.batches import (
-    GroupSelector,
-    Selection,
-    Sizes,
-    Update,
-    Verdict,
-    admissible,
-    check_staleness,
-    trained_on,
-)
+from braidrl.flow.batches import Sizes, admissible, check_staleness, trained_on
 from braidrl.flow.flow import ADMISSION, Flow, is_optimized
 from braidrl.flow.readiness import Consumer, Uid, waits_for, weights_wait_for
+from braidrl.flow.selecting import GroupSelector, Selection, Verdict
 from braidrl.flow.stage import Kind, Scope, Stage
 from braidrl.transfer.queue.samplers import FIRST_IN, Candidate, Sampler
 from braidrl.transfer.queue.tasks import Lease, Tasks
-
-
-@dataclass
-class TrainingBatch:
-    """A batch whose groups are known, and for each train stage that runs in its iteration the updates that are left."""
-
-    iteration: int
-    uids: list[Uid]
-    updates: dict[str, list[Update]] = field(default_factory=dict)
+from braidrl.transfer.training_batch import TrainingBatch
 
 
 class StreamSchedule:
@@ -50,6 +33,7 @@ class StreamSchedule:
         self.tasks.facts = self._facts
         self.sampling = sizes.sampling()
         self.weights_wait = weights_wait_for(flow)
+        self.generating = [stage.name for stage in flow.stages if stage.kind is Kind.GENERATE]
         self.selects = [stage.name for stage in flow.stages if stage.kind is Kind.SELECT]
         self.batches: dict[int, TrainingBatch] = {}
         self.rows_of: dict[int, list[Uid]] = {}
@@ -59,9 +43,13 @@ class StreamSchedule:
         """The oldest version among a row's tokens, once it is generated."""
         self.tokens: dict[Uid, int] = {}
         """Length of what is known of a row."""
+        self.begun: dict[tuple[str, Uid], int] = {}
+        """For each generate stage and row what the engine held that it was given to."""
         self.trained = {stage.name: 0 for stage in flow.stages if stage.kind is Kind.TRAIN}
         """The last iteration that each train stage is through with."""
         self.published = self.opened = 0
+        self.horizon = 1
+        """How many batches groups are admitted for: the open one, and those after it for which engines may begin rows."""
         self.is_open = self.decided = False
         self.released: dict[int, list[Uid]] = {}
         """Rows of the groups that were let go with the batch that was closed last."""
@@ -88,17 +76,24 @@ class StreamSchedule:
             opening = self.opened + 1
             if opening > self.sizes.iterations or not admissible(opening, engine_version, self.sizes.max_staleness):
                 return 0
-            self.opened, self.is_open = opening, True
-            self.sampling.begin(trained_on(opening))
-        return self.sampling.next_wave()
+            self._open(opening)
+        last = min(engine_version + 1 + self.sizes.max_staleness, self.sizes.iterations)
+        self.horizon = max(1, last - self.opened + 1) if self.selects else 1
+        return self.sampling.groups_wanted(self.horizon)
+
+    @property
+    def next_group(self) -> int:
+        """Return the number of the group to admit next; it falls when groups that were admitted ahead have been returned."""
+        return self.sampling.admitted + 1
 
     def admit(self, uids: Sequence[Uid]) -> None:
         """Let the rows of a wave be born; group numbers rise."""
-        self._be_born(uids, self.opened)
         groups = list(dict.fromkeys(group for _, group, _ in uids))
         for uid in uids:
             self.rows_of.setdefault(uid[1], []).append(uid)
-        self.iteration_of.update(dict.fromkeys(groups, self.opened))
+        for iteration, among in self._expected(groups).items():
+            self._be_born([uid for group in among for uid in self.rows_of[group]], iteration)
+            self.iteration_of.update(dict.fromkeys(among, iteration))
         self._skip(self.flow.sampling_segment, uids)
         self.sampling.admit(groups)
         self.decided = True
@@ -106,36 +101,28 @@ class StreamSchedule:
             self.sampling.decide({group: Verdict() for group in groups})
 
     def close(self) -> Selection | None:
-        """End selection for the open batch if it is complete; the rows of released groups are forgotten."""
+        """Let groups join the open batch that are sure to be in it; if it is complete end its selection, and forget what was let go."""
         if not self.is_open or not self.decided:
             return None
         self.decided = False
-        known = self.sampling.batch() is not None
-        if not known or (self.sampling.surplus == "keep" and self.sampling.pending):
+        batch = self.batches[self.opened]
+        self._join(batch)
+        if not self.sampling.is_complete():
             return None
-        outcome = self.sampling.finish()
-        self.is_open = False
-        self.released = {group: self.rows_of[group] for group in outcome.released}
-        self._forget(outcome.released)
-        self.iteration_of.update(dict.fromkeys(outcome.groups, self.opened))
-        batch = TrainingBatch(self.opened, [uid for group in outcome.groups for uid in self.rows_of[group]])
-        for stage in self.flow.stages:
-            if stage.kind is Kind.TRAIN and stage.when.includes(batch.iteration):
-                updates = self.sizes.updates(batch.iteration, batch.uids) if is_optimized(stage) else []
-                batch.updates[stage.name] = updates
-                for done, update in enumerate(updates):
-                    table = batch.iteration, 1 + len(updates) - done
-                    self.tasks.move(Consumer(stage.name, update.epoch), update.rows, table)
-            elif stage.kind is not Kind.TRAIN:
-                self.tasks.move(Consumer(stage.name), batch.uids, (batch.iteration, 1))
-        self._skip(self.flow.stages[len(self.flow.sampling_segment) :], batch.uids)
-        self.batches[self.opened] = batch
+        outcome = self.sampling.finish(self._is_young)
+        self.is_open, batch.is_known = False, True
+        self.released = {group: self.rows_of[group] for group in (*outcome.released, *outcome.returned)}
+        self._forget(self.released)
+        batch.uids.sort(key=lambda uid: uid[1:])
+        carried = [uid for group in outcome.carried for uid in self.rows_of[group]]
+        for consumer in self.tasks.tasks:
+            self.tasks.move(consumer, carried, (self.opened + 1, 0))
+        self.iteration_of.update(dict.fromkeys(outcome.carried, self.opened + 1))
         return outcome
 
     def is_generation_over(self) -> bool:
         """Return whether nothing is being generated or could be, between two batches: then all engines can load weights at once."""
-        stages = [stage.name for stage in self.flow.stages if stage.kind is Kind.GENERATE]
-        return not self.is_open and all(self.is_done(name) for name in stages)
+        return not self.is_open and all(self.is_done(name) for name in self.generating)
 
     def is_done(self, stage: str) -> bool:
         """Return whether a stage that does not train is done with all rows in work."""
@@ -168,11 +155,13 @@ class StreamSchedule:
         consumer, table, rows = found
         task = self.tasks.tasks[consumer]
         if whole_update or known.scope is Scope.BATCH:
-            whole = list(rows) if task.is_ready(table, len(rows)) else []
+            whole = list(rows) if rows and task.is_ready(table, len(rows)) else []
             lease = self.tasks.lease(consumer, whole, holder, now, seconds)
         else:
             sampler = self.samplers.get(stage, FIRST_IN)
             lease = self.tasks.take(consumer, holder, now, seconds, most, sampler, ranks, table)
+        if lease is not None and known.kind is Kind.GENERATE and engine_version is not None:
+            self.begun.update({(stage, row): engine_version for row in lease.rows})
         if lease is not None and known.kind is Kind.TRAIN:
             versions = [self.versions[row] for row in lease.rows]
             stale = check_staleness(self.published + 1, versions, self.sizes.max_staleness, lease.rows)
@@ -250,28 +239,35 @@ class StreamSchedule:
         if not all(self._is_through(before, batch) for before in self.weights_wait[name]):
             return False
         left = batch.updates[name]
-        return not left or not self.tasks.tasks[Consumer(name, left[0].epoch)].undone[batch.iteration, 1 + len(left)]
+        if not left:
+            return batch.is_known
+        undone = self.tasks.tasks[Consumer(name, left[0].epoch)].undone[batch.iteration, 1 + len(left)]
+        return left[0].is_whole and not undone
 
     def _is_through(self, name: str, batch: TrainingBatch) -> bool:
         """Return whether a stage has done, or leaves out, all rows of a batch."""
         if name in self.trained:
             return self.trained[name] >= batch.iteration or name not in batch.updates
-        return not self.tasks.tasks[Consumer(name)].undone[batch.iteration, 1]
+        return batch.is_known and not self.tasks.tasks[Consumer(name)].undone[batch.iteration, 1]
 
     def _table_for(self, stage: Stage) -> tuple[Consumer, tuple[int, int], Sequence[Uid]] | None:
-        """Return the task of a stage, the table that it takes from now, and the rows of the update or batch that this is."""
+        """Return the task of a stage, the table to take from, and the rows of the update or batch that this is if all are known."""
         consumer, coming = Consumer(stage.name), self.batches.get(self.published + 1)
         if stage.kind is Kind.TRAIN:
             if coming is None or not coming.updates.get(stage.name):
                 return None
             left = coming.updates[stage.name]
-            return Consumer(stage.name, left[0].epoch), (coming.iteration, 1 + len(left)), left[0].rows
+            rows = left[0].rows if left[0].is_whole else ()
+            return Consumer(stage.name, left[0].epoch), (coming.iteration, 1 + len(left)), rows
         ready = self.tasks.tasks[consumer].ready
         if stage.scope is Scope.BATCH or stage.state:
-            batches = [b for b in self.batches.values() if not stage.state or b.iteration == self.turn(stage.name)]
+            known = [batch for batch in self.batches.values() if batch.is_known]
+            batches = [b for b in known if not stage.state or b.iteration == self.turn(stage.name)]
             complete = (b for b in batches if len(ready.get((b.iteration, 1), ())) in self._taken_at_once(stage, b))
             return next(((consumer, (b.iteration, 1), b.uids) for b in complete), None)
-        tables = sorted(ready)
+        # What comes after the selection is done for rows of a batch alone.
+        after = self.selects and stage not in self.flow.sampling_segment
+        tables = sorted(table for table in ready if not after or table[1])
         # Inference with weights that change belongs to the version that the batch is trained on, and to its place in the list.
         if stage.kind is Kind.INFER and stage.role in self.flow.changed_roles:
             tables = [table for table in tables if table[0] == self.published + 1]
@@ -288,6 +284,45 @@ class StreamSchedule:
     def _facts(self, uid: Uid) -> Candidate:
         group = uid[1]
         return Candidate(uid, group, len(self.rows_of[group]), self.tokens.get(uid, 0), self.versions.get(uid, 0))
+
+    def _open(self, iteration: int) -> None:
+        self.opened, self.is_open, self.decided = iteration, True, True
+        self.sampling.begin(trained_on(iteration))
+        self.batches[iteration] = TrainingBatch.planned(self.flow, self.sizes, iteration)
+
+    def _join(self, batch: TrainingBatch) -> None:
+        """Let groups join a batch that are sure to be in it, and updates that are sure to be theirs."""
+        for group, least, largest in self.sampling.members():
+            uids = self.rows_of[group]
+            if group not in batch.joined:
+                batch.joined[group] = False
+                batch.uids += uids
+                self.iteration_of[group] = batch.iteration
+                for stage in self.flow.stages:
+                    if stage.kind is not Kind.TRAIN:
+                        self.tasks.move(Consumer(stage.name), uids, (batch.iteration, 1))
+                self._skip(self.flow.stages[len(self.flow.sampling_segment) :], uids)
+            if not batch.joined[group] and (numbers := batch.sure_updates(least, largest)) is not None:
+                batch.joined[group] = True
+                for consumer, uid, table in batch.enter_updates(uids, numbers):
+                    self.tasks.move(consumer, [uid], table)
+
+    def _expected(self, groups: Sequence[int]) -> dict[int, Sequence[int]]:
+        """Return for each iteration those of the next groups that it should need: their rows must be young enough for it."""
+        ends = [min(self.sampling.groups_wanted(batches), len(groups)) for batches in range(1, self.horizon)]
+        expected, start = {}, 0
+        for ahead, end in enumerate([*ends, len(groups)]):
+            if end > start:
+                expected[self.opened + ahead], start = groups[start:end], end
+        return expected
+
+    def _is_young(self, group: int) -> bool:
+        """Return whether a group's rows, as far as they were begun, may be in the batch after the open one."""
+        uids = self.rows_of[group]
+        begun = [self.begun[stage, uid] for stage in self.generating for uid in uids if (stage, uid) in self.begun]
+        known = [self.versions[uid] for uid in uids if uid in self.versions]
+        bound = self.sizes.max_staleness
+        return all(admissible(self.opened + 1, version, bound) for version in (*begun, *known))
 
     def _be_born(self, uids: Sequence[Uid], iteration: int) -> None:
         self.tasks.admit(uids, lambda uid: uid[1], (iteration, 0))
@@ -310,6 +345,8 @@ class StreamSchedule:
         for uid in uids:
             self.versions.pop(uid, None)
             self.tokens.pop(uid, None)
+            for stage in self.generating:
+                self.begun.pop((stage, uid), None)
             self.iteration_of.pop(uid[1], None)
 
 

@@ -49,6 +49,7 @@ PPO = Flow(
         train("critic", ("values", "returns")), train("actor", ("advantages", "old_log_probs")),
     ],
 )  # fmt: skip
+SELECTING = Flow("selecting", [*DAPO.stages[:4], train("actor", ("advantage",))])
 # The critic trains alone at first, the reference follows every other iteration, and a check runs from the third on.
 WARM_UP = Flow(
     "warm-up",
@@ -177,22 +178,26 @@ def test_ranks_divide_the_work_and_meet_where_they_must() -> None:
     assert simulate("distributed", quicker).seconds_per_iteration() == pytest.approx(2.5)
 
 
-def long_tailed_streaming(staleness: int, loading: str = "rolling") -> Workload:
-    """8 generating and 4 training workers, training as long as generation on average, longest row ten times the median."""
+def long_tailed_streaming(staleness: int, loading: str = "rolling", flow: Flow = GRPO) -> Workload:
+    """8 generating and 4 training workers, training as long as generation on average, longest row ten times the median.
+
+    Where the flow selects, half of the groups are dropped, and a row that is trained on costs twice as much.
+    """
     rows, samples = 16, 4
     lengths = long_tailed(seed=3, median=1.0, longest=10.0, among=rows)
     mean = sum(lengths((0, group, sample)) for group in range(400) for sample in range(samples)) / 1600
 
     def seconds(stage: str, uid: Uid) -> float:
         # 8 workers generate at rows' own lengths, 4 train: half the seconds per row make both take as long.
-        return {"actor.generate": lengths(uid), "actor.update": mean / 2}.get(stage, 0.0)
+        return {"actor.generate": lengths(uid), "actor.update": mean if flow is SELECTING else mean / 2}.get(stage, 0.0)
 
     return Workload(
-        GRPO,
+        flow,
         Sizes(60, rows // samples, samples, rows, max_staleness=staleness),
         seconds,
         workers={"actor.generate": 8, "actor.update": 4},
         loading=loading,  # type: ignore[arg-type]
+        verdict=lambda group: None if float(uniform(7, "keep", group)) < 0.5 else "all_wrong",
     )
 
 
@@ -204,6 +209,19 @@ def test_one_version_of_staleness_is_half_again_as_fast_where_answers_have_a_lon
     engines = [f"actor.generate/{number}" for number in range(8)]
     shares = [sum(busy_shares(result)[name] for name in engines) / 8 for result in (on_policy, ahead)]
     assert shares[1] > 1.5 * shares[0]
+
+
+def test_selection_overlaps_with_training_and_with_the_next_batch() -> None:
+    on_policy, ahead = (simulate("streaming", long_tailed_streaming(n, flow=SELECTING)) for n in (0, 1))
+    assert on_policy.seconds_per_iteration() > 1.5 * ahead.seconds_per_iteration()
+    assert (on_policy.staleness, ahead.staleness) == (0, 1)
+    begun, ended = dict[int, float](), dict[int, float]()
+    for span in on_policy.spans:
+        if span.stage == "actor.update":
+            begun.setdefault(span.iteration, span.start)
+        elif span.stage == "actor.generate":
+            ended[span.iteration] = max(span.end, ended.get(span.iteration, 0.0))
+    assert all(begun[iteration] < ended[iteration] for iteration in range(1, 61))
 
 
 def test_delayed_loading_gains_less_than_rolling_because_engines_wait_for_each_other() -> None:

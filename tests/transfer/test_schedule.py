@@ -4,15 +4,17 @@ import pytest
 
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, reference
 from braidrl.flow.batches import Sizes
-from braidrl.flow.readiness import Uid
+from braidrl.flow.readiness import Consumer, Uid
 from braidrl.flow.stage import Signature
 from braidrl.transfer.queue.tasks import LeaseLost
 from braidrl.transfer.schedule import StreamSchedule
 
 SELECT = Stage("informative", "informative", None, Signature(Kind.SELECT, ("tokens",), scope=Scope.GROUP))
 UPDATE = Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("tokens", "old_log_probs")))
+UPDATE_NOW = Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("tokens",)))
 UPDATE_AFTER = Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("tokens", "ref_log_probs")))
 PLAIN = Flow("plain", [actor.generate(), actor.log_probs(), UPDATE])
+AT_ONCE = Flow("at once", [actor.generate(), SELECT, UPDATE_NOW])
 SELECTING = Flow("selecting", [actor.generate(), SELECT, actor.log_probs(), UPDATE])
 
 
@@ -20,9 +22,9 @@ def begin(flow: Flow, staleness: int = 0) -> StreamSchedule:
     return StreamSchedule(flow, Sizes(5, 2, 2, 2, max_staleness=staleness))
 
 
-def admit(schedule: StreamSchedule, first: int, engine: int = 0) -> list[Uid]:
+def admit(schedule: StreamSchedule, first: int, engine: int = 0, samples: int = 2) -> list[Uid]:
     groups = range(first, first + schedule.groups_wanted(engine))
-    uids = [(0, group, sample) for group in groups for sample in range(2)]
+    uids = [(0, group, sample) for group in groups for sample in range(samples)]
     schedule.admit(uids)
     schedule.close()
     return uids
@@ -179,3 +181,94 @@ def test_inference_after_an_update_in_the_list_waits_for_it() -> None:
     assert schedule.due_steps() == ["reference.update"]
     schedule.stepped("reference.update")
     assert len(work(schedule, "reference.log_probs")) == 4
+
+
+def decided(schedule: StreamSchedule, reasons: dict[int, str | None], version: int = 0) -> None:
+    """Generates and selects some groups, whatever else is ready."""
+    for group in reasons:
+        lease = schedule.tasks.lease(Consumer("actor.generate"), schedule.rows_of[group], "engine", 0.0, 9.0)
+        assert lease is not None
+        schedule.acknowledge(lease.number, 0.0, version)
+    selected(schedule, reasons)
+
+
+def selected(schedule: StreamSchedule, reasons: dict[int, str | None]) -> None:
+    for group, reason in reasons.items():
+        lease = schedule.tasks.lease(Consumer("informative"), schedule.rows_of[group], "compute", 0.0, 9.0)
+        assert lease is not None
+        schedule.select(lease.number, 0.0, {group: reason})
+    schedule.close()
+
+
+def trained(schedule: StreamSchedule) -> set[int]:
+    return {uid[1] for uid in work(schedule, "actor.update")}
+
+
+def test_a_kept_group_is_trained_on_as_soon_as_it_is_sure_to_be_in_the_batch() -> None:
+    schedule = StreamSchedule(AT_ONCE, Sizes(3, 4, 2, 8))
+    admit(schedule, 0)
+    decided(schedule, {2: None})
+    assert trained(schedule) == {2}, "whatever becomes of 0 and 1, three places are left before it"
+    decided(schedule, {0: "all_wrong"})
+    admit(schedule, 4)
+    decided(schedule, {5: None})
+    assert trained(schedule) == set(), "1, 3 and 4 could all be kept"
+    decided(schedule, {4: "all_wrong"})
+    assert trained(schedule) == {5}
+    assert schedule.is_open and schedule.due_steps() == []
+    decided(schedule, {1: None, 3: None})
+    assert trained(schedule) == {1, 3} and not schedule.is_open
+    assert schedule.due_steps() == ["actor.update"]
+
+
+def test_of_several_updates_a_group_joins_the_one_of_its_place_once_that_is_sure() -> None:
+    sizes = Sizes(3, 4, 2, 2, seed=1)
+    schedule, closed = StreamSchedule(AT_ONCE, sizes), StreamSchedule(PLAIN, sizes)
+    admit(schedule, 0)
+    admit(closed, 0)
+    decided(schedule, {3: None, 1: None, 2: None})
+    assert not any(update.rows for update in schedule.batches[1].updates["actor.update"])
+    decided(schedule, {0: None})
+    planned = [sorted(update.rows) for update in closed.batches[1].updates["actor.update"]]
+    assert [sorted(update.rows) for update in schedule.batches[1].updates["actor.update"]] == planned
+
+
+def test_groups_admitted_ahead_of_decisions_are_returned_on_policy() -> None:
+    schedule = StreamSchedule(AT_ONCE, Sizes(3, 8, 2, 16))
+    admit(schedule, 0)
+    decided(schedule, {0: "all_wrong", 1: "all_wrong", 2: None, 3: None})
+    assert {uid[1] for uid in admit(schedule, 8)} == {8, 9, 10, 11}, "as many as are missing, and two more"
+    decided(schedule, dict.fromkeys([4, 5, 6, 7, 8, 9]))
+    # In waves three would have followed the first eight.
+    assert not schedule.is_open and schedule.next_group == 11
+    assert {uid[1] for uid in schedule.tasks.rows} == {2, 3, 4, 5, 6, 7, 8, 9}
+
+
+def test_with_staleness_groups_admitted_ahead_belong_to_the_next_batch() -> None:
+    schedule = StreamSchedule(AT_ONCE, Sizes(3, 2, 2, 4, max_staleness=1))
+    assert len(admit(schedule, 0)) == 4 * 2, "those of the batch after this may be begun too"
+    assert schedule.iteration_of == {0: 1, 1: 1, 2: 2, 3: 2}
+    decided(schedule, {2: None, 0: None, 1: None})
+    assert [uid[1] for uid in schedule.batches[1].uids[::2]] == [0, 1]
+    assert set(schedule.rows_of) == {0, 1, 2, 3}, "2 waits and 3 is generated"
+    assert schedule.groups_wanted(0) == 0 and schedule.opened == 2
+    decided(schedule, {3: None})
+    assert not schedule.is_open and [uid[1] for uid in schedule.batches[2].uids[::2]] == [2, 3]
+
+
+@pytest.mark.parametrize("engine", [0, 1])
+def test_a_group_that_would_be_too_old_for_the_next_batch_is_surplus_of_this_one(engine: int) -> None:
+    schedule = StreamSchedule(AT_ONCE, Sizes(4, 8, 1, 8, max_staleness=1))
+    admit(schedule, 0, samples=1)
+    decided(schedule, dict.fromkeys(range(8)))
+    assert schedule.groups_wanted(0) == 0 and schedule.opened == 2
+    decided(schedule, {8: "all_wrong", 9: "all_wrong", 10: None, 11: None})
+    assert [uid[1] for uid in admit(schedule, 16, samples=1)] == [16, 17, 18, 19]
+    decided(schedule, dict.fromkeys(range(12, 17)))
+    leases = [schedule.take("actor.generate", "engine", 0.0, 9.0, 1, engine_version=engine) for _ in range(3)]
+    assert [lease.rows[0][1] for lease in leases if lease] == [17, 18, 19]
+    assert leases[0] is not None
+    schedule.acknowledge(leases[0].number, 0.0, engine)
+    selected(schedule, {17: None})
+    assert not schedule.is_open
+    assert set(schedule.rows_of) == {*range(8), 10, 11, *range(12, 18)} | ({19} if engine else set())

@@ -15,7 +15,7 @@ from braidrl.cluster.world import World, join
 from braidrl.config import Config, PlacementConfig
 from braidrl.errors import LostPeers, UserError, WorkerError
 from braidrl.flow import Flow, Kind
-from braidrl.flow.batches import GroupSelector
+from braidrl.flow.selecting import GroupSelector
 from braidrl.models.role_settings import layout_key, layout_of
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.generating.engines import own_engines

@@ -14,7 +14,8 @@ from typing import Any
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Flow, Stage
-from braidrl.flow.batches import GroupSelector, Sizes
+from braidrl.flow.batches import Sizes
+from braidrl.flow.selecting import GroupSelector
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.saving.background import check_written

@@ -179,11 +179,14 @@ class ControlPlane(QueueController):
         self.notify()
 
     def admit(self, stream: Stream, rows: Rows) -> None:
-        """Put the payload into shared memory and let the rows be born."""
+        """Put the payload into shared memory and let the rows be born, unless their batch has been closed meanwhile."""
         block = self.data.write_rows(rows)
         with self.changed:
-            stream.admit(rows.index, block, tuple(rows.payload))
-            self.advance()
+            if stream.schedule.is_open:
+                stream.admit(rows.index, block, tuple(rows.payload))
+                self.advance()
+            elif block is not None:
+                self.data.free([block])
 
     def release(self, finished: IterationRecord) -> None:
         """Free a finished iteration's payload, which has been read."""

@@ -141,17 +141,20 @@ class StreamingProgram:
             count = schedule.groups_wanted(version)
             if before is not None and schedule.is_open:
                 self.opening[following] = before
+            self.loader.go_back(schedule.next_group)
+            numbers = tuple(self.loader.advance(count))
         if count:
-            self.control.admit(self.stream, self.store.make(Admission(tuple(self.loader.advance(count)))))
+            self.control.admit(self.stream, self.store.make(Admission(numbers)))
         self.control.change(lambda: None)
 
     def _current(self) -> Position:
-        """Return the state of selection and loader as it is, with the rows of kept surplus."""
+        """Return the state of selection and loader between two batches, with the rows of kept surplus; what went ahead is done again."""
         schedule, surplus = self.stream.schedule, []
+        sampling = schedule.sampling.settled()
         waiting = [uid for group in schedule.sampling.waiting for uid in schedule.rows_of[group]]
         if waiting:
             surplus = [assembled(self.control.data, *self.stream.content(waiting, self.stream.recorded_writers))]
-        return Position(self.loader.state(), schedule.sampling.state(), surplus, {})
+        return Position({**self.loader.state(), "admitted": sampling.admitted + 1}, sampling.state(), surplus, {})
 
     def _unfinished(self, iteration: int) -> tuple[Rows, Rows]:
         """Return the batch of an iteration that trains, as it is recorded, and with the columns that its rows have by now."""

@@ -10,10 +10,11 @@ from typing import Any
 from braidrl.data.codec import encode
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.flow.batches import Selection, Sizes
+from braidrl.flow.batches import Sizes
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.compute import State, initial_states, next_state
 from braidrl.flow.readiness import Uid, waits_for
+from braidrl.flow.selecting import Selection
 from braidrl.transfer.queue.requests import Answer
 from braidrl.transfer.queue.samplers import Sampler
 from braidrl.transfer.queue.table import Block, StoredPart, Table

@@ -14,8 +14,8 @@ from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import Notices
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
-from braidrl.flow.batches import GroupSelector
 from braidrl.flow.recipes import load_flow
+from braidrl.flow.selecting import GroupSelector
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import read_trace
 from braidrl.rewards.verify import Pending

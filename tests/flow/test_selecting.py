@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.errors import UserError
-from braidrl.flow.batches import GroupSelector, Selection, Verdict, groups_to_abort
+from braidrl.flow.selecting import GroupSelector, Selection, Verdict, groups_to_abort
 
 rates = st.sampled_from([0.1, 0.3, 0.7, 1.0])
 policies = st.sampled_from(["drop", "keep"])

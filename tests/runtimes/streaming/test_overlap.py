@@ -1,0 +1,114 @@
+"""What overlaps in real processes: rows are trained on while the longest of their batch are still generated, and nobody counts on time.
+
+The longest answer goes on only when half of its batch has been through `forward_backward`, as the trainer's trace says: where training
+waited for the end of generation, or episodes for each other, it would never end.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from braidrl.observe.trace import Span, read_trace
+from tests.tiny import Workshop, recorded, sums, write_jsonl, write_model
+
+ROWS = 32
+ENVIRONMENTS = '''
+import json
+import os
+import time
+from pathlib import Path
+
+from braidrl.rollout.episodes.turns import Observation
+
+
+class LongTailed:
+    """One turn; in one row of the second group twelve, once half of the batch is trained on. Every third group is all wrong."""
+
+    def __init__(self, trace, half):
+        self.trace, self.half, self.turns = Path(trace), half, 0
+
+    def reset(self, example):
+        self.group, self.sample = example["group"], example["sample"]
+        self.longest = self.group == 1 and self.sample == 3
+
+    def trained(self):
+        spans = [json.loads(line) for line in self.trace.read_text().splitlines()] if self.trace.exists() else []
+        updates = [span for span in spans if span["stage"] == "actor.update" and span["iteration"] == 1]
+        return sum(span["rows"] for span in updates)
+
+    def step(self, text):
+        while self.longest and self.trained() < self.half:
+            time.sleep(0.01)
+        self.turns += 1
+        right = float(self.group % 3 > 0 and self.sample % 2)
+        done = self.turns == (12 if self.longest else 1)
+        return Observation("1+1=", right if done else 0.0, done, correct=bool(right))
+
+
+class Logged:
+    """Appends when each trajectory begins and ends; several processes write to one file."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def log(self, change):
+        file = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(file, (json.dumps([time.monotonic(), change]) + "\\n").encode())
+        os.close(file)
+
+    def reset(self, example):
+        self.log(1)
+
+    def step(self, text):
+        return Observation("", float(text[:1] in set("02468")), done=True)
+
+    def close(self):
+        self.log(-1)
+'''
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    folder = tmp_path_factory.mktemp("overlap")
+    (folder / "worlds.py").write_text(ENVIRONMENTS)
+    return Workshop(folder, write_model(folder / "model", "qwen2"), write_jsonl(folder / "train.jsonl", sums(64)))
+
+
+def spans_of(run: Path, stage: str, iteration: int) -> list[Span]:
+    found = [span for span in read_trace(run) if span.stage == stage and span.iteration == iteration]
+    return [span for span in found if span.state == "busy" and span.rows]
+
+
+@pytest.mark.parametrize("flow", ["grpo", "dapo"])
+def test_half_of_a_batch_is_trained_on_before_its_generation_ends(workshop: Workshop, flow: str) -> None:
+    trace = workshop.folder / flow / "trace" / "actor-0.jsonl"
+    environment = {
+        "name": f"{workshop.folder}/worlds.py:LongTailed",
+        "params": {"trace": str(trace), "half": ROWS // 2},
+    }
+    run = workshop.run(
+        flow, flow=flow, runtime="streaming", rollout={"environment": environment, "max_response_tokens": 4},
+        trainer={"steps": 1, "prompts_per_step": 8}, streaming={"dispatch_rows": 8},
+    )  # fmt: skip
+    lengths = recorded(run, 1)["action_tokens"].sort().values
+    assert lengths[-1] > 5 * lengths[ROWS // 2], "the tail is long"
+    generation_ends = max(span.end for span in spans_of(run, "actor.generate", 1))
+    training = spans_of(run, "actor.update", 1)
+    assert training[0].start < generation_ends
+    assert sum(span.rows for span in training if span.end < generation_ends) >= ROWS // 2
+    assert sum(span.rows for span in training) == ROWS
+
+
+def test_so_many_episodes_are_played_at_once_by_all_workers_together(workshop: Workshop) -> None:
+    log = workshop.folder / "played.jsonl"
+    environment = {"name": f"{workshop.folder}/worlds.py:Logged", "params": {"file": str(log)}, "at_once": 3}
+    workshop.run(
+        "played", runtime="streaming", rollout={"environment": environment, "max_response_tokens": 4},
+        trainer={"steps": 1}, streaming={"workers": {"actor.generate": 2}, "dispatch_rows": 4},
+    )  # fmt: skip
+    under_way, most = 0, 0
+    for _, change in sorted(json.loads(line) for line in log.read_text().splitlines()):
+        under_way += change
+        most = max(most, under_way)
+    assert under_way == 0 and 1 < most <= 3
