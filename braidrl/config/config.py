@@ -99,7 +99,7 @@ class EnvironmentConfig(SandboxConfig):
     params: dict[str, Any] = {}
     """Settings handed to it by keyword."""
     at_once: int = Field(64, ge=1)
-    """Trajectories that are played at the same time."""
+    """Trajectories that are played at the same time in the whole run; each rank has its share of them, and at least one."""
     timeout_s: float = Field(60.0, gt=0)
     """Seconds for one answer of the environment, or for an agent's whole trajectory; after them it ends, and is counted."""
     max_turns: int = Field(16, ge=1)

@@ -64,7 +64,7 @@ class StageExecutor:
         Without `training` even trained roles are copies without an optimizer, whose weights come from elsewhere.
         """
         self.config, self.flow, self.progress = config, flow, progress
-        self.generation = Generation(config, flow, tokenizer, rewards, progress)
+        self.generation = Generation(config, flow, tokenizer, rewards, progress, ranks or DataParallel())
         self.engines = self.generation.engines
         self.workers: dict[str, TrainingBackend] = {}
         self.followings: dict[tuple[str, str], Following] = {}

@@ -49,8 +49,11 @@ class Generation:
         tokenizer: PreTrainedTokenizerBase,
         rewards: RuleRewards | None,
         progress: Progress,
+        ranks: DataParallel,
     ) -> None:
+        """Begin without engines; `ranks` are the processes that generate a batch together."""
         self.config, self.flow, self.tokenizer, self.progress = config, flow, tokenizer, progress
+        self.ranks = ranks
         self.checks = Checks(rewards, progress)
         self.engines: dict[str, RoleEngine] = {}
         self.publications: dict[str, Publish] = {}
@@ -117,7 +120,7 @@ class Generation:
         engine = self.engines[str(stage.role)]
         if engine.is_collective:
             raise UserError(f"{stage.name}: an environment needs engines of their own; write rollout.engines=1")
-        limits = limits_of(self.config, engine.max_sequence_tokens)
+        limits = limits_of(self.config, engine.max_sequence_tokens, self.ranks)
         with self.progress.stage(stage.name, len(rows)) as bar:
 
             def finished(episode: Episode) -> None:
@@ -237,11 +240,18 @@ async def show(bar: Bar, engine: RoleEngine) -> None:
         bar.update(in_flight=engine.in_flight)
 
 
-def limits_of(config: Config, max_sequence_tokens: int) -> Limits:
-    """Return what ends a trajectory; a right answer is worth 1 unless the configuration says otherwise."""
+def limits_of(config: Config, max_sequence_tokens: int, ranks: DataParallel) -> Limits:
+    """Return what ends a trajectory; a right answer is worth 1 unless the configuration says otherwise.
+
+    Args:
+        config: The run's.
+        max_sequence_tokens: Of a prompt and what follows it.
+        ranks: The processes that play together, which divide `at_once`.
+    """
     environment, right = config.rollout.environment, config.reward.correct_score
+    share = environment.at_once // ranks.size + (ranks.rank < environment.at_once % ranks.size)
     return Limits(
-        environment.at_once, environment.timeout_s, environment.max_turns, max_sequence_tokens,
+        max(1, share), environment.timeout_s, environment.max_turns, max_sequence_tokens,
         1.0 if right is None else right, config.reward.max_abs,
     )  # fmt: skip
 

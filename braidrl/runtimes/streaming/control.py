@@ -39,7 +39,7 @@ class ControlPlane(QueueController):
 
     def __init__(
         self, stream: Stream, data: DataPlane, lease_s: float, exported: Collection[str] = (),
-        loading: LoadingSchedule | None = None,
+        loading: LoadingSchedule | None = None, episodes: int | None = None,
     ) -> None:  # fmt: skip
         """Begin with one stream.
 
@@ -49,9 +49,10 @@ class ControlPlane(QueueController):
             lease_s: seconds without a sign of life after which a worker's rows are given to another.
             exported: the trained roles that also generate, whose weights must have come before a version is published.
             loading: when engines load them; by default when a batch's generation is over.
+            episodes: the most episodes in environments that are played at once, by whatever engines.
         """
         super().__init__(lease_s)
-        self.data = data
+        self.data, self.episodes = data, episodes
         self.training, self.loading = stream, loading or LoadingSchedule("end")
         self.exported = frozenset(exported)
         self.streams = [stream]
@@ -240,7 +241,13 @@ class ControlPlane(QueueController):
             return self._step(stream, stage)
         # What a trainer has accumulated cannot be taken back: it keeps its rows until it is known to be dead.
         seconds = math.inf if stage.kind is Kind.TRAIN else self.lease_s
+        if self.episodes is not None and "environment" in stage.params:
+            request = {**request, "most": min(request["most"], self.episodes - self._episodes_under_way())}
         return stream.take(stage, request, self.clock(), seconds, version if stream is self.training else None)
+
+    def _episodes_under_way(self) -> int:
+        leases = ((stream.flow[lease.task.stage], lease) for stream in self.streams for lease in stream.leases())
+        return sum(len(lease.rows) for stage, lease in leases if "environment" in stage.params)
 
     def _step(self, stream: Stream, stage: Stage) -> Answer | None:
         schedule = stream.schedule

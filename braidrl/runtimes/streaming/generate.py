@@ -18,6 +18,7 @@ from typing import Any
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Stage
 from braidrl.flow.readiness import Uid
+from braidrl.models.parallel.replicated import DataParallel
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import BusySpan
 from braidrl.rollout.embedded.engine import EmbeddedEngine
@@ -66,7 +67,8 @@ class GenerateLoop:
         ahead = LoadingSchedule(context.settings.weights).receives_ahead
         self.receiver = WeightReceiver(context.data, partial(self.received.parts, self.engine), in_place and ahead)
         self.receiving: asyncio.Task[None] | None = None
-        self.limits = limits_of(context.executor.config, self.engine.max_sequence_tokens)
+        # The queue says how many episodes are under way at once.
+        self.limits = limits_of(context.executor.config, self.engine.max_sequence_tokens, DataParallel())
         self.version = 0
         self.flight: dict[int, Flight] = {}
         """By the number of its lease each row under way."""
@@ -83,7 +85,6 @@ class GenerateLoop:
     async def _serve(self, own: Engine) -> None:
         engine = ResumingEngine(own)
         self.news = asyncio.Event()
-        self.places = asyncio.Semaphore(self.context.executor.config.rollout.environment.at_once)
         try:
             while (work := await self._next(engine.load().slots)).kind != "stop":
                 await self._act(engine, work)
@@ -141,8 +142,7 @@ class GenerateLoop:
         return await engine.submit(request)
 
     async def _play(self, engine: Engine, stage: Stage, row: Rows) -> Ended:
-        async with self.places:
-            (episode,) = await self.generation.played(engine, stage, row, self.limits)
+        (episode,) = await self.generation.played(engine, stage, row, self.limits)
         return episode
 
     def _note_end(self, lease: int) -> None:

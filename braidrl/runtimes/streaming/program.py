@@ -70,7 +70,8 @@ class StreamingProgram:
         resources.callback(node.close)
         exported = [role for role in prepared.generating if role in prepared.flow.changed_roles]
         loading = LoadingSchedule(streaming.weights, most_out(config, self.groups))
-        self.control = ControlPlane(self.stream, node.data, streaming.lease_s, exported, loading)
+        episodes = config.rollout.environment.at_once
+        self.control = ControlPlane(self.stream, node.data, streaming.lease_s, exported, loading, episodes)
         self.server = QueueServer(self.control.handle, self.control.tick, f"tcp://{launcher.ip}:*", secret)
         resources.callback(self.server.close)
         self.control.notify = self.server.changed

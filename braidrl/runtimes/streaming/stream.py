@@ -3,7 +3,7 @@
 admit ──▶ table ◀──take: index columns, where the payload lies──▶ acknowledge ──▶ close the batch ──▶ publish ──▶ record
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,6 +193,10 @@ class Stream:
         record.places = self.table.detach(uids)
         self.schedule.publish()
         return record
+
+    def leases(self) -> Collection[Lease]:
+        """Return all leases that are held."""
+        return self.schedule.tasks.leases.held.values()
 
     def record_of(self, iteration: int) -> IterationRecord:
         """Return what is noted of an iteration that is not over."""
