@@ -106,3 +106,9 @@ def reflection_counts(responses: Sequence[str], phrases: Sequence[str] = REFLECT
     longest_first = sorted(phrases, key=len, reverse=True)
     pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)", re.IGNORECASE)
     return torch.tensor([len(pattern.findall(text)) for text in responses], dtype=torch.int64)
+
+
+def repeats_itself(tokens: Tensor, window: int) -> bool:
+    """Return whether the last `window` of tokens (T,) are one phrase at least four times over (repeat detection of Kimi k1.5)."""
+    last = tokens[-window:]
+    return len(last) == window and any(torch.equal(last[n:], last[:-n]) for n in range(1, window // 4 + 1))

@@ -159,6 +159,12 @@ class RolloutConfig(Section):
     """Rows in a group."""
     max_response_tokens: int = Field(512, ge=1)
     """Responses end here at the latest."""
+    tokens_per_iteration: int | None = Field(None, ge=1)
+    """A response that has drawn so many tokens in one iteration is set aside, and goes on in the next one with its weights: no iteration
+    waits for the longest. Needs `trainer.max_staleness`, which bounds the oldest token, and `trainer.surplus=keep`."""
+    repeated_tokens: int | None = Field(None, ge=4)
+    """A response whose last so many tokens say one thing over and over ends where it would be set aside, and counts in
+    `response/repeated_fraction`."""
     temperature: float = Field(1.0, gt=0)
     """Logits are divided by it, in sampling and in every log-probability."""
     top_p: float = Field(1.0, gt=0, le=1)

@@ -30,6 +30,7 @@ class FinishReason(IntEnum):
     LENGTH = 1
     ABORT = 2
     ERROR = 3
+    REPEAT = 4
 
 
 @dataclass(frozen=True, eq=False)

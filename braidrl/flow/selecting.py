@@ -22,6 +22,8 @@ from braidrl.errors import UserError
 
 SURPLUS = "surplus"
 STALE = "stale"
+UNFINISHED = "unfinished"
+"""Not dropped: responses of the group go on in a later batch."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,21 @@ class GroupSelector:
         First as many as are missing, or `over_sampling` times as many; then as many as should be needed at the share kept so far,
         but never more than a batch.
         """
+        unfinished = sum(verdict.reason == UNFINISHED for verdict in self.verdicts.values())
+        if unfinished and unfinished >= self.max_staleness * self.target:
+            return 0
         return max(0, self._end_of_waves() - len(self.pending) - len(self.verdicts))
+
+    def finish_now(self) -> list[int]:
+        """Await the first unfinished groups again, as many as the batch lacks, where no more may be begun; their responses are to end."""
+        if self.batch() is not None or self.pending or self.next_wave():
+            return []
+        unfinished = sorted(group for group, verdict in self.verdicts.items() if verdict.reason == UNFINISHED)
+        chosen = unfinished[: self.target - len(self.waiting) - self._kept()]
+        for group in chosen:
+            del self.verdicts[group]
+        self.pending = sorted({*self.pending, *chosen})
+        return chosen
 
     def groups_wanted(self, batches: int = 1) -> int:
         """Return the groups to admit now where stages overlap: those of the waves, and more ahead of decisions.
@@ -198,10 +214,13 @@ class GroupSelector:
             raise ValueError(f"the batch is not complete: {len(self.pending)} groups are undecided")
         old = max((place for place, group in enumerate(ahead) if usable and not usable(group)), default=-1)
         carried = ahead[old + 1 :] if self.max_staleness else []
+        unfinished = [group for group, verdict in self.verdicts.items() if verdict.reason == UNFINISHED]
         returned = [] if self.max_staleness else ahead
         reasons = dict.fromkeys(self.expired, STALE)
         after: dict[int, int] = {}
-        for group in sorted({*self.waiting, *self.verdicts, *self.pending} - {*groups, *carried, *returned}):
+        for group in sorted(
+            {*self.waiting, *self.verdicts, *self.pending} - {*groups, *carried, *returned, *unfinished}
+        ):
             verdict = self.verdicts.get(group, Verdict(version=self.waiting.get(group, 0)))
             # What comes after the batch counts as surplus whatever its verdict: some may not be decided yet.
             if self.surplus == "drop" and group > groups[-1]:
@@ -213,6 +232,7 @@ class GroupSelector:
             else:
                 reasons[group] = verdict.reason
         self._end(after, carried, returned)
+        self.pending = sorted({*self.pending, *unfinished})
         return Selection(
             groups,
             dict(Counter(reasons.values())),
@@ -287,6 +307,8 @@ class GroupSelector:
         for group in sorted(g for g in self.verdicts if self.judged < g < end):
             self.judged = group
             reason = self.verdicts[group].reason
+            if reason == UNFINISHED:
+                continue
             self.barren = {} if reason is None else {**self.barren, reason: self.barren.get(reason, 0) + 1}
             if sum(self.barren.values()) >= self.epoch_groups:
                 raise UserError(nothing_to_learn(self.barren))

@@ -15,10 +15,11 @@ from braidrl.errors import BadUpdate
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import update_plan
 from braidrl.flow.compute import State, initial_states, next_state, with_state
-from braidrl.flow.selecting import SURPLUS, GroupSelector, Verdict
+from braidrl.flow.selecting import SURPLUS, UNFINISHED, GroupSelector, Verdict
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.backend import IterationResult, Position, SerialBackend, T, needed
 from braidrl.runtimes.generating.early_stop import Segment, segment_of
+from braidrl.runtimes.generating.partial import to_the_end
 
 
 class SerialController(Generic[T]):
@@ -32,6 +33,8 @@ class SerialController(Generic[T]):
             trainer.prompts_per_step, loader.epoch_size, trainer.surplus, trainer.max_staleness, trainer.over_sampling
         )
         self.surplus: list[T] = []
+        self.unfinished: list[T] = []
+        """Rows of groups with responses that were set aside."""
         self.states = initial_states(flow)
         self.seconds: dict[str, float] = {}
 
@@ -69,7 +72,8 @@ class SerialController(Generic[T]):
         return result
 
     def position(self) -> Position:
-        return Position(self.loader.state(), self.sampling.state(), list(self.surplus), dict(self.states))
+        kept = [*self.surplus, *self.unfinished]
+        return Position(self.loader.state(), self.sampling.state(), kept, dict(self.states))
 
     def run_with_state(self, stage: Stage, table: T, iteration: int, sums: Sums) -> tuple[T, State]:
         """Return the table with the stage's columns, and the stage's state for the next iteration; empty for most stages."""
@@ -84,7 +88,11 @@ class SerialController(Generic[T]):
 
     def restore(self, position: Position) -> None:
         self.loader.restore(position.loader)
-        self.sampling, self.surplus = GroupSelector.restored(position.sampling), list(position.surplus)
+        self.sampling = GroupSelector.restored(position.sampling)
+        awaited = set(self.sampling.pending)
+        for table in position.surplus:
+            unfinished = set(self.backend.index(table)["group"].tolist()) <= awaited
+            (self.unfinished if unfinished else self.surplus).append(table)
         self.states |= {name: dict(state) for name, state in position.stages.items() if name in self.states}
 
     def replayed(self, recorded: T, sums: Sums) -> IterationResult[T]:
@@ -95,10 +103,11 @@ class SerialController(Generic[T]):
         """Return a batch of selected groups, in waves; what is over is dropped or kept for the next."""
         self.sampling.begin(version)
         tables, generated = list(self.surplus), []
-        while (count := self.sampling.next_wave()) > 0:
-            table, verdicts = self.wave(count, iteration, version, sums)
-            tables.append(table)
-            generated.append(self.backend.index(table))
+        while (wave := self.next_wave()) is not None:
+            table, verdicts = self.wave(*wave, iteration, version, sums)
+            if table is not None:
+                tables.append(table)
+                generated.append(self.backend.index(table))
             self.sampling.decide(verdicts)
         outcome = self.sampling.finish()
         everything = self.backend.cat(tables)
@@ -108,26 +117,69 @@ class SerialController(Generic[T]):
         counted = needed(Rows.cat(generated), outcome, self.config.trainer.surplus) if generated else index
         return IterationResult(counted, index, batch, batch, sums, dropped=outcome.dropped)
 
-    def wave(self, count: int, iteration: int, version: int, sums: Sums) -> tuple[T, dict[int, Verdict]]:
-        """Admit `count` groups, runs the sampling segment on them and says which are kept."""
-        table = self.backend.admit(count)
-        groups = sorted(set(self.backend.index(table)["group"].tolist()))
-        self.sampling.admit(groups)
-        verdicts = {group: Verdict(version=version) for group in groups}
+    def next_wave(self) -> tuple[int, bool] | None:
+        """Return how many groups to begin beside those that are awaited, and whether all responses are drawn to their ends."""
+        count = self.sampling.next_wave()
+        if count or self.sampling.pending:
+            return count, False
+        return (0, True) if self.sampling.finish_now() else None
+
+    def wave(
+        self, count: int, ends: bool, iteration: int, version: int, sums: Sums
+    ) -> tuple[T | None, dict[int, Verdict]]:
+        """Begin `count` groups, go on with awaited ones, run the sampling segment on them, and say which are kept.
+
+        Groups with a response that is set aside are no part of the table, which is None where there are no others.
+        """
+        table: T | None = self.begun(count)
         segment = segment_of(self.flow, iteration) if self.config.trainer.surplus == "drop" else None
+        gone: set[int] = set()
+        reasons: dict[int, str | None] = {}
         for stage in self.flow.stages[: self.flow.recorded_stages]:
-            if not stage.when.includes(iteration):
+            if table is None or not stage.when.includes(iteration):
                 continue
             with self.timed(stage):
                 if segment is not None and stage is segment.generate:
                     table, gone = self.generate_needed(segment, table, iteration, sums)
-                    verdicts |= {group: Verdict(SURPLUS, version) for group in gone}
                 elif stage.kind is Kind.SELECT:
-                    for group, reason in self.backend.select(stage, table).items():
-                        verdicts[group] = Verdict(reason, version)
+                    reasons |= self.backend.select(stage, table)
+                elif stage.kind is Kind.GENERATE and self.config.rollout.tokens_per_iteration is not None:
+                    table = self.set_aside(
+                        self.backend.run(to_the_end(stage) if ends else stage, table, iteration, sums)
+                    )
                 else:
                     table = self.backend.run(stage, table, iteration, sums)
-        return table, verdicts
+        oldest = oldest_versions(self.backend.index(table)) if table is not None else {}
+        partial = self.config.rollout.tokens_per_iteration is not None
+        verdicts = {group: Verdict(reasons.get(group), v if partial else version) for group, v in oldest.items()}
+        return table, verdicts | {group: Verdict(SURPLUS, version) for group in gone}
+
+    def begun(self, count: int) -> T:
+        """Return the rows of the next `count` groups, and of those with responses to go on with that are awaited."""
+        awaited = set(self.sampling.pending)
+        tables, left = [], list[T]()
+        for table in self.unfinished:
+            groups = set(self.backend.index(table)["group"].tolist())
+            tables += [self.of_groups(table, groups & awaited)] if groups & awaited else []
+            left += [self.of_groups(table, groups - awaited)] if groups - awaited else []
+        self.unfinished = left
+        if count:
+            table = self.backend.admit(count)
+            self.sampling.admit(sorted(set(self.backend.index(table)["group"].tolist())))
+            tables.append(table)
+        return self.backend.cat(tables) if len(tables) > 1 else tables[0]
+
+    def set_aside(self, table: T) -> T | None:
+        """Keep groups with a response that is to go on later, and return the rows of the others; None where there are none."""
+        index = self.backend.index(table)
+        ended = (index["finish_reason"] != FinishReason.ABORT).tolist()
+        aside = {group for group, whole in zip(index["group"].tolist(), ended, strict=True) if not whole}
+        if not aside:
+            return table
+        self.unfinished.append(self.of_groups(table, aside))
+        self.sampling.decide({group: Verdict(UNFINISHED) for group in aside})
+        others = set(index["group"].tolist()) - aside
+        return self.of_groups(table, others) if others else None
 
     def generate_needed(self, segment: Segment, table: T, iteration: int, sums: Sums) -> tuple[T, set[int]]:
         """Return what is generated of a wave without the groups that were given up, and these."""
@@ -163,6 +215,15 @@ class SerialController(Generic[T]):
         start = time.perf_counter()
         yield
         self.seconds[stage.name] += time.perf_counter() - start
+
+
+def oldest_versions(index: Rows) -> dict[int, int]:
+    """Return the version of each group's oldest token; 0 where rows do not say."""
+    oldest: dict[int, int] = {}
+    versions = index["version"].tolist() if "version" in index else [0] * len(index)
+    for group, made in zip(index["group"].tolist(), versions, strict=True):
+        oldest[group] = min(made, oldest.get(group, made))
+    return oldest
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from braidrl.cluster.world import World
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.errors import UserError
-from braidrl.flow import Flow
+from braidrl.flow import Flow, Kind
 from braidrl.flow.selecting import GroupSelector
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
@@ -117,6 +117,33 @@ def start_controller(context: RunContext) -> Controller[Any]:
     return StreamingProgram(context.prepared, loader, context.folder)
 
 
+def check_partial_responses(config: Config, flow: Flow) -> None:
+    """Raise UserError where responses cannot be set aside, or need not be."""
+    rollout, trainer = config.rollout, config.trainer
+    if rollout.tokens_per_iteration is None:
+        if rollout.repeated_tokens is not None:
+            raise UserError(
+                "rollout.repeated_tokens ends responses where they would be set aside; write rollout.tokens_per_iteration too"
+            )
+        return
+    given = f"rollout.tokens_per_iteration={rollout.tokens_per_iteration}"
+    generating = [stage for stage in flow.stages if stage.kind is Kind.GENERATE]
+    if not generating:
+        raise UserError(f"{given} sets responses aside, and flow {flow.name} generates none; remove it")
+    if any("environment" in stage.params for stage in generating):
+        raise UserError(f"{given} sets responses aside, and an environment cannot pause; remove one of the two")
+    if trainer.max_staleness < 1 or trainer.surplus != "keep":
+        raise UserError(
+            f"{given} goes on with responses one version later, and keeps groups that end meanwhile; "
+            "write trainer.max_staleness=1, or more, and trainer.surplus=keep"
+        )
+    if config.runtime == "streaming":
+        raise UserError(
+            f"{given} ends an iteration's generation in time, and runtime=streaming does not wait for it; remove it, or write "
+            "runtime=eager, hybrid or distributed"
+        )
+
+
 def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, planned: bool = False) -> None:
     """Raise UserError, before anything is made, for what the runtime cannot run; a replay does not generate.
 
@@ -129,6 +156,7 @@ def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, pla
             f"trainer.over_sampling={trainer.over_sampling:g} begins groups in place of those that selection drops, and flow "
             f"{flow.name} selects none; remove it"
         )
+    check_partial_responses(config, flow)
     devices = device_count(config.device)
     if config.runtime == "eager" and devices is not None and not (planned and devices == 0):
         own_devices(devices, own_engines(config), config.rollout.tensor)

@@ -97,6 +97,7 @@ def generated_metrics(index: Rows) -> dict[str, float | int | None]:
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated_fraction": share(index["finish_reason"] == FinishReason.LENGTH),
+        "response/repeated_fraction": share(index["finish_reason"] == FinishReason.REPEAT),
         "response/failed_fraction": share(index["finish_reason"] == FinishReason.ERROR),
         "tokens/generated": int(lengths.sum()),
         "rows/generated": len(index),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.errors import UserError
-from braidrl.flow.selecting import GroupSelector, Selection, Verdict, groups_to_abort
+from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict, groups_to_abort
 
 rates = st.sampled_from([0.1, 0.3, 0.7, 1.0])
 policies = st.sampled_from(["drop", "keep"])
@@ -239,3 +239,39 @@ def test_the_batch_is_the_same_whoever_is_first_and_whatever_is_aborted(
 def test_a_fast_group_never_takes_the_place_of_a_slow_one_before_it() -> None:
     assert groups_to_abort([0, 1, 2, 3], {1: True, 2: True}, 2) == [], "group 0 may still be kept"
     assert groups_to_abort([0, 1, 2, 3], {0: False, 1: True, 2: True}, 2) == [3]
+
+
+def test_unfinished_groups_are_awaited_by_the_next_batch_and_others_are_begun_in_their_place() -> None:
+    sampling = GroupSelector(2, 100, "keep", max_staleness=1)
+    sampling.begin(0)
+    sampling.admit(range(sampling.next_wave()))
+    sampling.decide({0: Verdict(), 1: Verdict(UNFINISHED)})
+    assert sampling.next_wave() == 2 and sampling.finish_now() == []
+    sampling.admit([2, 3])
+    sampling.decide({2: Verdict(), 3: Verdict(UNFINISHED)})
+    assert sampling.finish() == Selection((0, 2), {}, (), ())
+    sampling = GroupSelector.restored(json.loads(json.dumps(sampling.state())))
+    sampling.begin(1)
+    assert sampling.pending == [1, 3] and sampling.next_wave() == 0
+    sampling.decide({1: Verdict(version=0), 3: Verdict(UNFINISHED)})
+    sampling.admit(range(4, 4 + sampling.next_wave()))
+    sampling.decide(dict.fromkeys(sampling.pending, Verdict(UNFINISHED)))
+    # Two batches' worth are not set aside: what is lacking is finished, the first first.
+    assert sampling.next_wave() == 0 and sampling.finish_now() == [3]
+    sampling.decide({3: Verdict(version=0)})
+    assert sampling.finish().groups == (1, 3)
+    assert sampling.pending and min(sampling.pending) > 3
+
+
+def test_groups_are_admitted_ahead_by_the_share_that_was_kept_and_never_change_the_batch() -> None:
+    sampling = GroupSelector(8, 100)
+    sampling.begin(0)
+    assert sampling.groups_wanted() == 8
+    sampling.admit(range(8))
+    sampling.decide({group: Verdict("all_wrong") for group in range(4)})
+    assert sampling.next_wave() == 0 and sampling.groups_wanted() == 4, "four are sure to be lacking"
+    sampling.admit(range(8, 12))
+    sampling.decide({group: Verdict() for group in range(4, 12)})
+    assert sampling.members() == [(group, group - 4, group - 4) for group in range(4, 12)]
+    # In waves eight more would have been begun after the first eight.
+    assert sampling.next_wave() == 4 and not sampling.is_complete()

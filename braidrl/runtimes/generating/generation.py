@@ -34,6 +34,7 @@ from braidrl.rollout.episodes.turns import TurnTemplate
 from braidrl.rollout.requests import Request, Response, SamplingParams, Uid
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.engines import Publish, start_engine
+from braidrl.runtimes.generating.partial import PartialResponses
 from braidrl.runtimes.generating.receiving import ReceivedWeights, receiving, sending
 from braidrl.runtimes.generating.residency import WeightMoves
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks, early_verify_stages, verified
@@ -101,11 +102,22 @@ class Generation:
         greedy = sampling_of(stage, self.config).takes_likeliest
         first = leaders(list(place)) if greedy else {uid: uid for uid in place}
         requests = [request for request in requests if first[request.uid] == request.uid]
-        verify = early_verify_stages(self.flow, stage)
+        partial = self._partial(stage, rows)
+        requests = partial.rest(requests) if partial else requests
+        # Of a group that is set aside the answers that are there would be checked in vain.
+        verify = [] if partial else early_verify_stages(self.flow, stage)
         with self.progress.stage(stage.name, len(rows)) as bar:
             early = EarlyChecks(self.checks, engine, rows, place, verify, bar, stop.add if stop else None)
             rows_to_end = (lambda: [uid for uid in stop.rows_to_end() if uid in place]) if stop else None
-            done = {finished.uid: finished for finished in engine.generate(requests, early.add, rows_to_end)}
+
+            def ended(response: Response) -> None:
+                whole = partial.joined(response, engine.max_sequence_tokens) if partial else response
+                done[response.uid] = whole
+                early.add(whole)
+
+            done = dict(partial.complete) if partial else {}
+            drawn = engine.generate(requests, ended, rows_to_end)
+            done |= {response.uid: response for response in drawn if response.uid not in done}
             finished = [done[uid] if uid in done else replace(done[leader], uid=uid) for uid, leader in first.items()]
             for copy in finished:
                 if copy.uid not in done:
@@ -114,6 +126,12 @@ class Generation:
             if stop is not None:
                 stop.close()
         return self.columns(stage, rows, finished)
+
+    def _partial(self, stage: Stage, rows: Rows) -> PartialResponses | None:
+        """Return what rows have drawn before, where responses may be set aside."""
+        if self.config.rollout.tokens_per_iteration is None or "rollout_versions" not in rows:
+            return None
+        return PartialResponses.of(stage, rows, self.config, self.moves.version)
 
     def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Play episodes in the stage's environment; failures of environments are counted and the first is shown."""

@@ -23,6 +23,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.runtimes.hybrid.messages import narrowed, pack_index, unpack_index
 
 Numbers = NDArray[np.int64]
+RESPONSE = ("tokens", "rollout_log_probs", "rollout_versions", "finish_reason", "prompt_length")
 READ = Stage("read", "read", None, Signature(Kind.COMPUTE))
 """In the place of a stage, for rows that are read."""
 
@@ -334,4 +335,7 @@ def assemble(
 def columns_read(stage: Stage) -> frozenset[str]:
     """Return every column that a stage may read."""
     signature = stage.signature
+    if stage.kind is Kind.GENERATE:
+        # Responses of an earlier iteration may go on.
+        return frozenset((*signature.reads, *RESPONSE))
     return frozenset((*signature.reads, *signature.optional, *sum(signature.one_of, ())))

@@ -20,6 +20,7 @@ from braidrl.data.prompts import LoadedSource
 from braidrl.data.rows import Rows
 from braidrl.observe.rollouts import parts_of, read_rollouts, write_rollouts
 from braidrl.rewards.verify import responses
+from braidrl.runtimes.generating.partial import admitted
 
 
 class RankShare(NamedTuple):
@@ -98,6 +99,8 @@ class RowStore:
                 assert self.loader is not None, "no training data was loaded"
                 samples = self.config.rollout.samples_per_prompt
                 rows = as_rows(self.loader.peek(numbers), samples)
+                if self.config.rollout.tokens_per_iteration is not None:
+                    rows = admitted(rows, self.config.rollout.dtype or self.config.dtype)
                 return join_texts(rows, self.texts, samples) if self.texts else rows
             case HeldOut(name, share):
                 settings = self.config.evaluation

@@ -1,0 +1,94 @@
+"""Responses that an iteration does not finish: each draws so many tokens at most, is set aside, and goes on in a later iteration.
+
+admitted, nothing drawn ──▶ generate ──over its budget──▶ set aside: tokens, log-probs, versions ──▶ generate, one version later
+                                     ──ended──▶ verify, select, train
+
+A row that was set aside is a row like others whose `finish_reason` is ABORT; so is one that was just admitted.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from braidrl.algorithms.metrics import repeats_itself
+from braidrl.config import Config
+from braidrl.data.rows import FinishReason, Rows
+from braidrl.flow import Stage
+from braidrl.rollout.episodes.trajectory import response_columns
+from braidrl.rollout.requests import Request, Response, Uid, joined, remaining_request
+
+TO_THE_END = "to_the_end"
+"""Parameter of a generate stage whose rows have no budget."""
+
+
+def admitted(rows: Rows, dtype: str) -> Rows:
+    """Return admitted rows with the columns of responses of which nothing is drawn; log-probs will have the engine's type."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    log_probs = nothing.to(torch.float64 if dtype == "float64" else torch.float32)
+    empty = [Response(uid, nothing, log_probs, FinishReason.ABORT, nothing) for uid in rows.uids()]
+    return rows.with_columns(
+        {**response_columns(rows, empty), "reflections": torch.zeros(len(rows), dtype=torch.int64)}
+    )
+
+
+def to_the_end(stage: Stage) -> Stage:
+    """Return a generate stage whose rows have no budget."""
+    return replace(stage, params={**stage.params, TO_THE_END: True})
+
+
+@dataclass
+class PartialResponses:
+    """What the rows of a generate stage have drawn before, and how much each may draw now."""
+
+    config: Config
+    before: dict[Uid, Response]
+    budgets: dict[Uid, int | None]
+    asked: dict[Uid, Request] = field(default_factory=dict)
+
+    @staticmethod
+    def of(stage: Stage, rows: Rows, config: Config, version: int) -> "PartialResponses":
+        """Return what rows have; one that would be too old for the next batch has no budget.
+
+        Args:
+            stage: The generate stage.
+            rows: Its rows, which have the columns of `admitted`.
+            config: The run's.
+            version: Of the weights that go on with them.
+        """
+        before, budgets = {}, dict[Uid, int | None]()
+        starts, reasons = rows["prompt_length"].tolist(), rows["finish_reason"].tolist()
+        for i, uid in enumerate(rows.uids()):
+            tokens, versions = rows["tokens"][i][starts[i] :], rows["rollout_versions"][i]
+            before[uid] = Response(uid, tokens, rows["rollout_log_probs"][i], FinishReason(reasons[i]), versions)
+            age = version - int(versions.min()) if len(versions) else 0
+            ends = TO_THE_END in stage.params or age >= config.trainer.max_staleness
+            budgets[uid] = None if ends else config.rollout.tokens_per_iteration
+        return PartialResponses(config, before, budgets)
+
+    @property
+    def complete(self) -> dict[Uid, Response]:
+        """Return the responses that had ended before."""
+        return {
+            uid: response for uid, response in self.before.items() if response.finish_reason is not FinishReason.ABORT
+        }
+
+    def rest(self, requests: Iterable[Request]) -> list[Request]:
+        """Return what is left to ask for, of rows that have not ended, as far as their budgets go."""
+        for request in requests:
+            rest, budget = remaining_request(request, self.before[request.uid]), self.budgets[request.uid]
+            if rest is not None:
+                most = min(rest.sampling.max_tokens, budget or rest.sampling.max_tokens)
+                self.asked[request.uid] = replace(rest, sampling=replace(rest.sampling, max_tokens=most))
+        return list(self.asked.values())
+
+    def joined(self, drawn: Response, max_sequence_tokens: int) -> Response:
+        """Return the whole response; one that has spent its budget and may go on is set aside, unless it repeats itself."""
+        request, whole = self.asked[drawn.uid], joined([self.before[drawn.uid], drawn])
+        spent = drawn.finish_reason is FinishReason.LENGTH and len(drawn.tokens) == self.budgets[drawn.uid]
+        room = max_sequence_tokens - len(request.prompt) - len(drawn.tokens)
+        if not spent or room < 1 or len(whole.tokens) >= self.config.rollout.max_response_tokens:
+            return whole
+        window = self.config.rollout.repeated_tokens
+        repeats = window is not None and repeats_itself(whole.tokens, window)
+        return replace(whole, finish_reason=FinishReason.REPEAT if repeats else FinishReason.ABORT)

@@ -1,0 +1,142 @@
+"""Responses set aside when an iteration's budget is spent, and gone on with later: the same draws, each row once, never too old."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from braidrl.algorithms.metrics import repeats_itself
+from braidrl.data.rows import FinishReason
+from braidrl.errors import UserError
+from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.saving.folders import run_config
+from tests.invariants.traces import assert_same, merged, trace
+from tests.tiny import Workshop, metrics_agree, recorded, sums, write_jsonl, write_model
+
+STEPS = 5
+SECTIONS: dict[str, Any] = {
+    "dtype": "float64",
+    "rollout": {"max_response_tokens": 40, "tokens_per_iteration": 12},
+    "trainer": {
+        "steps": STEPS, "prompts_per_step": 3, "max_staleness": 2, "surplus": "keep", "learning_rate": 3e-3,
+        "checkpoint_every": 1, "keep_checkpoints": 9,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    folder = tmp_path_factory.mktemp("partial")
+    return Workshop(folder, write_model(folder / "model", "qwen2"), write_jsonl(folder / "train.jsonl", sums(64)))
+
+
+@pytest.fixture(scope="module")
+def eager(workshop: Workshop) -> Path:
+    return workshop.run("eager", **SECTIONS)
+
+
+def responses(run: Path, steps: int) -> dict[tuple[int, int, int], list[int]]:
+    found = {}
+    for step in range(1, steps + 1):
+        rows = recorded(run, step)
+        for i, uid in enumerate(rows.uids()):
+            assert uid not in found, "a row is trained on once"
+            found[uid] = rows["tokens"][i].tolist()
+    return found
+
+
+def test_rows_have_tokens_of_several_versions_and_none_is_too_old(eager: Path) -> None:
+    spans = []
+    for step in range(1, STEPS + 1):
+        rows = recorded(eager, step)
+        assert len(rows) == 12 and int(rows["finish_reason"].max()) <= FinishReason.LENGTH
+        assert step - 1 - int(rows["version"].min()) <= 2
+        for i in range(len(rows)):
+            versions, counts = rows["rollout_versions"][i].unique(return_counts=True)
+            spans.append(len(versions))
+            # What an iteration draws without a budget is the last that staleness allows, or what the batch lacked.
+            assert all(count <= 12 for count in counts[:-1].tolist())
+    assert max(spans) > 1 and len(responses(eager, STEPS)) == STEPS * 12
+
+
+def test_each_token_has_the_log_prob_of_the_version_that_drew_it(eager: Path) -> None:
+    models = [AutoModelForCausalLM.from_pretrained(eager.parent / "model", dtype=torch.float64)]
+    for step in range(1, STEPS):
+        folder = eager / "checkpoints" / f"step-{step}" / "actor"
+        models.append(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64))
+    for step in range(1, STEPS + 1):
+        rows = recorded(eager, step)
+        for i in range(len(rows)):
+            tokens, start = rows["tokens"][i], int(rows["prompt_length"][i])
+            for version in rows["rollout_versions"][i].unique().tolist():
+                with torch.no_grad():
+                    logits = models[version](tokens[None]).logits[0, start - 1 : -1]
+                drawn = rows["rollout_versions"][i] == version
+                expected = logits.log_softmax(-1).gather(1, tokens[start:, None])[:, 0]
+                found = rows["rollout_log_probs"][i]
+                torch.testing.assert_close(found[drawn], expected[drawn].to(found.dtype), rtol=0, atol=1e-5)
+
+
+def test_with_weights_that_stay_the_rows_are_those_of_whole_responses(workshop: Workshop) -> None:
+    still = merged(SECTIONS, {"trainer": {"learning_rate": 1e-30, "checkpoint_every": 0}})
+    whole = responses(workshop.run("whole", **merged(still, {"rollout": {"tokens_per_iteration": 40}})), STEPS)
+    parts = responses(workshop.run("parts", **still), STEPS)
+    common = whole.keys() & parts.keys()
+    assert len(common) > STEPS * 6
+    assert {uid: parts[uid] for uid in common} == {uid: whole[uid] for uid in common}
+
+
+@pytest.mark.parametrize(("runtime", "more"), [("distributed", {"workers": 2}), ("hybrid", {"workers": 2})])
+def test_every_runtime_sets_the_same_responses_aside(
+    workshop: Workshop, eager: Path, runtime: str, more: dict[str, Any]
+) -> None:
+    assert_same(trace(workshop.run(runtime, runtime=runtime, **merged(SECTIONS, more))), trace(eager))
+
+
+def test_a_resumed_run_goes_on_with_what_was_set_aside(workshop: Workshop, eager: Path) -> None:
+    first = workshop.run("resumed", **merged(SECTIONS, {"trainer": {"steps": 2}}))
+    config = run_config(first)
+    trainer = config.trainer.model_copy(update={"steps": STEPS})
+    with TrainingRun(config.model_copy(update={"trainer": trainer}), resume=first) as run:
+        run.train()
+    assert metrics_agree(eager, first, tolerance=1e-9)
+    assert responses(first, STEPS) == responses(eager, STEPS)
+
+
+def test_a_response_that_repeats_itself_is_ended_and_counted(workshop: Workshop) -> None:
+    assert repeats_itself(torch.tensor([9, 1, 2, 1, 2, 1, 2, 1, 2]), 8)
+    assert not repeats_itself(torch.tensor([1, 2, 1, 2, 1, 2, 1, 3]), 8) and not repeats_itself(torch.ones(7), 8)
+    # Of four equal tokens a tiny model at a low temperature says many.
+    cold = {"temperature": 0.05, "repeated_tokens": 4}
+    run = workshop.run("repeats", **merged(SECTIONS, {"rollout": cold, "trainer": {"steps": 2}}))
+    lines = read_metrics(run)
+    for step in (1, 2):
+        rows = recorded(run, step)
+        repeated = (rows["finish_reason"] == FinishReason.REPEAT).double().mean()
+        assert lines[step - 1]["response/repeated_fraction"] == pytest.approx(float(repeated))
+    assert any(line["response/repeated_fraction"] > 0 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"rollout": {"environment": "module:World"}}, "an environment cannot pause; remove one of the two"),
+        ({"trainer": {"surplus": "drop"}}, "write trainer.max_staleness=1, or more, and trainer.surplus=keep"),
+        ({"runtime": "streaming"}, "write runtime=eager, hybrid or distributed"),
+        ({"rollout": {"tokens_per_iteration": None, "repeated_tokens": 8}}, "write rollout.tokens_per_iteration too"),
+    ],
+)
+def test_what_cannot_be_set_aside_is_refused_before_anything_starts(
+    workshop: Workshop, sections: dict[str, Any], message: str
+) -> None:
+    if "environment" in sections.get("rollout", {}):
+        (workshop.folder / "worlds.py").write_text("def world(texts, example):\n    return None\n")
+        sections = {"rollout": {"environment": f"{workshop.folder}/worlds.py:world"}}
+    with pytest.raises(UserError, match=message) as caught:
+        TrainingRun(workshop.config("refused", **merged(SECTIONS, sections)))
+    assert "\n" not in str(caught.value) and not (workshop.folder / "refused").exists()
