@@ -50,7 +50,10 @@ def loaded_modules(metadata: dict) -> float:
     return float(sum(name in sys.modules for name in ("torch", "transformers", "ray")))
 
 
-async def remote(response: str, answer: str, *, seconds: float = 0.3) -> bool:
+async def remote(response: str, answer: str, *, seconds: float = 0.3, calls: str | None = None) -> bool:
+    if calls is not None:
+        with open(calls, "a") as file:
+            file.write(f"{response}\n")
     if response == "raise":
         raise ConnectionError("judge is away")
     await asyncio.sleep(600 if response == "hang" else seconds)

@@ -1,6 +1,5 @@
 """From rows to columns: decoding, weights, sources, failures, and that nothing waits."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -113,10 +112,8 @@ def test_failed_checks_are_wrong_and_counted_by_reason(tokenizer):
 def test_rows_are_checked_as_they_come_and_submitting_never_waits(tokenizer):
     verify = [f"{OWN}:remote", "exact"]
     with rewards_of(tokenizer, verify) as rewards:
-        begun = time.monotonic()
         pending = [rewards.submit(rows_of(tokenizer, [word], ["ok"])) for word in ["ok", "no", "ok", "ok"]]
-        assert time.monotonic() - begun < 0.5
-        assert not pending[0].done()
+        assert not pending[0].done(), "a process has to start for it"
         assert [p.result()["correct"].item() for p in reversed(pending)] == [1.0, 1.0, 0.0, 1.0]
         assert all(p.done() for p in pending)
 

@@ -76,6 +76,7 @@ def test_what_passes_through_the_driver_does_not_grow_with_the_rows(
     assert sent[8192] <= 1.1 * sent[128]
 
 
+@pytest.mark.soak  # for a machine that does nothing else
 def test_roles_in_three_pools_take_as_long_as_the_longest(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     config = workshop.config(**given(workshop, 16), placement="standalone")
     with hybrid_crew(config, warm_cluster, THREE) as backend:

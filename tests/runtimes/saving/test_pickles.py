@@ -67,6 +67,31 @@ def test_pickles_in_every_file_of_a_run_do_nothing(workshop: Workshop, manifest:
         assert not mark.exists(), name
 
 
+@pytest.mark.soak
+def test_pickles_in_the_parts_that_ranks_write_do_nothing(workshop: Workshop, tmp_path: Path) -> None:
+    divided = {"runtime": "distributed", "workers": 2, "trackers": []}
+    trainer = {"steps": 1, "checkpoint_every": 1, "layout": {"shard": "full"}}
+    obeyed("train", str(workshop.config_file(trainer=trainer, **divided)))
+    run, mark, whole = workshop.folder / "run", tmp_path / "mark", tmp_path / "whole"
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("steps: 1\n", "steps: 2\n", 1))
+    # Without a manifest nobody compares the files before they are read.
+    (state := run / "checkpoints" / "step-1" / "state.json").write_text(
+        state.read_text().replace('"format": 2', '"format": 1')
+    )
+    (run / "checkpoints" / "step-1" / "manifest.json").unlink()
+    shutil.copytree(run, whole)
+    parts = [path.relative_to(run) for path in (run / "checkpoints").rglob("*") if path.suffix != ".json"]
+    parts = [path for path in parts if (run / path).is_file()]
+    assert any(path.name == ".metadata" for path in parts), parts
+    for name in parts:
+        shutil.rmtree(run)
+        shutil.copytree(whole, run)
+        (run / name).write_bytes(pickle.dumps(Bomb(mark)))
+        obeyed("train", "--resume", str(run))
+        assert not mark.exists(), name
+
+
 def test_pickles_in_data_and_model_do_nothing(workshop: Workshop, tmp_path: Path) -> None:
     mark, model = tmp_path / "mark", write_model(tmp_path / "model")
     bomb = pickle.dumps(Bomb(mark))
