@@ -21,7 +21,8 @@ ALGORITHMS = {
     "aggregations": registry.aggregations, "corrections": registry.corrections, "kl-estimators": registry.divergences,
 }  # fmt: skip
 PLUGINS = {
-    "recipes": "braidrl.flow.recipes:RECIPES", "rewards": "braidrl.rewards.verifiers:VERIFIERS",
+    "recipes": "braidrl.flow.recipes:RECIPES", "conversions": "braidrl.data.conversions:CONVERSIONS",
+    "rewards": "braidrl.rewards.verifiers:VERIFIERS",
     "engines": "braidrl.rollout.engine:ENGINES",
     "backends": "braidrl.models.backend:BACKENDS", "optimizers": "braidrl.models.optimizer:OPTIMIZERS",
     "trackers": "braidrl.observe.trackers:TRACKERS", "samplers": "braidrl.transfer.queue.samplers:SAMPLERS",

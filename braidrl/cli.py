@@ -104,6 +104,15 @@ def flow(
 
 
 @app.command()
+def data(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Show what a configuration reads: counts, lengths, samples as the model sees them, and what is left out and why."""
+    from braidrl.config import load_config
+    from braidrl.runtimes.prepare.show_data import show_data
+
+    show_data(load_config(*split_config(config, overrides), flow="grpo"))
+
+
+@app.command()
 def plan(
     config: ConfigFile = None,
     overrides: Overrides = None,

@@ -69,13 +69,13 @@ def test_a_configuration_may_be_overrides_alone(workshop: Workshop, braid: Any) 
 def test_functions_in_files_are_found_beside_the_configuration_from_any_folder(
     workshop: Workshop, braid: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (workshop.folder / "mine.py").write_text("def short(response: str) -> bool:\n    return len(response) < 9\n")
+    (workshop.folder / "mine.py").write_text("def small(response: str) -> bool:\n    return len(response) < 9\n")
     config = workshop.config_file(
-        "beside", reward={"verify": [{"name": "mine.py:short", "weight": 0.5}]}, trainer={"steps": 1}
+        "beside", reward={"verify": [{"name": "mine.py:small", "weight": 0.5}]}, trainer={"steps": 1}
     )
     monkeypatch.chdir(tmp_path)
     braid("train", config)
-    assert run_config(workshop.folder / "beside").reward.verify[0].name == f"{workshop.folder / 'mine.py'}:short"
+    assert run_config(workshop.folder / "beside").reward.verify[0].name == f"{workshop.folder / 'mine.py'}:small"
 
 
 def test_a_breakpoint_in_a_verifier_stops_there_when_rewards_have_no_process(workshop: Workshop) -> None:
@@ -193,3 +193,20 @@ def test_steps_of_zero_save_the_model_as_it_is(workshop: Workshop, braid: Any, t
     braid("train", workshop.config_file(), "trainer.steps=0")
     untrained, saved = load_file(workshop.model / "model.safetensors"), weights_of(workshop.folder / "run")
     assert all(torch.equal(tensor, untrained[name]) for name, tensor in saved.items())
+
+
+def test_data_shows_counts_lengths_and_examples_as_the_model_sees_them(workshop: Workshop, braid: Any) -> None:
+    (workshop.folder / "own.py").write_text(
+        "def example(record):\n    return 'it is large' if int(record['answer']) > 9 else record\n"
+    )
+    source = f"data.train={{path: {workshop.data}, convert: {workshop.folder}/own.py:example}}"
+    records = [json.loads(line) for line in workshop.data.read_text().splitlines()]
+    small = [record for record in records if int(record["answer"]) <= 9]
+    assert 3 < len(small) < len(records)
+    said, _ = braid("data", workshop.config_file(), source, "data.held_out=3")
+    train, held_out = said.split("data.eval.held_out")
+    assert f"{len(small) - 3} examples, 0 dropped" in train and "3 examples, 0 dropped" in held_out
+    assert f"{len(records) - len(small)} records left out because it is large" in train
+    assert "least" in train and "█" in train and train.count("── example") == 5
+    assert f"── example 0, record {records.index(small[0]) + 1}\n{small[0]['prompt']}" in held_out
+    assert f"── answer: {small[0]['answer']}" in held_out

@@ -1,7 +1,7 @@
 """The whole configuration as typed models. Every key has a default that suits one machine; an unknown key is an error.
 
 flow: dapo                      # a recipe, a YAML flow, or module:function
-model: /models/Qwen2.5-0.5B     # any Hugging Face directory
+model: Qwen/Qwen2.5-0.5B        # a model of the hub, or any Hugging Face directory
 data: {train: data/train.parquet, eval: {test: data/test.parquet}}
 """
 
@@ -214,7 +214,7 @@ class Config(Section):
     flow: str
     """A recipe's name, a .yaml flow, `module:function` or `file.py:function`."""
     model: Path
-    """A Hugging Face directory: weights, configuration and tokenizer."""
+    """A Hugging Face directory: weights, configuration and tokenizer; or a model of the hub, `ORG/NAME` or `ORG/NAME@revision`."""
     algorithm: dict[str, Any] = {}
     """Settings of the recipe, such as `clip_high`."""
     data: DataConfig = DataConfig()

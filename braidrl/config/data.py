@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from braidrl.config.section import ONE_OR_MORE, SandboxConfig, Section
 
@@ -21,11 +21,27 @@ class VerifierConfig(Section):
 
 
 class SourceConfig(Section):
-    """One data file."""
+    """One data file or data set."""
 
     short_for = {str: "path", Path: "path"}
     path: Path
-    """A .jsonl or .parquet file."""
+    """A .jsonl, .json or .parquet file, a folder of such files, or a data set of the hub, `ORG/SET` or `ORG/SET@revision`."""
+    subset: str | None = None
+    """Of a folder or a data set of the hub: which of its subsets."""
+    split: str | None = None
+    """Of a folder or a data set of the hub: which of its splits; by default `train`, for `data.eval` `test`, or the only one."""
+    where: dict[str, Any] = {}
+    """Fields and the value, or list of values, that a record must have there; others are left out."""
+    convert: str | None = None
+    """What makes an example of a record: a name of `braid list conversions`, or `module:function` or `file.py:function` of your own, which
+    gets the record and returns a dict, or a text that says why it is left out. By default records are taken as they are, those of a data
+    set of the hub that Braid knows by its conversion."""
+    unique: bool = False
+    """Leave out a prompt that was there before."""
+    skip: int = Field(0, ge=0)
+    """Leave out the first so many of these examples."""
+    first: int | None = Field(None, ge=1)
+    """Take only so many of them."""
     weight: float = Field(1.0, gt=0)
     """How often a prompt is drawn from this source, relative to the others."""
     verify: Annotated[list[VerifierConfig] | None, ONE_OR_MORE] = None
@@ -41,6 +57,12 @@ class SourceConfig(Section):
     rejected_field: str = "rejected"
     """Field with the worse one."""
 
+    @property
+    def label(self) -> str:
+        """Return the source's name in metrics: the file's, or that of a data set of the hub."""
+        fetched = next((part for part in self.path.parts if part.startswith("datasets--")), None)
+        return fetched.rpartition("--")[2] if fetched else self.path.stem
+
 
 class DataConfig(Section):
     """Where prompts come from."""
@@ -49,6 +71,13 @@ class DataConfig(Section):
     """One file, or several with weights."""
     eval: dict[str, SourceConfig] = {}
     """Held-out sets by name."""
+    held_out: int = Field(0, ge=0)
+    """Keep the first so many examples of the first of `train` from training, as an evaluation set named `held_out`."""
+    in_memory: int = Field(200_000, ge=0)
+    """A source with more examples than this is read once and written, tokenised, to an index in `cache`, from which each process reads no
+    more than the examples that it draws; the next run finds it there."""
+    cache: Path = Path("~/.cache/braid/data")
+    """The folder of these indexes, which all machines of a run must see."""
     ptx: SourceConfig | None = None
     """Plain text whose likelihood the policy keeps (`ptx_coef`); its `prompt_field` names the text."""
     system_prompt: str | None = None
@@ -59,6 +88,32 @@ class DataConfig(Section):
     """Longer prompts are dropped, and the number dropped is reported."""
     shuffle: bool = True
     """A new seeded order each epoch; off keeps the file's."""
+
+    @model_validator(mode="after")
+    def _held_out(self) -> "DataConfig":
+        if self.held_out and "held_out" in self.eval:
+            raise ValueError("data.eval has a set of the name held_out already; give it another")
+        if self.held_out and self.train and (self.train[0].first or self.held_out + 1) <= self.held_out:
+            raise ValueError("held_out leaves nothing of what `first` takes")
+        return self
+
+    @property
+    def training_sources(self) -> list[SourceConfig]:
+        """Return the sources of `train` without what is held out of the first."""
+        if not self.held_out or not self.train:
+            return self.train
+        first, *others = self.train
+        skip = first.skip + self.held_out
+        left = None if first.first is None else first.first - self.held_out
+        return [first.model_copy(update={"skip": skip, "first": left}), *others]
+
+    @property
+    def evaluation_sources(self) -> dict[str, SourceConfig]:
+        """Return the held-out sets by name, with what is held out of `train`."""
+        sets = dict(self.eval)
+        if self.held_out and self.train:
+            sets["held_out"] = self.train[0].model_copy(update={"first": self.held_out, "weight": 1.0})
+        return sets
 
 
 class RewardConfig(SandboxConfig):

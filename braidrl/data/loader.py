@@ -119,7 +119,7 @@ class PromptLoader(Admissions):
         source = self.sources[position]
         epoch, index = divmod(place, len(source))
         if self.shuffle:
-            index = int(permutation(self.seed, position, epoch, len(source))[index])
+            index = shuffled(self.seed, position, epoch, len(source), index)
         return Admitted.of(source, number, position, epoch, index)
 
 
@@ -208,6 +208,27 @@ class WeightedDraw:
                 return source, before
             number -= before
         return len(self.shares), number
+
+
+LARGE = 1_000_000
+"""Orders of more examples than this are computed place by place: a whole one would take 8 bytes of memory for each."""
+ROUNDS = 4
+
+
+def shuffled(seed: int, source: int, epoch: int, size: int, index: int) -> int:
+    """Return which of a source's examples comes at a place of an epoch's order."""
+    if size <= LARGE:
+        return int(permutation(seed, source, epoch, size)[index])
+    # A Feistel network permutes the numbers of an even count of bits; one that is too large goes through it again.
+    half = (size - 1).bit_length() + 1 >> 1
+    while True:
+        left, right = index >> half, index & ((1 << half) - 1)
+        for number in range(ROUNDS):
+            key = seeded_key(seed, "place", source, epoch, number, right)
+            left, right = right, left ^ (key & ((1 << half) - 1))
+        index = left << half | right
+        if index < size:
+            return index
 
 
 # A step may straddle the end of an epoch in each source; older orders are not needed again.

@@ -1,6 +1,7 @@
-"""A data file, read and tokenised: what the loader draws from. Prompts that are too long are dropped here, and counted.
+"""A source, read and tokenised: what the loader draws from. Prompts that are too long are dropped here, and counted.
 
-file ──read_examples──▶ examples ──PromptTemplate──▶ token ids ──at most max_prompt_tokens──▶ LoadedSource
+file ──Reading──▶ examples ──PromptTemplate──▶ token ids ──at most max_prompt_tokens──▶ LoadedSource
+                                        larger than memory: ──▶ index, of which each process reads what it draws
 
 Several processes that read the same files tokenise a part of each, and tell each other which prompts are short enough.
 """
@@ -8,7 +9,8 @@ Several processes that read the same files tokenise a part of each, and tell eac
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,8 +21,19 @@ from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import DataConfig, SourceConfig
+from braidrl.data.indexed import (
+    TOKENS,
+    IndexedExamples,
+    IndexedTokens,
+    IndexFacts,
+    IndexWriter,
+    index_folder,
+    read_facts,
+    whole_index,
+)
 from braidrl.data.packing import equal_share
-from braidrl.data.sources import Example, place, read_examples
+from braidrl.data.records import check_source, place
+from braidrl.data.sources import Example, Reading
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
 
@@ -31,25 +44,29 @@ PROGRESS_AFTER_S = 2.0
 
 @dataclass(frozen=True, eq=False)
 class LoadedSource:
-    """The examples of one file that passed the length filter.
+    """The examples of one source that passed the length filter.
 
-    `kept` (K,) are their places in the file, from 0, of `read` examples. `prompts` and `responses` hold token ids as int32,
-    much smaller than lists; where `prompts` is None a text is tokenised when it is drawn.
+    `kept` (K,) are their places among the `read` examples, from 0, or the folder of the index that they are in. `prompts` and
+    `responses` hold token ids as int32, much smaller than lists; where `prompts` is None a text is tokenised when it is drawn.
     """
 
     path: Path
     weight: float
-    examples: list[Example]
-    kept: list[int]
+    examples: Sequence[Example]
+    kept: list[int] | str
     read: int
     template: PromptTemplate
-    prompts: Ragged | None
-    responses: Ragged | None
-    rejected: Ragged | None = None
+    prompts: Ragged | IndexedTokens | None
+    responses: Ragged | IndexedTokens | None
+    rejected: Ragged | IndexedTokens | None = None
     longest_prompt: int = 0
     """Tokens; 0 where another process has tokenised the file."""
     longest_row: int = 0
     """Tokens of a prompt with its given response; 0 where none is given."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Records that are no examples, by reason."""
+    facts: IndexFacts | None = None
+    """Of a source that is read from an index."""
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -58,6 +75,13 @@ class LoadedSource:
     def dropped(self) -> int:
         """Return the number of prompts that were too long."""
         return self.read - len(self.examples)
+
+    @property
+    def unanswered(self) -> Example | None:
+        """Return the first example without an answer."""
+        if self.facts is not None:
+            return Example(*self.facts.unanswered) if self.facts.unanswered else None
+        return next((example for example in self.examples if example.answer is None), None)
 
     def prompt(self, index: int) -> Tensor:
         """Return token ids (T,) int64 of an example's prompt."""
@@ -73,7 +97,7 @@ class LoadedSource:
         """Return token ids (T,) int64 of the worse response of a pair, or None where pairs were not asked for."""
         return self._given(self.examples[index].rejected, self.rejected, index)
 
-    def _given(self, text: str | None, tokenized: Ragged | None, index: int) -> Tensor | None:
+    def _given(self, text: str | None, tokenized: Ragged | IndexedTokens | None, index: int) -> Tensor | None:
         if text is None:
             return None
         if tokenized is not None:
@@ -81,13 +105,10 @@ class LoadedSource:
         return torch.tensor(self.template.encode_responses([text])[0], dtype=torch.int64)
 
     def report(self) -> str:
-        """Say how many prompts were dropped of how many, for the log."""
-        return dropped_report(self.path, self.read, len(self))
-
-
-def dropped_report(path: Path, read: int, kept: int) -> str:
-    """Return how many prompts of a file were dropped of how many."""
-    return f"{path}: {read} prompts, {read - kept} dropped as longer than data.max_prompt_tokens"
+        """Say how many prompts were dropped of how many, and which records were no examples, for the log."""
+        others = [f"{count} records left out because {reason}" for reason, count in self.left_out.items()]
+        counts = f"{self.read} prompts, {self.dropped} dropped as longer than data.max_prompt_tokens"
+        return f"{self.path}: {'; '.join([counts, *others])}"
 
 
 @dataclass(frozen=True)
@@ -103,13 +124,54 @@ class Readers:
         """Return which of so many examples this process tokenises."""
         return equal_share(count, self.rank, self.size)
 
+    def together(self, find: Callable[[], Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return what each process finds. Raises UserError, in all of them, where one of them does."""
+        try:
+            found = {"refused": "", **find()}
+        except UserError as error:
+            found = {"refused": str(error)}
+        every = self.tell(found)
+        for refused in filter(None, (one["refused"] for one in every)):
+            raise UserError(refused)
+        return every
+
 
 ALONE = Readers()
 
 
+@dataclass(frozen=True)
+class Loading:
+    """How the sources of a run are read: what turns prompts into token ids, which are too long, and what is read of each example."""
+
+    template: PromptTemplate
+    max_prompt_tokens: int
+    responses: bool = False
+    pairs: bool = False
+    in_memory: int | None = None
+    """Larger sources are read from an index in `cache`; None holds all in memory."""
+    cache: Path = Path()
+    usual_split: str = "train"
+    readers: Readers = ALONE
+    """The processes that do this together. Where they are several, prompts are tokenised again when they are drawn."""
+
+    @staticmethod
+    def of(data: DataConfig, template: PromptTemplate, **asked: Any) -> "Loading":
+        """Return how the sources of a configuration are read."""
+        return Loading(template, data.max_prompt_tokens, in_memory=data.in_memory, cache=data.cache, **asked)
+
+    @property
+    def given(self) -> int:
+        """Return how many given responses an example has."""
+        return 2 if self.pairs else int(self.responses)
+
+    def reading(self, source: SourceConfig) -> Reading:
+        """Return a pass over a source."""
+        return Reading(source, responses=self.responses, pairs=self.pairs, usual_split=self.usual_split)
+
+
 def load_train(
     data: DataConfig, tokenizer: Any, *, responses: bool = False, pairs: bool = False,
-    kept: Sequence[Sequence[int]] | None = None, readers: Readers = ALONE,
+    kept: Sequence[Sequence[int] | str] | None = None, readers: Readers = ALONE,
 ) -> list[LoadedSource]:  # fmt: skip
     """Load every source of `data.train`. Raises UserError when there is none, or for a file that cannot be used.
 
@@ -117,11 +179,10 @@ def load_train(
     """
     check_train(data)
     template = PromptTemplate(tokenizer, data.chat_template, data.system_prompt)
-    longest, places = data.max_prompt_tokens, kept if kept is not None else [None] * len(data.train)
-    return [
-        load_source(source, template, longest, responses=responses, pairs=pairs, kept=of_source, readers=readers)
-        for source, of_source in zip(data.train, places, strict=True)
-    ]
+    loading = Loading.of(data, template, responses=responses, pairs=pairs, readers=readers)
+    sources = data.training_sources
+    places = kept if kept is not None else [None] * len(sources)
+    return [load_source(source, loading, of_source) for source, of_source in zip(sources, places, strict=True)]
 
 
 def check_train(data: DataConfig) -> None:
@@ -131,75 +192,83 @@ def check_train(data: DataConfig) -> None:
 
 
 def load_eval(
-    data: DataConfig, tokenizer: Any, *, pairs: bool = False, kept: Mapping[str, Sequence[int]] | None = None,
+    data: DataConfig, tokenizer: Any, *, pairs: bool = False, kept: Mapping[str, Sequence[int] | str] | None = None,
     readers: Readers = ALONE,
 ) -> dict[str, LoadedSource]:  # fmt: skip
-    """Load the held-out sets of `data.eval` by name, as `load_train` does. Raises UserError for a file that cannot be used."""
+    """Load the held-out sets by name, as `load_train` does. Raises UserError for a file that cannot be used."""
     template = PromptTemplate(tokenizer, data.chat_template, data.system_prompt)
-    longest = data.max_prompt_tokens
+    loading = Loading.of(data, template, pairs=pairs, readers=readers)
+    usual = {name: "test" if name in data.eval else "train" for name in data.evaluation_sources}
     return {
-        name: load_source(source, template, longest, pairs=pairs, kept=kept[name] if kept else None, readers=readers)
-        for name, source in data.eval.items()
+        name: load_source(source, replace(loading, usual_split=usual[name]), kept[name] if kept else None)
+        for name, source in data.evaluation_sources.items()
     }
 
 
 def load_texts(
-    data: DataConfig, tokenizer: Any, kept: Sequence[int] | None = None, readers: Readers = ALONE
+    data: DataConfig, tokenizer: Any, kept: Sequence[int] | str | None = None, readers: Readers = ALONE
 ) -> LoadedSource:
     """Load the pre-training texts of `data.ptx`. Raises UserError when there are none, or for a file that cannot be used."""
     if data.ptx is None:
         raise UserError("data.ptx is not set, and the flow trains on pre-training text; write data.ptx=texts.jsonl")
     template = PromptTemplate(tokenizer, chat_template=False)
-    return load_source(data.ptx, template, data.max_prompt_tokens, kept=kept, readers=readers)
+    return load_source(data.ptx, Loading.of(data, template, readers=readers), kept)
 
 
-def load_source(
-    source: SourceConfig, template: PromptTemplate, max_prompt_tokens: int, *, responses: bool = False,
-    pairs: bool = False, kept: Sequence[int] | None = None, readers: Readers = ALONE,
-) -> LoadedSource:  # fmt: skip
-    """Read, tokenise and filter one file.
+def load_source(source: SourceConfig, loading: Loading, kept: Sequence[int] | str | None = None) -> LoadedSource:
+    """Read, tokenise and filter one source.
 
     Args:
-        source: The file and its fields.
-        template: Turns prompts into token ids.
-        max_prompt_tokens: Longer prompts are dropped.
-        responses: Read a given response of each example.
-        pairs: Read a chosen and a rejected response of each example.
-        kept: Another rank's `LoadedSource.kept` of the file, in place of the filter: only prompts that are drawn are tokenised then.
-        readers: The processes that call this together. Where they are several, prompts are tokenised again when they are drawn.
+        source: The file or folder and its fields.
+        loading: How it is read, and by whom.
+        kept: Another rank's `LoadedSource.kept` of it, in place of the filter: only prompts that are drawn are tokenised then.
 
     Raises:
         UserError: For a fault in the file, or when no prompt is short enough.
     """
-    examples = read_examples(source, responses=responses, pairs=pairs)
-    if kept is not None:
-        return LoadedSource(
-            source.path, source.weight, [examples[i] for i in kept], list(kept), len(examples), template, None, None
+    if isinstance(kept, str):
+        return open_index(source, loading, Path(kept))
+    reading, examples = loading.reading(source), list[Example]()
+    if kept is None and loading.in_memory is not None:
+        # The first reader decides for all: whether there is an index is a matter of time.
+        first = loading.readers.rank == 0
+        told = loading.readers.together(
+            lambda: {"index": index_or_read(source, loading, reading, examples) if first else ""}
         )
-    given = [
-        [example.response for example in examples] if responses or pairs else None,
-        [example.rejected for example in examples] if pairs else None,
-    ]
-    part, found = TokenizedPart(), {"refused": ""}
-    try:
-        part = tokenized_part(source.path, examples, given, readers.part(len(examples)), template, max_prompt_tokens)
-        found |= part.found()
-    except UserError as error:
-        found["refused"] = str(error)
-    every = readers.tell(found)
-    for refused in filter(None, (one["refused"] for one in every)):
-        raise UserError(refused)
+        if told[0]["index"]:
+            return open_index(source, loading, Path(told[0]["index"]))
+    examples = examples or list(reading)
+    if kept is not None:
+        chosen = [examples[i] for i in kept]
+        return LoadedSource(
+            source.path, source.weight, chosen, list(kept), len(examples), loading.template, None, None,
+            left_out=reading.left_out,
+        )  # fmt: skip
+    return load_in_memory(source, loading, examples, reading.left_out)
+
+
+def load_in_memory(
+    source: SourceConfig, loading: Loading, examples: Sequence[Example], left_out: Mapping[str, int]
+) -> LoadedSource:
+    """Return a source whose examples this process holds; where it alone tokenises them, their token ids too."""
+    part = TokenizedPart()
+
+    def tokenized() -> Mapping[str, Any]:
+        nonlocal part
+        part = tokenized_part(source.path, examples, loading)
+        return part.found()
+
+    every = loading.readers.together(tokenized)
     places = [place for one in every for place in one["places"]]
     if not places:
         shortest = min(one["shortest"] for one in every if one["shortest"])
-        raise UserError(
-            f"{source.path}: all {len(examples)} prompts are longer than data.max_prompt_tokens={max_prompt_tokens}; "
-            f"the shortest has {shortest} tokens"
-        )
-    tokens = (part.prompts, *part.given) if readers.size == 1 else (None, None, None)
+        raise all_too_long(source, len(examples), loading.max_prompt_tokens, shortest)
+    own = part if loading.readers.size == 1 else TokenizedPart()
+    responses, rejected = (*own.given, None, None)[:2]
     return LoadedSource(
-        source.path, source.weight, [examples[i] for i in places], places, len(examples), template, *tokens,
-        max(one["longest_prompt"] for one in every), max(one["longest_row"] for one in every),
+        source.path, source.weight, [examples[i] for i in places], places, len(examples), loading.template,
+        own.prompts, responses, rejected,
+        max(one["longest_prompt"] for one in every), max(one["longest_row"] for one in every), left_out,
     )  # fmt: skip
 
 
@@ -209,14 +278,14 @@ class TokenizedPart:
 
     places: Sequence[int] = ()
     prompts: Ragged | None = None
-    given: tuple[Ragged | None, Ragged | None] = (None, None)
+    given: tuple[Ragged, ...] = ()
     shortest: int = 0
     """Tokens of the shortest prompt of the part, kept or not."""
 
     def found(self) -> dict[str, Any]:
         """Return what other readers of the file have to know."""
         lengths = self.prompts.lengths if self.prompts is not None else torch.zeros(0, dtype=torch.int64)
-        rows = [lengths + responses.lengths for responses in self.given if responses is not None]
+        rows = [lengths + responses.lengths for responses in self.given]
         return {
             "places": list(self.places), "shortest": self.shortest,
             "longest_prompt": int(lengths.max()) if len(lengths) else 0,
@@ -224,20 +293,66 @@ class TokenizedPart:
         }  # fmt: skip
 
 
-def tokenized_part(
-    path: Path, examples: Sequence[Example], given: Sequence[Sequence[str | None] | None], part: range,
-    template: PromptTemplate, max_prompt_tokens: int,
-) -> TokenizedPart:  # fmt: skip
-    """Tokenise and filter the examples of a part of a file, with the texts that are `given` beside them."""
-    prompts, lengths = tokenize(path, examples[part.start : part.stop], template, max_prompt_tokens)
-    places = [place for place, length in zip(part, lengths, strict=True) if length <= max_prompt_tokens]
-    better, worse = (
-        tokenize_responses(path, [text for place in places if (text := texts[place]) is not None], template)
-        if texts is not None
-        else None
-        for texts in given
+def tokenized_part(path: Path, examples: Sequence[Example], loading: Loading) -> TokenizedPart:
+    """Tokenise and filter this process's part of a file's examples, with the responses that are given beside them."""
+    part, limit = loading.readers.part(len(examples)), loading.max_prompt_tokens
+    prompts, lengths = tokenize(path, examples[part.start : part.stop], loading.template, limit)
+    places = [place for place, length in zip(part, lengths, strict=True) if length <= limit]
+    texts = ([examples[i].response for i in places], [examples[i].rejected for i in places])[: loading.given]
+    given = [tokenize_responses(path, [text for text in one if text is not None], loading.template) for one in texts]
+    return TokenizedPart(places, prompts, tuple(given), min(lengths, default=0))
+
+
+def all_too_long(source: SourceConfig, count: int, limit: int, shortest: int) -> UserError:
+    """Return what is said of a source of which nothing is left."""
+    return UserError(
+        f"{source.path}: all {count} prompts are longer than data.max_prompt_tokens={limit}; "
+        f"the shortest has {shortest} tokens"
     )
-    return TokenizedPart(places, prompts, (better, worse), min(lengths, default=0))
+
+
+def index_or_read(source: SourceConfig, loading: Loading, reading: Reading, examples: list[Example]) -> str:
+    """Return the folder of a source's index, which is written where it has to be; or nothing, and all `examples`, where these are few."""
+    assert loading.in_memory is not None
+    template, limit = loading.template, loading.max_prompt_tokens
+    check_source(source)
+    folder = index_folder(loading.cache, source, template, limit, loading.responses, loading.pairs, loading.usual_split)
+    if folder.is_dir():
+        return str(folder)
+    read = iter(reading)
+    examples += islice(read, loading.in_memory + 1)
+    if len(examples) <= loading.in_memory:
+        return ""
+    write_index(source, loading, folder, chain(examples, read), reading.left_out)
+    return str(folder)
+
+
+def write_index(
+    source: SourceConfig, loading: Loading, folder: Path, examples: Iterable[Example], left_out: Mapping[str, int]
+) -> None:
+    """Write the index of a source, batch by batch; `left_out` is complete when the last example has been taken."""
+    template, limit = loading.template, loading.max_prompt_tokens
+    title = f"Indexing {source.label}"
+    with whole_index(folder) as partial:
+        writer = IndexWriter(partial, limit, loading.given)
+        for batch in with_progress(batched(examples, BATCH), None, title):
+            writer.add(batch, tokenize_batch(source.path, batch, template), template)
+        writer.finish(dict(left_out))
+        if not writer.longest_prompt:
+            raise all_too_long(source, writer.read, limit, writer.shortest)
+
+
+def open_index(source: SourceConfig, loading: Loading, folder: Path) -> LoadedSource:
+    """Return a source whose examples are in an index. Raises UserError where this machine does not see it."""
+    if not folder.is_dir():
+        raise UserError(f"there is no index {folder}; data.cache must be a folder that all machines of the run see")
+    facts = read_facts(folder)
+    tokens = [IndexedTokens(folder, name) for name in TOKENS[: 1 + loading.given]]
+    prompts, responses, rejected = (*tokens, None, None)[:3]
+    return LoadedSource(
+        source.path, source.weight, IndexedExamples(folder, "examples"), str(folder), facts.read, loading.template,
+        prompts, responses, rejected, facts.longest_prompt, facts.longest_row, facts.left_out, facts,
+    )  # fmt: skip
 
 
 def tokenize(
@@ -251,15 +366,21 @@ def tokenize(
 
     def short_ones() -> Iterator[list[list[int]]]:
         for batch in with_progress(in_batches(examples), len(examples), f"Tokenising prompts of {path.name}"):
-            ids = template.encode_text([render_at(path, example, template) for example in batch])
+            ids = tokenize_batch(path, batch, template)
             lengths.extend(map(len, ids))
             yield [row for row in ids if len(row) <= max_prompt_tokens]
 
-    tokens = joined(short_ones())
-    if 0 in lengths:
-        empty = examples[lengths.index(0)]
-        raise UserError(f"{place(path, empty.line)}: the tokenizer makes no token of this prompt; write some text")
-    return tokens, lengths
+    return joined(short_ones()), lengths
+
+
+def tokenize_batch(path: Path, batch: Sequence[Example], template: PromptTemplate) -> list[list[int]]:
+    """Return the token ids of prompts. Raises UserError with the place of one that the template refuses or that has no tokens."""
+    ids = template.encode_text([render_at(path, example, template) for example in batch])
+    for example, row in zip(batch, ids, strict=True):
+        if not row:
+            where = place(path, example.line)
+            raise UserError(f"{where}: the tokenizer makes no token of this prompt; write some text")
+    return ids
 
 
 def tokenize_responses(path: Path, texts: Sequence[str], template: PromptTemplate) -> Ragged:
@@ -281,13 +402,20 @@ def joined(batches: Iterable[list[list[int]]]) -> Ragged:
     return Ragged.cat(parts) if parts else Ragged.from_rows([], torch.int32)
 
 
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield so many items at a time."""
+    source = iter(items)
+    while batch := list(islice(source, size)):
+        yield batch
+
+
 def in_batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
     for start in range(0, len(items), BATCH):
         yield items[start : start + BATCH]
 
 
 def with_progress(
-    batches: Iterable[Sequence[T]], total: int, title: str, after_s: float = PROGRESS_AFTER_S
+    batches: Iterable[Sequence[T]], total: int | None, title: str, after_s: float = PROGRESS_AFTER_S
 ) -> Iterator[Sequence[T]]:
     """Yield the same batches; a bar appears on stderr if they take longer than `after_s` seconds."""
     started = time.monotonic()

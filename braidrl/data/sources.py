@@ -1,6 +1,8 @@
-"""Data files as examples: .jsonl and .parquet in, one `Example` per line or row out, every fault named with its place.
+"""Records as examples: one `Example` per line or row, every fault named with its place, and a count of what is left out and why.
 
-field of the file                              part of the example
+records ──where──▶ ──convert──▶ ──unique──▶ ──skip, first──▶ examples
+
+field of a record                              part of the example
 `prompt_field`                                 prompt      text, or chat messages {role, content}
 `answer_field`, or reward_model.ground_truth   answer      what a verifier compares with
 `response_field`, where asked for              response    text to train on
@@ -8,17 +10,16 @@ field of the file                              part of the example
 all others                                     metadata    JSON values, kept as they are
 """
 
-import codecs
+import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
-
 from braidrl.config import SourceConfig
+from braidrl.data.conversions import conversion_of
+from braidrl.data.records import Record, kind_of, place, read_records
 from braidrl.errors import UserError, suggest
 
 Message = dict[str, Any]
@@ -41,92 +42,85 @@ class Example:
 
 
 def read_examples(source: SourceConfig, *, responses: bool = False, pairs: bool = False) -> list[Example]:
-    """Read all examples of a file, in order.
-
-    Args:
-        source: The file and its fields.
-        responses: The flow trains on given responses: each example must have one.
-        pairs: The flow trains on pairs: each example must have a chosen and a rejected response.
-
-    Raises:
-        UserError: Naming file and line, or row, for whatever cannot be used.
-    """
-    given = given_fields(source, responses, pairs)
-    examples = [make_example(source, record, line, given) for line, record in read_records(source.path)]
-    if not examples:
-        raise UserError(f"{source.path} has no examples; write one JSON object or row for each prompt")
-    return examples
+    """Read all examples of a source, in order; see `Reading`."""
+    return list(Reading(source, responses=responses, pairs=pairs))
 
 
-def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the line number, from 1, and the fields of each line or row. Raises UserError for a file that cannot be read."""
-    check_file(path)
-    return {".jsonl": read_jsonl, ".parquet": read_parquet}[path.suffix](path)
+class Reading:
+    """One pass over a source, which yields its examples in order; `left_out` then says how many records are none, by reason."""
 
+    def __init__(
+        self, source: SourceConfig, *, responses: bool = False, pairs: bool = False, usual_split: str = "train"
+    ) -> None:
+        """Begin before the first record.
 
-def check_file(path: Path) -> None:
-    """Raise UserError for a file that is not there or of a kind that is not read; it is not opened."""
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise UserError(f"{path}: files of the kind {path.suffix!r} are not read; give a .jsonl or .parquet file")
-    if not path.is_file():
-        raise UserError(f"no data file {path}; give the path of a .jsonl or .parquet file")
+        Args:
+            source: The file or folder, what is chosen of it, and its fields.
+            usual_split: As for `read_records`.
+            responses: The flow trains on given responses: each example must have one.
+            pairs: The flow trains on pairs: each example must have a chosen and a rejected response.
+        """
+        self.source, self.given, self.usual_split = source, given_fields(source, responses, pairs), usual_split
+        self.conversion = conversion_of(source)
+        self.left_out: Counter[str] = Counter()
+        self._seen: set[bytes] = set()
 
-
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the JSON objects of a file by line; empty lines are skipped but counted."""
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            if number == 1:
-                raw = raw.removeprefix(codecs.BOM_UTF8)
-            if not raw.strip():
+    def __iter__(self) -> Iterator[Example]:
+        """Yield the examples. Raises UserError, naming file and line, or row, for whatever cannot be used, and where there are none."""
+        source, number = self.source, 0
+        end = None if source.first is None else source.skip + source.first
+        for line, record in read_records(source, self.usual_split):
+            if number == end:
+                return
+            found = self._chosen(record, line)
+            if isinstance(found, str):
+                self.left_out[found] += 1
                 continue
-            try:
-                record = decoder.decode(raw.decode("utf-8").rstrip())
-            except UnicodeDecodeError:
-                raise UserError(f"{place(path, number)} is not UTF-8; save the file as UTF-8") from None
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{place(path, number)} is not JSON: {error.msg} at character {error.pos + 1}"
-                ) from None
-            except ValueError as error:
-                raise UserError(f"{place(path, number)} is not JSON: {error}") from None
-            if not isinstance(record, dict):
-                raise UserError(
-                    f'{place(path, number)} holds {kind_of(record)}; write a JSON object, as in {{"prompt": "1+1="}}'
-                )
-            yield number, record
+            number += 1
+            if number > source.skip:
+                yield found
+        if number <= source.skip:
+            raise UserError(
+                f"{source.path} has no examples{self._of_which()}; write one JSON object or row for each prompt"
+            )
 
+    def _chosen(self, record: Record, line: int) -> Example | str:
+        """Return the example that a record is, or why it is none."""
+        for field, wanted in self.source.where.items():
+            if find(record, field) not in (wanted if isinstance(wanted, list) else [wanted]):
+                return f"{field} is another than `where` says"
+        converted = self._converted(record, line)
+        if isinstance(converted, str):
+            return converted
+        example = make_example(self.source, converted, line, self.given)
+        if self.source.unique or self.conversion.unique:
+            key = hashlib.blake2b(json.dumps(example.prompt).encode(), digest_size=16).digest()
+            if key in self._seen:
+                return "the prompt was there before"
+            self._seen.add(key)
+        return example
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON value; write null")
-
-
-def read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield rows as dicts, read in batches, so that no second copy of the file is held."""
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for record in batch.to_pylist():
-                    number += 1
-                    _check_json(path, number, record)
-                    yield number, record
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} is not a readable parquet file: {' '.join(str(error).split())}") from None
-
-
-def _check_json(path: Path, number: int, record: Mapping[str, Any]) -> None:
-    """Raise UserError for bytes, dates, NaN and whatever else could not travel or be written as JSON."""
-    for name, value in record.items():
+    def _converted(self, record: Record, line: int) -> Record | str:
+        where = place(self.source.path, line)
         try:
-            json.dumps(value, allow_nan=False)
-        except TypeError:
-            fault = "holds a value that JSON has no form for (such as bytes or a date); remove the column or store it as text"
-            raise UserError(f"{place(path, number)}: column {name!r} {fault}") from None
-        except ValueError:
-            fault = "holds a number that is not finite, which JSON has no form for; write null"
-            raise UserError(f"{place(path, number)}: column {name!r} {fault}") from None
+            converted = self.conversion.function(record)
+        except Exception as error:
+            raise UserError(
+                f"{where}: data conversion {self.source.convert} raised {type(error).__name__}: {error}; return the example, or a "
+                "text that says why it is left out"
+            ) from error
+        if not isinstance(converted, dict | str):
+            raise UserError(
+                f"{where}: data conversion {self.source.convert} returned {kind_of(converted)}; return a dict, or a text that says "
+                "why the record is left out"
+            )
+        return converted
+
+    def _of_which(self) -> str:
+        source = self.source
+        said = [f"{count} left out because {reason}" for reason, count in self.left_out.items()]
+        said += [f"the first {source.skip} are skipped"] if source.skip else []
+        return f" ({', '.join(said)})" if said else ""
 
 
 def given_fields(source: SourceConfig, responses: bool, pairs: bool) -> dict[str, str]:
@@ -212,15 +206,6 @@ def check_response(where: str, field: str, response: Any) -> str:
     if not isinstance(response, str):
         raise UserError(f"{where}: {field!r} is {kind_of(response)}; write the response as text")
     return response
-
-
-def place(path: Path, line: int) -> str:
-    return f"{path}, {'row' if path.suffix == '.parquet' else 'line'} {line}"
-
-
-def kind_of(value: Any) -> str:
-    kinds: dict[type, str] = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")
 
 
 def field_names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -15,6 +15,7 @@ from braidrl.observe.progress import Progress, silent_progress
 from braidrl.runtimes.backend import Backend, T
 from braidrl.runtimes.distributed.launch import in_ranks
 from braidrl.runtimes.prepare.checks import without_effect
+from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
 from braidrl.runtimes.saving.row_store import HeldOut
 from braidrl.runtimes.start import RunContext, start_backend
@@ -66,6 +67,7 @@ def evaluated_sets(
 
 def evaluate_model(config: Config) -> dict[str, float]:
     """Return the metrics of every set under `data.eval` with the model as it is; what `braid eval` prints."""
+    config = with_fetched(config)
     if config.runtime == "distributed":
         metrics: dict[str, float] = in_ranks(config, "braidrl.runtimes.evaluation:evaluate_rank", {})
         return metrics
@@ -81,7 +83,7 @@ def evaluate_rank(world: World, task: dict[str, Any]) -> dict[str, float]:
 def evaluated(config: Config, progress: Progress, world: World | None = None) -> dict[str, float]:
     """Evaluate in one process, or as one rank; return the metrics of every set."""
     prepared = prepare_together(config, world or World(), train=False)
-    if not config.data.eval:
+    if not config.data.evaluation_sources:
         raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")
     for line in without_effect(config):
         progress.print(line)
@@ -89,7 +91,9 @@ def evaluated(config: Config, progress: Progress, world: World | None = None) ->
     backend = start_backend(RunContext(prepared, progress, train=False, world=world or World()))
     metrics: dict[str, float] = {}
     try:
-        for _, _, found in evaluated_sets(backend, prepared.evaluation, config.data.eval, config.evaluation, 0):
+        for _, _, found in evaluated_sets(
+            backend, prepared.evaluation, config.data.evaluation_sources, config.evaluation, 0
+        ):
             metrics |= found
     finally:
         backend.close()

@@ -26,6 +26,7 @@ from braidrl.runtimes.evaluation import evaluated_sets, good_enough
 from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 from braidrl.runtimes.prepare.checks import rows_may_be_stale, without_effect
 from braidrl.runtimes.prepare.dry_run import check_engine_memory
+from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
 from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint, resume_point
 from braidrl.runtimes.saving.folders import held_alone, new_run_folder, unused_folder, write_config
@@ -213,7 +214,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         """Evaluate every set under the current weights and record its rows; return the metrics."""
         prepared, metrics = self.prepared, Metrics()
         for name, table, found in evaluated_sets(
-            self.backend, prepared.evaluation, self.config.data.eval, self.config.evaluation, self.step
+            self.backend, prepared.evaluation, self.config.data.evaluation_sources, self.config.evaluation, self.step
         ):
             self.backend.record(evaluation_path(self.folder, name, self.step), table, table)
             metrics |= found
@@ -263,6 +264,7 @@ def train(config: Config, **options: Any) -> Path:
     Raises:
         LostProcess: Processes were lost more often than `trainer.max_restarts` says.
     """
+    config = with_fetched(config)
     most, folder = config.trainer.max_restarts, options.get("resume")
     if most and not folder:
         folder = config.output / config.name if config.name else unused_folder(config)

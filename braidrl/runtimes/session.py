@@ -31,6 +31,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.distributed.launch import joined_world
+from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.flow import resolve
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
 from braidrl.runtimes.start import RunContext, start_backend
@@ -56,7 +57,8 @@ class Session(AbstractContextManager["Session"]):
             raise UserError("a session is one loop, and runtime=streaming has one for each stage; write runtime=hybrid")
         self.joined = joined_world(config) if config.runtime == "distributed" and world is None else None
         self.world = world or self.joined or World()
-        self.config, self.prepared = config, prepare_together(config, self.world)
+        self.config = config = with_fetched(config)
+        self.prepared = prepare_together(config, self.world)
         set_up_torch(config)
         self.progress = Progress() if self.world.first else silent_progress()
         self.backend = start_backend(RunContext(self.prepared, self.progress, world=self.world))

@@ -177,10 +177,13 @@ def test_files_that_are_empty_missing_or_of_another_kind_are_refused(tmp_path: P
         path.write_text("\n")
     assert fault(SourceConfig(path=empty)) == f"{empty} has no examples; write one JSON object or row for each prompt"
     assert fault(SourceConfig(path=other)) == (
-        f"{other}: files of the kind '.csv' are not read; give a .jsonl or .parquet file"
+        f"{other}: files of the kind '.csv' are not read; give a .jsonl, .json or .parquet file, or a folder of them"
     )
     absent = tmp_path / "absent.jsonl"
-    assert fault(SourceConfig(path=absent)) == f"no data file {absent}; give the path of a .jsonl or .parquet file"
+    assert (
+        fault(SourceConfig(path=absent))
+        == f"no data file {absent}; give the path of a .jsonl, .json or .parquet file, or of a folder"
+    )
     assert fault(SourceConfig(path=broken)).startswith(f"{broken} is not a readable parquet file: ")
     rowless = tmp_path / "rowless.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), rowless)

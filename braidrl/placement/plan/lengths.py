@@ -11,7 +11,6 @@ from statistics import NormalDist
 
 import numpy as np
 
-from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
 from braidrl.data.prompts import LoadedSource
 from braidrl.errors import UserError
@@ -44,7 +43,7 @@ def prompt_lengths(config: Config, sources: Sequence[LoadedSource]) -> Numbers:
 def response_lengths(config: Config, given: str | None, sources: Sequence[LoadedSource], rows: int) -> Numbers:
     """Return the tokens of responses: as given, of the data's own responses, or the most there may be."""
     if given is None:
-        known = [one.lengths.numpy() for s in sources for one in (s.responses, s.rejected) if isinstance(one, Ragged)]
+        known = [one.lengths.numpy() for s in sources for one in (s.responses, s.rejected) if one is not None]
         longest = config.rollout.max_response_tokens
         return np.concatenate(known).astype(np.int64) if known else np.array([longest])
     median, _, longest_said = given.partition(":")

@@ -183,18 +183,18 @@ class PoolWorker:
         self.notices = Notices(dist.PrefixStore("notices", self.meeting))
 
     @register(protocol="ONE_TO_ALL")
-    def read_data(self) -> list[tuple[int, int]]:
+    def read_data(self) -> list[tuple[int, str]]:
         """Read the run's data with the other ranks of the pool, each of which tokenises its own part of every file.
 
         Returns:
-            The prompts of each source that were read, and those that are kept.
+            Of each source how many prompts are kept, and what is to be said of it.
 
         Raises:
             UserError: For data that the run cannot use.
         """
         readers = Readers(self.world.rank, self.world.size, self._told)
         self.prepared = with_data(self.prepared, self.trains, readers=readers)
-        return [(source.read, len(source)) for source in self.prepared.sources] if self.spec.rank == 0 else []
+        return [(len(source), source.report()) for source in self.prepared.sources] if self.spec.rank == 0 else []
 
     def _told(self, said: Any) -> list[Any]:
         """Return what all ranks of the pool say."""

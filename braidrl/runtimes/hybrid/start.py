@@ -10,7 +10,6 @@ from pathlib import Path
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.config import Config
 from braidrl.data.loader import Admissions
-from braidrl.data.prompts import dropped_report
 from braidrl.models.role_settings import inference_layouts, layout_of
 from braidrl.observe.progress import Progress
 from braidrl.placement.pools import Pool
@@ -53,7 +52,7 @@ def start_hybrid_backend(
         for group in groups:
             group.stages = prepared.stages
         form_process_groups(groups, prepared)
-        admissions = read_data(home, config, progress) if train or config.data.eval else None
+        admissions = read_data(home, config, progress) if train or config.data.evaluation_sources else None
         load_models(groups, prepared)
         for group in groups:
             group.limit_s = config.cluster.wait_limit_s
@@ -99,10 +98,10 @@ def form_process_groups(groups: Sequence[WorkerGroup], prepared: Prepared) -> No
 def read_data(home: WorkerGroup, config: Config, progress: Progress) -> Admissions | None:
     """Let a group read the run's data; return which prompts come next, by their numbers, or None where nothing is trained."""
     counts = home.wait(home.call("read_data"))[0].result
-    for source, (read, kept) in zip(config.data.train, counts, strict=False):
-        progress.print(dropped_report(source.path, read, kept))
+    for _, report in counts:
+        progress.print(report)
     weights = [source.weight for source in config.data.train]
-    return Admissions([kept for _, kept in counts], weights, config.seed, config.data.shuffle) if counts else None
+    return Admissions([kept for kept, _ in counts], weights, config.seed, config.data.shuffle) if counts else None
 
 
 def load_models(groups: Sequence[WorkerGroup], prepared: Prepared) -> None:

@@ -15,6 +15,7 @@ from braidrl.placement.memory import CACHE, ENGINE, GIB, INFERENCE, Footprint, R
 from braidrl.placement.pools import Pool, place
 from braidrl.placement.residency import Asset, needed_assets, residency_plan, sizes_during
 from braidrl.runtimes.generating.engines import generation_layout, pools_ranks, with_engines
+from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import Prepared, prepare
 from braidrl.runtimes.saving.folders import check_output
 from braidrl.runtimes.start import check_runtime
@@ -36,6 +37,7 @@ class DeviceGroup:
 def dry_run(config: Config, console: Console | None = None) -> list[tuple[DeviceGroup, list[Footprint]]]:
     """Check a configuration as a run does, and print what each device would hold. Raises UserError as a run does."""
     check_output(config)
+    config = with_fetched(config)
     prepared = prepare(config)
     check_runtime(config, prepared.flow, generates=True, trains=True, planned=True)
     check_engine_memory(prepared)
@@ -81,7 +83,7 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
         return (*models, *apart)
 
     if config.runtime == "streaming":
-        groups = worker_groups(config, prepared.flow, prepared.evaluation if config.data.eval else None)
+        groups = worker_groups(config, prepared.flow, prepared.evaluation if config.data.evaluation_sources else None)
         return [DeviceGroup(group.processes, (use_of(group),)) for group in groups if group.role]
     if config.runtime == "hybrid":
         pools = place(config.placement, roles, prepared.generating, config.workers)
@@ -100,7 +102,7 @@ def pools_of_run(prepared: Prepared) -> list[Pool]:
     """Return the processes of a run, with the engine processes that they start."""
     config = prepared.config
     if config.runtime == "streaming":
-        evaluation = prepared.evaluation if config.data.eval else None
+        evaluation = prepared.evaluation if config.data.evaluation_sources else None
         return pools_of(worker_groups(config, prepared.flow, evaluation), config)
     if config.runtime == "hybrid":
         pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)

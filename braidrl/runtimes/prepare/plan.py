@@ -30,6 +30,7 @@ from braidrl.placement.plan.report import show, timeline
 from braidrl.placement.plan.search import Plan, Search
 from braidrl.placement.plan.streaming import StreamingSearch
 from braidrl.placement.plan.work import Lengths
+from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.flow import build_flow
 from braidrl.runtimes.saving.folders import run_config
 
@@ -72,7 +73,7 @@ def plan(config: Config, wanted: Wanted, overlay: Path | None, html: Path | None
 
 def problem_of(config: Config, wanted: Wanted) -> Problem:
     """Return what is to be planned. Raises UserError for the first thing that cannot be read."""
-    cluster = read_cluster(wanted.devices)
+    cluster, config = read_cluster(wanted.devices), with_fetched(config, whole=False)
     flow = build_flow(config)
     lengths = batch_lengths(config, wanted.lengths, sources_of(config, flow))
     rates = read_rates(wanted.rates) if wanted.rates is not None else {}
@@ -81,7 +82,7 @@ def problem_of(config: Config, wanted: Wanted) -> Problem:
 
 def sources_of(config: Config, flow: Flow) -> list[LoadedSource]:
     """Return the data, read and tokenised; nothing where they are not on this machine."""
-    if not config.data.train or not all(source.path.is_file() for source in config.data.train):
+    if not config.data.train or not all(source.path.exists() for source in config.data.train):
         return []
     given = "response" in flow.needs_from_data()
     return load_train(config.data, load_tokenizer(config.model), responses=given, pairs=flow.trains_on_pairs)

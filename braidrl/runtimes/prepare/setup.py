@@ -16,8 +16,8 @@ from braidrl.cluster.process import CHOSEN_BY_BRAID
 from braidrl.cluster.world import World
 from braidrl.config import Config, SourceConfig, VerifierConfig
 from braidrl.data.prompts import ALONE, LoadedSource, Readers, check_train, load_eval, load_texts, load_train
-from braidrl.data.sources import check_file
-from braidrl.data.sources import place as place_of
+from braidrl.data.records import check_source
+from braidrl.data.records import place as place_of
 from braidrl.errors import LostPeers, UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.readiness import serial_chain
@@ -64,14 +64,14 @@ class Prepared:
         check_adapters(config, self.flow)
         check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
         if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
-            check_answers(config, self.sources, config.data.train)
+            check_answers(config, self.sources, config.data.training_sources)
         if held_out and any(stage.type == "verify" for stage in self.evaluation.stages):
-            check_answers(config, held_out, list(config.data.eval.values()))
+            check_answers(config, held_out, list(config.data.evaluation_sources.values()))
         check_lengths(config, self.flow, self.sources, held_out)
 
     @property
     def _evaluated(self) -> tuple[Stage, ...]:
-        return self.evaluation.stages if self.config.data.eval else ()
+        return self.evaluation.stages if self.config.data.evaluation_sources else ()
 
     @property
     def generating(self) -> tuple[str, ...]:
@@ -112,9 +112,9 @@ def rule_rewards(config: Config, stages: Sequence[Stage], tokenizer: PreTrainedT
     scores = next((stage.params for stage in stages if stage.type == "verify"), None)
     if scores is None:
         return None
-    sources = [*config.data.train, *config.data.eval.values()]
+    sources = [*config.data.training_sources, *config.data.evaluation_sources.values()]
     own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
-    names = {i: source.path.stem for i, source in enumerate(sources)}
+    names = {i: source.label for i, source in enumerate(sources)}
     return RuleRewards(config.reward, own, scores["correct_score"], scores["wrong_score"], tokenizer, names)
 
 
@@ -202,7 +202,7 @@ def check_files(config: Config, train: bool) -> None:
         check_train(config.data)
     texts = [config.data.ptx] if train and config.data.ptx else []
     for source in [*(config.data.train if train else ()), *config.data.eval.values(), *texts]:
-        check_file(source.path)
+        check_source(source)
 
 
 def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -238,7 +238,7 @@ def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Seq
     for source, own in zip(sources, settings, strict=True):
         verifiers = [resolve(v.name, v.params) for v in (config.reward.verify if own.verify is None else own.verify)]
         needy = next((verifier for verifier in verifiers if needs_answer(verifier)), None)
-        missing = next((example for example in source.examples if example.answer is None), None)
+        missing = source.unanswered if needy is not None else None
         if needy is not None and missing is not None:
             hint = suggest(own.answer_field, missing.metadata) if missing.metadata else "There is no other field."
             raise UserError(

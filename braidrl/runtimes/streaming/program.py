@@ -47,7 +47,7 @@ class StreamingProgram:
         """
         config, flow = prepared.config, prepared.flow
         check_streaming(config, flow)
-        self.groups = worker_groups(config, flow, prepared.evaluation if config.data.eval else None)
+        self.groups = worker_groups(config, flow, prepared.evaluation if config.data.evaluation_sources else None)
         self.loader, self.store = loader, prepared.store()
         self.stream = Stream(flow, sizes_of(config, loader.epoch_size), samplers=samplers_of(config, flow))
         self.opening: dict[int, Position] = {}

@@ -84,8 +84,8 @@ class PlayedWorker(HybridWorker):
         self.stages = self.prepared.stages
 
     @register(protocol="ONE_TO_ALL")
-    def read_data(self) -> list[tuple[int, int]]:
-        return [(source.read, len(source)) for source in self.prepared.sources] if self.spec.rank == 0 else []
+    def read_data(self) -> list[tuple[int, str]]:
+        return [(len(source), source.report()) for source in self.prepared.sources] if self.spec.rank == 0 else []
 
     @register(protocol="ONE_TO_ALL")
     def load_models(self) -> int:

@@ -1,0 +1,172 @@
+"""What makes an example of a record: data sets that many train on, by name, and functions of a user's own.
+
+record of the data set ──function──▶ {prompt, answer, ...}, or a text that says why the record is left out
+
+Each says which repositories of the hub have records of its form: they are converted by it where a source says nothing else.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from braidrl.config import SourceConfig
+from braidrl.importing import PluginRegistry
+
+Record = dict[str, Any]
+CONVERSIONS = PluginRegistry(
+    "data conversion",
+    {name: f"braidrl.data.conversions:{name}" for name in (
+        "gsm8k", "math", "dapo_math_17k", "deepscaler", "aime", "hh", "ultrafeedback",
+    )},
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A function of a record, and whether repeated prompts are left out of what it makes."""
+
+    function: Callable[[Record], Record | str]
+    unique: bool = False
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a data set of the hub is read with, where the configuration says nothing else."""
+
+    convert: str
+    subset: str | None = None
+    split: str | None = None
+
+
+KNOWN: Mapping[str, Known] = {
+    "openai/gsm8k": Known("gsm8k", "main"),
+    "EleutherAI/hendrycks_math": Known("math"),
+    "DigitalLearningGmbH/MATH-lighteval": Known("math", "default"),
+    "HuggingFaceH4/MATH-500": Known("math"),
+    "BytedTsinghua-SIA/DAPO-Math-17k": Known("dapo_math_17k"),
+    "agentica-org/DeepScaleR-Preview-Dataset": Known("deepscaler"),
+    "HuggingFaceH4/aime_2024": Known("aime"),
+    "Maxwell-Jia/AIME_2024": Known("aime"),
+    "BytedTsinghua-SIA/AIME-2024": Known("aime"),
+    "math-ai/aime25": Known("aime"),
+    "yentinglin/aime_2025": Known("aime", "default"),
+    "Anthropic/hh-rlhf": Known("hh"),
+    "HuggingFaceH4/ultrafeedback_binarized": Known("ultrafeedback", split="train_prefs"),
+    "trl-lib/ultrafeedback_binarized": Known("ultrafeedback"),
+}
+"""By repository. Splits that are not here are `train`, and `test` for evaluation."""
+UNIQUE = ("dapo_math_17k", "aime")
+"""Data sets that were published with each row many times."""
+
+
+def conversion_of(source: SourceConfig) -> Conversion:
+    """Return a source's conversion. Raises UserError where there is none of its name."""
+    if source.convert is None:
+        return Conversion(lambda record: record)
+    return Conversion(CONVERSIONS.find(source.convert), source.convert in UNIQUE)
+
+
+def gsm8k(record: Record) -> Record | str:
+    """GSM8K (`openai/gsm8k`): `question`, and `answer` with the worked solution before `####`, which is the response to train on."""
+    _, mark, answer = record["answer"].rpartition("####")
+    if not mark:
+        return "the answer has no ####"
+    return {"prompt": record["question"], "answer": answer.strip().replace(",", ""), "response": record["answer"]}
+
+
+def math(record: Record) -> Record | str:
+    """MATH (Hendrycks et al., and MATH-500): `problem`, `level`, and the answer in the last box of `solution` where no field has it."""
+    answer = record.get("answer") or last_boxed(record["solution"])
+    if answer is None:
+        return "the solution has no \\boxed answer"
+    about: Record = {name: record[name] for name in ("level", "type", "subject") if name in record}
+    return {"prompt": record["problem"], "answer": answer, "response": record["solution"], **about}
+
+
+def dapo_math_17k(record: Record) -> Record | str:
+    """DAPO-Math-17k: chat messages and `reward_model.ground_truth`, an integer as its authors made all answers; each prompt once.
+
+    What is no integer but for how it is written (34.0, 1,234, \\boxed{5}) becomes one; others are left out.
+    """
+    answer = as_integer(str(record["reward_model"]["ground_truth"]))
+    if answer is None:
+        return "the answer is no integer"
+    return {"prompt": record["prompt"], "answer": str(answer), "data_source": record.get("data_source")}
+
+
+def deepscaler(record: Record) -> Record | str:
+    """DeepScaleR-Preview: `problem` and `answer`, from AIME, AMC, Omni-MATH and Still; some rows have no answer."""
+    answer = str(record["answer"]).strip()
+    return {"prompt": record["problem"], "answer": answer} if answer else "the answer is empty"
+
+
+def aime(record: Record) -> Record | str:
+    """AIME 2024 or 2025, in any of the forms that the hub has: `problem`, `Problem` or `question`, or chat messages; each prompt once."""
+    ground_truth = (record.get("reward_model") or {}).get("ground_truth")
+    fields = {name.lower(): value for name, value in record.items()}
+    answer = as_integer(str(fields.get("answer", ground_truth)))
+    if answer is None or not 0 <= answer <= 999:
+        return "the answer is no integer from 0 to 999"
+    prompt = next(fields[name] for name in ("problem", "question", "prompt") if fields.get(name))
+    return {"prompt": prompt, "answer": str(answer)}
+
+
+def hh(record: Record) -> Record | str:
+    """HH-RLHF: two conversations that differ in their last answer, as text with `Human:` and `Assistant:`; for reward models and DPO."""
+    chosen, rejected = dialogue(record["chosen"]), dialogue(record["rejected"])
+    if not (chosen and rejected) or chosen[:-1] != rejected[:-1]:
+        return "the two conversations differ before their last answer"
+    return as_pair(chosen, rejected)
+
+
+def ultrafeedback(record: Record) -> Record | str:
+    """UltraFeedback, binarized: `chosen` and `rejected` as chat messages, with their scores; pairs of one score are left out."""
+    chosen, rejected = record["chosen"], record["rejected"]
+    scores = record.get("score_chosen"), record.get("score_rejected")
+    if None not in scores and scores[0] == scores[1]:
+        return "both responses have the same score"
+    if chosen[:-1] != rejected[:-1]:
+        return "the two conversations differ before their last answer"
+    return as_pair(chosen, rejected)
+
+
+def as_pair(chosen: list[Record], rejected: list[Record]) -> Record | str:
+    """Return the example of two conversations with one beginning, or why they are none."""
+    answers = [conversation[-1]["content"] for conversation in (chosen, rejected)]
+    if any(conversation[-1]["role"] != "assistant" for conversation in (chosen, rejected)):
+        return "a conversation does not end with an answer"
+    if answers[0] == answers[1]:
+        return "both responses are the same"
+    return {"prompt": chosen[:-1], "chosen": answers[0], "rejected": answers[1]}
+
+
+TURN = re.compile(r"\n\n(Human|Assistant):")
+ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+def dialogue(text: str) -> list[Record]:
+    """Return the chat messages of a text of turns that begin with `Human:` or `Assistant:` after an empty line."""
+    _, *parts = TURN.split(text)
+    return [{"role": ROLES[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def as_integer(text: str) -> int | None:
+    """Return the integer that a text is, whatever way it is written; None where it is none."""
+    bare = (last_boxed(text) or text).strip().strip("$").replace(",", "").replace("−", "-").strip()
+    found = re.fullmatch(r"([+-]?\d+)(\.0*)?", bare)
+    return int(found[1]) if found else None
+
+
+def last_boxed(text: str) -> str | None:
+    """Return what stands in the last \\boxed{...} of a text, braces within it included; None where there is none."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    begin = start + len("\\boxed{")
+    depth = 1
+    for place in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[begin:place].strip()
+    return None

@@ -1,0 +1,64 @@
+"""What a configuration names on a hub becomes a folder of this machine's cache, before anything else is looked at."""
+
+from pathlib import Path
+from typing import Any
+
+from braidrl.config import Config, DataConfig, SourceConfig
+from braidrl.data.conversions import KNOWN
+from braidrl.hub import fetch, is_hub_name
+
+
+def with_fetched(config: Config, whole: bool = True) -> Config:
+    """Return the configuration with the folders of the models and data that it names on a hub, fetched where they are not here.
+
+    A folder is one commit's, so that a run goes on with the same files whatever the name stands for later.
+
+    Args:
+        config: The configuration.
+        whole: Otherwise neither weights nor data are fetched, and data keep their names.
+
+    Raises:
+        UserError: One of them is not to be had.
+    """
+    roles = {
+        role: own.model_copy(update={"model": model_here(own.model, f"roles.{role}.model", whole)})
+        for role, own in config.roles.items()
+        if own.model is not None
+    }
+    model = model_here(config.model, "model", whole)
+    data = with_data_here(config.data) if whole else config.data
+    return config.model_copy(update={"model": model, "roles": {**config.roles, **roles}, "data": data})
+
+
+def model_here(name: Path, key: str, whole: bool) -> Path:
+    """Return the folder of a model, without its weights where it is not wanted whole."""
+    return fetch(name, key, "model" if whole else "model without weights") if is_hub_name(name) else name
+
+
+def with_data_here(data: DataConfig) -> DataConfig:
+    """Return where prompts come from, all of it on this machine."""
+    sources = {
+        "train": [source_here(source, "data.train") for source in data.train],
+        "eval": {name: source_here(source, f"data.eval.{name}") for name, source in data.eval.items()},
+        "ptx": source_here(data.ptx, "data.ptx") if data.ptx is not None else None,
+    }
+    return data.model_copy(update=sources)
+
+
+def source_here(source: SourceConfig, key: str) -> SourceConfig:
+    """Return a source whose data are a file or folder of this machine."""
+    if not is_hub_name(source.path):
+        return source
+    known = KNOWN.get(str(source.path).partition("@")[0]) if takes_records_as_they_are(source) else None
+    chosen: dict[str, Any] = {"path": fetch(source.path, key, "dataset")}
+    if known is not None:
+        chosen |= {"convert": known.convert, "subset": source.subset or known.subset}
+        chosen["split"] = source.split or (known.split if key == "data.train" else None)
+    return source.model_copy(update=chosen)
+
+
+def takes_records_as_they_are(source: SourceConfig) -> bool:
+    """Return True where the configuration says nothing of how an example is made of a record."""
+    fields = [name for name in SourceConfig.model_fields if name.endswith("_field")]
+    usual = all(getattr(source, name) == SourceConfig.model_fields[name].default for name in fields)
+    return source.convert is None and usual

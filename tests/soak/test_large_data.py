@@ -1,0 +1,70 @@
+"""A source of ten million examples: what each rank holds of it, and how soon the first batch is there."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from braidrl.config import DataConfig, SourceConfig
+from braidrl.data.prompts import load_train
+from tests.tiny import TOKENIZER, write_model
+
+ROWS, RANKS, BATCH, BATCHES = 10_000_000, 4, 512, 40
+# A rank with its model, which opens the index and draws its part of each batch; what it prints is measured from there on.
+RANK = """
+import json, sys, time
+from pathlib import Path
+import psutil, resource
+from braidrl.config import DataConfig, SourceConfig
+from braidrl.data.loader import PromptLoader, as_rows
+from braidrl.data.prompts import load_train
+from braidrl.models.loading import load_decoder, load_tokenizer
+
+model, data, cache, kept, rank, ranks, batch, batches = sys.argv[1:]
+rank, ranks, batch, batches = int(rank), int(ranks), int(batch), int(batches)
+decoder, tokenizer = load_decoder(model), load_tokenizer(model)
+before = psutil.Process().memory_info().rss
+start = time.perf_counter()
+config = DataConfig(train=[SourceConfig(path=Path(data))], cache=Path(cache))
+loader = PromptLoader(load_train(config, tokenizer, kept=[kept] if rank else None))
+seen = set()
+for number in range(batches):
+    rows = as_rows(loader.peek(loader.advance(batch)[rank::ranks]), 1)
+    first = time.perf_counter() - start if number == 0 else first
+    seen |= {row["line"] for row in rows["metadata"]}
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"mb": (peak - before) / 1e6, "first_s": first, "drawn": sorted(seen)}))
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_ten_million_rows_take_no_memory_and_the_first_batch_comes_at_once(tmp_path: Path) -> None:
+    data, cache, model = tmp_path / "sums.jsonl", tmp_path / "cache", write_model(tmp_path / "model")
+    with data.open("w") as file:
+        for row in range(ROWS):
+            file.write(
+                f'{{"prompt": "{row % 9973}+{row % 7919}=", "answer": "{row % 9973 + row % 7919}", "line": {row}}}\n'
+            )
+    begun = time.perf_counter()
+    config = DataConfig(train=[SourceConfig(path=data)], cache=cache)
+    (source,) = load_train(config, TOKENIZER)
+    assert len(source) == ROWS
+    print(f"indexed {ROWS} rows of {data.stat().st_size / 1e6:.0f} MB in {time.perf_counter() - begun:.0f} s")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, *map(str, (model, data, cache, source.kept, rank, RANKS, BATCH, BATCHES))],
+            stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(RANKS)
+    ]  # fmt: skip
+    found = [json.loads(rank.communicate()[0]) for rank in ranks]
+    for rank, one in enumerate(found):
+        print(f"rank {rank}: {one['mb']:.0f} MB beyond the model, first batch after {one['first_s']:.2f} s")
+    drawn = [line for one in found for line in one["drawn"]]
+    assert len(drawn) == len(set(drawn)) == BATCH * BATCHES, "each rank drew its own part"
+    assert max(drawn) > 0.99 * ROWS and min(drawn) < 0.01 * ROWS
+    assert all(one["mb"] < 300 and one["first_s"] < 5 for one in found)
