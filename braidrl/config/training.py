@@ -124,7 +124,7 @@ class RoleConfig(Section):
     """Settings of one role that differ from the run's."""
 
     model: Path | None = None
-    """A model of its own; by default the run's."""
+    """A model of its own; by default the run's. One that only scores may have a tokenizer of its own: it reads the same texts."""
     backend: str | None = None
     """By default the trainer's."""
     learning_rate: float | None = Field(None, ge=0)

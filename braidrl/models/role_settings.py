@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from braidrl.cluster.devices import choose_device, has_bfloat16
 from braidrl.config import Config, LoraConfig, RoleConfig
 from braidrl.flow import Flow, Kind
+from braidrl.models.loading import load_tokenizer
 from braidrl.models.parallel.layout import ParallelLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -22,6 +24,15 @@ def own_settings(role: str, config: Config) -> RoleConfig:
 def model_path(role: str, config: Config) -> Path:
     """Return the role's model directory: its own, or the run's."""
     return Path(own_settings(role, config).model or config.model)
+
+
+def own_tokenizer(role: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of a role's own model where its tokens are not those of `tokenizer`, else None."""
+    path = model_path(role, config)
+    if path == config.model:
+        return None
+    own = load_tokenizer(path)
+    return own if own.get_vocab() != tokenizer.get_vocab() else None
 
 
 def dtype_of(role: str, config: Config) -> torch.dtype:

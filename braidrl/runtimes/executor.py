@@ -17,7 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.cluster.devices import choose_device
 from braidrl.config import Config
+from braidrl.data.retokenizing import Retokenizer
 from braidrl.data.rows import Column, Rows
+from braidrl.data.templates import PromptTemplate
 from braidrl.errors import BadUpdate, UserError
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.compute import computed, of_namespace, summed
@@ -28,7 +30,7 @@ from braidrl.models.backend import TrainingBackend
 from braidrl.models.checkpoint import Write, saving_tasks
 from braidrl.models.objective import Objective, UpdateCounts, with_group_tokens
 from braidrl.models.parallel.replicated import DataParallel
-from braidrl.models.role_settings import inference_layouts, with_layout
+from braidrl.models.role_settings import inference_layouts, own_tokenizer, with_layout
 from braidrl.models.roles.make import make_worker, torch_worker
 from braidrl.models.weights.mirror import Following, InferenceCopy
 from braidrl.observe.metrics import Sums
@@ -40,6 +42,7 @@ from braidrl.runtimes.generating.residency import Residency
 from braidrl.runtimes.generating.verification import added_scores
 
 Totals = Mapping[str, Tensor]
+WritesRole = Callable[[int], bool]
 PREDICTED = {"score": "scores", "values": "values"}  # what infer stages ask models for; the others ask for `log_probs`
 
 
@@ -69,6 +72,8 @@ class StageExecutor:
         self.workers: dict[str, TrainingBackend] = {}
         self.followings: dict[tuple[str, str], Following] = {}
         self.copies: dict[str, InferenceCopy] = {}  # of roles that infer in another layout than they train in
+        self.tokenizer = tokenizer
+        self.retokenizers: dict[str, Retokenizer] = {}  # of roles that score with a tokenizer of their own
         self.methods: dict[tuple[str, Any], Any] = {}
         self.residency = Residency(config, flow, self.generation.moves)
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
@@ -81,6 +86,10 @@ class StageExecutor:
 
     def _load_role(self, role: str, generates: bool, ranks: DataParallel | None, training: bool) -> None:
         worker = self.workers[role] = make_worker(role, self.config, self.flow, ranks, training)
+        if (own := own_tokenizer(role, self.config, self.tokenizer)) is not None:
+            data = self.config.data
+            template = PromptTemplate(own, data.chat_template, data.system_prompt)
+            self.retokenizers[role] = Retokenizer(self.tokenizer, template)
         if generates:
             self.generation.start_engine(worker)
         frozen, inferring = None, inference_layouts(self.config, self.flow)
@@ -140,8 +149,10 @@ class StageExecutor:
         return cast(Callable[..., Any], getattr(self.methods[role, owner], method))
 
     def _infer(self, stage: Stage, rows: Rows) -> Mapping[str, Column]:
-        rows, role = of_namespace(rows, stage.params.get("of")), str(stage.role)
-        worker = self.workers[role]
+        given, role = of_namespace(rows, stage.params.get("of")), str(stage.role)
+        rows, worker = given, self.workers[role]
+        if role in self.retokenizers and len(rows):
+            rows = self.retokenizers[role].rows(rows)
         if role in self.copies:
             worker = self.copies[role].frozen
             self.generation.moves.note(role, self.copies[role].refresh())
@@ -150,7 +161,7 @@ class StageExecutor:
         if not len(rows) or stage.type != "score":
             return {stage.writes[0]: found} if len(rows) else {}
         rewarding = is_reward(role, stage.params.get("weight"))
-        added = added_scores(self.flow, stage, rows, found.values) if rewarding else {}
+        added = added_scores(self.flow, stage, given, found.values) if rewarding else {}
         return {stage.writes[0]: found.values, **added}
 
     def is_collective(self, stage: Stage) -> bool:
@@ -247,33 +258,35 @@ class StageExecutor:
         self.residency.before_publishing()
         self.generation.publish(version)
 
-    def save(self, folder: Path, write: bool = True) -> None:
+    def save(self, folder: Path, writes: WritesRole = lambda _: True) -> None:
         """Write every role that changes as a Hugging Face directory, with its optimizer if it has one.
 
-        Of ranks that share the roles all call this, and one has to `write` what all of them have.
+        Of ranks that share the roles all call this, and one has to write what all of them have: `writes` says, by the role's number
+        among those that change here, whether this is it.
         """
-        for worker in self._changed(write):
+        for worker, write in self._changed(writes):
             with self.residency.all_of(worker.role):
                 worker.export(folder / worker.role, write)
 
-    def copy_for_saving(self, folder: Path, write: bool = True) -> list[Write]:
+    def copy_for_saving(self, folder: Path, writes: WritesRole = lambda _: True) -> list[Write]:
         """Copy what `save` would write to host memory; return calls that a thread can make while the roles train on."""
         calls: list[Write] = []
-        for worker in self._changed(write):
+        for worker, write in self._changed(writes):
             with self.residency.all_of(worker.role):
                 calls += saving_tasks(torch_worker(worker), folder / worker.role, write, copy=True)
         return calls
 
     def load(self, folder: Path) -> None:
         """Load every role that changes as `save` has written it."""
-        for worker in self._changed():
+        for worker, _ in self._changed(lambda _: True):
             with self.residency.all_of(worker.role):
                 worker.load(folder / worker.role)
 
-    def _changed(self, write: bool = True) -> list[TrainingBackend]:
-        """Return the roles here that change; on a rank that does not `write`, those whose weights ranks have divided."""
+    def _changed(self, writes: WritesRole) -> list[tuple[TrainingBackend, bool]]:
+        """Return the roles here that change, and whether this rank writes them; of the others those whose weights ranks have divided."""
         changed = [self.workers[role] for role in self.flow.changed_roles if role in self.workers]
-        return changed if write else [worker for worker in changed if worker.ranks.is_sharded]
+        turns = [(worker, writes(number)) for number, worker in enumerate(changed)]
+        return [(worker, write) for worker, write in turns if write or worker.ranks.is_sharded]
 
     def close(self) -> None:
         """End the processes of engines and checks."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification
+from tokenizers import Tokenizer
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
@@ -150,6 +152,56 @@ def test_ranks_run_the_loop_together(workshop: Workshop) -> None:
     task = {"config": tree, "folder": str(workshop.folder / "saved"), "cuda": False}
     assert run_ranks("tests.runtimes.test_session:loop_on_a_rank", task, 2, 200.0) == 16
     assert_same_weights(load_file(workshop.folder / "saved" / "actor" / "model.safetensors"), weights_of(recipe))
+
+
+def in_other_tokens(scorer: Path, folder: Path) -> Path:
+    """The same scorer for a tokenizer that numbers its tokens the other way round."""
+    model = AutoModelForSequenceClassification.from_pretrained(scorer)
+    embedding = model.get_input_embeddings().weight
+    embedding.data = embedding.data.flip(0)
+    model.save_pretrained(folder)
+    tokenizer = json.loads(TOKENIZER.backend_tokenizer.to_str())
+    last = len(TOKENIZER) - 1
+    tokenizer["model"]["vocab"] = {token: last - number for token, number in tokenizer["model"]["vocab"].items()}
+    for token in tokenizer["added_tokens"]:
+        token["id"] = last - token["id"]
+    made = Tokenizer.from_str(json.dumps(tokenizer))
+    own = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=TOKENIZER.eos_token, pad_token=TOKENIZER.pad_token)
+    assert own.eos_token_id == last - TOKENIZER.eos_token_id
+    own.save_pretrained(folder)
+    return folder
+
+
+def test_a_role_that_scores_reads_the_same_texts_with_a_tokenizer_of_its_own(
+    workshop: Workshop, warm_cluster: WarmCluster
+) -> None:
+    same = write_scorer(workshop.folder / "same", workshop.model)
+    other = in_other_tokens(same, workshop.folder / "other")
+    sections = {**settings(), "flow": "ppo", "algorithm": {"reward": "score"}}
+
+    def scored(model: Path, **more: Any) -> tuple[Any, torch.Tensor]:
+        with Session(
+            workshop.config("scored", **{**sections, "roles": {"reward": {"model": str(model)}}, **more})
+        ) as session:
+            rows = session.reward.score(session.actor.generate(session.prompts()))
+            return rows, session.index(rows)["reward_score"]
+
+    rows, expected = scored(same)
+    _, found = scored(other)
+    # A random model draws paddings too, which are no text.
+    texts = [number for number in range(len(rows)) if TOKENIZER.pad_token_id not in rows["tokens"][number].tolist()]
+    ended = [rows["tokens"][number].tolist()[-1] == TOKENIZER.eos_token_id for number in texts]
+    assert len(texts) > 4 and any(ended) and not all(ended)
+    assert torch.allclose(found[texts], expected[texts], atol=1e-12) and len(set(expected[texts].tolist())) > 4
+    assert torch.allclose(scored(other, runtime="hybrid")[1], found, atol=1e-12)
+
+
+def test_a_role_whose_tokens_are_compared_has_no_tokenizer_of_its_own(workshop: Workshop) -> None:
+    other = in_other_tokens(write_scorer(workshop.folder / "same", workshop.model), workshop.folder / "other")
+    with pytest.raises(
+        UserError, match=r"roles.critic.model: .* another tokenizer .* unless one only scores and is not trained"
+    ):
+        Session(workshop.config(flow="ppo", algorithm={"reward": "verify"}, roles={"critic": {"model": str(other)}}))
 
 
 def test_the_example_runs(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:

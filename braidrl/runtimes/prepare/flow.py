@@ -19,7 +19,7 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
 from braidrl.flow.stages import make_stage
-from braidrl.models.role_settings import dtype_name, lora_of, merges_adapters
+from braidrl.models.role_settings import dtype_name, lora_of, merges_adapters, model_path
 from braidrl.rollout.episodes.environments import check_environment
 
 TRUNCATED = {"name": "truncated"}
@@ -106,6 +106,10 @@ def resolve(stage: Stage, config: Config) -> Stage:
         return with_params(stage, verify_params(stage, config))
     if is_optimized(stage) and needs_old(str(stage.role), stage.params):
         return with_params(stage, update_params(stage, config))
+    if stage.type == "score" and model_path(str(stage.role), config) != config.model:
+        # Its tokenizer may be another one, which makes tokens of the texts.
+        signature = stage.signature
+        return replace(stage, signature=replace(signature, optional=(*signature.optional, "prompt_length", "metadata")))
     return stage
 
 

@@ -22,7 +22,7 @@ from braidrl.errors import LostPeers, UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.readiness import serial_chain
 from braidrl.models.loading import check_model, check_scorer, load_tokenizer
-from braidrl.models.role_settings import backend_of, model_path
+from braidrl.models.role_settings import backend_of, model_path, own_tokenizer
 from braidrl.placement.pools import check_copies, check_exchange, place
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rewards.verify import RuleRewards
@@ -206,16 +206,18 @@ def check_files(config: Config, train: bool) -> None:
 
 
 def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError for a role whose model lacks the head that it needs, or was trained on other tokens."""
+    """Raise UserError for a role whose model lacks the head that it needs, or whose tokens are not those of the others."""
     for role in flow.roles:
         path = model_path(role, config)
         if backend_of(role, config) == "torch":
             check_model(path)
         if role in flow.scalar_roles:
             check_scorer(path, fresh_head=role in flow.trained_roles)
-        if path != config.model and load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+        only_scores = role not in flow.trained_roles and all(s.type == "score" for s in flow.stages if s.role == role)
+        if not only_scores and own_tokenizer(role, config, tokenizer) is not None:
             raise UserError(
-                f"roles.{role}.model: {path} has another tokenizer than {config.model}; roles share token ids"
+                f"roles.{role}.model: {path} has another tokenizer than {config.model}; roles share token ids, unless one only scores "
+                "and is not trained"
             )
 
 

@@ -1,0 +1,55 @@
+"""Rows in another tokenizer's ids, for a role that only scores: its model reads the same texts, in tokens of its own.
+
+prompt ──the role's own chat template──▶ ids ╮
+tokens after the prompt ──decode──▶ text ──▶ ids ┴▶ sequence, action mask
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.data.rows import IDENTITY, Rows
+from braidrl.data.templates import PromptTemplate
+
+
+@dataclass(frozen=True)
+class Retokenizer:
+    """From the tokenizer that rows were generated with to a role's own, whose template makes its prompts."""
+
+    generating: Any
+    template: PromptTemplate
+
+    def rows(self, rows: Rows) -> Rows:
+        """Return the same rows with sequences of the other tokenizer's ids.
+
+        Args:
+            rows: With tokens, prompt_length and metadata, which has the prompt as the data file does.
+
+        Returns:
+            Identity, length, tokens, action_mask and sequence_lengths. What ended with the end of sequence ends with the other's.
+        """
+        prompts, answers = [], []
+        for number in range(len(rows)):
+            prompts.append(self.template.encode(rows["metadata"][number]["prompt"]))
+            answers.append(self._answer(rows["tokens"][number][int(rows["prompt_length"][number]) :].tolist()))
+        pairs = list(zip(prompts, answers, strict=True))
+        tokens = Ragged.from_rows([prompt + answer for prompt, answer in pairs], torch.int64)
+        mask = [[False] * len(prompt) + [True] * len(answer) for prompt, answer in pairs]
+        return Rows(
+            {
+                **{name: rows[name] for name in IDENTITY},
+                "length": tokens.lengths,
+                "tokens": tokens,
+                "action_mask": Ragged.from_rows(mask, torch.bool),
+                "sequence_lengths": Ragged.from_lengths(tokens.lengths, torch.ones_like(tokens.lengths)),
+            }
+        )
+
+    def _answer(self, ids: list[int]) -> list[int]:
+        text = self.generating.decode(ids, skip_special_tokens=True)
+        if ids and ids[-1] == self.generating.eos_token_id:
+            return self.template.encode_responses([text])[0]
+        found: list[int] = self.template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return found
