@@ -1,22 +1,26 @@
-"""What the driver and its workers say to each other, in as few bytes as it takes: a few for each row, some for each call.
+"""What the driver and its workers say to each other, in as few bytes as it takes, and what rows the ranks of a pool give each other.
 
 arguments ──stages by their number in the flow──▶ pickle ──deflate, with the usual words known to both──▶ message
 index columns ──each in the narrowest type that holds its values──▶ bytes
+each rank   what it needs of whom ──all-to-all──▶ what others need of it ──all-to-all──▶ payload
 """
 
 import io
 import pickle
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from braidrl.data.codec import DTYPES
+from braidrl.cluster.world import World
+from braidrl.data.codec import DTYPES, encode, unpack_rows
+from braidrl.data.frames import join, split
 from braidrl.data.rows import IDENTITY, Rows
 from braidrl.flow import Stage
 from braidrl.flow.columns import ADMITTED, ADMITTED_IF_GIVEN
@@ -126,3 +130,41 @@ def unpack_index(message: bytes) -> Rows:
 
 def _column(dtype: str, kind: str, values: bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(values, dtype=kind).copy()).to(DTYPES[dtype])
+
+
+class Asked(NamedTuple):
+    """Rows that were asked for: of which rank, and the number of the request among those to it."""
+
+    rank: int
+    number: int
+
+
+class PoolExchange:
+    """One exchange; every rank of the pool makes it, also one that needs nothing."""
+
+    def __init__(self, world: World, own: Callable[[int, NDArray[np.int64], tuple[str, ...]], Rows]) -> None:
+        """`own` returns rows that are kept here, by their key, their numbers (n,) and the names of columns."""
+        self.world, self.own = world, own
+        self.requests: list[list[tuple[int, bytes, tuple[str, ...]]]] = [[] for _ in range(world.size)]
+
+    def ask(self, rank: int, key: int, rows: NDArray[np.int64], columns: tuple[str, ...]) -> Asked:
+        """Note rows that are needed of another rank."""
+        self.requests[rank].append((key, rows.astype(np.int64).tobytes(), columns))
+        return Asked(rank, len(self.requests[rank]) - 1)
+
+    def rows(self) -> dict[Asked, Rows]:
+        """Exchange, and return what was asked for."""
+        asked = self.world.exchange("the rows that ranks need", [msgpack.packb(own) for own in self.requests])
+        came = self.world.exchange("rows of the pool", [self._answer(requests) for requests in asked])
+        return {
+            Asked(rank, number): unpack_rows(packed)
+            for rank, message in enumerate(came)
+            if len(message)
+            for number, packed in enumerate(split(message))
+        }
+
+    def _answer(self, requests: memoryview) -> bytearray:
+        wanted = [
+            (key, np.frombuffer(rows, np.int64), tuple(columns)) for key, rows, columns in msgpack.unpackb(requests)
+        ]
+        return join([join(encode(self.own(*each))) for each in wanted]) if wanted else bytearray()

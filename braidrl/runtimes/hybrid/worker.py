@@ -33,9 +33,8 @@ from braidrl.observe.trace import traced
 from braidrl.rollout.requests import Uid
 from braidrl.runtimes.executor import checked
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
-from braidrl.runtimes.hybrid.exchange import PoolExchange
 from braidrl.runtimes.hybrid.handles import Answer, Common, Numbers, Part, assemble, columns_read
-from braidrl.runtimes.hybrid.messages import pack, pack_index, unpack
+from braidrl.runtimes.hybrid.messages import PoolExchange, pack, pack_index, unpack
 from braidrl.runtimes.hybrid.pool_worker import PoolWorker
 from braidrl.runtimes.saving.row_store import Origin, with_added
 from braidrl.transfer.protocols import register
