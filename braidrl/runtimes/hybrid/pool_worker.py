@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import threading
+import zlib
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -110,6 +111,11 @@ def only(pools: Sequence[Pool], roles: Collection[str]) -> tuple[Pool, ...]:
     return tuple(pool for pool in kept if pool.roles)
 
 
+def sign_of(stages: Sequence[Stage]) -> int:
+    """Return a number that is another one for other stages: workers and driver have to make the same of a configuration."""
+    return zlib.crc32(repr(stages).encode())
+
+
 def method_class(config: Config, role: str) -> type | None:
     """Return the user's class of methods for a role, which `roles.ROLE.methods` names."""
     own = config.roles.get(role)
@@ -153,14 +159,18 @@ class PoolWorker:
         self.world, self.notices, self.meeting, self.spec = World(), None, None, NOBODY
 
     @register(protocol="ALL_TO_ALL")
-    def join_run(self, number: int, order: RunOrder) -> None:
-        """Find out which worker of a run this is, from the run's configuration. Raises UserError for one that could not run."""
+    def join_run(self, number: int, order: RunOrder) -> int:
+        """Find out which worker of a run this is, from the run's configuration; return the sign of the stages that it makes of it.
+
+        Raises UserError for one that could not run.
+        """
         config = parse_config(order.settings)
         self.prepared, self.trains = without_data(config, order.train), order.train
         pools = hybrid_pools(self.prepared, order.train)
         self.spec = WorkerSpec.of(number, pools, order, config.cluster.wait_limit_s)
         self.stages = self.prepared.stages
         set_up_torch(config)
+        return sign_of(self.stages)
 
     @register(protocol="RANK_ZERO")
     def rendezvous(self) -> Meeting:

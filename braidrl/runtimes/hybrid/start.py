@@ -10,6 +10,7 @@ from pathlib import Path
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.config import Config
 from braidrl.data.loader import Admissions
+from braidrl.errors import UserError
 from braidrl.models.role_settings import inference_layouts, layout_of
 from braidrl.observe.progress import Progress
 from braidrl.placement.pools import Pool
@@ -17,7 +18,7 @@ from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.backend import HybridBackend
 from braidrl.runtimes.hybrid.group import DriverTraffic, WorkerGroup
 from braidrl.runtimes.hybrid.handles import Answer, Future
-from braidrl.runtimes.hybrid.pool_worker import RunOrder, actor_name, hybrid_pools, method_class
+from braidrl.runtimes.hybrid.pool_worker import RunOrder, actor_name, hybrid_pools, method_class, sign_of
 from braidrl.runtimes.hybrid.worker import HybridWorker
 from braidrl.runtimes.prepare.setup import Prepared
 
@@ -48,7 +49,14 @@ def start_hybrid_backend(
         first = next(iter(prepared.generating), None)
         home = next((group for group in groups if first in group.pool.generating), groups[0])
         order = groups[0].common(RunOrder.of(config, train, folder, cluster.family))
-        together([(group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in groups])
+        joined = together(
+            [(group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in groups]
+        )
+        if any(answer.result != sign_of(prepared.stages) for answers in joined for answer in answers):
+            raise UserError(
+                "workers make other stages of this configuration than the driver, whose device is another; write dtype=float32 or "
+                "dtype=bfloat16 in place of auto"
+            )
         for group in groups:
             group.stages = prepared.stages
         form_process_groups(groups, prepared)

@@ -19,7 +19,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import part_path, write_rollouts
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.handles import assemble
-from braidrl.runtimes.hybrid.pool_worker import RunOrder, WorkerSpec, hybrid_pools
+from braidrl.runtimes.hybrid.pool_worker import RunOrder, WorkerSpec, hybrid_pools, sign_of
 from braidrl.runtimes.hybrid.worker import HybridWorker
 from braidrl.runtimes.prepare.setup import Prepared, with_data, without_data
 from braidrl.transfer.protocols import register
@@ -77,11 +77,12 @@ class PlayedWorker(HybridWorker):
     """A worker that reads index columns alone and computes nothing."""
 
     @register(protocol="ALL_TO_ALL")
-    def join_run(self, number: int, order: RunOrder) -> None:
+    def join_run(self, number: int, order: RunOrder) -> int:
         self.prepared, self.trains = read_once(json.dumps(order.settings)), order.train
         limit_s = self.prepared.config.cluster.wait_limit_s
         self.spec = WorkerSpec.of(number, hybrid_pools(self.prepared, order.train), order, limit_s)
         self.stages = self.prepared.stages
+        return sign_of(self.stages)
 
     @register(protocol="ONE_TO_ALL")
     def read_data(self) -> list[tuple[int, str]]:
