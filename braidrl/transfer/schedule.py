@@ -122,7 +122,12 @@ class StreamSchedule:
 
     def is_generation_over(self) -> bool:
         """Return whether nothing is being generated or could be, between two batches: then all engines can load weights at once."""
-        return not self.is_open and all(self.is_done(name) for name in self.generating)
+        if self.is_open:
+            return False
+        # Rows that were carried over to the next batch and are not begun may wait for weights that engines are yet to load.
+        tables = [table for name in self.generating for table in self.tasks.tasks[Consumer(name)].undone.items()]
+        waits = any(count for (iteration, _), count in tables if iteration <= self.opened)
+        return not waits and not any(lease.task.stage in self.generating for lease in self.tasks.leases.held.values())
 
     def is_done(self, stage: str) -> bool:
         """Return whether a stage that does not train is done with all rows in work."""

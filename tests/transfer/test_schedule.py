@@ -272,3 +272,18 @@ def test_a_group_that_would_be_too_old_for_the_next_batch_is_surplus_of_this_one
     selected(schedule, {17: None})
     assert not schedule.is_open
     assert set(schedule.rows_of) == {*range(8), 10, 11, *range(12, 18)} | ({19} if engine else set())
+
+
+def test_engines_may_load_together_while_groups_wait_that_only_the_next_version_may_begin() -> None:
+    schedule = StreamSchedule(AT_ONCE, Sizes(4, 8, 1, 8, max_staleness=1))
+    admit(schedule, 0, samples=1)
+    decided(schedule, dict.fromkeys(range(8)))
+    assert schedule.groups_wanted(0) == 0 and schedule.opened == 2
+    decided(schedule, {8: "all_wrong", 9: "all_wrong", 10: None, 11: None})
+    admit(schedule, 16, samples=1)
+    decided(schedule, dict.fromkeys(range(12, 18)))
+    assert not schedule.is_open and 19 in schedule.rows_of and schedule.groups_wanted(0) == 0
+    assert schedule.take("actor.generate", "engine", 0.0, 9.0, 1, engine_version=0) is None
+    assert schedule.is_generation_over(), "else engines would keep version 0, with which 19 may not begin"
+    lease = schedule.take("actor.generate", "engine", 0.0, 9.0, 1, engine_version=1)
+    assert lease is not None and not schedule.is_generation_over()
