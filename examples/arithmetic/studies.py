@@ -5,6 +5,7 @@ safe-rlhf       a task whose best answer breaks the cost limit
 algorithms      seven recipes from the same start, over three seeds
 ablation        GRPO, and DAPO's techniques added to it one after the other
 runtimes        DAPO under every runtime, over three seeds
+staleness       DAPO with rows of a version before, in five ways, over three seeds
 
 A run that is done is not repeated, one that was interrupted goes on: call the same study again.
 """
@@ -19,6 +20,7 @@ from study import Numbers, Study
 from study_recipes import ablation, algorithms
 from study_rewards import reward_model, safe_rlhf
 from study_runtimes import runtimes
+from study_staleness import staleness
 
 STUDIES: dict[str, Callable[[Study], Numbers]] = {
     "reward-model": reward_model,
@@ -26,6 +28,7 @@ STUDIES: dict[str, Callable[[Study], Numbers]] = {
     "algorithms": algorithms,
     "ablation": ablation,
     "runtimes": runtimes,
+    "staleness": staleness,
 }
 
 

@@ -12,7 +12,7 @@ from tests.tiny import ARITHMETIC, load_module
 
 @pytest.fixture(scope="module")
 def studies() -> ModuleType:
-    for name in ("task", "pages", "study", "study_recipes", "study_rewards", "study_runtimes"):
+    for name in ("task", "pages", "study", "study_recipes", "study_rewards", "study_runtimes", "study_staleness"):
         load_module(ARITHMETIC / f"{name}.py")
     return load_module(ARITHMETIC / "studies.py")
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.soak
 
 @pytest.fixture(scope="module")
 def studies() -> ModuleType:
-    for name in ("task", "curves", "study", "study_recipes", "study_rewards", "study_runtimes"):
+    for name in ("task", "pages", "study", "study_recipes", "study_rewards", "study_runtimes", "study_staleness"):
         load_module(ARITHMETIC / f"{name}.py")
     return load_module(ARITHMETIC / "studies.py")
 
@@ -58,6 +58,11 @@ def test_the_example_learns_under_every_runtime(studies: ModuleType, study: Any)
     found = studies.runtimes(study)
     for name in load_module(ARITHMETIC / "study_runtimes.py").RUNTIMES:
         assert found[name] > found["start"] + 0.05, name
+
+
+def test_every_way_to_take_weights_late_learns_nearly_as_much(studies: ModuleType, study: Any) -> None:
+    found = studies.staleness(study)
+    assert all(found[name] > found["synchronous"] - 0.1 for name in found), found
 
 
 def test_studies_are_quick_when_asked(studies: ModuleType, tmp_path: Path) -> None:
