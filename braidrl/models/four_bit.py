@@ -21,13 +21,17 @@ BYTES_PER_WEIGHT = 0.5 + torch.float32.itemsize / BLOCK
 
 def import_bitsandbytes(key: str) -> Any:
     """Import bitsandbytes. Raises UserError, which names the configuration key that needs it, where it is not installed."""
-    # It warns of kernels of the model hub that it would like to fetch.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    quiet()
     try:
         import bitsandbytes
     except ImportError as error:
         raise UserError(f"{key} needs bitsandbytes; install it by `pip install 'braidrl[bits]'`") from error
     return bitsandbytes
+
+
+def quiet() -> None:
+    """Keep bitsandbytes, which peft imports too, from warning of kernels of the model hub that it would like to fetch."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 class FourBitLinear(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from braidrl.config import LoraConfig
 from braidrl.errors import UserError, suggest
-from braidrl.models.four_bit import FourBitLinear
+from braidrl.models.four_bit import FourBitLinear, quiet
 from braidrl.models.parallel.boxes import Box
 from braidrl.models.parallel.shards import box_of, full_tensor, local_shard
 from braidrl.models.weight_files import HEAD
@@ -31,6 +31,7 @@ PREFIX = "base_model.model."
 
 def import_peft() -> Any:
     """Import peft. Raises UserError where it is not installed."""
+    quiet()
     try:
         import peft
     except ImportError as error:
