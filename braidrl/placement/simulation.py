@@ -1,17 +1,20 @@
 """Runtimes in virtual time, for plans: the streaming runtime's schedule, and the calls of the hybrid one.
 
 workers of each stage ── take ──▶ schedule ── rows ──▶ seconds pass, a worker dies, an answer is late ──▶ acknowledge
+engines               ── load ──▶ which weights, and when ──▶ seconds pass in which their rows get no further
 """
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from braidrl.data.packing import balanced_partition
 from braidrl.flow.readiness import Uid
 from braidrl.flow.stage import Kind, Stage
-from braidrl.placement.workload import SimulatedSpan, Simulation, Workload
+from braidrl.placement.workload import Fate, SimulatedSpan, Simulation, Workload
+from braidrl.transfer.loading import LoadingSchedule
 from braidrl.transfer.queue.tasks import Lease, LeaseLost
 from braidrl.transfer.schedule import StreamSchedule
 
@@ -45,14 +48,33 @@ class Clock:
 
 
 @dataclass
+class Work:
+    """A lease under way: its end, if nothing comes between, and for a row of an engine the version that it began with."""
+
+    lease: Lease
+    end: float
+    version: int | None
+    fate: Fate = "done"
+    turn: int = 0
+    """How often its end was put off."""
+
+
+@dataclass
 class SimulatedWorker:
-    """A worker of one stage; a train stage's workers are one group of so many ranks. `version` is what an engine has loaded."""
+    """A worker of one stage; a train stage's workers are one group of so many ranks, and an engine has several slots."""
 
     name: str
     stage: Stage
     ranks: int = 1
-    version: int = 0
-    busy: bool = False
+    slots: int = 1
+    work: dict[int, Work] = field(default_factory=dict)
+    """By the number of its lease."""
+    loads: bool = False
+
+    @property
+    def is_free(self) -> bool:
+        """Return whether it has room for a lease."""
+        return not self.loads and len(self.work) < self.slots
 
 
 class Streaming:
@@ -65,6 +87,9 @@ class Streaming:
         self.schedule = StreamSchedule(work.flow, work.sizes)
         self.workers = [worker for stage in work.flow.stages for worker in _workers(work, stage)]
         self.engines = [worker for worker in self.workers if worker.stage.kind is Kind.GENERATE]
+        self.loading = LoadingSchedule(work.loading, max(1, int(work.share_out * len(self.engines))))
+        for engine in self.engines:
+            self.loading.join(engine.name)
         self.watching = False
 
     def simulate(self) -> Simulation:
@@ -80,17 +105,19 @@ class Streaming:
 
     def _decide(self) -> None:
         """Begin everything that can begin now."""
-        while self._admit() or self._step() or self._publish() or self._load_together():
+        while self._admit() or self._step() or self._publish() or self._load():
             pass
-        idle: set[str] = set()
+        idle: set[tuple[str, int | None]] = set()
         for worker in self.workers:
-            # What one worker of a stage does not find, another one would not find either.
-            if not worker.busy and worker.stage.name not in idle and not self._begin(worker):
-                idle.add(worker.stage.name)
+            # What one worker of a stage does not find, another one of that version would not find either.
+            kind = worker.stage.name, self.loading.version_of(worker.name)
+            if kind not in idle and self.loading.takes_rows(worker.name):
+                while worker.is_free and kind not in idle:
+                    if not self._begin(worker):
+                        idle.add(kind)
 
     def _admit(self) -> bool:
-        rolling = self.work.loading == "rolling"
-        count = self.schedule.groups_wanted(self.schedule.published if rolling else self.engines[0].version)
+        count = self.schedule.groups_wanted(self.loading.target)
         if count:
             first = self.schedule.next_group
             uids = self.work.uids(range(first, first + count))
@@ -114,38 +141,67 @@ class Streaming:
         self.result.ends.append(self.clock.now)
         return True
 
-    def _load_together(self) -> bool:
-        """Load, where loading is delayed, on all engines at once, between two batches."""
-        published = self.schedule.published
-        if self.engines[0].version == published or not self.schedule.is_generation_over():
-            return False
+    def _load(self) -> bool:
+        """Let engines receive and load weights whose turn it is."""
+        published, begun = self.schedule.published, False
+        self.loading.advance(published, self.schedule.is_generation_over())
         for engine in self.engines:
-            engine.version = published
-        return True
+            if engine.loads:
+                continue
+            if self.loading.receive(engine.name, published):
+                self.clock.after(self.work.receive_seconds, partial(self.loading.received, engine.name, published))
+            load = self.loading.load(engine.name, len(engine.work))
+            if load is not None:
+                self._begin_loading(engine, load.version)
+                begun = True
+        return begun
+
+    def _begin_loading(self, engine: SimulatedWorker, version: int) -> None:
+        """Put off the ends of an engine's rows, which it sets down, until it has loaded."""
+        ahead = self.loading.receives_ahead and self.loading.engines[engine.name].received >= version
+        seconds = self.work.load_seconds + (0.0 if ahead else self.work.receive_seconds)
+        engine.loads = True
+        for work in engine.work.values():
+            work.end, work.turn = work.end + seconds, work.turn + 1
+            self._wait_for(engine, work)
+        self.clock.after(seconds, lambda: self._loaded(engine, version))
+
+    def _loaded(self, engine: SimulatedWorker, version: int) -> None:
+        engine.loads = False
+        self.loading.loaded(engine.name, version)
 
     def _begin(self, worker: SimulatedWorker) -> bool:
-        """Give an idle worker what is ready for it; return False if nothing is."""
-        generates = worker.stage.kind is Kind.GENERATE
-        if generates and self.work.loading == "rolling":
-            worker.version = self.schedule.published
-        most = 1 if generates else self.work.dispatch_rows
+        """Give a worker what is ready for it; return False if nothing is."""
+        version = self.loading.version_of(worker.name)
+        most = self.work.dispatch_rows if version is None else 1
         lease = self.schedule.take(
-            worker.stage.name, worker.name, self.clock.now, self.work.lease_seconds, most,
-            engine_version=worker.version if generates else None,
-        )  # fmt: skip
+            worker.stage.name, worker.name, self.clock.now, self.work.lease_seconds, most, engine_version=version
+        )
         if lease is None:
             return False
-        worker.busy = True
         shares = self._shares(worker, lease.rows)
         fate, seconds = self.work.fate(lease.number), max(shares)
-        if fate == "dies":
-            self.clock.after(seconds / 2, lambda: self._dies(worker))
-        else:
-            late = self.work.lease_seconds if fate == "late" else 0.0
-            self.clock.after(seconds + late, lambda: self._answers(worker, lease))
+        late = self.work.lease_seconds if fate == "late" else 0.0
+        seconds = seconds / 2 if fate == "dies" else seconds + late
+        work = worker.work[lease.number] = Work(lease, self.clock.now + seconds, version, fate)
+        self._wait_for(worker, work)
         self._note(worker, lease, shares)
         self._watch()
         return True
+
+    def _wait_for(self, worker: SimulatedWorker, work: Work) -> None:
+        turn = work.turn
+        self.clock.after(work.end - self.clock.now, lambda: self._ends(worker, work) if turn == work.turn else None)
+
+    def _ends(self, worker: SimulatedWorker, work: Work) -> None:
+        # What died meanwhile has lost its rows.
+        if worker.work.pop(work.lease.number, None) is None:
+            return
+        if work.fate == "dies":
+            worker.work.clear()
+            self.schedule.fail_holder(worker.name)
+        else:
+            self._answers(worker, work)
 
     def _shares(self, worker: SimulatedWorker, rows: Sequence[Uid]) -> list[float]:
         costs = [self.work.seconds(worker.stage.name, row) for row in rows]
@@ -158,8 +214,8 @@ class Streaming:
             start, rows = self.clock.now, len(lease.rows)
             self.result.spans.append(SimulatedSpan(name, worker.stage.name, start, start + share, rows, iteration))
 
-    def _answers(self, worker: SimulatedWorker, lease: Lease) -> None:
-        worker.busy = False
+    def _answers(self, worker: SimulatedWorker, work: Work) -> None:
+        lease = work.lease
         try:
             if worker.stage.kind is Kind.SELECT:
                 groups = dict.fromkeys(uid[1] for uid in lease.rows)
@@ -167,7 +223,7 @@ class Streaming:
                     lease.number, self.clock.now, {group: self._reason(worker, group) for group in groups}
                 )
             else:
-                self.schedule.acknowledge(lease.number, self.clock.now, worker.version)
+                self.schedule.acknowledge(lease.number, self.clock.now, work.version)
         except LeaseLost:
             # Its rows are someone else's by now, or were dropped; what it made of them is thrown away.
             return
@@ -177,10 +233,6 @@ class Streaming:
     def _reason(self, worker: SimulatedWorker, group: int) -> str | None:
         """Return the verdict, which falls at the last select; those before it keep everything."""
         return self.work.verdict(group) if worker.stage.name == self.schedule.selects[-1] else None
-
-    def _dies(self, worker: SimulatedWorker) -> None:
-        worker.busy = False
-        self.schedule.fail_holder(worker.name)
 
     def _watch(self) -> None:
         """Ask to be woken when the first lease will have run out."""
@@ -200,7 +252,8 @@ def _workers(work: Workload, stage: Stage) -> list[SimulatedWorker]:
     count = work.workers.get(stage.name, 1)
     if stage.kind is Kind.TRAIN:
         return [SimulatedWorker(f"{stage.name}/0", stage, ranks=count)]
-    return [SimulatedWorker(f"{stage.name}/{number}", stage) for number in range(count)]
+    slots = work.slots if stage.kind is Kind.GENERATE else 1
+    return [SimulatedWorker(f"{stage.name}/{number}", stage, slots=slots) for number in range(count)]
 
 
 def call_times(

@@ -9,6 +9,7 @@ from braidrl.flow.batches import Sizes
 from braidrl.flow.flow import Flow
 from braidrl.flow.readiness import Consumer, Uid
 from braidrl.flow.selecting import Selection
+from braidrl.transfer.loading import Way
 
 Fate = Literal["done", "dies", "late"]
 
@@ -32,8 +33,16 @@ class Workload:
     """Ranks of the distributed runtime."""
     dispatch_rows: int = 4
     """The most rows of a lease (streaming); a generating worker takes them one by one."""
-    loading: Literal["rolling", "delayed"] = "rolling"
-    """An engine takes new weights between two rows, or all engines do when a batch's generation is over."""
+    slots: int = 1
+    """Rows that a generating worker has at once (streaming), each in its own time."""
+    loading: Way = "rolling"
+    """When engines take new weights (streaming)."""
+    share_out: float = 0.5
+    """With `rolling`, the share of engines that may be out at a time."""
+    load_seconds: float = 0.0
+    """How long an engine generates nothing when it loads weights that it has."""
+    receive_seconds: float = 0.0
+    """How long it takes to receive them."""
     verdict: Callable[[int], str | None] = lambda group: None
     fate: Callable[[int], Fate] = lambda lease: "done"
     lease_seconds: float = 1e6

@@ -99,7 +99,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         pools={stage.name: draw(st.sampled_from("abc")) for stage in flow.stages},
         ranks=draw(st.integers(1, 4)),
         dispatch_rows=draw(st.integers(1, 5)),
-        loading=draw(st.sampled_from(["rolling", "delayed"])),
+        loading=draw(st.sampled_from(["end", "delayed", "rolling", "interrupt"])),
         verdict=lambda group: None if float(uniform(seed, "keep", group)) < keep else "all_wrong",
         fate=random_fate(seed, failing),  # type: ignore[arg-type]
         lease_seconds=50.0,

@@ -128,9 +128,9 @@ class StreamingSearch:
 
         workers = {stage.name: self._workers(stage, sets, devices, scale) for stage in self.problem.flow.stages}
         dispatch = max(1, round(config.streaming.dispatch_rows / scale))
-        loading = "delayed" if config.streaming.weights == "delayed" else "rolling"
         return Workload(
-            self.problem.flow, sizes, row_seconds, workers=workers, dispatch_rows=dispatch, loading=loading  # type: ignore[arg-type]
+            self.problem.flow, sizes, row_seconds, workers=workers, dispatch_rows=dispatch,
+            loading=config.streaming.weights, share_out=config.streaming.share_out,
         )  # fmt: skip
 
     def _engine(self, stage: Stage, sets: Sequence[SetChoice]) -> Choice:
