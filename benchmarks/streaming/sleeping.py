@@ -1,0 +1,134 @@
+"""Work that takes a given time per token instead of computing: an engine with slots, a loss, and a flow of both, as a run's plug-ins.
+
+braid train config.yaml flow=benchmarks/streaming/sleeping.py:sleeping rollout.engine=benchmarks/streaming/sleeping.py:SleepingEngine
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import BaseModel, Field
+from torch import Tensor
+
+from braidrl.algorithms.registry import advantages, losses
+from braidrl.data.rows import FinishReason
+from braidrl.flow import Flow, actor, advantage, loss
+from braidrl.models.loading import load_tokenizer
+from braidrl.rollout.embedded.stepping import SteppingEngine
+from braidrl.rollout.engine import WeightSource
+from braidrl.rollout.requests import Response, Uid
+from braidrl.rollout.row import Row
+from braidrl.rollout.wire import EngineSpec
+from tests.placement.durations import long_tailed
+
+TOKEN = 5
+"""What every response is made of."""
+
+
+@dataclass
+class Sleeping:
+    """A row, how many tokens are left of it, and those that it has with their versions."""
+
+    row: Row
+    left: int
+    versions: list[int]
+
+
+class SleepingEngine(SteppingEngine):
+    """Draws a token for each row in a given time, whatever it has; responses are log-normal, each as long as its uid says."""
+
+    slots = 0
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Take `token_s`, `load_s`, `median`, `longest` and `among` from `rollout.engine_settings`."""
+        super().__init__(load_tokenizer(spec.model), (), spec.max_sequence_tokens, spec.seed)
+        own: dict[str, Any] = spec.options
+        self.slots, self.token_s, self.load_s = spec.slots, own["token_s"], own["load_s"]
+        self.length = long_tailed(0, own["median"], own["longest"], own["among"])
+        self.rows: dict[Uid, Sleeping] = {}
+        self.queue: list[Sleeping] = []
+        self.next_token = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.rows)
+
+    @property
+    def waiting(self) -> int:
+        return len(self.queue)
+
+    def publish(self, version: int, source: WeightSource | None = None) -> None:
+        time.sleep(self.load_s)
+        self.version = version
+
+    def _accept(self, row: Row) -> None:
+        left = round(self.length(row.request.uid)) - row.request.first_draw
+        self.queue.append(Sleeping(row, max(1, left), []))
+
+    def step(self) -> list[Response]:
+        """Sleep until the next token is due: what the worker does beside is done in its time, as beside a GPU."""
+        while self.queue and len(self.rows) < self.slots:
+            begun = self.queue.pop(0)
+            self.rows[begun.row.request.uid] = begun
+        now = time.monotonic()
+        self.next_token = max(now, self.next_token + self.token_s)
+        time.sleep(self.next_token - now)
+        for sleeping in self.rows.values():
+            sleeping.versions.append(self.version)
+            sleeping.left -= 1
+        ended = [uid for uid, sleeping in self.rows.items() if not sleeping.left]
+        return self._done([response(self.rows.pop(uid), FinishReason.STOP) for uid in ended])
+
+    def abort(self, uid: Uid) -> Response:
+        found = self.rows.pop(uid, None) or next((s for s in self.queue if s.row.request.uid == uid), None)
+        if found is None:
+            raise KeyError(f"row {uid} is not under way")
+        self.queue = [sleeping for sleeping in self.queue if sleeping is not found]
+        return self._done([response(found, FinishReason.ABORT)])[0]
+
+    def clear(self, release: bool = True) -> None:
+        self.rows, self.queue = {}, []
+        self._under_way.clear()
+
+
+def response(sleeping: Sleeping, reason: FinishReason) -> Response:
+    """Return what a row has."""
+    versions = torch.tensor(sleeping.versions, dtype=torch.int64)
+    return Response(
+        sleeping.row.request.uid, torch.full_like(versions, TOKEN), torch.zeros(len(versions)), reason, versions
+    )
+
+
+@advantages.register(writes=["advantage"])
+def alike(length: Tensor) -> Tensor:
+    """Return 1 for each row, (B,)."""
+    return torch.ones(len(length))
+
+
+@advantages.register(writes=["advantage"], scope="batch", sums=lambda length: {"rows": torch.tensor(len(length))})
+def alike_in_a_batch(length: Tensor, *, totals: dict[str, Tensor]) -> Tensor:
+    """Return 1 for each row, (B,), once all of the batch are there: training begins when generation has ended."""
+    return torch.ones(len(length))
+
+
+@losses.register()
+def slept(log_probs: Tensor, advantages: Tensor, *, token_s: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sleep for each token of a micro-batch; 0 for each token, (N,)."""
+    time.sleep(token_s * len(log_probs))
+    return 0.0 * log_probs * advantages, {}
+
+
+class SleepingParameters(BaseModel):
+    """Settings of the flow."""
+
+    token_s: float = Field(0.0, ge=0)
+    in_turn: bool = False
+
+
+def sleeping(p: SleepingParameters) -> Flow:
+    """Generate and train; `in_turn` one after the other."""
+    middle = advantage.alike_in_a_batch() if p.in_turn else advantage.alike()
+    return Flow("sleeping", [actor.generate(), middle, actor.update(loss=loss.slept(token_s=p.token_s))])

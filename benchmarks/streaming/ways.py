@@ -1,0 +1,195 @@
+"""Time the four ways to take new weights against generating and training in turn, with real workers whose work takes a given time.
+
+    python -m benchmarks.streaming.ways [--unit SECONDS] [--rows ROWS] [NAME ...]
+
+8 engines of 32 slots and 4 trainers; responses are log-normal, the longest of a batch ten times the median, which takes a unit. Training a
+batch takes as long as generating it would with all slots full. The simulator is given the same numbers; what it predicts is printed beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.streaming import sleeping as work
+from braidrl.config import parse_config
+from braidrl.flow import Flow
+from braidrl.flow.batches import Sizes
+from braidrl.flow.readiness import Uid
+from braidrl.observe.metrics import read_metrics
+from braidrl.observe.trace import Span, read_trace
+from braidrl.placement.simulation import Streaming
+from braidrl.placement.workload import SimulatedSpan, Workload
+from braidrl.runtimes.run import TrainingRun
+from braidrl.transfer.loading import Way
+from tests.placement.durations import long_tailed
+from tests.tiny import sums, write_jsonl, write_model
+
+ENGINES, SLOTS, TRAINERS, SAMPLES = 8, 32, 4, 4
+MEDIAN = 16
+"""Tokens."""
+LONGEST = 10 * MEDIAN
+LOAD_UNITS = 0.1
+"""How long loading takes."""
+FILE = Path(work.__file__)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One line of the table."""
+
+    name: str
+    weights: Way
+    staleness: int
+    in_turn: bool = False
+    iterations: int = 5
+    filling: int = 2
+    """Iterations in which a pipeline fills."""
+
+
+KINDS = [
+    Kind("synchronous", "end", 0, in_turn=True, iterations=3, filling=1),
+    Kind("one-step", "delayed", 1),
+    Kind("half-step", "rolling", 1),
+    Kind("interrupt", "interrupt", 1),
+]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much, and how long: `unit` seconds for a response of median length."""
+
+    unit: float
+    rows: int
+
+    @property
+    def token_s(self) -> float:
+        """Seconds of a token in a slot."""
+        return self.unit / MEDIAN
+
+    @property
+    def training_token_s(self) -> float:
+        """Seconds of a token on one trainer, of which as many tokens take as long as on all slots together."""
+        return self.token_s * TRAINERS / (ENGINES * SLOTS)
+
+
+def settings(kind: Kind, scale: Scale, folder: Path) -> dict[str, Any]:
+    """Return the configuration of a run."""
+    engine = {
+        "token_s": scale.token_s, "load_s": LOAD_UNITS * scale.unit, "median": MEDIAN, "longest": LONGEST, "among": scale.rows
+    }  # fmt: skip
+    return {
+        "flow": f"{FILE}:sleeping", "algorithm": {"token_s": scale.training_token_s, "in_turn": kind.in_turn},
+        "model": str(folder / "model"), "output": str(folder), "name": kind.name, "threads": 1, "device": "cpu",
+        "data": {"train": str(folder / "train.jsonl")}, "runtime": "streaming",
+        "rollout": {
+            "engine": f"{FILE}:SleepingEngine", "engine_settings": engine, "slots": SLOTS, "samples_per_prompt": SAMPLES,
+            "max_response_tokens": LONGEST,
+        },
+        "trainer": {
+            "steps": kind.iterations, "prompts_per_step": scale.rows // SAMPLES, "max_staleness": kind.staleness,
+            "checkpoint_every": 0, "max_tokens_per_device": 1024,
+        },
+        "streaming": {
+            "workers": {"actor.generate": ENGINES, "actor": TRAINERS}, "weights": kind.weights, "dispatch_rows": 32,
+        },
+        "evaluation": {"every": 0}, "trackers": [],
+    }  # fmt: skip
+
+
+def workload(kind: Kind, scale: Scale, flow: Flow) -> Workload:
+    """Return what is simulated."""
+    length = long_tailed(0, MEDIAN, LONGEST, scale.rows)
+
+    def seconds(stage: str, uid: Uid) -> float:
+        tokens = round(length(uid))
+        return {"actor.generate": tokens * scale.token_s, "actor.update": tokens * scale.training_token_s}.get(
+            stage, 0.0
+        )
+
+    return Workload(
+        flow, Sizes(kind.iterations, scale.rows // SAMPLES, SAMPLES, scale.rows, max_staleness=kind.staleness), seconds,
+        workers={"actor.generate": ENGINES, "actor.update": TRAINERS}, slots=SLOTS, dispatch_rows=32 * TRAINERS,
+        loading=kind.weights, load_seconds=LOAD_UNITS * scale.unit,
+    )  # fmt: skip
+
+
+def idle_share(spans: list[tuple[str, float, float]], start: float, end: float) -> float:
+    """Return the share of the time between two moments in which an engine had no row, on average; `spans` are (engine, start, end)."""
+    busy = 0.0
+    for engine in {name for name, *_ in spans}:
+        at = start
+        for _, first, last in sorted(span for span in spans if span[0] == engine):
+            first, last = max(first, at), min(last, end)
+            if last > first:
+                busy, at = busy + last - first, last
+    return 1 - busy / (ENGINES * (end - start))
+
+
+def steady(kind: Kind, ends: list[float], spans: list[tuple[str, float, float]]) -> dict[str, float]:
+    """Return seconds per iteration and idle share between the iterations that fill the pipeline and the last, in which it empties."""
+    start, end = ends[kind.filling - 1], ends[-2]
+    return {
+        "seconds": (end - start) / (len(ends) - 1 - kind.filling),
+        "idle": idle_share(spans, start, end),
+    }
+
+
+def measured(kind: Kind, scale: Scale) -> dict[str, float]:
+    """Return what a run took."""
+    with tempfile.TemporaryDirectory(prefix="braid-ways-") as name:
+        folder = Path(name)
+        write_model(folder / "model")
+        write_jsonl(folder / "train.jsonl", sums(64))
+        with TrainingRun(parse_config(settings(kind, scale, folder))) as run:
+            run.train()
+        spans = read_trace(run.folder)
+        stale = max(line["staleness/max"] for line in read_metrics(run.folder))
+    assert stale <= kind.staleness
+    trained = [span for span in spans if span.stage == "actor.update" and span.state == "busy"]
+    ends = [max(s.end for s in trained if s.iteration == k) for k in range(1, kind.iterations + 1)]
+    return steady(kind, ends, [(s.worker, s.start, s.end) for s in spans if is_generating(s)])
+
+
+def is_generating(span: Span | SimulatedSpan) -> bool:
+    return span.stage == "actor.generate" and getattr(span, "state", "busy") == "busy"
+
+
+def predicted(kind: Kind, scale: Scale) -> dict[str, float]:
+    """Return what the simulator says."""
+    flow = work.sleeping(work.SleepingParameters(in_turn=kind.in_turn))
+    result = Streaming(workload(kind, scale, flow)).simulate()
+    return steady(kind, result.ends, [(s.worker, s.start, s.end) for s in result.spans if is_generating(s)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(kind.name for kind in KINDS)}; all by default")
+    parser.add_argument("--unit", type=float, default=2.0)
+    parser.add_argument("--rows", type=int, default=3072)
+    parser.add_argument("--predict", action="store_true", help="simulate only")
+    arguments = parser.parse_args()
+    scale = Scale(arguments.unit, arguments.rows)
+    path = Path("benchmarks/results/streaming_ways.json")
+    lines = {line["name"]: line for line in json.loads(path.read_text())["lines"]} if path.is_file() else {}
+    for kind in KINDS:
+        if arguments.names and kind.name not in arguments.names:
+            continue
+        line: dict[str, Any] = {"name": kind.name, "predicted": predicted(kind, scale)}
+        if not arguments.predict:
+            line |= {"measured": measured(kind, scale), "unit": scale.unit, "rows": scale.rows}
+            line["load"] = os.getloadavg()
+            lines[kind.name] = line
+            written = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "lines": list(lines.values())}
+            path.write_text(json.dumps(written, indent=1) + "\n")
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
