@@ -147,7 +147,7 @@ class Workshop:
 
 def metrics_without_times(run: Path) -> list[dict[str, Any]]:
     """What `metrics.jsonl` says, without seconds, rates and weights' ways, which differ from run to run."""
-    timed = ("time/", "throughput/", "weights/")
+    timed = ("time/", "throughput/", "weights/", "streaming/")
     return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in read_metrics(run)]
 
 

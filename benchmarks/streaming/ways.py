@@ -90,7 +90,7 @@ def settings(kind: Kind, scale: Scale, folder: Path) -> dict[str, Any]:
         "data": {"train": str(folder / "train.jsonl")}, "runtime": "streaming",
         "rollout": {
             "engine": f"{FILE}:SleepingEngine", "engine_settings": engine, "slots": SLOTS, "samples_per_prompt": SAMPLES,
-            "max_response_tokens": LONGEST,
+            "max_response_tokens": LONGEST, "max_log_prob_gap": 1e3,
         },
         "trainer": {
             "steps": kind.iterations, "prompts_per_step": scale.rows // SAMPLES, "max_staleness": kind.staleness,

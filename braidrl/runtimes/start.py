@@ -114,7 +114,7 @@ def start_controller(context: RunContext) -> Controller[Any]:
         return SerialController(context.prepared.config, context.flow, start_backend(context))
     loader = context.loader
     assert loader is not None and context.folder is not None, "it trains, and workers write into its folder"
-    return StreamingProgram(context.prepared, loader, context.folder)
+    return StreamingProgram(context.prepared, loader, context.folder, context.progress)
 
 
 def check_partial_responses(config: Config, flow: Flow) -> None:

@@ -141,7 +141,7 @@ def summary(metrics: Mapping[str, float | int | None]) -> str:
         ("loss", "loss/actor", "{:.4f}"), ("reward", "reward/mean", "{:.3f}"), ("score", "score/mean", "{:.3f}"),
         ("length", "response/length_mean", "{:.0f}"), ("entropy", "actor/entropy", "{:.3f}"),
         ("grad norm", "actor/grad_norm", "{:.3f}"), ("tokens/s", "throughput/tokens_per_second", "{:,.0f}"),
-        ("s", "time/step", "{:.1f}"),
+        ("s", "time/step", "{:.1f}"), ("engines idle", "streaming/idle/actor.generate", "{:.0%}"),
     ):  # fmt: skip
         value = metrics.get(name)
         if value is not None:

@@ -21,8 +21,10 @@ from braidrl import cli
 from braidrl.config import load_config
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_texts, rollout_path
+from braidrl.runtimes.prepare.flow import build_flow
 from braidrl.runtimes.run import train
-from tests.tiny import ARITHMETIC, ROOT, SIZES, load_module, recorded, wait_for_steps
+from braidrl.runtimes.streaming.groups import check_streaming, worker_groups
+from tests.tiny import ARITHMETIC, ROOT, SIZES, load_module, recorded, wait_for_steps, write_model
 
 SHARED = Path(os.environ.get("BRAID_SHARED", ROOT.parent / "shared"))
 GSM8K = SHARED / "data" / "gsm8k"
@@ -119,6 +121,15 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     AutoModelForCausalLM.from_config(Qwen2Config(**sizes, tie_word_embeddings=True)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def test_the_example_that_streams_divides_eight_devices(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    config = load_config(ROOT / "examples" / "gsm8k" / "streaming.yaml", overrides(model=model))
+    flow = build_flow(config)
+    check_streaming(config, flow)
+    groups = {group.name: group.processes for group in worker_groups(config, flow, None) if group.kind != "compute"}
+    assert groups == {"actor.generate": 5, "actor": 2, "reference": 1}
 
 
 @needs_gsm8k

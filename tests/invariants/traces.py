@@ -46,7 +46,7 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 def trace(folder: Path) -> list[Step]:
     # What weights take on their way is a matter of the layout.
-    timed = ("time/", "throughput/", "weights/")
+    timed = ("time/", "throughput/", "weights/", "streaming/")
     steps = []
     for line in read_metrics(folder):
         rows = read_rollouts(rollout_path(folder, line["step"])).ordered()

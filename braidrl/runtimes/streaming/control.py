@@ -18,6 +18,7 @@ from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
+from braidrl.runtimes.streaming.activity import Activity
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
 from braidrl.runtimes.streaming.weights import Copies, Versions
 from braidrl.transfer.loading import LoadingSchedule
@@ -31,6 +32,7 @@ from braidrl.transfer.queue.tasks import Tasks
 class WorkerHolder(Holder):
     """A worker, or the leader of a group of them."""
 
+    group: str = ""
     orders: deque[dict[str, Any]] = field(default_factory=deque)
 
 
@@ -57,7 +59,7 @@ class ControlPlane(QueueController):
         self.exported = frozenset(exported)
         self.streams = [stream]
         self.holders: dict[str, WorkerHolder] = {}
-        self.weights, self.copies = Versions(exported), Copies()
+        self.weights, self.copies, self.activity = Versions(exported), Copies(), Activity()
         self.allowed = 0
         """The last iteration whose optimizer steps may be made."""
         self.stepping: set[str] = set()
@@ -90,7 +92,8 @@ class ControlPlane(QueueController):
     def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Note a worker that is there; an engine begins with the model's own weights."""
         name = request["holder"]
-        self.holders[name] = WorkerHolder(name, request["address"], self.clock())
+        # Its number and how often it was started come after the group's name.
+        self.holders[name] = WorkerHolder(name, request["address"], self.clock(), name.rsplit(".", 2)[0])
         if request["generates"]:
             self.loading.join(name)
         return {}, ()
@@ -112,6 +115,7 @@ class ControlPlane(QueueController):
                 if name in stream.stages and not (lags and stream.during is not None):
                     answer = self._work(stream, stream.flow[name], request, version)
                     if answer is not None:
+                        self._note_activity()
                         return {**answer[0], "lost": lost}, answer[1]
         return ({"kind": "lost", "lost": lost}, ()) if lost else Wait()
 
@@ -156,6 +160,7 @@ class ControlPlane(QueueController):
     def on_loaded(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Note the version that an engine holds."""
         self.loading.loaded(request["holder"], request["version"])
+        self.activity.weight_bytes += request["bytes"]
         # A restarted engine may need the version that engines should have; what is older, only those who are loading it.
         self.data.free(self.weights.outdated(self.loading.wanted))
         return {}, ()
@@ -228,6 +233,7 @@ class ControlPlane(QueueController):
         while (version := schedule.due_publication()) is not None and self._has_weights(version):
             self.finished.append(self.training.publish())
         self.loading.advance(schedule.published, schedule.is_generation_over())
+        self._note_activity()
         super().advance()
 
     # Inside
@@ -280,9 +286,24 @@ class ControlPlane(QueueController):
         due = [flow[name] for name in schedule.due_steps() if name not in self.copies]
         return next((copy.name for copy in due if copy.params.get("source", "") == stage.role), None)
 
+    def rows_held(self, holder: str) -> int:
+        """Return how many leases a worker has."""
+        return sum(tasks.leases.count(holder) for tasks in self.queues)
+
+    def seen_now(self) -> dict[str, float]:
+        """Return what a user wants to know of this moment: rows that engines have, and the oldest version of theirs."""
+        engines = self.loading.engines
+        return {
+            "streaming/in_flight": float(sum(self.rows_held(name) for name in engines)),
+            "streaming/oldest_version": float(min((held.version for held in engines.values()), default=0)),
+        }
+
+    def _note_activity(self) -> None:
+        self.activity.note(self.clock(), [(h.group, self.rows_held(name) > 0) for name, h in self.holders.items()])
+
     def _weights_for(self, holder: str) -> dict[str, Any] | None:
         """Return what an engine is to load now, or to receive for later; None where there is nothing."""
-        rows = sum(len(tasks.leases.of(holder)) for tasks in self.queues)
+        rows = self.rows_held(holder)
         held, newest = self.loading.version_of(holder), self.weights.newest
         if (load := self.loading.load(holder, rows)) is not None:
             return {"kind": "load", **load._asdict(), "weights": self.weights.between(held or 0, load.version)}

@@ -102,7 +102,7 @@ class GenerateLoop:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.news.wait(), settings.lease_s / 3)
             self.news.clear()
-            self._deliver()
+            await self._deliver()
             await self._end(self.client.renew(settings.lease_s / 3))
         return await asked
 
@@ -149,8 +149,8 @@ class GenerateLoop:
         self.ended.append(lease)
         self.news.set()
 
-    def _deliver(self) -> None:
-        """Write and acknowledge the rows that have ended; those whose lease was lost are somebody else's by now."""
+    async def _deliver(self) -> None:
+        """Write and acknowledge the rows that have ended, while the engine goes on; those of lost leases are somebody else's by now."""
         ended, self.ended = [lease for lease in self.ended if lease in self.flight], []
         by_stage: dict[str, list[int]] = {}
         for lease in ended:
@@ -159,7 +159,8 @@ class GenerateLoop:
             flights = [self.flight[lease] for lease in leases]
             # Raises what a row's generation has raised.
             results = [flight.task.result() for flight in flights]
-            self._write(self.context.stage(name), leases, Rows.cat([flight.row for flight in flights]), results)
+            rows = Rows.cat([flight.row for flight in flights])
+            await asyncio.to_thread(self._write, self.context.stage(name), leases, rows, results)
         self._forget(ended)
 
     def _write(self, stage: Stage, leases: Sequence[int], rows: Rows, results: Sequence[Ended]) -> None:
@@ -207,7 +208,7 @@ class GenerateLoop:
                 await asyncio.to_thread(self.receiver.load, made, blocks)
             await engine.update_weights(version, self.source)
         self.version = version
-        self.client.ask("loaded", version=version)
+        self.client.ask("loaded", version=version, bytes=self.receiver.taken())
 
     async def _receive(self, version: int, made: int, blocks: Sequence[Block]) -> None:
         """Receive a version in host memory while the engine generates with another one; without blocks the engine has it."""

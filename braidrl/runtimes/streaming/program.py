@@ -17,6 +17,7 @@ from braidrl.errors import BadUpdate, WorkerError
 from braidrl.flow import Flow
 from braidrl.flow.batches import Sizes, admissible, check_update_size
 from braidrl.observe.metrics import Sums
+from braidrl.observe.progress import Bar, Progress
 from braidrl.runtimes.backend import IterationResult, Position, needed
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.saving.row_store import Admission
@@ -34,13 +35,14 @@ from braidrl.transfer.queue.transport import QueueServer
 class StreamingProgram:
     """Drives iterations by what it admits and allows; which stage runs when is decided by who has rows."""
 
-    def __init__(self, prepared: Prepared, loader: PromptLoader, folder: Path) -> None:
+    def __init__(self, prepared: Prepared, loader: PromptLoader, folder: Path, progress: Progress) -> None:
         """Start the queue and all workers.
 
         Args:
             prepared: the checked configuration, with flow, data and models.
             loader: the training prompts.
             folder: the run's, for what workers write.
+            progress: shows how far an iteration is.
 
         Raises:
             UserError: before anything starts, for what cannot stream.
@@ -48,7 +50,7 @@ class StreamingProgram:
         config, flow = prepared.config, prepared.flow
         check_streaming(config, flow)
         self.groups = worker_groups(config, flow, prepared.evaluation if config.data.evaluation_sources else None)
-        self.loader, self.store = loader, prepared.store()
+        self.loader, self.store, self.progress = loader, prepared.store(), progress
         self.stream = Stream(flow, sizes_of(config, loader.epoch_size), samplers=samplers_of(config, flow))
         self.opening: dict[int, Position] = {}
         """For each iteration that was begun and not finished, where the run stood just before."""
@@ -89,18 +91,20 @@ class StreamingProgram:
     ) -> IterationResult[Rows]:
         """Wait until an iteration is published, and admit prompts meanwhile; `before_training` is called before its first step."""
         assert recorded is None and train, "checked when the run was set up"
-        while not self.control.finished:
-            self._admit()
-            with self.control.changed:
-                due = self.control.allowed < iteration and self.stream.schedule.due_steps()
-            if due:
-                before_training()
-                self.control.change(lambda: setattr(self.control, "allowed", iteration))
-            try:
-                self.wait()
-            except BadUpdate as error:
-                error.batch = self._unfinished(iteration)
-                raise
+        with self.progress.stage("generation") as bar:
+            while not self.control.finished:
+                self._admit()
+                with self.control.changed:
+                    due = self.control.allowed < iteration and self.stream.schedule.due_steps()
+                    self._show(bar)
+                if due:
+                    before_training()
+                    self.control.change(lambda: setattr(self.control, "allowed", iteration))
+                try:
+                    self.wait()
+                except BadUpdate as error:
+                    error.batch = self._unfinished(iteration)
+                    raise
         finished = self.control.finished.popleft()
         assert finished.iteration == iteration
         self.opening.pop(iteration, None)
@@ -157,6 +161,13 @@ class StreamingProgram:
             surplus = [assembled(self.control.data, *self.stream.content(waiting, self.stream.recorded_writers))]
         return Position({**self.loader.state(), "admitted": sampling.admitted + 1}, sampling.state(), surplus, {})
 
+    def _show(self, bar: Bar) -> None:
+        """Show how many of the rows in work are generated, and how many engines have."""
+        schedule, seen = self.stream.schedule, self.control.seen_now()
+        bar.rows, rows = len(schedule.versions), sum(map(len, schedule.rows_of.values()))
+        bar.name = f"generation, from version {seen['streaming/oldest_version']:.0f} on"
+        bar.update(in_flight=int(seen["streaming/in_flight"]), total_rows=rows)
+
     def _unfinished(self, iteration: int) -> tuple[Rows, Rows]:
         """Return the batch of an iteration that trains, as it is recorded, and with the columns that its rows have by now."""
         stream = self.stream
@@ -171,6 +182,10 @@ class StreamingProgram:
         final = assembled(self.control.data, finished.final, finished.final_payload)
         self.control.release(finished)
         result = iteration_result(self.stream.flow, self.stream.schedule.sampling.surplus, finished, table, final)
+        with self.control.changed:
+            told = {**self.control.seen_now(), **self.control.activity.told()}
+        for name, value in told.items():
+            result.sums.add(name, value)
         result.seconds = stage_seconds(self.stream.flow, self.groups, finished.reports)
         if len(self.processes.places) > 1:
             result.sums.add("transfer/bytes_between_nodes", self.backend.bytes_between_nodes())

@@ -137,8 +137,7 @@ class WeightReceiver:
         """
         self.data, self.parts, self.stages = data, parts, stages
         self.version = 0
-        self.bytes = 0
-        """What has been read so far, of all versions."""
+        self._bytes = 0
         self._into: Mapping[str, WeightPart] = {}
         self._left: Iterator[Block] = iter(())
         self._missing: dict[str, int] = {}
@@ -156,7 +155,7 @@ class WeightReceiver:
         block = next(self._left, None)
         if block is None:
             return False
-        self.bytes += block.size
+        self._bytes += block.size
         for piece in bucket_pieces(self.data.read(block)):
             self._put(piece)
         return True
@@ -173,6 +172,11 @@ class WeightReceiver:
             for name, part in self.parts().items():
                 part.put(self._into[name].local, part.box)
         self.forget()
+
+    def taken(self) -> int:
+        """Return the bytes that were read since this was asked last."""
+        read, self._bytes = self._bytes, 0
+        return read
 
     def forget(self) -> None:
         """Forget what has come."""

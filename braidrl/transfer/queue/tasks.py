@@ -84,6 +84,10 @@ class Leases:
         """Return the leases of one holder."""
         return [self.held[number] for number in sorted(self.by_holder.get(holder, ()))]
 
+    def count(self, holder: str) -> int:
+        """Return how many leases a holder has."""
+        return len(self.by_holder.get(holder, ()))
+
     def expired(self, now: float) -> list[Lease]:
         """Return the leases whose deadline has passed."""
         found = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from braidrl.errors import UserError
@@ -109,6 +110,12 @@ def test_rolling_engines_take_turns_and_a_batch_has_rows_of_two_versions(worksho
     run, backend = streamed(workshop, "rolling", "rolling", rollout=slow)
     check_bounds(run)
     assert backend.control.loading.most_out_seen == 1
+    size = sum(t.nbytes for t in load_file(weights_at(workshop, run, 0) / "model.safetensors").values())
+    lines = read_metrics(run)
+    assert all(0 <= line[f"streaming/idle/{group}"] <= 1 for line in lines for group in ("actor.generate", "actor"))
+    assert all(line["streaming/oldest_version"] <= line["step"] and line["streaming/in_flight"] <= 6 for line in lines)
+    assert max(line["streaming/in_flight"] for line in lines) > 0
+    assert sum(line["streaming/weight_bytes"] for line in lines) > size * (STEPS - 2)
     assert all(len(recorded(run, step)["version"].unique()) == 2 for step in range(3, STEPS + 1))
     assert largest_gap(workshop, run) < 1e-5
 

@@ -1,0 +1,20 @@
+"""What a user sees of a run's workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from braidrl.runtimes.streaming.activity import Activity
+
+
+def test_a_group_is_idle_for_the_share_of_its_workers_time_without_rows() -> None:
+    activity = Activity()
+    activity.note(10.0, [("actor.generate", True), ("actor.generate", False), ("actor", False)])
+    activity.note(12.0, [("actor.generate", True), ("actor.generate", True), ("actor", True)])
+    activity.weight_bytes += 5
+    activity.note(14.0, [])
+    assert activity.told() == pytest.approx(
+        {"streaming/idle/actor.generate": 0.25, "streaming/idle/actor": 0.5, "streaming/weight_bytes": 5.0}
+    )
+    activity.note(20.0, [])
+    assert activity.told() == {"streaming/weight_bytes": 0.0}, "nobody was there"
