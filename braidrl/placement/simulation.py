@@ -48,7 +48,7 @@ class Clock:
 
 
 @dataclass
-class Work:
+class LeaseUnderWay:
     """A lease under way: its end, if nothing comes between, and for a row of an engine the version that it began with."""
 
     lease: Lease
@@ -67,7 +67,7 @@ class SimulatedWorker:
     stage: Stage
     ranks: int = 1
     slots: int = 1
-    work: dict[int, Work] = field(default_factory=dict)
+    work: dict[int, LeaseUnderWay] = field(default_factory=dict)
     """By the number of its lease."""
     loads: bool = False
 
@@ -183,17 +183,17 @@ class Streaming:
         fate, seconds = self.work.fate(lease.number), max(shares)
         late = self.work.lease_seconds if fate == "late" else 0.0
         seconds = seconds / 2 if fate == "dies" else seconds + late
-        work = worker.work[lease.number] = Work(lease, self.clock.now + seconds, version, fate)
+        work = worker.work[lease.number] = LeaseUnderWay(lease, self.clock.now + seconds, version, fate)
         self._wait_for(worker, work)
         self._note(worker, lease, shares)
         self._watch()
         return True
 
-    def _wait_for(self, worker: SimulatedWorker, work: Work) -> None:
+    def _wait_for(self, worker: SimulatedWorker, work: LeaseUnderWay) -> None:
         turn = work.turn
         self.clock.after(work.end - self.clock.now, lambda: self._ends(worker, work) if turn == work.turn else None)
 
-    def _ends(self, worker: SimulatedWorker, work: Work) -> None:
+    def _ends(self, worker: SimulatedWorker, work: LeaseUnderWay) -> None:
         # What died meanwhile has lost its rows.
         if worker.work.pop(work.lease.number, None) is None:
             return
@@ -214,7 +214,7 @@ class Streaming:
             start, rows = self.clock.now, len(lease.rows)
             self.result.spans.append(SimulatedSpan(name, worker.stage.name, start, start + share, rows, iteration))
 
-    def _answers(self, worker: SimulatedWorker, work: Work) -> None:
+    def _answers(self, worker: SimulatedWorker, work: LeaseUnderWay) -> None:
         lease = work.lease
         try:
             if worker.stage.kind is Kind.SELECT:
