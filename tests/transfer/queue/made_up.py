@@ -73,7 +73,7 @@ class AdmittingPlane(ControlPlane):
     def on_admit(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Let rows be born; a batch is opened where one may be. Refused with ValueError for groups that are known."""
         block = Block(*request["block"]) if request["block"] else None
-        self.training.schedule.groups_wanted(self.engine_version)
+        self.training.schedule.groups_wanted(self.loading.target)
         self.training.admit(decode(list(frames)), block, tuple(request["columns"]))
         return {}, ()
 
@@ -131,7 +131,7 @@ def main_program(control: ControlPlane, server: QueueServer, iterations: int, li
     while len(finished) < iterations:
         assert time.monotonic() < deadline, f"only {len(finished)} iterations came to their end"
         with control.changed:
-            wanted = control.training.schedule.groups_wanted(control.engine_version)
+            wanted = control.training.schedule.groups_wanted(control.loading.target)
         if wanted:
             control.admit(control.training, born(range(groups, groups + wanted)))
             groups += wanted
