@@ -87,6 +87,9 @@ CONFIGURATION = {
     "rollout.environment=countdown": r"no environment is called 'countdown'. Your own is written module:name",
     "trackers=tensorbord": r"no tracker is called 'tensorbord'. Did you mean 'tensorboard'[?] Your own is written module:name",
     "trackers={name: tensorboard, params: {project: x}}": r"tracker 'tensorboard' has no setting 'project'",
+    "device=cuda": r"device=cuda: torch sees no CUDA device here; write device=auto or device=cpu",
+    "algorithm={loss: cispo, clip_low: 0.1}": r"algorithm.clip_low is a setting of the recipe's own loss, and algorithm.loss names another",
+    "algorithm.loss=cisp": r"no loss is called 'cisp'. Did you mean 'cispo'",
     "placement=everywhere": r"no placement is called 'everywhere'. Known: colocate",
     "roles.critc.learning_rate=1e-5": r"roles.critc: flow grpo has no model of this role. Known: actor, reference",
     "trainer.surplus=keep": r"trainer.surplus=keep .* write trainer.max_staleness=1 or trainer.surplus=drop",
@@ -103,7 +106,11 @@ CONFIGURATION = {
 
 
 @pytest.mark.parametrize("override", CONFIGURATION)
-def test_a_mistake_in_the_configuration_is_named(workshop: Workshop, refusal: Refusal, override: str) -> None:
+def test_a_mistake_in_the_configuration_is_named(
+    workshop: Workshop, refusal: Refusal, monkeypatch: pytest.MonkeyPatch, override: str
+) -> None:
+    # Also where there is one.
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found = refusal("train", workshop.config_file(), override)
     assert re.search(CONFIGURATION[override], found), found
     assert not (workshop.folder / "run" / "metrics.jsonl").exists()
@@ -120,6 +127,26 @@ def test_a_run_that_was_refused_can_be_started_again_under_its_name(workshop: Wo
     assert code == 0, errors
     code, _, errors = command("train", config, "trainer.steps=1")
     assert code == 2 and "run exists; resume it with `--resume" in errors
+
+
+@pytest.mark.parametrize("processes", [["runtime=eager"], ["runtime=distributed", "workers=2"]])
+def test_a_run_whose_every_check_fails_ends_with_the_first_failure(
+    workshop: Workshop, refusal: Refusal, command: Braid, processes: list[str]
+) -> None:
+    raises = [
+        workshop.config_file(),
+        f"reward.verify={workshop.folder}/verifiers.py:unfinished",
+        "trainer.steps=4",
+        *processes,
+    ]
+    found = refusal("train", *raises)
+    assert found.startswith(
+        "step 3: every check of 3 steps in a row came to nothing. The first: verifier unfinished: exception: KeyError: 'no score for this'"
+    )
+    assert [line["reward/failed_fraction"] for line in read_metrics(workshop.folder / "run")] == [1.0] * 3
+    if processes == ["runtime=eager"]:
+        code, _, _ = command("train", *raises, "name=regardless", "reward.max_failed_steps=0")
+        assert code == 0 and len(read_metrics(workshop.folder / "regardless")) == 4
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])

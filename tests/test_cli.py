@@ -18,6 +18,7 @@ from braidrl.catalogue import KINDS, catalogue
 from braidrl.config.reading import section_keys
 from braidrl.flow.yaml_form import from_yaml
 from braidrl.observe.metrics import read_metrics
+from braidrl.observe.rollouts import read_texts
 from braidrl.runtimes.saving.folders import MAY_CHANGE, run_config
 from tests.tiny import Workshop, weights_of
 
@@ -95,7 +96,11 @@ def test_eval_measures_a_model_and_a_checkpoint(workshop: Workshop, braid: Any) 
     run = workshop.run(trainer={"steps": 1})
     config = workshop.config_file("eval", evaluation={"samples": 4, "max_prompts": 4})
     for model in (workshop.model, run / "checkpoints" / "step-1" / "actor"):
-        out, _ = braid("eval", config, f"data.eval.test={workshop.data}", f"model={model}")
+        out, told = braid("eval", config, f"data.eval.test={workshop.data}", f"model={model}")
+        kept = Path(told.splitlines()[-1].removeprefix("responses are kept in "))
+        assert kept.parent.parent == workshop.folder and kept.parent.name.startswith("eval-")
+        assert len(read_texts(kept / "eval-test-step-0.parquet")) == 16
+        assert run_config(kept.parent).model == model
         values = dict(line.split("\t") for line in out.splitlines())
         assert set(values) == {
             f"eval/test/{n}" for n in ("avg@4", "pass@1", "pass@2", "pass@4", "length_mean", "score_mean")
@@ -105,7 +110,14 @@ def test_eval_measures_a_model_and_a_checkpoint(workshop: Workshop, braid: Any) 
 
 def test_eval_needs_no_more_than_a_model_a_set_and_a_verifier(workshop: Workshop, braid: Any) -> None:
     arguments = (f"model={workshop.model}", f"data.eval.sums={workshop.data}", "reward.verify=gsm8k")
-    out, _ = braid("eval", *arguments, "evaluation.max_prompts=2", "rollout.max_response_tokens=4", "threads=1")
+    out, _ = braid(
+        "eval",
+        *arguments,
+        "evaluation.max_prompts=2",
+        "rollout.max_response_tokens=4",
+        "threads=1",
+        f"output={workshop.folder}",
+    )
     assert "eval/sums/avg@8\t" in out
 
 

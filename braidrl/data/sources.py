@@ -7,7 +7,7 @@ field of a record                              part of the example
 `answer_field`, or reward_model.ground_truth   answer      what a verifier compares with
 `response_field`, where asked for              response    text to train on
 `chosen_field` and `rejected_field`, likewise  response and rejected
-all others                                     metadata    JSON values, kept as they are
+all but the responses, under their own names   metadata    JSON values, kept as they are
 """
 
 import hashlib
@@ -133,7 +133,8 @@ def given_fields(source: SourceConfig, responses: bool, pairs: bool) -> dict[str
 def make_example(source: SourceConfig, record: dict[str, Any], line: int, given: Mapping[str, str]) -> Example:
     """Pick the configured fields out of one record. Raises UserError for a missing field or a wrong type."""
     where = place(source.path, line)
-    used = {source.prompt_field, source.answer_field, *given.values()}
+    # Of other names they are kept too: a verifier may ask for the field as the data call it.
+    used = {"prompt", "answer", *given.values()} & {source.prompt_field, source.answer_field, *given.values()}
     texts = [check_response(where, field, find_required(where, what, field, record)) for what, field in given.items()]
     response, rejected = (*texts, None, None)[:2]
     prompt = find_required(where, "prompt", source.prompt_field, record)

@@ -334,11 +334,17 @@ def groups_to_abort(under_way: Iterable[int], decided: Mapping[int, bool], wante
     return []
 
 
+GRADED = (
+    ". Right is a score of at least reward.correct_score, by default the recipe's; for graded scores lower it, or write "
+    "algorithm.dynamic_sampling=rewards"
+)
+
+
 def nothing_to_learn(dropped: Mapping[str, int]) -> str:
     """Return why an epoch without a kept group ends the run, and what to change."""
     counts = ", ".join(f"{reason.replace('_', ' ')}: {count}" for reason, count in sorted(dropped.items()))
     return (
         f"selection dropped every one of {sum(dropped.values())} groups in a row, a whole epoch ({counts}): "
         "a group whose answers all have the same score teaches nothing; use prompts that the model sometimes gets right, "
-        "raise rollout.samples_per_prompt, or check reward.verify against a few answers"
+        f"raise rollout.samples_per_prompt, or check reward.verify against a few answers{GRADED if 'all wrong' in dropped else ''}"
     )

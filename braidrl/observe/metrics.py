@@ -86,6 +86,10 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return read_lines(path / FILE_NAME if path.is_dir() else path)
 
 
+FAILURE = "failure: "
+"""Begins the names under which words travel with sums."""
+
+
 class Sums:
     """Sums and counts by name, which add up over micro-batches and workers before they become means; and maxima."""
 
@@ -103,6 +107,15 @@ class Sums:
         """
         old_total, old_count = self._pairs.get(name, (0.0, 0.0))
         self._pairs[name] = (old_total + float(total), old_count + float(count))
+
+    def note_failure(self, words: str) -> None:
+        """Keep what is to be said of a failure, for whoever collects the sums."""
+        self._pairs.setdefault(FAILURE + words, (0.0, 1.0))
+
+    @property
+    def failures(self) -> list[str]:
+        """Return what is to be said of failures."""
+        return [name.removeprefix(FAILURE) for name in self._pairs if name.startswith(FAILURE)]
 
     def highest(self, name: str, value: float | Tensor) -> None:
         """Keep the largest value seen.

@@ -1,5 +1,6 @@
 """The recorded responses of a report: the same held-out prompts over time, and of some steps the best and the worst row."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from braidrl.observe.rollouts import (
 MOST_STEPS = 6
 PROMPTS_PER_SET = 3
 SHOWN_CHARACTERS = 4000
-COLUMNS = ("score", "reward", "correct", "finish_reason")
+COLUMNS = ("score", "reward", "correct", "finish_reason", "metadata")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Sample:
     score: float | None
     correct: bool | None
     finish_reason: str | None
+    answer: str | None = None
+    """The reference answer, as text."""
 
 
 class SampleGroup(NamedTuple):
@@ -48,7 +51,10 @@ def sample_of(step: int, row: dict[str, Any]) -> Sample:
     correct = row.get("correct")
     reason = row.get("finish_reason")
     named = None if reason is None else FinishReason(reason).name.lower()
-    return Sample(step, row[PROMPT_TEXT], row[RESPONSE_TEXT], score, None if correct is None else bool(correct), named)
+    answer = json.loads(row.get("metadata") or "{}").get("answer")
+    known = None if answer is None else answer if isinstance(answer, str) else json.dumps(answer)
+    right = None if correct is None else bool(correct)
+    return Sample(step, row[PROMPT_TEXT], row[RESPONSE_TEXT], score, right, named, known)
 
 
 def read_samples(path: Path, step: int) -> list[Sample]:

@@ -46,6 +46,11 @@ class CheckFailure:
     """timeout, exception, died or result."""
     detail: str
 
+    @property
+    def words(self) -> str:
+        """Return what is said of it."""
+        return f"verifier {self.label}: {self.reason}: {self.detail}"
+
 
 class Pending:
     """Checks in flight for some rows, in the rows' order."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from braidrl.algorithms.metrics import avg_at_k, pass_at_k
@@ -12,11 +13,13 @@ from braidrl.errors import UserError
 from braidrl.flow import Flow
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress, silent_progress
+from braidrl.observe.rollouts import evaluation_path
 from braidrl.runtimes.backend import Backend, T
 from braidrl.runtimes.distributed.launch import in_ranks
 from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
+from braidrl.runtimes.saving.folders import check_output, unused_folder, write_config
 from braidrl.runtimes.saving.row_store import HeldOut
 from braidrl.runtimes.start import RunContext, start_backend
 
@@ -80,6 +83,14 @@ def evaluate_rank(world: World, task: dict[str, Any]) -> dict[str, float]:
     return evaluated(parse_config(task["config"]), progress, world)
 
 
+def evaluation_folder(config: Config) -> Path:
+    """Make a folder under `output` for what is evaluated, with the configuration in it, and return it."""
+    check_output(config)
+    folder = unused_folder(config.model_copy(update={"flow": "eval"}))
+    write_config(folder, config)
+    return folder
+
+
 def evaluated(config: Config, progress: Progress, world: World | None = None) -> dict[str, float]:
     """Evaluate in one process, or as one rank; return the metrics of every set."""
     prepared = prepare_together(config, world or World(), train=False)
@@ -88,12 +99,16 @@ def evaluated(config: Config, progress: Progress, world: World | None = None) ->
     for line in without_effect(config):
         progress.print(line)
     set_up_torch(config)
-    backend = start_backend(RunContext(prepared, progress, train=False, world=world or World()))
+    world = world or World()
+    folder = Path(world.from_first("folder", lambda: str(evaluation_folder(config))))
+    progress.print(f"responses are kept in {folder / 'rollouts'}")
+    backend = start_backend(RunContext(prepared, progress, train=False, world=world))
     metrics: dict[str, float] = {}
     try:
-        for _, _, found in evaluated_sets(
+        for name, table, found in evaluated_sets(
             backend, prepared.evaluation, config.data.evaluation_sources, config.evaluation, 0
         ):
+            backend.record(evaluation_path(folder, name, 0), table, table)
             metrics |= found
     finally:
         backend.close()

@@ -32,7 +32,7 @@ from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_chec
 from braidrl.runtimes.saving.folders import held_alone, new_run_folder, unused_folder, write_config
 from braidrl.runtimes.saving.row_store import Recording, Surplus
 from braidrl.runtimes.start import RunContext, check_runtime, start_controller
-from braidrl.runtimes.step_metrics import GapWatch, step_metrics, summary
+from braidrl.runtimes.step_metrics import FailureWatch, GapWatch, step_metrics, summary
 
 Metrics = dict[str, float | int | None]
 
@@ -67,7 +67,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.progress = self._opened_progress()
         set_up_torch(config)
         self.interrupts = AgreedInterrupts() if world else Interrupts()
-        self.gaps = GapWatch(config.rollout.max_log_prob_gap)
+        self.gaps, self.failed = GapWatch(config.rollout.max_log_prob_gap), FailureWatch(config.reward.max_failed_steps)
         self.step = self.version = 0
         self.saved_step: int | None = None
         self.checkpoints = Checkpoints(self.folder, config, self.world.first)
@@ -137,7 +137,11 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                     self._save(snapshot if snapshot.step == self.step else self._snapshot())
                     self.checkpoints.wait()
                     self.progress.print(f"saved step {self.step}; go on with: braid train --resume {self.folder}")
+                    self._report()
                 raise
+        self._report()
+
+    def _report(self) -> None:
         if self.world.first:
             self.progress.print(f"report: {write_report(self.folder)}")
 
@@ -164,6 +168,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             if self.metrics:
                 self.metrics.write(metrics)
         self.progress.print(summary(metrics))
+        self.failed.check(step, result.sums)
         # Rows of a replay, and rows that may be stale, were drawn by other weights than those that they train.
         if self.replay is None and not rows_may_be_stale(self.config):
             self.gaps.check(metrics)

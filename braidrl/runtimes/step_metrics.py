@@ -16,7 +16,7 @@ from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import UserError
 from braidrl.flow import Flow
 from braidrl.models.objective import trained_rows
-from braidrl.observe.metrics import REQUIRED_KEYS
+from braidrl.observe.metrics import FAILURE, REQUIRED_KEYS, Sums
 from braidrl.runtimes.backend import IterationResult
 
 # Name of a number: what computes it, from which means, and which of these it takes the place of.
@@ -30,6 +30,8 @@ DERIVED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], tuple[str, ...]
     "clip_high_probability": (mean_where, ("clip_high_probability", "clip_fraction_high"), ()),
 }
 
+FAILED = ("reward/failed_fraction", "environment/failed_fraction")
+"""Shares of a step's rows whose checks, or whose trajectories, came to nothing; they are metrics of steps in which there are any."""
 GAP = "train/rollout_log_prob_gap"
 """How far the log-probs of engine and trainer are apart, on average over the tokens of a batch."""
 GAP_JUMP = 20.0
@@ -67,6 +69,8 @@ def training_metrics(result: IterationResult[Any]) -> dict[str, float]:
     """Return the means of what the updates counted, each under its role."""
     metrics = {}
     for name, value in result.sums.means().items():
+        if name.startswith(FAILURE) or (name in FAILED and not value):
+            continue
         if name.endswith("/rollout_log_prob_gap"):
             metrics[GAP] = value
         elif "/failures/" in name or name.endswith("/skipped_updates"):
@@ -172,4 +176,27 @@ class GapWatch:
                 f"step {metrics['step']}: engine and trainer give the same tokens log-probs that are {gap:.2g} nats apart on "
                 f"average{earlier}. The engine does not have the trainer's weights, or computes otherwise: the step is not saved. "
                 "Go on from the last checkpoint with rollout.check_weights=true, or with a higher rollout.max_log_prob_gap"
+            )
+
+
+class FailureWatch:
+    """Ends a run in which nothing is checked, or played, any more: it would learn that every answer is wrong."""
+
+    def __init__(self, most: int) -> None:
+        """End it after so many steps in a row; 0 never."""
+        self._most, self._steps, self._first = most, 0, ""
+
+    def check(self, step: int, sums: Sums) -> None:
+        """Raise UserError where everything came to nothing once too often, with the words of the first failure."""
+        shares = [sums.means().get(name) for name in FAILED]
+        if 1.0 not in shares:
+            self._steps, self._first = 0, ""
+            return
+        self._steps += 1
+        self._first = self._first or next(iter(sums.failures), "no process said why")
+        if self._steps == self._most:
+            what = "check" if shares[0] == 1.0 else "trajectory"
+            raise UserError(
+                f"step {step}: every {what} of {self._steps} steps in a row came to nothing. The first: {self._first}. Mend it, and go on "
+                "from the last checkpoint; with reward.max_failed_steps=0 a run goes on regardless"
             )

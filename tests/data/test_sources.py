@@ -200,3 +200,10 @@ def test_all_of_gsm8k_is_read() -> None:
             first = json.loads(file.readline())
         assert (examples[0].prompt, examples[0].answer) == (first["question"], first["answer"])
         assert all("####" in e.answer for e in examples)
+
+
+def test_verifiers_find_fields_under_the_names_that_the_data_have(write_jsonl: Callable[..., Path]) -> None:
+    path = write_jsonl([{"question": "1+1=", "solution": {"final": "2"}, "level": 3}])
+    source = SourceConfig(path=path, prompt_field="question", answer_field="solution.final")
+    (example,) = read_examples(source)
+    assert example.metadata == {"question": "1+1=", "solution": {"final": "2"}, "level": 3}

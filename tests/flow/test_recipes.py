@@ -233,3 +233,15 @@ def test_loss_with_an_aggregation_that_it_is_not_defined_for_is_refused():
     message = message_of(lambda: actor.update(loss=loss.gmpo(), aggregate="token-mean"))
     assert message.startswith("actor.update: gmpo is defined for aggregate ")
     assert message.endswith(", not token-mean")
+
+
+def test_the_loss_of_a_recipe_may_be_another():
+    flow = load_flow("grpo", {"loss": {"name": "cispo", "high": 0.3}, "kl_coef": 0}, {"samples_per_prompt": 4})
+    assert flow.stages[-1].params["loss"] == {"name": "cispo", "high": 0.3}
+    assert load_flow("dapo", {"loss": "sapo"}, {"max_response_tokens": 8}).stages[-1].params["loss"] == {"name": "sapo"}
+
+
+def test_graded_rewards_are_sampled_by_their_differences():
+    graded = load_flow("dapo", {"dynamic_sampling": "rewards"}, {"max_response_tokens": 8})
+    assert "select.informative_rewards" in [stage.type for stage in graded.stages]
+    assert "select.informative_groups" not in [stage.type for stage in graded.stages]

@@ -13,7 +13,7 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import REQUIRED_KEYS, MetricsWriter
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import rollout_path, write_rollouts
-from braidrl.observe.samples import MOST_STEPS, Sample, best_and_worst, over_time, spread
+from braidrl.observe.samples import MOST_STEPS, Sample, best_and_worst, over_time, sample_groups, spread
 from tests.observe.made_up import STAGES, make_run, metrics_of
 
 EVIL = "<script>alert('owned')</script></pre>&amp; 7"
@@ -70,6 +70,12 @@ def test_the_page_is_whole_and_asks_for_nothing_outside(run: Path) -> None:
     html = report(run)
     assert not re.search(r'(src|href)="|url\((?!#)|@import|https?://', html)
     assert outline(run).open == []
+
+
+def test_the_reference_answer_stands_beside_each_sample(run: Path) -> None:
+    samples = [sample for group in sample_groups(run) for sample in group.samples]
+    assert samples and {sample.answer for sample in samples} <= {str(i) for i in range(4)}
+    assert "reference answer" in write_report(run).read_text()
 
 
 def test_what_a_response_says_is_shown_and_not_run(run: Path) -> None:

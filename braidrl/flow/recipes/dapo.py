@@ -1,6 +1,6 @@
 """DAPO, arXiv 2503.14476: GRPO with a higher upper clip, dynamic sampling, token-level loss and overlong reward shaping, without KL."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -21,8 +21,9 @@ class DapoParameters(ClippedParameters):
     """Score of a right answer."""
     wrong_score: float = -1.0
     """Score of a wrong answer."""
-    dynamic_sampling: bool = True
-    """Drop groups that are all right or all wrong, and sample on until the batch is full."""
+    dynamic_sampling: bool | Literal["rewards"] = True
+    """Drop groups that are all right or all wrong, and sample on until the batch is full. Right is a score of at least
+    `correct_score`; with `rewards`, for graded scores, groups whose rewards are all equal are dropped."""
     max_response_tokens: int = Field(ge=1)
     """Responses end here; from this many tokens on the punishment is 1."""
     overlong_cache: int | None = Field(None, ge=0)
@@ -47,7 +48,7 @@ def dapo(p: DapoParameters) -> Flow:
     stages = [
         actor.generate(),
         *rewarded(p.reward, correct_score=p.correct_score, wrong_score=p.wrong_score),
-        informative(p.reward) if p.dynamic_sampling else None,
+        informative({} if p.dynamic_sampling == "rewards" else p.reward) if p.dynamic_sampling else None,
         penalty,
         shape.overlong_filter() if p.overlong_filter else None,
         advantage.group_normalized(),

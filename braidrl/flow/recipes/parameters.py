@@ -24,6 +24,9 @@ class PolicyParameters(Parameters):
     """How the losses of tokens become one number: a name, or one with settings as in `{name: token-sum-norm, max_tokens: 512}`."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
+    loss: str | dict[str, Any] | None = None
+    """The policy's loss in place of the recipe's: a name of `braid list losses`, `file.py:function`, or one with settings as in
+    `{name: cispo, high: 0.3}`."""
     old: Literal["recompute", "rollout", "self"] | None = None
     """Where the log-probs before the update come from; by default the runtime takes the cheapest that is exact."""
     correction: dict[str, Any] | None = None

@@ -9,6 +9,9 @@ from braidrl.flow.roles import Role, actor, reference, reward
 from braidrl.flow.stage import Stage
 from braidrl.flow.stages import loss, select
 
+OF_THE_LOSS = ("clip_low", "clip_high", "dual_clip")
+"""Parameters that are handed to a recipe's own loss."""
+
 
 def rewarded(
     sources: str | Mapping[str, float],
@@ -48,7 +51,18 @@ def surrogate(p: ClippedParameters) -> dict[str, Any]:
 
 
 def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> Stage:
-    """Return the actor's update by a loss; `more` goes over what the parameters say."""
+    """Return the actor's update by a loss, unless the parameters name another; `more` goes over what the parameters say.
+
+    Raises UserError where they set the recipe's own loss too.
+    """
+    if p.loss is not None:
+        if own := p.model_fields_set & set(OF_THE_LOSS):
+            name = min(own)
+            raise UserError(
+                f"algorithm.{name} is a setting of the recipe's own loss, and algorithm.loss names another; remove one, or write the "
+                "settings of the other as in algorithm.loss={name: clip, high: 0.3}"
+            )
+        loss = {"name": p.loss} if isinstance(p.loss, str) else p.loss
     given = {
         "aggregate": p.aggregate, "old": p.old, "entropy_coef": p.entropy_coef or None, "correction": p.correction,
     }  # fmt: skip

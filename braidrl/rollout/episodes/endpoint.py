@@ -13,7 +13,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,7 +32,13 @@ from braidrl.rollout.requests import Request, SamplingParams, Uid
 
 BODY_BYTES = 64 << 20
 """A longer request is answered with 413."""
-UNSUPPORTED = ("stream", "logprobs", "functions")
+UNSUPPORTED = ("stream", "logprobs", "top_logprobs", "functions", "function_call", "logit_bias", "audio", "prediction")
+"""Fields that ask for what is not served; with a value that asks for nothing, such as `stream: false`, they are let pass."""
+USUAL = {"response_format": {"type": "text"}, "tool_choice": "auto", "modalities": ["text"], "n": 1}
+"""Fields that may have this value alone."""
+MOST_STOPS = 16
+MODEL = "actor"
+"""The name of the one model; requests may call it as they like."""
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "length"}
 
 
@@ -69,6 +75,7 @@ class Endpoint:
         self.engine, self.template, self.sampling = engine, template, sampling
         self.max_sequence_tokens, self.purpose, self.stage = max_sequence_tokens, purpose, stage
         self._host, self._port, self._listener = host, port, listener
+        self._began = int(time.time())
         self._sessions: dict[str, EndpointSession] = {}
         self._names: dict[Uid, str] = {}
         """Of each open session the name that its client alone is told."""
@@ -77,6 +84,9 @@ class Endpoint:
     async def __aenter__(self) -> "Endpoint":
         application = web.Application(client_max_size=BODY_BYTES)
         application.router.add_post("/sessions/{name}/v1/chat/completions", self._handle)
+        application.router.add_get("/sessions/{name}/v1/models", self._models)
+        application.router.add_get("/sessions/{name}/v1/models/{model:.+}", self._models)
+        application.router.add_route("*", "/{path:.*}", not_served)
         self._runner = web.AppRunner(application)
         await self._runner.setup()
         site = web.SockSite(self._runner, self._listener) if self._listener else None
@@ -119,6 +129,17 @@ class Endpoint:
         except EngineError as error:
             return failed(503, str(error))
 
+    async def _models(self, http: web.Request) -> web.Response:
+        if http.match_info["name"] not in self._sessions:
+            return failed(404, f"no session {http.match_info['name']!r} is open")
+        one = {
+            "id": http.match_info.get("model", MODEL),
+            "object": "model",
+            "created": self._began,
+            "owned_by": "braid",
+        }
+        return web.json_response(one if "model" in http.match_info else {"object": "list", "data": [one]})
+
     async def _complete(self, session: EndpointSession, asked: Mapping[str, Any]) -> dict[str, Any]:
         trajectory, tools = session.trajectory, asked.get("tools") or ()
         try:
@@ -130,10 +151,11 @@ class Endpoint:
         room = self.max_sequence_tokens - len(context)
         if room < 1:
             raise UserError(f"{len(context)} tokens leave no room in a sequence of {self.max_sequence_tokens}")
-        limit = max_tokens_of(asked) or self.sampling.max_tokens
+        limit, stops = max_tokens_of(asked) or self.sampling.max_tokens, stops_of(asked)
+        sampling = replace(self.sampling, max_tokens=min(limit, room), stop=(*self.sampling.stop, *stops))
         finished = await self.engine.submit(
             Request(
-                trajectory.uid, torch.tensor(context), replace(self.sampling, max_tokens=min(limit, room)),
+                trajectory.uid, torch.tensor(context), sampling,
                 self.purpose, self.stage, first_draw=trajectory.action_tokens,
             )
         )  # fmt: skip
@@ -141,7 +163,7 @@ class Endpoint:
         trajectory.append(ids, opens=opens)
         trajectory.append(finished.tokens.tolist(), log_probs=finished.log_probs, versions=finished.versions)
         session.turns, session.finish_reason = session.turns + 1, finished.finish_reason
-        message = reply(self.template.text(trajectory.last_turn), bool(tools))
+        message = reply(before_stop(self.template.text(trajectory.last_turn), stops), bool(tools))
         session.said = [*asked["messages"], message]
         reason = "tool_calls" if "tool_calls" in message else REASONS[finished.finish_reason]
         return completion(asked, session, message, reason, len(context), len(finished.tokens))
@@ -178,6 +200,29 @@ def max_tokens_of(asked: Mapping[str, Any]) -> int | None:
     return int(wanted)
 
 
+def stops_of(asked: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the texts that a client's reply ends before. Raises UserError for what are none."""
+    stop = asked.get("stop")
+    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
+        raise UserError(f"stop must be a text that is not empty, or a list of up to {MOST_STOPS} such, not {stop!r}")
+    return tuple(stops)
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """Return a reply without the stop text that ended it; its tokens, which were drawn, are trained on."""
+    ends = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+async def not_served(http: web.Request) -> web.Response:
+    """Answer a request for anything else."""
+    return failed(
+        404,
+        f"{http.method} {http.path} is not served here: only POST chat/completions and GET models under a session's URL",
+    )
+
+
 def checked(body: Any) -> Mapping[str, Any]:
     """Return a request's body. Raises UserError for what is not served here."""
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
@@ -185,13 +230,28 @@ def checked(body: Any) -> Mapping[str, Any]:
     for name in UNSUPPORTED:
         if body.get(name):
             raise UserError(f"{name!r} is not served here; leave it out")
-    if body.get("n", 1) != 1:
-        raise UserError("n must be 1: each session is one row")
+    for name, usual in USUAL.items():
+        if body.get(name, usual) not in (usual, None):
+            more = ": each session is one row" if name == "n" else ""
+            raise UserError(f"{name} must be {usual if name == 'n' else json.dumps(usual)}{more}")
+    if not isinstance(body.get("tools") or [], list):
+        raise UserError("`tools` must be a list of functions")
     for message in body["messages"]:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(f"a message is an object with a role, not {message!r}")
+        check_message(message)
     max_tokens_of(body)
+    stops_of(body)
     return body
+
+
+def check_message(message: Any) -> None:
+    """Raise UserError unless this is a message, with text alone in it."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise UserError(f"a message is an object with a role, not {message!r}")
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise UserError(f"the content of a message is text, or a list of {{type: text, text}}, not {content!r}")
 
 
 def as_template(message: Message) -> Message:
@@ -233,7 +293,7 @@ def completion(
 ) -> dict[str, Any]:
     return {
         "id": f"{session_name(session.trajectory.uid)}-{session.turns}", "object": "chat.completion",
-        "created": int(time.time()), "model": asked.get("model", "actor"),
+        "created": int(time.time()), "model": asked.get("model", MODEL),
         "choices": [{"index": 0, "message": message, "finish_reason": reason}],
         "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
     }  # fmt: skip

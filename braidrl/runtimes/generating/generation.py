@@ -188,9 +188,13 @@ class Generation:
     ) -> Mapping[str, Column]:
         """Return the columns that a generate stage writes; turns and failures are counted in `sums`, and the first of each is shown."""
         sums.add("environment/turns", sum(episode.turns for episode in played), len(played))
-        for reason, count in failure_counts(played).items():
+        failures = failure_counts(played)
+        sums.add("environment/failed_fraction", sum(failures.values()), len(played))
+        for reason, count in failures.items():
+            words = f"{stage.name}: {failure_line(reason, count, played)}"
             sums.add(f"environment/failures/{reason}", count)
-            self.progress.print(f"{stage.name}: {failure_line(reason, count, played)}")
+            sums.note_failure(words)
+            self.progress.print(words)
         return self._named(stage, episode_columns(played, limits))
 
     def columns(self, stage: Stage, rows: Rows, finished: Sequence[Response]) -> Mapping[str, Column]:

@@ -52,7 +52,11 @@ class Checks:
                 bar.update(len(part))
                 for name, count in pending.failure_counts().items():
                     sums.add(f"reward/failures/{name}", count)
-                for failure in pending.failures():
+                failures = pending.failures()
+                sums.add("reward/failed_fraction", len({failure.row for failure in failures}), len(part))
+                for failure in failures[:1]:
+                    sums.note_failure(failure.words)
+                for failure in failures:
                     self._show_once(failure)
         checked = Rows.cat(parts)
         place = {uid: i for i, uid in enumerate(checked.uids())}
@@ -63,9 +67,7 @@ class Checks:
         kind = (failure.label, failure.reason)
         if kind not in self.shown:
             self.shown.add(kind)
-            self.progress.print(
-                f"verifier {failure.label}: {failure.reason}: {failure.detail}; its row counts as wrong"
-            )
+            self.progress.print(f"{failure.words}; its row counts as wrong")
 
     def close(self) -> None:
         """End the reward processes."""

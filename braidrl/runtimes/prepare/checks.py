@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,19 @@ def check_names(config: Config) -> None:
             f"rollout.engine_settings are those of an engine of your own, and rollout.engine is {engine}; remove them"
         )
     check_optimizer(config.trainer)
+    check_device(config)
     for tracker in config.trackers:
         TRACKERS.check(tracker.name)
         TRACKERS.check_settings(tracker.name, tracker.params)
+
+
+def check_device(config: Config) -> None:
+    """Raise UserError for CUDA where this machine computes and has none; machines of a cluster see for themselves."""
+    elsewhere = config.cluster.launcher == "ray" or config.cluster.address or "RAY_ADDRESS" in os.environ
+    if config.device == "cuda" and not elsewhere and not torch.cuda.is_available():
+        raise UserError(
+            "device=cuda: torch sees no CUDA device here; write device=auto or device=cpu, or look at what `braid doctor` says"
+        )
 
 
 def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:

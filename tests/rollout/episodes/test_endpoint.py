@@ -132,9 +132,22 @@ MALFORMED: dict[str, tuple[Any, str]] = {
     "no number": ({"max_tokens": "8"}, "max_tokens must be a whole number"),
     "no tokens": ({"max_completion_tokens": 0}, "max_completion_tokens must be a whole number"),
     "infinity": ({"max_tokens": float("inf")}, "max_tokens must be a whole number"),
-    "content of numbers": ({"messages": [{"role": "user", "content": [1, 2]}]}, "none for the chat template"),
+    "content of numbers": ({"messages": [{"role": "user", "content": [1, 2]}]}, "the content of a message is text"),
+    "a picture": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "the content of a message is text",
+    ),
+    "an object as content": (
+        {"messages": [{"role": "user", "content": {"text": "a"}}]},
+        "the content of a message is text",
+    ),
+    "no stop": ({"stop": [""]}, "stop must be a text that is not empty"),
+    "a stop of numbers": ({"stop": 3}, "stop must be a text that is not empty"),
+    "a schema": ({"response_format": {"type": "json_object"}}, 'response_format must be {"type": "text"}'),
+    "a forced tool": ({"tool_choice": "required"}, 'tool_choice must be "auto"'),
+    "log-probs": ({"logprobs": True}, "'logprobs' is not served here; leave it out"),
     "calls of nothing": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "none for the chat template"),
-    "tools of nothing": ({"tools": 3}, "none for the chat template"),
+    "tools of nothing": ({"tools": 3}, "`tools` must be a list of functions"),
 }
 
 
@@ -214,3 +227,45 @@ def test_a_run_trains_on_what_an_agent_did(tmp_path: Any, sums_file: Any) -> Non
     rows = recorded(run, 2)
     assert (rows["sequence_lengths"].lengths == 2).all() and (rows["reward"] == 0.5).all()
     assert (rows["old_log_probs"].values - rows["rollout_log_probs"].values).abs().max() < 1e-5
+
+
+def test_a_clients_stop_text_ends_the_reply_before_it_and_the_tokens_behind_it_are_trained() -> None:
+    tokenizer, model = engine_parts("chatml")
+    user, uid = [{"role": "user", "content": "a"}], (0, 0, 0)
+
+    async def run() -> tuple[str, str, list[int], list[int]]:
+        engine = EngineReplica(EmbeddedEngine(model, tokenizer, 16, 400))
+        async with Endpoint(engine, turn_template(tokenizer), SamplingParams(max_tokens=40), 400) as endpoint:
+            found = []
+            for stop in (None, [" "], " "):
+                _, body = await post(endpoint.open(uid), user, stop=stop)
+                session = await endpoint.close(uid)
+                found.append((body["choices"][0]["message"]["content"], session.trajectory.tokens))
+            assert found[1] == found[2], "a text is a list of one"
+            return found[0][0], found[1][0], found[0][1], found[1][1]
+
+    whole, ended, tokens, cut = asyncio.run(run())
+    assert " " in whole and ended == whole.partition(" ")[0]
+    assert tokens[: len(cut)] == cut and len(cut) < len(tokens) and " " in tokenizer.decode(cut)
+
+
+def test_a_client_finds_the_model_and_is_told_what_else_is_not_served() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+
+    async def run() -> list[tuple[int, Any]]:
+        async with Endpoint(Script(tokenizer, ["b"]), turn_template(tokenizer), SamplingParams(), 60) as endpoint:  # type: ignore[arg-type]
+            url = endpoint.open((0, 0, 0))
+            answers = []
+            async with aiohttp.ClientSession() as client:
+                for path in ("/models", "/models/org/mine", "/embeddings", "/chat/completions"):
+                    async with client.get(url + path) as response:
+                        answers.append((response.status, await response.json()))
+                async with client.get(url.replace("0.0.0", "0.0.1") + "/models") as response:
+                    answers.append((response.status, await response.json()))
+            return answers
+
+    listed, named, unknown, wrong, stranger = asyncio.run(run())
+    assert listed[0] == 200 and [model["id"] for model in listed[1]["data"]] == ["actor"]
+    assert named[0] == 200 and named[1]["id"] == "org/mine"
+    assert unknown[0] == 404 and "only POST chat/completions and GET models" in unknown[1]["error"]["message"]
+    assert wrong[0] == 404 and stranger[0] == 404 and "no session" in stranger[1]["error"]["message"]
