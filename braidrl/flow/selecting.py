@@ -346,5 +346,5 @@ def nothing_to_learn(dropped: Mapping[str, int]) -> str:
     return (
         f"selection dropped every one of {sum(dropped.values())} groups in a row, a whole epoch ({counts}): "
         "a group whose answers all have the same score teaches nothing; use prompts that the model sometimes gets right, "
-        f"raise rollout.samples_per_prompt, or check reward.verify against a few answers{GRADED if 'all wrong' in dropped else ''}"
+        f"raise rollout.samples_per_prompt, or check reward.verify against a few answers{GRADED if 'all wrong' in counts else ''}"
     )
