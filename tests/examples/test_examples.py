@@ -134,7 +134,8 @@ def test_the_example_that_streams_divides_eight_devices(tmp_path: Path) -> None:
 
 @needs_gsm8k
 def test_two_steps_of_grpo_on_the_real_prompts_of_gsm8k(small_model: Path, tmp_path: Path) -> None:
-    data = {f"data.{part}.path": GSM8K / f"{name}.jsonl" for part, name in (("train", "train"), ("eval.test", "test"))}
+    parts = (("train", "train"), ("eval.test", "test"))
+    data = {f"data.{part}": f"{{path: {GSM8K / name}.jsonl, prompt_field: question}}" for part, name in parts}
     config = load_config(
         ROOT / "examples" / "gsm8k" / "config.yaml",
         overrides(model=small_model, output=tmp_path, name="run", **SMALL, **data),
