@@ -79,6 +79,9 @@ def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response
     described = json.dumps({name: describe(column) for name, column in rows.items()})
     table = pa.table(arrays).replace_schema_metadata({SCHEMA_KEY: described.encode()})
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        # Several ranks have recorded this step before the run was resumed by one.
+        shutil.rmtree(path)
     with whole_file(path) as unfinished:
         pq.write_table(table, unfinished, **FILE_OPTIONS)
 

@@ -136,8 +136,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 if not self.interrupts.torn:
                     self._save(snapshot if snapshot.step == self.step else self._snapshot())
                     self.checkpoints.wait()
-                    self.progress.print(f"saved step {self.step}; go on with: braid train --resume {self.folder}")
                     self._report()
+                    self.progress.print(f"saved step {self.step}; go on with: braid train --resume {self.folder}")
                 raise
         self._report()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from braidrl.cluster.devices import choose_device, has_bfloat16
+from braidrl.cluster.devices import choose_device, device_count, has_bfloat16
 from braidrl.cluster.sandbox import namespaces_allowed
 from braidrl.cluster.untrusted import check_bubblewrap
 from braidrl.config import Config, LoraConfig, PlacementConfig, StreamingConfig
@@ -66,7 +66,6 @@ def check_names(config: Config) -> None:
             f"rollout.engine_settings are those of an engine of your own, and rollout.engine is {engine}; remove them"
         )
     check_optimizer(config.trainer)
-    check_device(config)
     for tracker in config.trackers:
         TRACKERS.check(tracker.name)
         TRACKERS.check_settings(tracker.name, tracker.params)
@@ -75,7 +74,7 @@ def check_names(config: Config) -> None:
 def check_device(config: Config) -> None:
     """Raise UserError for CUDA where this machine computes and has none; machines of a cluster see for themselves."""
     elsewhere = config.cluster.launcher == "ray" or config.cluster.address or "RAY_ADDRESS" in os.environ
-    if config.device == "cuda" and not elsewhere and not torch.cuda.is_available():
+    if config.device == "cuda" and not elsewhere and not device_count(config.device):
         raise UserError(
             "device=cuda: torch sees no CUDA device here; write device=auto or device=cpu, or look at what `braid doctor` says"
         )

@@ -80,7 +80,7 @@ def test_engines_with_weights_of_their_own_come_and_go_too(
     sections = {**PPO, "flow": "grpo", "algorithm": {}, "trainer": trainer}
     free = workshop.run("free", **sections)
     watched.clear()
-    tight = workshop.run("tight", **with_budget(sections, 3.2))
+    tight = workshop.run("tight", **with_budget(sections, 2.6))
     assert metrics_without_times(tight) == metrics_without_times(free)
     here = {name: assets for name, assets, _ in watched}
     assert Asset("actor", "engine") in here["actor.generate"]

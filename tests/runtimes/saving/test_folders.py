@@ -30,7 +30,9 @@ def config(folder: Path, flow: str = "grpo", name: str | None = None) -> Config:
 def test_runs_of_one_second_get_folders_of_their_own_named_by_their_flow(tmp_path: Path) -> None:
     folders = [new_run_folder(config(tmp_path, flow)) for flow in ("grpo", "grpo", "own/median.py:median")]
     assert len(set(folders)) == 3 and [folder.name.split("-")[0] for folder in folders] == ["grpo", "grpo", "median"]
-    assert run_config(folders[0]) == config(tmp_path).model_copy(update={"model": Path("model").absolute()})
+    asked = config(tmp_path)
+    data = asked.data.model_copy(update={"cache": asked.data.cache.expanduser()})
+    assert run_config(folders[0]) == asked.model_copy(update={"model": Path("model").absolute(), "data": data})
 
 
 def test_a_name_is_taken_once_a_run_has_begun(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def work_once(
         worker.ask("stepped", stage=work.stage, report={})
     elif work.kind == "load":
         LOADED[worker.holder] = work.message["version"]
-        worker.ask("loaded", version=work.message["version"])
+        worker.ask("loaded", version=work.message["version"], bytes=0)
     return work.kind
 
 

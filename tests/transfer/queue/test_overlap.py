@@ -45,7 +45,7 @@ def generate(worker: Client, work: Workload) -> None:
     while (given := worker.take(["generate"], 1, 5.0)).kind != "stop":
         if given.kind == "load":
             loaded = given.message["version"]
-            worker.ask("loaded", version=loaded)
+            worker.ask("loaded", version=loaded, bytes=0)
         elif given.kind == "rows":
             rows = given.rows()
             time.sleep(work.seconds("generate", rows.uids()[0]))

@@ -396,7 +396,7 @@ def play(
         worker, fate = clients[place], chance.random()
         work = worker.take(["update", "normalise", "check", "generate"], 3, 0.02)
         if work.kind == "load":
-            worker.ask("loaded", version=work.message["version"])
+            worker.ask("loaded", version=work.message["version"], bytes=0)
         elif work.kind == "step":
             worker.ask("stepped", stage="update", report={})
             steps += 1
