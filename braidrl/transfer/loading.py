@@ -19,7 +19,7 @@ FINISHED = 0.5
 """The share of its rows that an engine finishes before it loads in its turn; the others, whose ends may be far off, it sets down."""
 
 
-class Loading(NamedTuple):
+class LoadOrder(NamedTuple):
     """What an engine is to do: load a version, and then go on with rows that it sets down before."""
 
     version: int
@@ -106,7 +106,7 @@ class LoadingSchedule:
         if name in self.engines:
             self.engines[name].received = version
 
-    def load(self, name: str, rows: int) -> Loading | None:
+    def load(self, name: str, rows: int) -> LoadOrder | None:
         """Return what an engine with so many rows is to load now, and note that it does; None where it goes on as it is."""
         if not self.lags(name):
             return None
@@ -116,7 +116,7 @@ class LoadingSchedule:
         if self.way == "rolling" and held.out_with is None and not self._goes_out(held, rows):
             return None
         held.loading, held.told = self.target, max(held.told, self.target)
-        return Loading(self.target, rows > 0)
+        return LoadOrder(self.target, rows > 0)
 
     def loaded(self, name: str, version: int) -> None:
         """Note the version that an engine holds; it takes rows again."""
