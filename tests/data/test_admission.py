@@ -9,7 +9,7 @@ import torch
 
 from braidrl.config import SourceConfig
 from braidrl.data.loader import PromptLoader, as_rows, eval_rows, join_texts
-from braidrl.data.prompts import LoadedSource, LoadOrder, load_source
+from braidrl.data.prompts import LoadedSource, Loading, load_source
 from braidrl.data.rows import Rows
 from braidrl.data.templates import PromptTemplate
 
@@ -22,7 +22,7 @@ def load(write_jsonl: Callable[..., Path], plain_tokenizer: Any) -> Load:
     def load(records: list[Any], **settings: Any) -> LoadedSource:
         responses = "response" in records[0]
         config = SourceConfig(path=write_jsonl(records, f"{len(records)}.jsonl"), **settings)
-        return load_source(config, LoadOrder(PromptTemplate(plain_tokenizer), 64, responses=responses))
+        return load_source(config, Loading(PromptTemplate(plain_tokenizer), 64, responses=responses))
 
     return load
 
@@ -99,7 +99,7 @@ def test_pretraining_text_belongs_to_the_row_and_none_repeats_within_an_epoch(lo
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the shared GSM8K files are not beside this checkout")
 def test_real_gsm8k_prompts_are_admitted(chat_tokenizer: Any) -> None:
     config = SourceConfig(path=GSM8K / "test.jsonl", prompt_field="question")
-    source = load_source(config, LoadOrder(PromptTemplate(chat_tokenizer), 300))
+    source = load_source(config, Loading(PromptTemplate(chat_tokenizer), 300))
     assert source.read == 1319 and 0 < source.dropped < 1319
     rows = as_rows(PromptLoader([source], seed=2).take(4), 8)
     assert len(rows) == 32

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from braidrl.config import DataConfig, SourceConfig
-from braidrl.data.prompts import LoadOrder, Readers, load_eval, load_source, load_train, with_progress
+from braidrl.data.prompts import Loading, Readers, load_eval, load_source, load_train, with_progress
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
 from tests.data.readers import read_together
@@ -18,7 +18,7 @@ Write = Callable[..., Path]
 
 def test_prompts_that_are_too_long_are_dropped_and_counted(write_jsonl: Write, plain_tokenizer: Any) -> None:
     path = write_jsonl([{"prompt": "x" * length} for length in (3, 5, 4, 9, 1)])
-    source = load_source(SourceConfig(path=path), LoadOrder(PromptTemplate(plain_tokenizer), 4))
+    source = load_source(SourceConfig(path=path), Loading(PromptTemplate(plain_tokenizer), 4))
     assert [source.prompt(i).tolist() for i in range(len(source))] == [
         plain_tokenizer("x" * length)["input_ids"] for length in (3, 4, 1)
     ]
@@ -30,7 +30,7 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(write_jsonl: Write, p
 def test_a_file_of_which_nothing_is_left_is_an_error(write_jsonl: Write, plain_tokenizer: Any) -> None:
     path = write_jsonl([{"prompt": "x" * length} for length in (30, 20)])
     with pytest.raises(UserError) as caught:
-        load_source(SourceConfig(path=path), LoadOrder(PromptTemplate(plain_tokenizer), 16))
+        load_source(SourceConfig(path=path), Loading(PromptTemplate(plain_tokenizer), 16))
     assert str(caught.value) == (
         f"{path}: all 2 prompts are longer than data.max_prompt_tokens=16; the shortest has 20 tokens"
     )
@@ -38,10 +38,10 @@ def test_a_file_of_which_nothing_is_left_is_an_error(write_jsonl: Write, plain_t
 
 def test_responses_stay_with_their_prompts_when_some_are_dropped(write_jsonl: Write, plain_tokenizer: Any) -> None:
     path = write_jsonl([{"prompt": p, "response": r} for p, r in (("aa", "1"), ("too long", "2"), ("b", "34"))])
-    source = load_source(SourceConfig(path=path), LoadOrder(PromptTemplate(plain_tokenizer), 3, responses=True))
+    source = load_source(SourceConfig(path=path), Loading(PromptTemplate(plain_tokenizer), 3, responses=True))
     responses = [source.response(i) for i in range(2)]
     assert [plain_tokenizer.decode(r, skip_special_tokens=True) for r in responses] == ["1", "34"]
-    without = load_source(SourceConfig(path=path), LoadOrder(PromptTemplate(plain_tokenizer), 3))
+    without = load_source(SourceConfig(path=path), Loading(PromptTemplate(plain_tokenizer), 3))
     assert without.response(0) is None
 
 
@@ -51,9 +51,9 @@ def test_a_rank_that_is_told_what_was_kept_draws_the_same_without_tokenising_the
     records = [{"prompt": "x" * (i % 7 + 1), "response": str(i)} for i in range(20)]
     config = SourceConfig(path=write_jsonl(records))
     template = PromptTemplate(chat_tokenizer)
-    whole = load_source(config, LoadOrder(template, len(template.encode("xxxx")), responses=True))
+    whole = load_source(config, Loading(template, len(template.encode("xxxx")), responses=True))
     assert 0 < whole.dropped < 20
-    other = load_source(config, LoadOrder(template, 0, responses=True), whole.kept)
+    other = load_source(config, Loading(template, 0, responses=True), whole.kept)
     assert (other.prompts, other.responses, other.dropped) == (None, None, whole.dropped)
     for i in range(len(whole)):
         assert other.prompt(i).equal(whole.prompt(i))
@@ -64,20 +64,20 @@ def test_a_rank_that_is_told_what_was_kept_draws_the_same_without_tokenising_the
 def test_a_prompt_that_the_template_refuses_is_named_by_its_line(write_jsonl: Write, chat_tokenizer: Any) -> None:
     path = write_jsonl([{"prompt": "a"}, {"prompt": [{"role": "wizard", "content": "b"}]}])
     with pytest.raises(UserError) as caught:
-        load_source(SourceConfig(path=path), LoadOrder(PromptTemplate(chat_tokenizer), 100))
+        load_source(SourceConfig(path=path), Loading(PromptTemplate(chat_tokenizer), 100))
     assert str(caught.value) == f"{path}, line 2: the tokenizer's chat template refuses the messages: unknown role"
 
 
 def test_a_prompt_without_tokens_is_named_by_its_line(write_jsonl: Write, plain_tokenizer: Any) -> None:
     path = write_jsonl([{"prompt": "a"}, {"prompt": [{"role": "user", "content": ""}]}])
     with pytest.raises(UserError) as caught:
-        load_source(SourceConfig(path=path), LoadOrder(PromptTemplate(plain_tokenizer), 100))
+        load_source(SourceConfig(path=path), Loading(PromptTemplate(plain_tokenizer), 100))
     assert str(caught.value) == f"{path}, line 2: the tokenizer makes no token of this prompt; write some text"
 
 
 def test_more_prompts_than_one_batch_keep_their_order(write_jsonl: Write, plain_tokenizer: Any) -> None:
     path = write_jsonl([{"prompt": str(i)} for i in range(1100)])
-    source = load_source(SourceConfig(path=path), LoadOrder(PromptTemplate(plain_tokenizer), 9))
+    source = load_source(SourceConfig(path=path), Loading(PromptTemplate(plain_tokenizer), 9))
     assert [plain_tokenizer.decode(source.prompt(i)) for i in range(1100)] == [str(i) for i in range(1100)]
 
 
@@ -115,9 +115,9 @@ def test_readers_tokenise_a_part_each_and_keep_the_same(write_jsonl: Write, chat
     records = [{"prompt": "x" * (i % 7 + 1), "response": str(i)} for i in range(20)]
     config, template = SourceConfig(path=write_jsonl(records)), PromptTemplate(chat_tokenizer)
     longest = len(template.encode("xxxx"))
-    whole = load_source(config, LoadOrder(template, longest, responses=True))
+    whole = load_source(config, Loading(template, longest, responses=True))
     for source in read_together(
-        3, lambda own: load_source(config, LoadOrder(template, longest, responses=True, readers=own))
+        3, lambda own: load_source(config, Loading(template, longest, responses=True, readers=own))
     ):
         assert (source.kept, source.read) == (whole.kept, 20)
         assert (source.longest_prompt, source.longest_row) == (whole.longest_prompt, whole.longest_row)
@@ -129,13 +129,13 @@ def test_what_one_reader_refuses_all_of_them_refuse(write_jsonl: Write, plain_to
 
     def refused(own: Readers) -> Any:
         with pytest.raises(UserError, match="line 3: the tokenizer makes no token of this prompt"):
-            load_source(SourceConfig(path=path), LoadOrder(PromptTemplate(plain_tokenizer), 4, readers=own))
+            load_source(SourceConfig(path=path), Loading(PromptTemplate(plain_tokenizer), 4, readers=own))
 
     read_together(4, refused)
     short = write_jsonl([{"prompt": "x" * length} for length in (30, 20)])
 
     def nothing_left(own: Readers) -> Any:
         with pytest.raises(UserError, match=r"all 2 prompts are longer .* the shortest has 20 tokens"):
-            load_source(SourceConfig(path=short), LoadOrder(PromptTemplate(plain_tokenizer), 16, readers=own))
+            load_source(SourceConfig(path=short), Loading(PromptTemplate(plain_tokenizer), 16, readers=own))
 
     read_together(3, nothing_left)
