@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 
 from braidrl.config import DataConfig, SourceConfig
-from braidrl.data.prompts import Loading, Readers, load_eval, load_source, load_train, with_progress
+from braidrl.data.prompts import Loading, Readers, load_eval, load_source, load_train
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
 from tests.data.readers import read_together
@@ -95,20 +94,6 @@ def test_the_configuration_names_the_files(write_jsonl: Write, chat_tokenizer: A
     assert chat_tokenizer.decode(train[1].prompt(0)) == chat_tokenizer.decode(held_out.prompt(0)) == expected
     with pytest.raises(UserError, match=r"data.train is not set; give it a .jsonl or .parquet file"):
         load_train(DataConfig(), chat_tokenizer)
-
-
-def test_a_bar_appears_only_when_tokenising_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
-    batches: list[list[Any]] = [[None, None], [None]]
-    assert list(with_progress(batches, 3, "Tokenising")) == batches
-    assert capsys.readouterr().err == ""
-    shown = []
-    for batch in with_progress(batches, 3, "Tokenising", after_s=0.01):
-        shown.append(batch)
-        time.sleep(0.02)
-    assert shown == batches
-    captured = capsys.readouterr()
-    assert "Tokenising" in captured.err and "100%" in captured.err
-    assert captured.out == ""
 
 
 def test_readers_tokenise_a_part_each_and_keep_the_same(write_jsonl: Write, chat_tokenizer: Any) -> None:
