@@ -58,7 +58,7 @@ def save_worker(worker: RoleModel, folder: Path, write: bool = True) -> None:
     Args:
         worker: The role's worker on this rank.
         folder: The directory to make.
-        write: True on the one rank that writes what all ranks have in full.
+        write: True on the one rank that writes what all ranks have in full: rank 0, as transformers writes nothing on others.
     """
     for part in saving_tasks(worker, folder, write):
         part()
@@ -70,7 +70,7 @@ def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, copy: bool
     Args:
         worker: The role's worker on this rank.
         folder: The directory to make.
-        write: True on the one rank that writes what all ranks have in full.
+        write: True on the one rank that writes what all ranks have in full: rank 0, as transformers writes nothing on others.
         copy: Copy the tensors to host memory first, so that a thread may make the calls while the worker trains on.
     """
     kept = copied if copy else dict[str, Tensor]

@@ -42,7 +42,6 @@ from braidrl.runtimes.generating.residency import Residency
 from braidrl.runtimes.generating.verification import added_scores
 
 Totals = Mapping[str, Tensor]
-WritesRole = Callable[[int], bool]
 PREDICTED = {"score": "scores", "values": "values"}  # what infer stages ask models for; the others ask for `log_probs`
 
 
@@ -258,35 +257,33 @@ class StageExecutor:
         self.residency.before_publishing()
         self.generation.publish(version)
 
-    def save(self, folder: Path, writes: WritesRole = lambda _: True) -> None:
+    def save(self, folder: Path, write: bool = True) -> None:
         """Write every role that changes as a Hugging Face directory, with its optimizer if it has one.
 
-        Of ranks that share the roles all call this, and one has to write what all of them have: `writes` says, by the role's number
-        among those that change here, whether this is it.
+        Of ranks that share the roles all call this, and one has to `write` what all of them have.
         """
-        for worker, write in self._changed(writes):
+        for worker in self._changed(write):
             with self.residency.all_of(worker.role):
                 worker.export(folder / worker.role, write)
 
-    def copy_for_saving(self, folder: Path, writes: WritesRole = lambda _: True) -> list[Write]:
+    def copy_for_saving(self, folder: Path, write: bool = True) -> list[Write]:
         """Copy what `save` would write to host memory; return calls that a thread can make while the roles train on."""
         calls: list[Write] = []
-        for worker, write in self._changed(writes):
+        for worker in self._changed(write):
             with self.residency.all_of(worker.role):
                 calls += saving_tasks(torch_worker(worker), folder / worker.role, write, copy=True)
         return calls
 
     def load(self, folder: Path) -> None:
         """Load every role that changes as `save` has written it."""
-        for worker, _ in self._changed(lambda _: True):
+        for worker in self._changed():
             with self.residency.all_of(worker.role):
                 worker.load(folder / worker.role)
 
-    def _changed(self, writes: WritesRole) -> list[tuple[TrainingBackend, bool]]:
-        """Return the roles here that change, and whether this rank writes them; of the others those whose weights ranks have divided."""
+    def _changed(self, write: bool = True) -> list[TrainingBackend]:
+        """Return the roles here that change; on a rank that does not `write`, those whose weights ranks have divided."""
         changed = [self.workers[role] for role in self.flow.changed_roles if role in self.workers]
-        turns = [(worker, writes(number)) for number, worker in enumerate(changed)]
-        return [(worker, write) for worker, write in turns if write or worker.ranks.is_sharded]
+        return changed if write else [worker for worker in changed if worker.ranks.is_sharded]
 
     def close(self) -> None:
         """End the processes of engines and checks."""

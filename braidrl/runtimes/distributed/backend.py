@@ -184,11 +184,11 @@ class DistributedBackend:
         self.exchange.version = version
 
     def save(self, folder: Path) -> None:
-        self.executor.save(folder, lambda _: self.world.first)
+        self.executor.save(folder, self.world.first)
 
     def copy_for_saving(self, folder: Path) -> list[Write]:
         self.world.at(f"copying for {folder.name}")
-        return self.executor.copy_for_saving(folder, lambda _: self.world.first)
+        return self.executor.copy_for_saving(folder, self.world.first)
 
     def load(self, folder: Path, version: int) -> None:
         self.executor.load(folder)

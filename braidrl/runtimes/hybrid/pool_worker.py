@@ -252,16 +252,13 @@ class PoolWorker:
 
     @register(protocol="ONE_TO_ALL")
     def save(self, folder: Path) -> None:
-        """Write checkpoints: ranks take turns with roles that each has whole, and all write their parts of what they have divided."""
-        self.executor.save(folder, self._writes)
-
-    def _writes(self, role: int) -> bool:
-        return role % self.spec.pool.workers == self.spec.rank
+        """Write checkpoints: rank 0 what is whole, and every rank its part of what they have divided."""
+        self.executor.save(folder, self.spec.rank == 0)
 
     @register(protocol="ONE_TO_ALL")
     def copy_for_saving(self, folder: Path) -> None:
         """Begin to do as `save` does, from copies."""
-        self.writing.begin(self.executor.copy_for_saving(folder, self._writes))
+        self.writing.begin(self.executor.copy_for_saving(folder, self.spec.rank == 0))
 
     @register(protocol="ONE_TO_ALL")
     def written(self) -> str:

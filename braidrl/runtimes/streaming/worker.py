@@ -273,9 +273,9 @@ class StageLoop:
             if order["version"] is not None:
                 self._export(order["version"])
         elif order["do"] == "save":
-            executor.save(Path(order["folder"]), lambda _: writes)
+            executor.save(Path(order["folder"]), writes)
         elif order["do"] == "copy":
-            self.writing.begin(executor.copy_for_saving(Path(order["folder"]), lambda _: writes))
+            self.writing.begin(executor.copy_for_saving(Path(order["folder"]), writes))
         else:
             # Not before it is written.
             self.asked = order["order"]

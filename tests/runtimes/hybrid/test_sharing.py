@@ -47,18 +47,6 @@ def test_surplus_is_written_and_read_by_all_ranks(workshop: Workshop, warm_clust
         assert backend.index(read).uids() == index.uids()
 
 
-def test_ranks_take_turns_to_write_the_roles_of_a_checkpoint(workshop: Workshop, warm_cluster: WarmCluster) -> None:
-    config = workshop.config(
-        flow="ppo", algorithm={"reward": "verify"}, runtime="hybrid", workers=2, placement="colocate"
-    )
-    with hybrid_crew(config, warm_cluster) as backend:
-        for rank in range(2):
-            folder = workshop.folder / str(rank)
-            backend.home.wait([backend.home.send(rank, "save", (folder,))])
-    first, second = ({path.name for path in (workshop.folder / rank).iterdir()} for rank in "01")
-    assert first | second == {"actor", "critic"} and not first & second
-
-
 def test_each_rank_tokenises_its_own_part_and_all_draw_the_same_prompts(
     workshop: Workshop, warm_cluster: WarmCluster
 ) -> None:
