@@ -19,6 +19,7 @@ from braidrl.flow.batches import Sizes
 from braidrl.flow.stage import Signature
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.stream import Stream
+from braidrl.transfer.loading import LoadingSchedule
 from braidrl.transfer.queue.client import Client
 from braidrl.transfer.queue.owner import StorageNode
 from braidrl.transfer.queue.requests import Answer
@@ -86,12 +87,13 @@ def queue(
     lease_s: float = 30.0,
     staleness: int = 0,
     host: str = "here",
+    loading: LoadingSchedule | None = None,
 ) -> Iterator[tuple[ControlPlane, QueueServer, StorageNode]]:
     """A queue that serves a flow from a thread of this process."""
     node = StorageNode(host, "127.0.0.1")
     LOADED.clear()
     sizes = Sizes(iterations, prompts, SAMPLES, prompts * SAMPLES, max_staleness=staleness)
-    control = AdmittingPlane(Stream(flow, sizes), node.data, lease_s)
+    control = AdmittingPlane(Stream(flow, sizes), node.data, lease_s, loading=loading)
     server = QueueServer(control.handle, control.tick)
     try:
         yield control, server, node

@@ -18,6 +18,7 @@ from braidrl.flow.readiness import Uid
 from braidrl.placement.simulation import Streaming
 from braidrl.placement.workload import Workload
 from braidrl.runtimes.streaming.control import ControlPlane
+from braidrl.transfer.loading import LoadingSchedule
 from braidrl.transfer.queue.client import Client
 from braidrl.transfer.queue.transport import QueueServer
 from tests.placement.durations import long_tailed
@@ -46,6 +47,8 @@ def generate(worker: Client, work: Workload) -> None:
         if given.kind == "load":
             loaded = given.message["version"]
             worker.ask("loaded", version=loaded, bytes=0)
+        elif given.kind == "receive":
+            worker.ask("received", version=given.message["version"])
         elif given.kind == "rows":
             rows = given.rows()
             time.sleep(work.seconds("generate", rows.uids()[0]))
@@ -67,7 +70,12 @@ def train(worker: Client, work: Workload) -> None:
 def measured(work: Workload) -> float:
     """Seconds of all iterations on the clock."""
     iterations = work.sizes.iterations
-    with queue(FLOW, iterations, ROWS // SAMPLES, staleness=work.sizes.max_staleness) as (control, server, node):
+    loading = LoadingSchedule(work.loading, int(work.share_out * GENERATING))
+    with queue(FLOW, iterations, ROWS // SAMPLES, staleness=work.sizes.max_staleness, loading=loading) as (
+        control,
+        server,
+        node,
+    ):
         workers = [client(server, node, f"generate.{n}", generates=True) for n in range(GENERATING)]
         threads = [threading.Thread(target=generate, args=(worker, work)) for worker in workers]
         trainer = client(server, node, "update.0")
