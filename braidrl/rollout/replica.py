@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from braidrl.rollout.embedded.stepping import SteppingEngine
 
 
+TURNS = 10
+"""Turns of the event loop between two steps: whoever was told of a row's end gets as far as to submit the next, which takes several."""
+
+
 class EngineReplica:
     """Belongs to the event loop in which it is used first. Steps run in the loop itself, so that a breakpoint stops there."""
 
@@ -88,7 +92,8 @@ class EngineReplica:
         while self._answers:
             await self._running.wait()
             # everybody who is ready submits first, so that they begin in the same step
-            await asyncio.sleep(0)
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
             if not self._running.is_set():
                 continue
             try:

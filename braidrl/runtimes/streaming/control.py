@@ -247,9 +247,17 @@ class ControlPlane(QueueController):
             return self._step(stream, stage)
         # What a trainer has accumulated cannot be taken back: it keeps its rows until it is known to be dead.
         seconds = math.inf if stage.kind is Kind.TRAIN else self.lease_s
-        if self.episodes is not None and "environment" in stage.params:
-            request = {**request, "most": min(request["most"], self.episodes - self._episodes_under_way())}
+        request = {**request, "most": self._most(stage, request)}
         return stream.take(stage, request, self.clock(), seconds, version if stream is self.training else None)
+
+    def _most(self, stage: Stage, request: dict[str, Any]) -> int:
+        """Return how many rows at most are given: as many as an engine has slots that are free now, not when it asked."""
+        most = int(request["most"])
+        if "slots" in request:
+            most = min(most, request["slots"] - self.rows_held(request["holder"]))
+        if self.episodes is not None and "environment" in stage.params:
+            most = min(most, self.episodes - self._episodes_under_way())
+        return most
 
     def _episodes_under_way(self) -> int:
         leases = ((stream.flow[lease.task.stage], lease) for stream in self.streams for lease in stream.leases())

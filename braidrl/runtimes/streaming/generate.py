@@ -94,8 +94,7 @@ class GenerateLoop:
     async def _next(self, slots: int) -> WorkItem:
         """Return what the queue has for this worker next; rows that end meanwhile are delivered."""
         settings, stages = self.context.settings, self.context.group.stages
-        room = max(0, min(slots - len(self.flight), settings.dispatch_rows))
-        take = partial(self.client.take, stages, room, settings.wait_s, single=True)
+        take = partial(self.client.take, stages, settings.dispatch_rows, settings.wait_s, single=True, slots=slots)
         asked = asyncio.ensure_future(asyncio.to_thread(take))
         asked.add_done_callback(lambda _: self.news.set())
         while not asked.done():
