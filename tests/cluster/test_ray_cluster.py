@@ -139,6 +139,7 @@ def assert_nothing_is_left(mark: str, ports: set[int]) -> None:
     assert ports and not ports & listening()
 
 
+@pytest.mark.soak
 def test_a_run_that_ends_well_leaves_no_process_and_no_port(workshop: Workshop, mark: str) -> None:
     process = start(workshop, 2, steps=3)
     wait_for_steps(workshop.folder / "run", 1, process, STARTED)

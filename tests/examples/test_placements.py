@@ -18,6 +18,8 @@ from tests.tiny import ROOT
 
 PLACEMENTS = ROOT / "examples" / "placements"
 NAMES = ("deepspeed-chat", "openrlhf", "nemo-aligner", "verl")
+SOON = ("openrlhf", "verl")
+"""Those that `make test` runs: pools of their own, and one pool; the others are for soak."""
 ALONE = (
     "runtime=eager",
     "trainer.layout.shard=none",
@@ -57,7 +59,7 @@ def alone(made: Path) -> dict[str, list[Step]]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SOON else pytest.mark.soak) for name in NAMES])
 def test_each_runs_and_does_what_one_process_does(
     name: str, made: Path, alone: dict[str, list[Step]], warm_cluster: WarmCluster
 ) -> None:

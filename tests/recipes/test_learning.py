@@ -66,6 +66,7 @@ def test_a_reward_model_learns_preferences_and_ppo_with_it_raises_the_true_score
     assert lines[-1]["reward/mean"] > lines[1]["reward/mean"]
 
 
+@pytest.mark.soak
 def test_safe_rlhf_keeps_the_cost_that_reward_alone_would_drive_up(folder: Path) -> None:
     """Reward grows with the response's length, which is the cost; 36 steps are enough to see both turn."""
     lines = {}

@@ -76,7 +76,7 @@ def test_who_waits_for_a_killed_process_is_told(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"), [("embedded", 2), ("vllm", 2), pytest.param("vllm", 4, marks=pytest.mark.soak)]
+    ("kind", "count"), [("embedded", 2), *(pytest.param("vllm", count, marks=pytest.mark.soak) for count in (2, 4))]
 )
 def test_rows_of_a_killed_process_go_elsewhere_and_it_comes_back_with_the_weights_of_now(
     request: pytest.FixtureRequest, model: Path, kind: str, count: int

@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "dashboard agent": ({"runtime": "hybrid", "workers": 2}, "ray::DashboardA", False),
     "gcs": ({"runtime": "hybrid", "workers": 2}, "gcs_server", False),
 }
-SOON = ("streaming trainer", "streaming generator", "verifier", "rank 1")
+SOON = ("streaming trainer", "verifier", "rank 1")
 """Those that `make test` runs; the others are for soak."""
 
 

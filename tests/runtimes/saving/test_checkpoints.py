@@ -166,7 +166,7 @@ def test_ranks_write_their_parts_beside_the_next_steps_too(workshop: Workshop) -
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-PROCESSES = ["hybrid", "streaming"]
+PROCESSES = [pytest.param("hybrid", marks=pytest.mark.soak), "streaming"]
 HELD = str(Path(__file__).parents[1] / "held_writing.yaml")
 
 
@@ -205,7 +205,7 @@ def test_workers_write_beside_the_next_steps_and_killed_meanwhile_a_run_goes_on_
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("runtime", [pytest.param("hybrid", marks=pytest.mark.soak), "streaming"])
+@pytest.mark.parametrize("runtime", PROCESSES)
 def test_what_a_worker_could_not_write_ends_the_run_in_one_line(workshop: Workshop, runtime: str) -> None:
     config = workshop.config(f"full-{runtime}", **in_processes(runtime, steps=50, checkpoint_every=1))
     (workshop.folder / f"full-{runtime}.full").touch()

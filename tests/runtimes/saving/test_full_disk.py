@@ -40,7 +40,7 @@ def in_a_mount(place: Path, size: str, *arguments: Any, shared_memory: bool = Fa
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.soak if case == "hybrid" else ()) for case in CASES]
+    "case", [pytest.param(case, marks=() if case == "streaming" else pytest.mark.soak) for case in CASES]
 )
 def test_a_full_disk_ends_a_run_of_several_processes_in_one_line(workshop: Workshop, case: str) -> None:
     disk = workshop.folder / "disk"

@@ -111,6 +111,7 @@ def test_on_two_nodes_with_a_worker_killed_amid_a_batch_the_result_is_eagers(
     assert len(uids) == len(set(uids)) == 3 * 16
 
 
+@pytest.mark.soak
 def test_an_exception_on_a_node_ends_the_run_with_its_traceback(workshop: Workshop, cluster: TwoNodes) -> None:
     process = braid("train", workshop.config_file("faulty", **cluster.run(**faulty(workshop))))
     _, errors = process.communicate(timeout=280)
