@@ -13,9 +13,10 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from braidrl.algorithms.registry import advantages, losses
+from braidrl.algorithms.random import uniform
+from braidrl.algorithms.registry import advantages, losses, selections
 from braidrl.data.rows import FinishReason
-from braidrl.flow import Flow, actor, advantage, loss
+from braidrl.flow import Flow, actor, advantage, loss, select
 from braidrl.models.loading import load_tokenizer
 from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.engine import WeightSource
@@ -114,6 +115,17 @@ def alike_in_a_batch(length: Tensor, *, totals: dict[str, Tensor]) -> Tensor:
     return torch.ones(len(length))
 
 
+def is_kept(group: int) -> bool:
+    """Return whether a group is kept, as half of them are by chance."""
+    return float(uniform(0, "keep", group)) < 0.5
+
+
+@selections.register(scope="group")
+def half_of_the_groups(length: Tensor, group: Tensor) -> dict[int, str]:
+    """Drop half of the groups, by their numbers (B,), once all `length` (B,) of a group are known."""
+    return {number: "the other half" for number in group.unique().tolist() if not is_kept(number)}
+
+
 @losses.register()
 def slept(log_probs: Tensor, advantages: Tensor, *, token_s: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
     """Sleep for each token of a micro-batch; 0 for each token, (N,)."""
@@ -126,9 +138,11 @@ class SleepingParameters(BaseModel):
 
     token_s: float = Field(0.0, ge=0)
     in_turn: bool = False
+    selects: bool = False
 
 
 def sleeping(p: SleepingParameters) -> Flow:
-    """Generate and train; `in_turn` one after the other."""
+    """Generate and train, `in_turn` one after the other; where it `selects` half of the groups are dropped between."""
     middle = advantage.alike_in_a_batch() if p.in_turn else advantage.alike()
-    return Flow("sleeping", [actor.generate(), middle, actor.update(loss=loss.slept(token_s=p.token_s))])
+    chosen = [select.half_of_the_groups()] if p.selects else []
+    return Flow("sleeping", [actor.generate(), *chosen, middle, actor.update(loss=loss.slept(token_s=p.token_s))])

@@ -3,7 +3,8 @@
     python -m benchmarks.streaming.ways [--unit SECONDS] [--rows ROWS] [NAME ...]
 
 8 engines of 32 slots and 4 trainers; responses are log-normal, the longest of a batch ten times the median, which takes a unit. Training a
-batch takes as long as generating it would with all slots full. The simulator is given the same numbers; what it predicts is printed beside.
+batch takes as long as generating it would with all slots full; `dapo` generates two groups for each
+that it keeps. The simulator is given the same numbers; what it predicts is printed beside.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Kind:
     weights: Way
     staleness: int
     in_turn: bool = False
+    selects: bool = False
     iterations: int = 5
     filling: int = 2
     """Iterations in which a pipeline fills."""
@@ -58,6 +60,9 @@ KINDS = [
     Kind("one-step", "delayed", 1),
     Kind("half-step", "rolling", 1),
     Kind("interrupt", "interrupt", 1),
+    Kind("dapo synchronous", "end", 0, in_turn=True, selects=True, iterations=3, filling=1),
+    Kind("dapo half-step", "rolling", 1, selects=True),
+    Kind("dapo interrupt", "interrupt", 1, selects=True),
 ]
 
 
@@ -73,10 +78,9 @@ class Scale:
         """Seconds of a token in a slot."""
         return self.unit / MEDIAN
 
-    @property
-    def training_token_s(self) -> float:
-        """Seconds of a token on one trainer, of which as many tokens take as long as on all slots together."""
-        return self.token_s * TRAINERS / (ENGINES * SLOTS)
+    def training_token_s(self, kind: Kind) -> float:
+        """Return seconds of a token on one trainer: a batch takes as long as on all slots together, with what selection drops of it."""
+        return self.token_s * TRAINERS / (ENGINES * SLOTS) * (2 if kind.selects else 1)
 
 
 def settings(kind: Kind, scale: Scale, folder: Path) -> dict[str, Any]:
@@ -85,7 +89,8 @@ def settings(kind: Kind, scale: Scale, folder: Path) -> dict[str, Any]:
         "token_s": scale.token_s, "load_s": LOAD_UNITS * scale.unit, "median": MEDIAN, "longest": LONGEST, "among": scale.rows
     }  # fmt: skip
     return {
-        "flow": f"{FILE}:sleeping", "algorithm": {"token_s": scale.training_token_s, "in_turn": kind.in_turn},
+        "flow": f"{FILE}:sleeping", 
+        "algorithm": {"token_s": scale.training_token_s(kind), "in_turn": kind.in_turn, "selects": kind.selects},
         "model": str(folder / "model"), "output": str(folder), "name": kind.name, "threads": 1, "device": "cpu",
         "data": {"train": str(folder / "train.jsonl")}, "runtime": "streaming",
         "rollout": {
@@ -107,16 +112,18 @@ def workload(kind: Kind, scale: Scale, flow: Flow) -> Workload:
     """Return what is simulated."""
     length = long_tailed(0, MEDIAN, LONGEST, scale.rows)
 
+    of_token = {"actor.generate": scale.token_s, "actor.update": scale.training_token_s(kind)}
+
     def seconds(stage: str, uid: Uid) -> float:
-        tokens = round(length(uid))
-        return {"actor.generate": tokens * scale.token_s, "actor.update": tokens * scale.training_token_s}.get(
-            stage, 0.0
-        )
+        return round(length(uid)) * of_token.get(stage, 0.0)
+
+    def verdict(group: int) -> str | None:
+        return None if not kind.selects or work.is_kept(group) else "the other half"
 
     return Workload(
         flow, Sizes(kind.iterations, scale.rows // SAMPLES, SAMPLES, scale.rows, max_staleness=kind.staleness), seconds,
         workers={"actor.generate": ENGINES, "actor.update": TRAINERS}, slots=SLOTS, dispatch_rows=32 * TRAINERS,
-        loading=kind.weights, load_seconds=LOAD_UNITS * scale.unit,
+        loading=kind.weights, load_seconds=LOAD_UNITS * scale.unit, verdict=verdict,
     )  # fmt: skip
 
 
@@ -163,7 +170,7 @@ def is_generating(span: Span | SimulatedSpan) -> bool:
 
 def predicted(kind: Kind, scale: Scale) -> dict[str, float]:
     """Return what the simulator says."""
-    flow = work.sleeping(work.SleepingParameters(in_turn=kind.in_turn))
+    flow = work.sleeping(work.SleepingParameters(in_turn=kind.in_turn, selects=kind.selects))
     result = Streaming(workload(kind, scale, flow)).simulate()
     return steady(kind, result.ends, [(s.worker, s.start, s.end) for s in result.spans if is_generating(s)])
 
