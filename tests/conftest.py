@@ -58,7 +58,7 @@ def workshop(tmp_path: Path, tiny_models: dict[str, Path], sums_file: Path) -> W
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """One Ray cluster for all tests; it has as many CPUs as they ask for, whatever this machine has."""
+    """One Ray cluster for all tests; it has as many CPUs, and devices, as they ask for, whatever this machine has."""
     # Imported here: it takes a second, which tests without Ray do not have to wait.
     import ray
 
@@ -66,6 +66,7 @@ def ray_cluster() -> Iterator[None]:
     ray.init(
         "local",
         num_cpus=16,
+        num_gpus=8,
         include_dashboard=False,
         object_store_memory=200 * 2**20,
         log_to_driver=False,

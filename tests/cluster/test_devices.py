@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,24 +19,13 @@ from braidrl.cluster.devices import Devices, assign_devices, device_lines, own_d
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import CHOSEN_BY_BRAID, ProcessSpec, environment_of
 from braidrl.cluster.ranks import run_ranks
+from braidrl.cluster.ray_processes import RayLauncher
+from braidrl.config import ClusterConfig
 from braidrl.errors import UserError
 from braidrl.placement.pools import Pool
 
 ROOT = Path(__file__).parent.parent.parent
 ENGINES = Pool(("actor",), 1, engines=2, engine_devices=2)
-ON_RAY = """
-import json, ray
-from braidrl.cluster.process import ProcessSpec
-from braidrl.cluster.ray_processes import RayLauncher
-from braidrl.config import ClusterConfig
-from braidrl.placement.pools import Pool
-from tests.cluster.test_devices import seen_by
-ray.init("local", num_cpus=8, num_gpus=8, include_dashboard=False, object_store_memory=80 << 20, logging_level="ERROR")
-launcher = RayLauncher(ClusterConfig(start_limit_s=100), "cuda")
-pools = [Pool(("generate",), 2, engines=1, engine_devices=2), Pool(("actor",), 2), Pool(("compute",), 1, device=False)]
-print(json.dumps(seen_by(launcher, pools)))
-ray.shutdown()
-"""
 
 
 def seen_by(launcher: Any, pools: list[Pool]) -> list[str]:
@@ -138,14 +127,15 @@ def test_a_process_sees_its_devices_by_the_names_that_its_starter_sees_them_by(m
 GENERATES, TRAINS = Pool(("actor.generate",), 1, engines=1, engine_devices=2), Pool(("actor",), 1)
 
 
-@pytest.mark.parametrize(
-    ("devices", "pools", "seen"),
-    [
-        (2, [TRAINS, Pool(("critic",), 1), Pool(("compute",), 1, device=False)], ["0", "1", ""]),
-        (4, [GENERATES, TRAINS], ["0,1,2", "3"]),
-        (8, [replace(GENERATES, workers=2), replace(TRAINS, workers=2)], ["0,1,2", "3,4,5", "6", "7"]),
-    ],
-)
+TABLES: list[tuple[int, list[Pool], list[str]]] = [
+    (2, [TRAINS, Pool(("critic",), 1), Pool(("compute",), 1, device=False)], ["0", "1", ""]),
+    (4, [GENERATES, TRAINS], ["0,1,2", "3"]),
+    (8, [replace(GENERATES, workers=2), replace(TRAINS, workers=2)], ["0,1,2", "3,4,5", "6", "7"]),
+]
+"""Of some invented devices, the processes that share them, and what each then sees."""
+
+
+@pytest.mark.parametrize(("devices", "pools", "seen"), TABLES)
 def test_processes_of_this_machine_report_the_devices_that_they_were_given(
     monkeypatch: pytest.MonkeyPatch, devices: int, pools: list[Pool], seen: list[str]
 ) -> None:
@@ -181,12 +171,36 @@ def test_ranks_of_this_machine_report_the_devices_that_they_were_given(monkeypat
         run_ranks("tests.cluster.ranks:devices", {}, 3, 200.0, LocalLauncher("cuda"))
 
 
-def test_processes_on_ray_report_the_devices_that_they_were_given() -> None:
-    done = subprocess.run([sys.executable, "-c", ON_RAY], cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    *given, compute = json.loads(done.stdout.splitlines()[-1])
-    assert compute == "" and [len(seen.split(",")) for seen in given] == [3, 3, 1, 1]
-    assert sorted(device for seen in given for device in seen.split(",")) == [str(n) for n in range(8)]
+@pytest.fixture
+def ray_devices(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Leaves so many devices of the Ray cluster, which then says that it has no more."""
+    import ray
+
+    held: list[Any] = []
+
+    def leave(devices: int) -> None:
+        there = ray.cluster_resources()
+        monkeypatch.setattr(ray, "cluster_resources", lambda: {**there, "GPU": devices})
+        if others := int(there["GPU"]) - devices:
+            held.append(ray.util.placement_group([{"GPU": others}]))
+            ray.get(held[-1].ready(), timeout=100)
+
+    yield leave
+    for group in held:
+        ray.util.remove_placement_group(group)
+
+
+@pytest.mark.parametrize(("devices", "pools", "seen"), TABLES)
+def test_processes_on_ray_report_the_devices_that_they_were_given(
+    ray_devices: Callable[[int], None], devices: int, pools: list[Pool], seen: list[str]
+) -> None:
+    """Ray chooses which devices they are."""
+    ray_devices(devices)
+    found = seen_by(RayLauncher(ClusterConfig(start_limit_s=100), "cuda"), pools)
+    assert [len(own.split(",")) for own in found] == [len(own.split(",")) for own in seen]
+    given = [device for own in found if own for device in own.split(",")]
+    assert len(set(given)) == len(given) == devices
+    assert [own == "" for own in found] == [own == "" for own in seen]
 
 
 def test_the_table_is_told_in_lines() -> None:
