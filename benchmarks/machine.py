@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import json
 import platform
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
-SIDE = 2048
-COPIED = 1 << 26
-REPEATS = 7
+from braidrl.placement.machine import measured_rates
 
 
 def describe(threads: int) -> dict[str, Any]:
@@ -40,29 +34,9 @@ def describe(threads: int) -> dict[str, Any]:
 def measure(threads: int) -> dict[str, float]:
     """Floating-point operations per second by dtype, the faster of torch's two libraries, and bytes per second of reading."""
     torch.set_num_threads(threads)
-    found = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        a, b = torch.randn(SIDE, SIDE).to(dtype), torch.randn(SIDE, SIDE).to(dtype)
-        ways: list[Callable[[], Any]] = [partial(torch.matmul, a, b)]
-        if torch.backends.mkldnn.is_available():
-            ways.append(partial(torch.ops.mkldnn._linear_pointwise, a, b, None, "none", [], ""))
-        name = str(dtype).removeprefix("torch.")
-        found[f"{name}_operations_per_second"] = max(2 * SIDE**3 / seconds(way) for way in ways)
-    store = torch.ones(COPIED)
-    found["bytes_per_second"] = store.numel() * store.element_size() / seconds(store.sum)
-    return found
-
-
-def seconds(work: Callable[[], Any]) -> float:
-    """The least of several times, since what disturbs only adds to it."""
-    work()
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    assert median(times) > 0
-    return min(times)
+    rates = measured_rates()
+    named = {f"{dtype}_operations_per_second": rate for dtype, rate in rates.operations.items()}
+    return {**named, "bytes_per_second": rates.bandwidth}
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from braidrl.placement.machine import DeviceRates, keep_rates
 from braidrl.transfer.queue.storage import shared_folder
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ from tests.tiny import MODELS, Workshop, sums, write_jsonl, write_model
 # Runs of other tests, and of whoever else uses this machine, have their shared memory elsewhere.
 OWN_MEMORY = tempfile.TemporaryDirectory(prefix="braid-tests-", dir=shared_folder())
 os.environ["BRAID_SHARED_MEMORY"] = OWN_MEMORY.name
+os.environ["BRAID_RATES"] = f"{OWN_MEMORY.name}/rates.json"
+keep_rates(DeviceRates(dict.fromkeys(("float32", "bfloat16", "float64"), 1e15), 1e15))
 torch.set_num_threads(1)
 # The one fork server of this process imports at its start whatever any test's ranks and workers run.
 FORK_SERVER = multiprocessing.get_context("forkserver")

@@ -19,6 +19,7 @@ from braidrl.config.reading import section_keys
 from braidrl.flow.yaml_form import from_yaml
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_texts
+from braidrl.placement.machine import own_rates
 from braidrl.runtimes.saving.folders import MAY_CHANGE, run_config
 from tests.tiny import Workshop, weights_of
 
@@ -175,8 +176,13 @@ def test_export_gives_a_directory_that_transformers_loads(workshop: Workshop, br
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
 
 
-def test_doctor_says_what_there_is(braid: Any) -> None:
+def test_doctor_says_what_there_is_and_keeps_what_it_can_do(
+    braid: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BRAID_RATES", str(tmp_path / "rates.json"))
     out, _ = braid("doctor")
+    rates = own_rates(torch.device("cpu"), 1)
+    assert rates is not None and min(rates.operations.values()) > 1e8 and f"kept in {tmp_path}" in out
     assert "python 3." in out and f"torch {torch.__version__}" in out and "a training step of a tiny model" in out
 
 

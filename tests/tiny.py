@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 from transformers.utils import logging
 
 from braidrl.config import Config, load_config
-from braidrl.observe.metrics import read_metrics
+from braidrl.observe.metrics import MEASURED, read_metrics
 from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import read_rollouts, rollout_path
 from braidrl.runtimes.eager import EagerBackend
@@ -147,8 +147,7 @@ class Workshop:
 
 def metrics_without_times(run: Path) -> list[dict[str, Any]]:
     """What `metrics.jsonl` says, without seconds, rates and weights' ways, which differ from run to run."""
-    timed = ("time/", "throughput/", "weights/", "streaming/")
-    return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in read_metrics(run)]
+    return [{k: v for k, v in line.items() if not k.startswith(MEASURED)} for line in read_metrics(run)]
 
 
 def metrics_agree(one: Path, other: Path, tolerance: float = 1e-6) -> bool:

@@ -77,6 +77,11 @@ class Objective:
         """Return the rows that take part in this loss."""
         return trained_rows(rows)
 
+    def passes(self, rows: Rows) -> list[Rows]:
+        """Return what goes through the model: the rows of this loss, and of each auxiliary term."""
+        terms: tuple[Objective | Likelihood, ...] = (self, *self.auxiliary)
+        return [term.select(rows) for term in terms] if len(rows) else []
+
     @property
     def whole_groups(self) -> bool:
         """Return True where the loss compares the rows of a group, which then share a micro-batch."""

@@ -22,6 +22,8 @@ REQUIRED_KEYS = (
     "throughput/tokens_per_second", "staleness/max",
 )  # fmt: skip
 """In every line; `time/<stage>` of the flow's stages and, on evaluation steps, `eval/<set>/avg@k` come on top."""
+MEASURED = ("time/", "throughput/", "utilisation/", "memory/", "weights/", "streaming/")
+"""What the names of metrics begin with that a clock or the machine decides: two runs that do the same differ in them."""
 
 
 class MetricsWriter:

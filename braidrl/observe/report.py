@@ -53,6 +53,9 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
         Picture("Seconds per stage", (r"time/(?!step$).+",), "stacked", True),
         Picture("Seconds per step", ("time/step",), "wall clock, everything included"),
         Picture("Throughput", ("throughput/tokens_per_second",), "prompt and response tokens per second"),
+        Picture("Utilisation", (r"utilisation/.+",), "share of the device's operations or bytes per second"),
+        Picture("Memory", (r"memory/.+",), "bytes at the peak of each stage, of the process that takes most"),
+        Picture("Weight updates", (r"weights/.+/update_seconds",), "seconds until new weights generate"),
         Picture("Tokens", ("tokens/generated", "tokens/trained"), "per step"),
         Picture(
             "Engine against trainer", ("train/rollout_log_prob_gap",), "difference in log-probs of the same tokens"

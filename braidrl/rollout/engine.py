@@ -139,6 +139,10 @@ class RoleEngine(Protocol):
         """Return the tokens of prompt and response together."""
 
     @property
+    def slots(self) -> int:
+        """Return how many rows are decoded at once."""
+
+    @property
     def in_flight(self) -> int:
         """Return how many rows are being decoded."""
 

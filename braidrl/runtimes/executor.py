@@ -67,7 +67,7 @@ class StageExecutor:
         """
         self.config, self.flow, self.progress = config, flow, progress
         self.generation = Generation(config, flow, tokenizer, rewards, progress, ranks or DataParallel())
-        self.engines = self.generation.engines
+        self.engines, self.usage = self.generation.engines, self.generation.usage
         self.workers: dict[str, TrainingBackend] = {}
         self.followings: dict[tuple[str, str], Following] = {}
         self.copies: dict[str, InferenceCopy] = {}  # of roles that infer in another layout than they train in
@@ -124,6 +124,12 @@ class StageExecutor:
             stop: Ends rows early that selection does not need.
             reduce: Adds up what a stage of scope batch sums, over all processes that have rows.
         """
+        with self.usage.memory_of(stage, sums):
+            return self._run(stage, rows, sums, stop, reduce)
+
+    def _run(
+        self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None, reduce: Callable[[Totals], Totals]
+    ) -> Mapping[str, Column]:
         self.residency.before(stage)
         self.generation.moves.report(sums)
         if stage.scope is Scope.BATCH:
@@ -136,7 +142,7 @@ class StageExecutor:
         if is_method(stage.type, stage.role):
             return checked(stage, self.own_method(stage)(rows, **stage.settings))
         if stage.kind is Kind.INFER:
-            return self._infer(stage, rows)
+            return self._infer(stage, rows, sums)
         return self.generation.verify(stage, rows, sums) if stage.type == "verify" else computed(stage, rows)
 
     def own_method(self, stage: Stage) -> Callable[..., Any]:
@@ -147,7 +153,7 @@ class StageExecutor:
             self.methods[role, owner] = owner(self.workers[role])
         return cast(Callable[..., Any], getattr(self.methods[role, owner], method))
 
-    def _infer(self, stage: Stage, rows: Rows) -> Mapping[str, Column]:
+    def _infer(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         given, role = of_namespace(rows, stage.params.get("of")), str(stage.role)
         rows, worker = given, self.workers[role]
         if role in self.retokenizers and len(rows):
@@ -155,7 +161,10 @@ class StageExecutor:
         if role in self.copies:
             worker = self.copies[role].frozen
             self.generation.moves.note(role, self.copies[role].refresh())
-        with self.progress.stage(stage.name, len(rows)) as bar:
+        with (
+            self.progress.stage(stage.name, len(rows)) as bar,
+            self.usage.computing(stage, worker, sums, rows),
+        ):
             found = worker.forward(PREDICTED.get(stage.type, "log_probs"), rows, bar.update)
         if not len(rows) or stage.type != "score":
             return {stage.writes[0]: found} if len(rows) else {}
@@ -216,7 +225,9 @@ class StageExecutor:
 
     def forward_backward(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
         """Add the gradient sums of rows; return loss sums by denominator."""
-        return self.workers[str(stage.role)].forward_backward(self.objective(stage), rows, sums, bar.update)
+        worker, objective = self.workers[str(stage.role)], self.objective(stage)
+        with self.usage.memory_of(stage, sums), self.usage.computing(stage, worker, sums, *objective.passes(rows)):
+            return worker.forward_backward(objective, rows, sums, bar.update)
 
     def optim_step(
         self, stage: Stage, losses: Mapping[str, float], update: UpdateCounts, iteration: int, sums: Sums,
@@ -225,7 +236,8 @@ class StageExecutor:
         """Make one optimizer step by the update's global counts, and add its loss and gradient norm to `sums`."""
         counts, objective, worker = update.counts, self.objective(stage), self.workers[str(stage.role)]
         needed = {name: counts[name] for name in objective.denominators}
-        norm = worker.optim_step(needed, iteration)
+        with self.usage.memory_of(stage, sums), self.usage.computing(stage, worker, sums):
+            norm = worker.optim_step(needed, iteration)
         if norm is not None and not math.isfinite(norm):
             if not self.config.trainer.skip_bad_updates:
                 raise BadUpdate(bad_update(stage, norm, getattr(worker, "nonfinite", ()), update.rows))

@@ -30,6 +30,7 @@ DERIVED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], tuple[str, ...]
     "clip_high_probability": (mean_where, ("clip_high_probability", "clip_fraction_high"), ()),
 }
 
+GIB = 1 << 30
 FAILED = ("reward/failed_fraction", "environment/failed_fraction")
 """Shares of a step's rows whose checks, or whose trajectories, came to nothing; they are metrics of steps in which there are any."""
 GAP = "train/rollout_log_prob_gap"
@@ -150,9 +151,24 @@ def summary(metrics: Mapping[str, float | int | None]) -> str:
         value = metrics.get(name)
         if value is not None:
             parts.append(f"{label} {form.format(value)}")
+    parts += device_parts(metrics)
     shown = [name for name in metrics if "/avg@" in name or name.endswith(("/pair_accuracy", "/multiplier"))]
     parts += [f"{name} {value:.3f}" for name in shown if (value := metrics[name]) is not None]
     return "  ".join(parts)
+
+
+def device_parts(metrics: Mapping[str, float | int | None]) -> list[str]:
+    """Return what the terminal shows of devices: shares of their rates, the most memory of any stage, seconds of weight updates."""
+    known = {name: value for name, value in metrics.items() if value is not None}
+    parts = [
+        f"{name.removeprefix(prefix)} {known[name]:.1%} of {what}"
+        for prefix, what in (("utilisation/operations/", "peak"), ("utilisation/bandwidth/", "bandwidth"))
+        for name in known if name.startswith(prefix)
+    ]  # fmt: skip
+    if taken := [value for name, value in known.items() if name.startswith("memory/")]:
+        parts.append(f"memory {max(taken) / GIB:.2f} GiB")
+    updates = [name for name in known if name.endswith("/update_seconds")]
+    return parts + [f"{name.split('/')[1]} weights {known[name]:.2f} s" for name in updates]
 
 
 class GapWatch:

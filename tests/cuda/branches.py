@@ -44,12 +44,15 @@ COVERED = {
     "models/memory/offload.py:occupy": OFFLOADED,
     "models/role_settings.py:merges_adapters": SETTINGS,
     "models/roles/model.py:RoleModel.__init__": RECIPES,
+    "placement/machine.py:own_rates": RECIPES,
     "placement/plan/devices.py:Cluster.device": PLANNED,
     "placement/plan/devices.py:_group": PLANNED,
     "placement/plan/problem.py:Problem.works": PLANNED,
     "rollout/embedded/engine.py:EmbeddedEngine.__init__": SETTINGS,
     "rollout/embedded/native/decoder.py:native_decoder": SETTINGS,
     "rollout/embedded/slots.py:_attend": RECIPES,
+    "runtimes/usage.py:DeviceUsage.memory_of": RECIPES,
+    "runtimes/usage.py:DeviceUsage.note_memory": RECIPES,
 }
 """The test that goes the way of CUDA."""
 NCCL = "needs NCCL between devices: `make gpu` has a group of one rank"

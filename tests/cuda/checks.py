@@ -72,6 +72,13 @@ def test_every_recipe_trains(name: str, folder: Path, tmp_path: Path, twin: Cuda
     changes = {key: value for key, value in SETTINGS.get(name, {}).items() if key != "trainer__rows_per_update"}
     metrics = run(folder, tmp_path, name, **changes)
     assert metrics["tokens/trained"] > 0
+    updated = [
+        name.removeprefix("utilisation/operations/")
+        for name in metrics
+        if name.endswith(".update") and "operations" in name
+    ]
+    assert updated and all(metrics[f"utilisation/operations/{stage}"] > 0 for stage in updated)
+    assert all(metrics[f"memory/{stage}/allocated_max"] == 3 << 20 for stage in updated)
     check_places(twin)
 
 

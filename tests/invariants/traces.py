@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.observe.metrics import read_metrics
+from braidrl.observe.metrics import MEASURED, read_metrics
 from braidrl.observe.rollouts import read_rollouts, rollout_path
 from tests.tiny import Workshop
 
@@ -36,6 +36,18 @@ def run(workshop: Workshop, name: str, **sections: Any) -> list[Step]:
     return trace(workshop.run(name, **merged(EVERY_STEP, sections)))
 
 
+def assert_usage_is_told(lines: list[dict[str, Any]]) -> None:
+    """Every runtime says what its devices did, by the rates that all tests have."""
+    for line in lines:
+        shares = {name: value for name, value in line.items() if name.startswith("utilisation/")}
+        stages = {name.split("/")[2] for name in shares}
+        assert "utilisation/operations/actor.update" in shares
+        assert not line["time/actor.generate"] or "utilisation/bandwidth/actor.generate" in shares
+        assert all(0 < share < 1 for share in shares.values()), shares
+        assert all(line[f"memory/{stage}/resident_max"] > 1 << 20 for stage in stages)
+    assert any(line.get("weights/actor/update_seconds") for line in lines[1:]) or len(lines) == 1
+
+
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Sections of a configuration, the second laid over the first."""
     result = dict(one)
@@ -45,10 +57,9 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trace(folder: Path) -> list[Step]:
-    # What weights take on their way is a matter of the layout.
-    timed = ("time/", "throughput/", "weights/", "streaming/")
-    steps = []
-    for line in read_metrics(folder):
+    steps, lines = [], read_metrics(folder)
+    assert_usage_is_told(lines)
+    for line in lines:
         rows = read_rollouts(rollout_path(folder, line["step"])).ordered()
         advantages = rows["advantages"] if "advantages" in rows else rows["advantage"]
         steps.append(
@@ -56,7 +67,7 @@ def trace(folder: Path) -> list[Step]:
                 rows.uids(),
                 [row.tolist() for row in (rows["tokens"][i] for i in range(len(rows)))],
                 advantages.values if isinstance(advantages, Ragged) else advantages,
-                {name: value for name, value in line.items() if not name.startswith(timed)},
+                {name: value for name, value in line.items() if not name.startswith(MEASURED)},
                 weights(folder / "checkpoints" / f"step-{line['step']}"),
             )
         )

@@ -21,6 +21,8 @@ def metrics_of(step: int) -> dict[str, Any]:
     metrics: dict[str, Any] = dict.fromkeys(REQUIRED_KEYS, 0.1 + 0.01 * step + wobble)
     metrics |= {"step": step, "version": step, "reward/mean": -0.4 + 1.3 * learned + wobble}
     metrics |= {"response/length_mean": 30 + 40 * learned, "actor/entropy": 1.4 * math.exp(-step / 20) + 0.1}
+    metrics |= {"utilisation/operations/actor.update": 0.4, "memory/actor.update/reserved_max": 9e9}
+    metrics |= {"weights/actor/update_seconds": 0.2}
     metrics |= {f"time/{stage}": 1.5 + abs(wobble) * 9 + i for i, stage in enumerate(STAGES)}
     return metrics
 

@@ -45,6 +45,15 @@ class ModelSizes(NamedTuple):
     head_dim: int
     tie_word_embeddings: bool
 
+    @staticmethod
+    def of(config: Any) -> "ModelSizes":
+        """Return the sizes of a transformers configuration."""
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        return ModelSizes(
+            config.num_hidden_layers, config.hidden_size, config.vocab_size, config.num_attention_heads,
+            config.num_key_value_heads, head_width(config), tied,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, eq=False)
 class Shape:
@@ -70,12 +79,7 @@ class Shape:
     @cached_property
     def sizes(self) -> ModelSizes:
         """Return the sizes that its configuration says."""
-        config = self.config
-        tied = bool(getattr(config, "tie_word_embeddings", False))
-        return ModelSizes(
-            config.num_hidden_layers, config.hidden_size, config.vocab_size, config.num_attention_heads,
-            config.num_key_value_heads, head_width(config), tied,
-        )  # fmt: skip
+        return ModelSizes.of(self.config)
 
 
 def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lora: LoraConfig | None = None) -> Shape:

@@ -30,6 +30,8 @@ class DeviceKind(Section):
 
     source: str
     """Where the numbers are from."""
+    names: list[str] = Field(default_factory=list)
+    """What `torch.cuda.get_device_name` says of such a device."""
     peak: dict[str, float]
     """Dense operations per second by dtype."""
     memory: int
@@ -97,6 +99,11 @@ class Cluster:
 
     def __str__(self) -> str:
         return "+".join(f"{group.nodes}x{group.devices}x{group.kind}" for group in self.groups)
+
+
+def kind_named(name: str) -> DeviceKind | None:
+    """Return the kind of a device that torch calls by this name; None where it is not among those that come with the package."""
+    return next((kind for kind in known_kinds().values() if name in kind.names), None)
 
 
 @cache

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from braidrl.models.memory.footprint import Shape, cache_bytes, head_width
+from braidrl.models.memory.footprint import Shape
+from braidrl.models.operations import decoding_bytes
 from braidrl.placement.plan.rates import Work
-from braidrl.placement.plan.work import Lengths, Nodes, Numbers, forward_operations, matrix_parameters
+from braidrl.placement.plan.work import Lengths, Nodes, Numbers, forward_operations, matrix_sizes
 
 
 class Decoding(NamedTuple):
@@ -65,11 +66,10 @@ def generate_work(
     prompts = max(1.0, rows / samples)
     path = decoding(own, slots, multiple)
     computed = forward_operations(shape, prompts * prompt, prompts * float((lengths.prompts**2).mean()), True) / tensor
-    per_token = cache_bytes(config, shape.element_bytes, 1, 1) / tensor
     context = float((own * prompt + own * own / 2.0).sum())
-    attention = 4.0 * config.num_hidden_layers * config.num_attention_heads * head_width(config) * context
-    operations = (2.0 * matrix_parameters(shape, False) * path.slot_steps + attention) / tensor
-    weights = path.steps * matrix_parameters(shape, False) * shape.element_bytes / tensor
+    sizes = matrix_sizes(shape, False)
+    operations = (2.0 * (sizes.body + sizes.head) * path.slot_steps + 4.0 * sizes.queries * context) / tensor
+    read = decoding_bytes(sizes, shape.element_bytes, path.steps, context) / tensor
     layers = config.num_hidden_layers
     width = config.hidden_size * shape.element_bytes
     summed = 2 * 2 * layers * width * (tensor - 1) / tensor
@@ -78,7 +78,7 @@ def generate_work(
         collectives=2 * layers * (tensor > 1), **nodes.sent(1, tensor, summed * prompts * prompt)._asdict(),
     )  # fmt: skip
     decode = Work(
-        "decode", operations, weights + per_token * context, layers * width * path.slot_steps / tensor, path.slot_steps,
+        "decode", operations, read, layers * width * path.slot_steps / tensor, path.slot_steps,
         layers * path.steps, 0.0, path.steps, collectives=2 * layers * path.steps * (tensor > 1),
         **nodes.sent(1, tensor, summed * float(own.sum()))._asdict(),
     )  # fmt: skip

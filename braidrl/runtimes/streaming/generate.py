@@ -9,6 +9,7 @@ one of this process steps in it, others answer in it.
 """
 
 import asyncio
+import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from braidrl.rollout.resuming import ResumingEngine
 from braidrl.runtimes.generating.generation import limits_of, requests_of
 from braidrl.runtimes.streaming.weights import WeightReceiver, as_blocks
 from braidrl.runtimes.streaming.worker import WorkerContext
+from braidrl.runtimes.usage import Drawn
 from braidrl.transfer.loading import LoadingSchedule
 from braidrl.transfer.queue.client import Client, WorkItem
 from braidrl.transfer.queue.storage import Evicted
@@ -77,6 +79,8 @@ class GenerateLoop:
         self.ended: list[int] = []
         self.span: BusySpan | None = None
         """The stretch of time in which the engine has had rows."""
+        self.crowd = 0
+        """The most rows that it has had at once in it."""
 
     def run(self) -> None:
         """Generate until the run ends."""
@@ -126,7 +130,8 @@ class GenerateLoop:
         task.add_done_callback(lambda _: self._note_end(lease))
         self.flight[lease], self.last[uid] = Flight(work, row, task), task
         if self.span is None:
-            self.span = self.context.trace.begin(work.stage, work.iteration, self.version)
+            self.span, self.crowd = self.context.trace.begin(work.stage, work.iteration, self.version), 0
+        self.crowd = max(self.crowd, len(self.flight))
 
     async def _after(self, before: asyncio.Task[Ended] | None, generate: Coroutine[Any, Any, Ended]) -> Ended:
         try:
@@ -164,9 +169,13 @@ class GenerateLoop:
 
     def _write(self, stage: Stage, leases: Sequence[int], rows: Rows, results: Sequence[Ended]) -> None:
         assert self.span is not None, "the engine has had rows"
-        sums = Sums()
+        sums, usage = Sums(), self.generation.usage
         columns = self._columns(stage, rows, results, sums)
-        report = self.context.trace.count(self.span, stage.name, len(rows)) | {"sums": sums.pairs()}
+        report = self.context.trace.count(self.span, stage.name, len(rows))
+        drawn = [Drawn.of(rows["prompt"][place], result) for place, result in enumerate(results)]
+        usage.decoded(stage, drawn, self.engine.slots, report["seconds"], sums, self.crowd)
+        usage.note_memory(stage, sums)
+        report["sums"] = sums.pairs()
         self.client.done(stage.name, leases, [self.client.write(rows.uids(), columns)], report)
 
     def _columns(self, stage: Stage, rows: Rows, results: Sequence[Ended], sums: Sums) -> Mapping[str, Column]:
@@ -202,12 +211,14 @@ class GenerateLoop:
         await self._stop_receiving()
         made, blocks = self._weights(work)
         await engine.set_down()
+        start = time.perf_counter()
         with self.context.trace.busy(LOAD, version, version=version):
             if blocks:
                 await asyncio.to_thread(self.receiver.load, made, blocks)
             await engine.update_weights(version, self.source)
         self.version = version
-        self.client.ask("loaded", version=version, bytes=self.receiver.taken())
+        taken = {"role": self.role, "seconds": time.perf_counter() - start} if blocks else None
+        self.client.ask("loaded", version=version, bytes=self.receiver.taken(), update=taken)
 
     async def _receive(self, version: int, made: int, blocks: Sequence[Block]) -> None:
         """Receive a version in host memory while the engine generates with another one; without blocks the engine has it."""

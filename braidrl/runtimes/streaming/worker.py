@@ -224,22 +224,29 @@ class StageLoop:
                 rows = work.rows(places) if places else Rows({})
                 _, rows = self.context.executor.update(stage, work.index, rows)
                 losses = self.context.executor.forward_backward(stage, rows, span.sums, bar)
-        parts = [
-            msgpack.unpackb(part) for part in self.world.gather("loss sums", msgpack.packb([losses, span.sums.pairs()]))
-        ]
         totals = self.losses.setdefault(stage.name, {})
-        for found, _ in parts:
+        for found in self._gathered(losses, span):
             for name, loss in found.items():
                 totals[name] = totals.get(name, 0.0) + loss
-        span.sums = Sums.merged(Sums(pairs) for _, pairs in parts)
         self._done(stage, work, [], span.report())
+
+    def _gathered(self, losses: dict[str, float], span: BusySpan) -> list[dict[str, float]]:
+        """Return the loss sums of every rank, and give the span what all of them have added to their metrics."""
+        parts = self.world.gather("loss sums", msgpack.packb([losses, span.sums.pairs()]))
+        found = [msgpack.unpackb(part) for part in parts]
+        span.sums = Sums.merged(Sums(pairs) for _, pairs in found)
+        return [own for own, _ in found]
 
     def _optim_step(self, stage: Stage, work: WorkItem) -> None:
         with self._busy(stage, work, ()) as span:
             if is_optimized(stage):
-                losses = self.losses.pop(stage.name, {})
+                # Every rank has the sums of all: the first one tells of them.
+                losses, first = self.losses.pop(stage.name, {}), self.world.first
                 counts = UpdateCounts.of(work.index)
-                self.context.executor.optim_step(stage, losses, counts, work.iteration, span.sums)
+                self.context.executor.optim_step(
+                    stage, losses if first else {}, counts, work.iteration, span.sums, counted=first
+                )
+                self._gathered({}, span)
             else:
                 self._follow(stage, work)
         if self.client is not None:

@@ -148,7 +148,8 @@ def test_communication_behind_computing_costs_only_what_is_left_of_it() -> None:
 
 def test_every_kind_has_a_source_and_figures() -> None:
     kinds = known_kinds()
-    assert {name.partition("-")[0] for name in kinds} == {"A100", "H100", "H200", "B200", "MI300X", "Ascend910B", "cpu"}
+    makes = {"A100", "H100", "H200", "B200", "MI300X", "Ascend910B", "L40S", "L4", "RTX4090", "RTX3090", "cpu"}
+    assert {name.partition("-")[0] for name in kinds} == makes
     assert all(kind.source and kind.peak["bfloat16"] > 0 and kind.memory > 0 for kind in kinds.values())
 
 

@@ -16,7 +16,7 @@ from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.selecting import GroupSelector
-from braidrl.observe.metrics import read_metrics
+from braidrl.observe.metrics import MEASURED, read_metrics
 from braidrl.observe.trace import read_trace
 from braidrl.rewards.verify import Pending
 from braidrl.rollout.embedded.engine import EmbeddedEngine
@@ -49,10 +49,9 @@ def assert_same_batches(ours: Path, theirs: Path) -> None:
 
 
 def assert_same_runs(ours: Path, theirs: Path) -> None:
-    timed = ("time/", "throughput/")
     for our, their in zip(read_metrics(ours), read_metrics(theirs), strict=True):
-        assert {n: v for n, v in our.items() if not n.startswith(timed)} == {
-            n: v for n, v in their.items() if not n.startswith(timed)
+        assert {n: v for n, v in our.items() if not n.startswith(MEASURED)} == {
+            n: v for n, v in their.items() if not n.startswith(MEASURED)
         }
         assert recorded(ours, our["step"]).uids() == recorded(theirs, our["step"]).uids()
     assert all((weights_of(ours)[name] == tensor).all() for name, tensor in weights_of(theirs).items())

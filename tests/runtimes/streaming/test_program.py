@@ -22,6 +22,7 @@ from braidrl.runtimes.saving.folders import run_config
 from braidrl.runtimes.streaming.backend import StreamingBackend
 from braidrl.transfer.queue.owner import remove_abandoned
 from braidrl.transfer.queue.storage import PREFIX, shared_folder
+from tests.invariants.traces import assert_usage_is_told
 from tests.leftovers import family, listening
 from tests.runtimes.turns import PLAYED
 from tests.tiny import (
@@ -148,7 +149,9 @@ def eager(workshop: Workshop) -> Callable[..., Path]:
 def test_without_staleness_streaming_gives_what_eager_gives(
     workshop: Workshop, eager: Callable[..., Path], flow: str, streaming: dict[str, Any]
 ) -> None:
-    assert_same(eager(flow), stream(workshop, f"streaming-{flow}", flow, streaming))
+    streamed = stream(workshop, f"streaming-{flow}", flow, streaming)
+    assert_same(eager(flow), streamed)
+    assert_usage_is_told(read_metrics(streamed))
 
 
 @pytest.mark.soak

@@ -40,7 +40,7 @@ def build(source: Path, **constants: int) -> ctypes.CDLL | None:
         return None
     flags = [*FLAGS, f"-I{HEADER.parent}", *(f"-D{name}={value}" for name, value in constants.items())]
     flags += [WIDE] * (platform.machine() == "x86_64")
-    kept = _folder() / f"{source.stem}-{_name(source, command, flags)}.so"
+    kept = cache_folder() / f"{source.stem}-{_name(source, command, flags)}.so"
     if not kept.exists() and not _compile(source, command, flags, kept):
         return None
     return ctypes.CDLL(str(kept))
@@ -67,17 +67,19 @@ def _say_once(line: str) -> None:
     logger.warning(line)
 
 
-def _folder() -> Path:
+def cache_folder() -> Path:
+    """Return the folder of this user's for what is found out once about a machine."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "braidrl"
 
 
 def _name(source: Path, command: str, flags: list[str]) -> str:
     """Hash everything that decides what the compiler makes, the processor included: a home folder may be shared by several machines."""
-    parts = [source.read_text(), HEADER.read_text(), command, *flags, platform.platform(), *_processor()]
+    parts = [source.read_text(), HEADER.read_text(), command, *flags, platform.platform(), *processor()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _processor() -> list[str]:
+def processor() -> list[str]:
+    """Return what the system says of the processor's model and abilities."""
     if not PROCESSOR.exists():
         return [platform.processor()]
     lines = PROCESSOR.read_text().splitlines()

@@ -1,0 +1,110 @@
+"""What stages are said to have done: by hand for a few rows, over one process and over several."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from braidrl.flow import Kind, Stage
+from braidrl.flow.stage import Signature
+from braidrl.models.memory.footprint import model_shape
+from braidrl.models.operations import MatrixSizes, decoding_bytes
+from braidrl.observe.metrics import REQUIRED_KEYS, Sums
+from braidrl.placement.machine import DeviceRates
+from braidrl.rollout.episodes.player import Episode
+from braidrl.rollout.episodes.trajectory import Trajectory
+from braidrl.runtimes.step_metrics import summary
+from braidrl.runtimes.usage import DeviceUsage, Drawn
+from tests.tiny import Workshop
+
+GENERATE = Stage("actor.generate", "generate", "actor", Signature(Kind.GENERATE))
+VERIFY = Stage("reward.verify", "verify", "reward", Signature(Kind.COMPUTE))
+BANDWIDTH = "utilisation/bandwidth/actor.generate"
+RATES = DeviceRates({"float32": 1e12}, 1e9)
+DRAWN = [Drawn(3, 30), Drawn(1, 10), Drawn(2, 21), Drawn(0, 0)]
+
+
+def usage_of(workshop: Workshop, rates: DeviceRates | None = RATES, **sections: object) -> DeviceUsage:
+    usage = DeviceUsage(workshop.config(**sections))
+    usage.rates = rates
+    return usage
+
+
+def sizes_of(workshop: Workshop) -> MatrixSizes:
+    shape = model_shape(workshop.model, torch.float32)
+    return MatrixSizes.of(shape.sizes, shape.parameters, False)
+
+
+@pytest.mark.parametrize(("slots", "steps"), [(16, 3), (2, 3), (1, 6)])
+def test_decoding_reads_weights_in_each_step_and_what_rows_have_seen(
+    workshop: Workshop, slots: int, steps: int
+) -> None:
+    sums = Sums()
+    usage_of(workshop).decoded(GENERATE, DRAWN, slots, 2.0, sums)
+    assert sums.pairs() == {BANDWIDTH: (decoding_bytes(sizes_of(workshop), 4, steps, 61), 2e9)}
+
+
+def test_rows_among_others_read_their_share_of_the_steps_weights(workshop: Workshop) -> None:
+    sums = Sums()
+    usage_of(workshop).decoded(GENERATE, DRAWN[:1], 16, 2.0, sums, crowd=4)
+    assert sums.pairs()[BANDWIDTH][0] == decoding_bytes(sizes_of(workshop), 4, 0.75, 30)
+
+
+def test_an_engine_in_bfloat16_reads_half(workshop: Workshop) -> None:
+    sums, rollout = Sums(), {"dtype": "bfloat16", "slots": 16}
+    usage_of(workshop, rollout=rollout).decoded(GENERATE, DRAWN, 16, 2.0, sums)
+    assert sums.pairs()[BANDWIDTH][0] == decoding_bytes(sizes_of(workshop), 2, 3, 61)
+
+
+@pytest.mark.parametrize("rollout", [{"tensor": 2}, {"engines": 2}])
+def test_ranks_and_engines_read_together_what_they_have(workshop: Workshop, rollout: dict[str, int]) -> None:
+    """A rank of two reads half of the weights in each step; two engines read theirs both, in the slots of both."""
+    sums = Sums()
+    usage_of(workshop, rollout={**rollout, "slots": 1}).decoded(GENERATE, DRAWN, 2, 2.0, sums)
+    weights = {"tensor": 6 / 2, "engines": 3 * 2}[next(iter(rollout))]
+    assert sums.pairs()[BANDWIDTH][0] == decoding_bytes(sizes_of(workshop), 4, weights, 61)
+
+
+def test_of_rates_that_nobody_knows_and_of_servers_no_share_is_told(workshop: Workshop) -> None:
+    sums, servers = Sums(), {"engine": "http", "servers": {"urls": ["http://localhost:1"]}}
+    usage_of(workshop, None).decoded(GENERATE, DRAWN, 16, 2.0, sums)
+    usage_of(workshop, rollout=servers).decoded(GENERATE, DRAWN, 16, 2.0, sums)
+    assert sums.pairs() == {}
+
+
+def test_the_share_of_several_processes_is_all_they_did_over_all_they_could(workshop: Workshop) -> None:
+    parts, fast = [Sums(), Sums()], replace(RATES, bandwidth=3e9)
+    usage_of(workshop).decoded(GENERATE, DRAWN, 16, 2.0, parts[0])
+    usage_of(workshop, fast).decoded(GENERATE, DRAWN, 16, 4.0, parts[1])
+    read = decoding_bytes(sizes_of(workshop), 4, 3, 61)
+    assert Sums.merged(parts).means()[BANDWIDTH] == pytest.approx(2 * read / (2e9 + 12e9))
+
+
+def test_a_row_of_one_turn_is_the_same_whether_it_was_played_or_drawn() -> None:
+    trajectory = Trajectory((0, 0, 0))
+    trajectory.append([5, 6, 7], opens=True)
+    trajectory.append([1, 2], log_probs=torch.zeros(2), versions=torch.zeros(2, dtype=torch.int64))
+    assert Drawn.of(torch.tensor([5, 6, 7]), Episode(trajectory)) == Drawn(2, 3 + 4)
+    trajectory.append([8], opens=True)
+    trajectory.append([9], log_probs=torch.zeros(1), versions=torch.zeros(1, dtype=torch.int64))
+    assert Drawn.of(torch.tensor([5, 6, 7]), Episode(trajectory)) == Drawn(3, 3 + 4 + 1)
+
+
+def test_memory_is_told_of_stages_that_use_a_model(workshop: Workshop) -> None:
+    sums, usage = Sums(), usage_of(workshop)
+    with usage.memory_of(GENERATE, sums), usage.memory_of(VERIFY, sums):
+        pass
+    assert list(sums.means()) == ["memory/actor.generate/resident_max"]
+    assert sums.means()["memory/actor.generate/resident_max"] > 1 << 24
+
+
+def test_the_terminal_shows_shares_the_most_memory_and_the_seconds_of_weight_updates() -> None:
+    metrics: dict[str, float | int | None] = dict.fromkeys(REQUIRED_KEYS)
+    metrics |= {
+        "step": 3, "utilisation/operations/actor.update": 0.4321, BANDWIDTH: 0.5, "weights/actor/update_seconds": 0.25,
+        "memory/actor.update/allocated_max": 1 << 30, "memory/actor.generate/reserved_max": 3 << 30,
+    }  # fmt: skip
+    told = "actor.update 43.2% of peak  actor.generate 50.0% of bandwidth  memory 3.00 GiB  actor weights 0.25 s"
+    assert summary(metrics) == f"step 3  {told}"
