@@ -38,6 +38,9 @@ class StreamingConfig(Section):
     share_out: float = Field(0.5, gt=0, lt=1)
     """With `rolling`, the share of the engines that may be out at a time: one that is out takes no rows, finishes most of those that it
     has, and loads."""
+    on_policy_share: float = Field(0.0, ge=0, lt=1)
+    """With `trainer.max_staleness`, the share of each batch that the version begins that the batch is trained on, spread evenly over its
+    updates: the batch waits for these rows, and engines begin older ones of the next meanwhile. 0 asks for none."""
     lease_s: float = Field(600.0, gt=0)
     """Seconds without progress after which a worker's rows are given to another."""
     wait_s: float = Field(5.0, gt=0)

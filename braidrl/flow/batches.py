@@ -40,6 +40,8 @@ class Sizes:
     epoch_groups: int = 1_000_000
     seed: int = 0
     over_sampling: float = 1.0
+    older_groups: int | None = None
+    """Groups of a batch that may be begun before the version that it is trained on, as far as `max_staleness` lets them; None is all."""
 
     def sampling(self) -> GroupSelector:
         """Return the selection at the run's beginning."""
@@ -52,6 +54,7 @@ class Sizes:
         plan = update_plan(
             [uid[1] for uid in uids], [uid[2] for uid in uids],
             rows_per_update=self.rows_per_update, epochs=self.epochs, seed=self.seed, iteration=iteration,
+            older=self.older_groups or 0,
         )  # fmt: skip
         per_epoch = len(plan) // self.epochs
         return [Update(n // per_epoch, tuple(uids[i] for i in rows)) for n, rows in enumerate(plan)]
@@ -75,8 +78,9 @@ def check_update_size(prompts_per_step: int, samples_per_prompt: int, rows_per_u
 
 
 def update_plan(
-    groups: Sequence[int], samples: Sequence[int], *, rows_per_update: int, epochs: int, seed: int, iteration: int
-) -> list[list[int]]:
+    groups: Sequence[int], samples: Sequence[int], *, rows_per_update: int, epochs: int, seed: int, iteration: int,
+    older: int = 0,
+) -> list[list[int]]:  # fmt: skip
     """Return the row positions of each optimizer step, epoch after epoch; rows of one step are in the order of (group, sample).
 
     Args:
@@ -86,6 +90,7 @@ def update_plan(
         epochs: Passes over the batch.
         seed: The run's.
         iteration: Number of the batch.
+        older: How many groups, the first by number, are spread evenly over the updates.
 
     Raises:
         ValueError: The rows are no whole number of updates, or two rows have one identity.
@@ -97,12 +102,19 @@ def update_plan(
         raise ValueError(f"{len(identities)} rows are no whole number of updates of {rows_per_update} rows")
     distinct, updates = sorted(set(groups)), list[list[int]]()
     for epoch in range(epochs):
-        order = permutation((seed, "updates", iteration, epoch), len(distinct)).tolist()
+        order = evenly_mixed(permutation((seed, "updates", iteration, epoch), len(distinct)).tolist(), older)
         place = {distinct[group]: i for i, group in enumerate(order)}
         shuffled = sorted(range(len(identities)), key=lambda row: (place[groups[row]], samples[row]))
         for start in range(0, len(shuffled), rows_per_update):
             updates.append(sorted(shuffled[start : start + rows_per_update], key=identities.__getitem__))
     return updates
+
+
+def evenly_mixed(order: Sequence[int], older: int) -> list[int]:
+    """Return numbers in their order, but with those below `older` at equal distances among the others."""
+    parts = [number for number in order if number < older], [number for number in order if number >= older]
+    spread = [((place + 0.5) / len(part), number) for part in parts for place, number in enumerate(part)]
+    return [number for _, number in sorted(spread, key=lambda pair: pair[0])]
 
 
 class TooStale(RuntimeError):

@@ -126,18 +126,23 @@ class GroupSelector:
     def groups_wanted(self, batches: int = 1) -> int:
         """Return the groups to admit now where stages overlap: those of the waves, and more ahead of decisions.
 
-        So many are under way as should be needed at the share kept so far, this batch's and the last one's, but never more than are
-        asked for. Which groups are in a batch does not depend on it.
+        Which groups are in a batch does not depend on it.
 
         Args:
             batches: how many are asked for: this one, and those after it for which rows may be begun already.
+        """
+        return max(self.next_wave(), self.under_way(batches) - len(self.pending), 0)
+
+    def under_way(self, batches: int = 1) -> int:
+        """Return how many undecided groups there should be for so many batches, at the share kept so far, this batch's and the last one's.
+
+        They are never more than are asked for.
         """
         kept = self._kept()
         before = self.observed or (self.target, self.target)
         missing = batches * self.target - len(self.waiting) - kept
         share = (kept + before[0]) / (len(self.verdicts) + before[1])
-        under_way = min(math.ceil(missing / share), batches * self.target)
-        return max(self.next_wave(), under_way - len(self.pending), 0)
+        return min(math.ceil(missing / share), batches * self.target)
 
     def members(self) -> list[tuple[int, int, int]]:
         """Return the kept groups that belong to the batch however the others are decided, by number.

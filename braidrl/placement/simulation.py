@@ -137,6 +137,8 @@ class Streaming:
     def _publish(self) -> bool:
         if self.schedule.due_publication() is None:
             return False
+        batch = self.schedule.batches[self.schedule.published + 1]
+        self.result.versions.append([self.schedule.versions[uid] for uid in batch.uids])
         self.schedule.publish()
         self.result.ends.append(self.clock.now)
         return True
@@ -144,7 +146,7 @@ class Streaming:
     def _load(self) -> bool:
         """Let engines receive and load weights whose turn it is."""
         published, begun = self.schedule.published, False
-        self.loading.advance(published, self.schedule.is_generation_over())
+        self.loading.advance(published, self.schedule.is_generation_over(self.loading.target))
         for engine in self.engines:
             if engine.loads:
                 continue

@@ -73,6 +73,8 @@ class Simulation:
     trained: Counter[tuple[Consumer, Uid]] = field(default_factory=Counter)
     batches: list[tuple[int, ...]] = field(default_factory=list)
     """Groups of each iteration's batch."""
+    versions: list[list[int]] = field(default_factory=list)
+    """For each iteration the version that each row of its batch was begun with (streaming)."""
     dropped: Counter[str] = field(default_factory=Counter)
     released: list[int] = field(default_factory=list)
     staleness: int = 0

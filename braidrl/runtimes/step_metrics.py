@@ -63,6 +63,8 @@ def step_metrics(
     metrics["tokens/trained"] = total_of(trained_rows(batch), "length") if "length" in batch else 0
     metrics["throughput/tokens_per_second"] = total_of(batch, "length") / seconds
     metrics["staleness/max"] = int(version - batch["version"].min()) if "version" in batch and len(batch) else 0
+    if "version" in batch and len(batch):
+        metrics["staleness/on_policy_share"] = float((batch["version"] == version).double().mean())
     return {name: clean(value) for name, value in metrics.items()}
 
 

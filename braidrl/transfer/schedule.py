@@ -7,23 +7,28 @@
 The runtime and the simulator drive the same object; time is an argument.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from braidrl.flow.batches import Sizes, admissible, check_staleness, trained_on
 from braidrl.flow.flow import ADMISSION, Flow, is_optimized
 from braidrl.flow.readiness import Consumer, Uid, waits_for, weights_wait_for
 from braidrl.flow.selecting import GroupSelector, Selection, Verdict
 from braidrl.flow.stage import Kind, Scope, Stage
+from braidrl.transfer.older_groups import begun_too_many, waiting_groups
 from braidrl.transfer.queue.samplers import FIRST_IN, Candidate, Sampler
 from braidrl.transfer.queue.tasks import Lease, Tasks
 from braidrl.transfer.training_batch import TrainingBatch
+
+OWN_VERSION = 2
+"""Added to the number of a table whose rows only an engine with the batch's own version may begin."""
 
 
 class StreamSchedule:
     """What is decided in streaming, over all rows in work.
 
     A stage, or an epoch of one that trains, is a task. Its rows lie in the table (iteration, 0) while their batch is open, then in
-    (iteration, 1); those of a train stage in one table for each optimizer step, (iteration, 1 + steps that are left).
+    (iteration, 1); those of a train stage in one table for each optimizer step, (iteration, 1 + steps that are left). Rows that only an
+    engine with the batch's own version may begin lie in (iteration, 2), then in (iteration, 3).
     """
 
     def __init__(self, flow: Flow, sizes: Sizes, samplers: Mapping[str, Sampler] | None = None) -> None:
@@ -77,8 +82,13 @@ class StreamSchedule:
             if opening > self.sizes.iterations or not admissible(opening, engine_version, self.sizes.max_staleness):
                 return 0
             self._open(opening)
+        before = self.horizon
         last = min(engine_version + 1 + self.sizes.max_staleness, self.sizes.iterations)
+        if self.sizes.older_groups is not None:
+            last = min(last, self.opened + (engine_version >= trained_on(self.opened)))
         self.horizon = max(1, last - self.opened + 1) if self.selects else 1
+        if self.horizon != before:
+            self._assign()
         return self.sampling.groups_wanted(self.horizon)
 
     @property
@@ -96,6 +106,7 @@ class StreamSchedule:
             self.iteration_of.update(dict.fromkeys(among, iteration))
         self._skip(self.flow.sampling_segment, uids)
         self.sampling.admit(groups)
+        self._assign()
         self.decided = True
         if not self.selects:
             self.sampling.decide({group: Verdict() for group in groups})
@@ -109,7 +120,7 @@ class StreamSchedule:
         self._join(batch)
         if not self.sampling.is_complete():
             return None
-        outcome = self.sampling.finish(self._is_young)
+        outcome = self.sampling.finish(self._usable())
         self.is_open, batch.is_known = False, True
         self.released = {group: self.rows_of[group] for group in (*outcome.released, *outcome.returned)}
         self._forget(self.released)
@@ -118,15 +129,19 @@ class StreamSchedule:
         for consumer in self.tasks.tasks:
             self.tasks.move(consumer, carried, (self.opened + 1, 0))
         self.iteration_of.update(dict.fromkeys(outcome.carried, self.opened + 1))
+        self._hold_back(self.opened + 1)
         return outcome
 
-    def is_generation_over(self) -> bool:
-        """Return whether nothing is being generated or could be, between two batches: then all engines can load weights at once."""
-        if self.is_open:
+    def is_generation_over(self, engine_version: int | None = None) -> bool:
+        """Return whether nothing is being generated or could be with this version: then all engines can load weights at once.
+
+        So it is between two batches, and while the open one waits for rows that only a newer version may begin.
+        """
+        if self.is_open and not self._awaits_newer(engine_version):
             return False
         # Rows that were carried over to the next batch and are not begun may wait for weights that engines are yet to load.
         tables = [table for name in self.generating for table in self.tasks.tasks[Consumer(name)].undone.items()]
-        waits = any(count for (iteration, _), count in tables if iteration <= self.opened)
+        waits = any(n for table, n in tables if table[0] <= self.opened and self._may_begin(table, engine_version))
         return not waits and not any(lease.task.stage in self.generating for lease in self.tasks.leases.held.values())
 
     def is_done(self, stage: str) -> bool:
@@ -152,10 +167,8 @@ class StreamSchedule:
             ranks: the processes that share the rows.
         """
         known = self.flow[stage]
-        found = self._table_for(known)
-        if found is None or (
-            engine_version is not None and not admissible(found[1][0], engine_version, self.sizes.max_staleness)
-        ):
+        found = self._table_for(known, engine_version)
+        if found is None:
             return None
         consumer, table, rows = found
         task = self.tasks.tasks[consumer]
@@ -192,6 +205,7 @@ class StreamSchedule:
             if reason is not None or name == self.selects[-1]:
                 version = min(self.versions[row] for row in self.rows_of[group])
                 self.sampling.decide({group: Verdict(reason, version)})
+        self._assign()
         self.decided = True
         return lease
 
@@ -253,9 +267,12 @@ class StreamSchedule:
         """Return whether a stage has done, or leaves out, all rows of a batch."""
         if name in self.trained:
             return self.trained[name] >= batch.iteration or name not in batch.updates
-        return batch.is_known and not self.tasks.tasks[Consumer(name)].undone[batch.iteration, 1]
+        undone = self.tasks.tasks[Consumer(name)].undone
+        return batch.is_known and not undone[batch.iteration, 1] and not undone[batch.iteration, 1 + OWN_VERSION]
 
-    def _table_for(self, stage: Stage) -> tuple[Consumer, tuple[int, int], Sequence[Uid]] | None:
+    def _table_for(
+        self, stage: Stage, engine_version: int | None
+    ) -> tuple[Consumer, tuple[int, int], Sequence[Uid]] | None:
         """Return the task of a stage, the table to take from, and the rows of the update or batch that this is if all are known."""
         consumer, coming = Consumer(stage.name), self.batches.get(self.published + 1)
         if stage.kind is Kind.TRAIN:
@@ -272,7 +289,9 @@ class StreamSchedule:
             return next(((consumer, (b.iteration, 1), b.uids) for b in complete), None)
         # What comes after the selection is done for rows of a batch alone.
         after = self.selects and stage not in self.flow.sampling_segment
-        tables = sorted(table for table in ready if not after or table[1])
+        tables = sorted(
+            table for table in ready if (not after or table[1] % 2) and self._may_begin(table, engine_version)
+        )
         # Inference with weights that change belongs to the version that the batch is trained on, and to its place in the list.
         if stage.kind is Kind.INFER and stage.role in self.flow.changed_roles:
             tables = [table for table in tables if table[0] == self.published + 1]
@@ -293,6 +312,7 @@ class StreamSchedule:
     def _open(self, iteration: int) -> None:
         self.opened, self.is_open, self.decided = iteration, True, True
         self.sampling.begin(trained_on(iteration))
+        self._assign()
         self.batches[iteration] = TrainingBatch.planned(self.flow, self.sizes, iteration)
 
     def _join(self, batch: TrainingBatch) -> None:
@@ -311,6 +331,7 @@ class StreamSchedule:
                 batch.joined[group] = True
                 for consumer, uid, table in batch.enter_updates(uids, numbers):
                     self.tasks.move(consumer, [uid], table)
+        self._hold_back(batch.iteration)
 
     def _expected(self, groups: Sequence[int]) -> dict[int, Sequence[int]]:
         """Return for each iteration those of the next groups that it should need: their rows must be young enough for it."""
@@ -321,13 +342,68 @@ class StreamSchedule:
                 expected[self.opened + ahead], start = groups[start:end], end
         return expected
 
-    def _is_young(self, group: int) -> bool:
-        """Return whether a group's rows, as far as they were begun, may be in the batch after the open one."""
+    def _begun_with(self, group: int) -> int | None:
+        """Return the oldest version that a group's rows were begun with, or None while none is."""
         uids = self.rows_of[group]
         begun = [self.begun[stage, uid] for stage in self.generating for uid in uids if (stage, uid) in self.begun]
-        known = [self.versions[uid] for uid in uids if uid in self.versions]
-        bound = self.sizes.max_staleness
-        return all(admissible(self.opened + 1, version, bound) for version in (*begun, *known))
+        return min((*begun, *(self.versions[uid] for uid in uids if uid in self.versions)), default=None)
+
+    def _is_young(self, group: int) -> bool:
+        """Return whether a group's rows, as far as they were begun, may be in the batch after the open one."""
+        version = self._begun_with(group)
+        return version is None or admissible(self.opened + 1, version, self.sizes.max_staleness)
+
+    # A share of rows of the batch's own version
+
+    def _may_begin(self, table: tuple[int, int], engine_version: int | None) -> bool:
+        """Return whether an engine's version is young enough for the rows of a table; None is whoever is no engine."""
+        bound = 0 if table[1] >= OWN_VERSION else self.sizes.max_staleness
+        if self.sizes.older_groups is not None and self.selects and table[0] > self.opened:
+            # A group that went ahead may come into the open batch, and is not to be older than it.
+            bound = min(bound, 1)
+        return engine_version is None or admissible(table[0], engine_version, bound)
+
+    def _assign(self) -> None:
+        """Let as many undecided groups be of the open batch as it should need, and the others be ahead; hold back what has no place."""
+        if self.sizes.older_groups is None or not self.is_open:
+            return
+        needed = self.sampling.under_way() if self.horizon > 1 else len(self.sampling.pending)
+        for place, group in enumerate(sorted(self.sampling.pending)):
+            self.iteration_of[group] = self.opened + (place >= needed)
+        self._hold_back(self.opened)
+        self._hold_back(self.opened + 1)
+
+    def _hold_back(self, iteration: int) -> None:
+        """Let groups of a batch wait for its own version, but for those that may be older."""
+        if self.sizes.older_groups is None:
+            return
+        batch = self.batches.get(iteration)
+        begun = self._begun(group for group, expected in self.iteration_of.items() if expected >= iteration)
+        groups = {group for group in begun if self.iteration_of[group] == iteration}
+        waiting = waiting_groups(begun, groups, trained_on(iteration), self.sizes.older_groups)
+        for group in groups:
+            table = iteration, (batch is not None and group in batch.joined) + OWN_VERSION * (group in waiting)
+            for stage in self.generating:
+                self.tasks.move(Consumer(stage), self.rows_of[group], table)
+
+    def _begun(self, groups: Iterable[int]) -> dict[int, int | None]:
+        """Return for each of these groups that is not dropped what its rows were begun with."""
+        verdicts = self.sampling.verdicts
+        kept = (group for group in groups if group not in verdicts or verdicts[group].reason is None)
+        return {group: self._begun_with(group) for group in kept}
+
+    def _usable(self) -> Callable[[int], bool]:
+        """Return whether a group that was admitted ahead may be in the batch after the open one."""
+        places = self.sizes.older_groups
+        too_many = set[int]() if places is None else begun_too_many(self._begun(self.rows_of), places)
+        return lambda group: group not in too_many and self._is_young(group)
+
+    def _awaits_newer(self, engine_version: int | None) -> bool:
+        """Return whether all groups that the open batch lacks wait for a newer version."""
+        lacking = [group for group in self.sampling.pending if self.iteration_of[group] == self.opened]
+        table = self.tasks.tasks[Consumer(self.generating[0])].table if self.generating else {}
+        tables = [table[uid] for group in lacking for uid in self.rows_of[group]]
+        return bool(tables) and not any(self._may_begin(table, engine_version) for table in tables)
 
     def _be_born(self, uids: Sequence[Uid], iteration: int) -> None:
         self.tasks.admit(uids, lambda uid: uid[1], (iteration, 0))

@@ -57,6 +57,17 @@ def test_every_epoch_and_iteration_has_its_own_shuffle() -> None:
     assert second[:4] != second[4:] and second != plan(rows, 8, 2, 0, 1) and second != plan(rows, 8, 2, 1, 0)
 
 
+@given(st.integers(1, 12), st.data())
+def test_older_groups_are_spread_over_the_updates_to_one_group(groups: int, data: st.DataObject) -> None:
+    older = data.draw(st.integers(0, groups))
+    per_update = data.draw(st.sampled_from([n for n in range(1, groups + 1) if groups % n == 0]))
+    numbers = range(groups)
+    updates = update_plan(numbers, [0] * groups, rows_per_update=per_update, epochs=2, seed=1, iteration=3, older=older)
+    for update in updates:
+        assert abs(sum(row < older for row in update) - per_update * older / groups) <= 1
+    assert sorted(row for update in updates for row in update) == sorted([*numbers, *numbers])
+
+
 def test_rows_that_are_no_whole_number_of_updates_are_refused() -> None:
     with pytest.raises(ValueError, match="3 rows are no whole number of updates of 2"):
         plan([(0, 0), (0, 1), (1, 0)], 2, 1, 0, 0)

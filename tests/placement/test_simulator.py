@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from braidrl.algorithms.random import uniform
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, critic, reference, reward
-from braidrl.flow.batches import Sizes
+from braidrl.flow.batches import Sizes, trained_on
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.readiness import Consumer, Uid
 from braidrl.flow.stage import Signature, When
@@ -80,6 +80,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     prompts, samples = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     rows = prompts * samples
     staleness = draw(st.integers(0, 2))
+    surplus = draw(st.sampled_from(["drop", "keep"])) if staleness else "drop"
     sizes = Sizes(
         iterations=draw(st.integers(1, 6)),
         prompts_per_step=prompts,
@@ -87,8 +88,9 @@ def workloads(draw: st.DrawFn) -> Workload:
         rows_per_update=draw(st.sampled_from([n for n in range(1, rows + 1) if rows % n == 0])),
         epochs=draw(st.integers(1, 2)),
         max_staleness=staleness,
-        surplus=draw(st.sampled_from(["drop", "keep"])) if staleness else "drop",
+        surplus=surplus,
         seed=seed,
+        older_groups=draw(st.none() | st.integers(0, prompts)) if staleness and surplus == "drop" else None,
     )
     keep, failing = draw(st.sampled_from([0.3, 0.8])), draw(st.sampled_from([0.0, 0.3]))
     return Workload(
@@ -123,6 +125,9 @@ def account(work: Workload, result: Simulation) -> None:
     assert sum(result.dropped.values()) == len(result.released)
     assert len(result.ends) == work.sizes.iterations and result.ends == sorted(result.ends)
     assert 0 <= result.staleness <= work.sizes.max_staleness
+    for iteration, versions in enumerate(result.versions, 1):
+        older = sum(version < trained_on(iteration) for version in versions)
+        assert work.sizes.older_groups is None or older <= work.sizes.older_groups * work.sizes.samples_per_prompt
     for groups in result.batches:
         assert len(groups) == work.sizes.prompts_per_step
         assert not work.flow.sampling_segment or all(work.verdict(group) is None for group in groups)
@@ -209,6 +214,18 @@ def test_one_version_of_staleness_is_half_again_as_fast_where_answers_have_a_lon
     engines = [f"actor.generate/{number}" for number in range(8)]
     shares = [sum(busy_shares(result)[name] for name in engines) / 8 for result in (on_policy, ahead)]
     assert shares[1] > 1.5 * shares[0]
+
+
+def test_a_share_of_rows_of_the_own_version_lies_between_none_and_all_of_them_in_time() -> None:
+    found = []
+    for staleness, older in ((1, None), (1, 2), (0, None)):
+        work = long_tailed_streaming(staleness)
+        result = simulate("streaming", replace(work, sizes=replace(work.sizes, older_groups=older)))
+        own = [sum(v == n for v in versions) / len(versions) for n, versions in enumerate(result.versions)]
+        found.append((result.seconds_per_iteration(), min(own), sum(own) / len(own)))
+    seconds, least, mean = zip(*found, strict=True)
+    assert seconds[0] < seconds[1] < seconds[2]
+    assert least[1] == 0.5 and mean[0] < 0.1 < mean[1] < 0.6 and least[2] == 1
 
 
 def test_selection_overlaps_with_training_and_with_the_next_batch() -> None:

@@ -6,6 +6,7 @@ from braidrl.flow import Flow, Kind, Scope, Stage, actor, reference
 from braidrl.flow.batches import Sizes
 from braidrl.flow.readiness import Consumer, Uid
 from braidrl.flow.stage import Signature
+from braidrl.transfer.older_groups import begun_too_many
 from braidrl.transfer.queue.tasks import LeaseLost
 from braidrl.transfer.schedule import StreamSchedule
 
@@ -287,3 +288,54 @@ def test_engines_may_load_together_while_groups_wait_that_only_the_next_version_
     assert schedule.is_generation_over(), "else engines would keep version 0, with which 19 may not begin"
     lease = schedule.take("actor.generate", "engine", 0.0, 9.0, 1, engine_version=1)
     assert lease is not None and not schedule.is_generation_over()
+
+
+def begun(schedule: StreamSchedule, version: int) -> list[int]:
+    """The groups whose rows an engine of this version is given, and does."""
+    groups = []
+    while lease := schedule.take("actor.generate", "engine", 0.0, 9.0, 1, engine_version=version):
+        groups += [group for _, group, _ in schedule.acknowledge(lease.number, 0.0, version).rows]
+    return groups
+
+
+def test_what_has_no_place_among_older_groups_waits_for_an_engine_with_the_batchs_version() -> None:
+    schedule = StreamSchedule(PLAIN, Sizes(5, 4, 1, 4, max_staleness=1, older_groups=1))
+    admit(schedule, 0, samples=1)
+    admit(schedule, 4, samples=1)
+    assert begun(schedule, 0) == [0, 1, 2, 3, 4] and schedule.groups_wanted(0) == 0
+    assert schedule.is_generation_over(0), "engines that load together load what 5 to 7 wait for"
+    finish_iteration(schedule)
+    admit(schedule, 8, engine=1, samples=1)
+    assert not schedule.is_generation_over(1)
+    assert begun(schedule, 0) == [], "one that lags may not begin them"
+    assert begun(schedule, 1) == [5, 6, 7, 8]
+    finish_iteration(schedule)
+    assert schedule.versions[0, 8, 0] == 1
+
+
+def test_a_dropped_group_gives_its_place_among_the_older_ones_to_the_next() -> None:
+    schedule = StreamSchedule(AT_ONCE, Sizes(5, 4, 1, 4, max_staleness=1, older_groups=2))
+    admit(schedule, 0, samples=1)
+    decided(schedule, dict.fromkeys(range(4)))
+    assert schedule.groups_wanted(0) == 0 and schedule.opened == 2, "4 to 7 went ahead"
+    assert begun(schedule, 0) == [4, 5] and not schedule.is_generation_over(0), (
+        "a verdict may give their places to others"
+    )
+    selected(schedule, {4: "all_wrong"})
+    assert begun(schedule, 0) == [6]
+    selected(schedule, {5: None, 6: None})
+    assert begun(schedule, 0) == [] and schedule.is_open and schedule.is_generation_over(0)
+    assert begun(schedule, 1) == [7], "whatever the batch still needs is of its own version"
+
+
+def test_groups_that_went_ahead_are_begun_for_the_open_batch_once_it_needs_them() -> None:
+    schedule = StreamSchedule(AT_ONCE, Sizes(5, 4, 1, 4, max_staleness=1, older_groups=1))
+    admit(schedule, 0, samples=1)
+    assert begun(schedule, 0) == [0, 1, 2, 3, 4], "4 may be older in the next batch"
+    selected(schedule, {0: "all_wrong", 1: "all_wrong"})
+    assert begun(schedule, 0) == [5, 6], "4 and 5 should be needed for this one, and 6 has the place in the next"
+
+
+def test_groups_that_were_begun_and_have_no_place_in_the_next_batch_are_the_first() -> None:
+    assert begun_too_many({3: 0, 4: None, 5: 0, 6: 1, 7: None}, 2) == {3}
+    assert begun_too_many({3: 0, 5: 0}, 0) == {3, 5} and begun_too_many({3: 0}, 2) == set()

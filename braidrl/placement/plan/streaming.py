@@ -18,6 +18,7 @@ from braidrl.placement.plan.search import Plan, allocations, unit_of
 from braidrl.placement.plan.sets import SetChoice
 from braidrl.placement.simulation import Streaming
 from braidrl.placement.workload import Workload
+from braidrl.transfer.older_groups import older_places
 
 ITERATIONS = 6
 SKIPPED = 2
@@ -112,7 +113,10 @@ class StreamingSearch:
         scale = config.trainer.prompts_per_step / prompts
         rows = prompts * samples
         updates = math.gcd(self.problem.updates, rows)
-        sizes = Sizes(ITERATIONS, prompts, samples, rows // updates, config.trainer.epochs, staleness)
+        sizes = Sizes(
+            ITERATIONS, prompts, samples, rows // updates, config.trainer.epochs, staleness,
+            older_groups=older_places(config.streaming.on_policy_share, prompts),
+        )  # fmt: skip
         seconds = {
             stage.name: self._row_seconds(stage, sets, costs, devices, scale, staleness)
             for stage in self.problem.flow.stages

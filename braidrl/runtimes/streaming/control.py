@@ -234,7 +234,7 @@ class ControlPlane(QueueController):
         schedule = self.training.schedule
         while (version := schedule.due_publication()) is not None and self._has_weights(version):
             self.finished.append(self.training.publish())
-        self.loading.advance(schedule.published, schedule.is_generation_over())
+        self.loading.advance(schedule.published, schedule.is_generation_over(self.loading.target))
         self._note_activity()
         super().advance()
 

@@ -17,6 +17,7 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.models.role_settings import inference_layout_key, inference_layouts, layout_key, layout_of
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.generating.engines import with_engines
+from braidrl.transfer.older_groups import older_places
 from braidrl.transfer.queue.samplers import Sampler, sampler_named
 
 COMPUTE = "compute"
@@ -125,7 +126,32 @@ def check_streaming(config: Config, flow: Flow) -> None:
     for group in groups:
         check_group(group, config, flow)
     most_out(config, groups)
+    older_groups(config)
     samplers_of(config, flow)
+
+
+def older_groups(config: Config) -> int | None:
+    """Return how many groups of a batch may be late; None is all. Raises UserError for a share that says nothing or cannot be met."""
+    share, trainer = config.streaming.on_policy_share, config.trainer
+    places = older_places(share, trainer.prompts_per_step)
+    if places is None:
+        return None
+    if trainer.max_staleness == 0:
+        raise UserError(
+            f"streaming.on_policy_share={share:g} says how many rows may not be late, and with trainer.max_staleness=0 none is; "
+            "write trainer.max_staleness=1, or remove it"
+        )
+    if trainer.surplus == "keep":
+        raise UserError(
+            f"streaming.on_policy_share={share:g} has places for so many late groups, and trainer.surplus=keep brings others; "
+            "write trainer.surplus=drop"
+        )
+    if places == 0:
+        raise UserError(
+            f"streaming.on_policy_share={share:g} lets none of the {trainer.prompts_per_step} prompts of a batch be late; "
+            "write trainer.max_staleness=0 in its place, or a smaller share"
+        )
+    return places
 
 
 def most_out(config: Config, groups: Sequence[Group]) -> int:

@@ -23,7 +23,7 @@ from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.saving.row_store import Admission
 from braidrl.runtimes.streaming.backend import LOOK_EVERY_S, StreamingBackend
 from braidrl.runtimes.streaming.control import ControlPlane
-from braidrl.runtimes.streaming.groups import Group, check_streaming, most_out, samplers_of, worker_groups
+from braidrl.runtimes.streaming.groups import Group, check_streaming, most_out, older_groups, samplers_of, worker_groups
 from braidrl.runtimes.streaming.processes import Processes, worker_launcher
 from braidrl.runtimes.streaming.stream import IterationRecord, Report, Stream
 from braidrl.transfer.loading import LoadingSchedule
@@ -231,5 +231,5 @@ def sizes_of(config: Config, epoch_groups: int) -> Sizes:
     rows = check_update_size(trainer.prompts_per_step, samples, trainer.rows_per_update)
     return Sizes(
         trainer.steps, trainer.prompts_per_step, samples, rows, trainer.epochs, trainer.max_staleness, trainer.surplus,
-        epoch_groups, config.seed, trainer.over_sampling,
+        epoch_groups, config.seed, trainer.over_sampling, older_groups(config),
     )  # fmt: skip

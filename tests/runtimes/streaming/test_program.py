@@ -195,13 +195,14 @@ def test_dynamic_sampling_has_refilled_in_these_runs(eager: Callable[..., Path])
     assert dropped
 
 
-@pytest.mark.parametrize("weights", ["end", "delayed"])
-def test_with_staleness_one_no_row_is_older_and_each_is_trained_once(workshop: Workshop, weights: str) -> None:
-    run = stream(
-        workshop, f"stale-{weights}", "dapo", {"weights": weights, "workers": {"actor.generate": 2}},
-        trainer={"max_staleness": 1, "rows_per_update": 8},
-    )  # fmt: skip
+@pytest.mark.parametrize(("weights", "share"), [("end", 0.5), ("delayed", 0.0)])
+def test_with_staleness_one_no_row_is_older_and_each_is_trained_once(
+    workshop: Workshop, weights: str, share: float
+) -> None:
+    streaming = {"weights": weights, "workers": {"actor.generate": 2}, "on_policy_share": share}
+    run = stream(workshop, f"stale-{weights}", "dapo", streaming, trainer={"max_staleness": 1, "rows_per_update": 8})
     lines = read_metrics(run)
+    assert all(line["staleness/on_policy_share"] >= share for line in lines)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert max(line["staleness/max"] for line in lines) == 1
     uids = [uid for step in range(1, 6) for uid in recorded(run, step).uids()]
@@ -418,6 +419,18 @@ def test_every_worker_leaves_a_trace_of_what_it_did(workshop: Workshop) -> None:
         ({"flow": "sft", "rollout": {"samples_per_prompt": 1}}, "flow sft generates none"),
         ({"streaming": {"workers": {"actr": 2}}}, "no worker group 'actr'"),
         ({"trainer": {"surplus": "keep"}}, "trainer.max_staleness=0 forbids"),
+        (
+            {"streaming": {"on_policy_share": 0.5}},
+            "with trainer.max_staleness=0 none is; write trainer.max_staleness=1",
+        ),
+        (
+            {"streaming": {"on_policy_share": 0.5}, "trainer": {"max_staleness": 1, "surplus": "keep"}},
+            "trainer.surplus=keep brings others; write trainer.surplus=drop",
+        ),
+        (
+            {"streaming": {"on_policy_share": 0.9}, "trainer": {"max_staleness": 1}},
+            "lets none of the 4 prompts of a batch be late; write trainer.max_staleness=0",
+        ),
         ({"cluster": {"launcher": "torchrun"}}, "write cluster.launcher=local or cluster.launcher=ray"),
     ],
 )
