@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.algorithms import corrections
+from braidrl.algorithms.policy_losses import decoupled
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import corrections as registered
 from tests.algorithms.batches import ragged, ragged_rows
@@ -75,3 +76,24 @@ def test_equal_numerics_need_no_correction(name: str) -> None:
     log_probs, offsets = -torch.rand(5), torch.tensor([0, 2, 5])
     weights, metrics = registered[name].function(log_probs, log_probs, offsets)
     assert weights.tolist() == [1.0] * 5 and metrics["cut_fraction"].sum() == 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_row_that_two_versions_drew_is_weighed_by_the_version_of_each_token(level: str) -> None:
+    """Of the decoupled loss too: a plain loop looks up who drew a token, and the tensors have what the engines said."""
+    drawn_by, offsets = [0, 0, 1, 1, 1, 1, 0], torch.tensor([0, 5, 7])
+    told = torch.randn(3, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64).abs().neg()
+    rollout = torch.tensor([float(told[version, t]) for t, version in enumerate(drawn_by)], dtype=torch.float64)
+    logs = [float(told[2, t] - told[version, t]) for t, version in enumerate(drawn_by)]
+    rows = [range(5), range(5, 7)]
+    whole = [sum(logs[t] for t in row) / (len(row) if level == "geometric" else 1) for row in rows for _ in row]
+    expected = [min(math.exp(x), 1.2) for x in (logs if level == "token" else whole)]
+    weights, _ = corrections.truncated(told[2], rollout, offsets, level=level, cap=1.2)  # type: ignore[arg-type]
+    assert weights.tolist() == pytest.approx(expected)
+    if level == "token":
+        assert any(x > math.log(1.2) for x in logs) and any(x < math.log(1.2) for x in logs)
+        policy, advantages = told[2] + 0.1, torch.linspace(-1, 1, 7, dtype=torch.float64)
+        loss, _ = decoupled(policy, told[2], rollout, advantages, cap=1.2)
+        # u is the same for every token, and within the clipped range.
+        by_hand = [-w * math.exp(0.1) * float(a) for w, a in zip(expected, advantages, strict=True)]
+        assert loss.tolist() == pytest.approx(by_hand)

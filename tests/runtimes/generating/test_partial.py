@@ -64,22 +64,44 @@ def test_rows_have_tokens_of_several_versions_and_none_is_too_old(eager: Path) -
     assert max(spans) > 1 and len(responses(eager, STEPS)) == STEPS * 12
 
 
-def test_each_token_has_the_log_prob_of_the_version_that_drew_it(eager: Path) -> None:
-    models = [AutoModelForCausalLM.from_pretrained(eager.parent / "model", dtype=torch.float64)]
-    for step in range(1, STEPS):
-        folder = eager / "checkpoints" / f"step-{step}" / "actor"
-        models.append(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64))
+@pytest.fixture(scope="module")
+def versions(eager: Path) -> list[Any]:
+    """The model under each version of the eager run."""
+    folders = [eager.parent / "model", *(eager / "checkpoints" / f"step-{step}" / "actor" for step in range(1, STEPS))]
+    return [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in folders]
+
+
+def under(model: Any, rows: Any, i: int) -> torch.Tensor:
+    """The log-probs that a model gives the response of a row."""
+    tokens, start = rows["tokens"][i], int(rows["prompt_length"][i])
+    with torch.no_grad():
+        logits = model(tokens[None]).logits[0, start - 1 : -1]
+    return logits.log_softmax(-1).gather(1, tokens[start:, None])[:, 0]
+
+
+def test_each_token_has_the_log_prob_of_the_version_that_drew_it(eager: Path, versions: list[Any]) -> None:
     for step in range(1, STEPS + 1):
         rows = recorded(eager, step)
         for i in range(len(rows)):
-            tokens, start = rows["tokens"][i], int(rows["prompt_length"][i])
             for version in rows["rollout_versions"][i].unique().tolist():
-                with torch.no_grad():
-                    logits = models[version](tokens[None]).logits[0, start - 1 : -1]
                 drawn = rows["rollout_versions"][i] == version
-                expected = logits.log_softmax(-1).gather(1, tokens[start:, None])[:, 0]
-                found = rows["rollout_log_probs"][i]
+                expected, found = under(versions[version], rows, i), rows["rollout_log_probs"][i]
                 torch.testing.assert_close(found[drawn], expected[drawn].to(found.dtype), rtol=0, atol=1e-5)
+
+
+def test_an_update_weighs_each_token_by_the_version_that_drew_it(eager: Path, versions: list[Any]) -> None:
+    """What the correction of an update counted, beside a loop over rows, and in them over tokens and who drew each."""
+    sizes = []
+    for step, line in enumerate(read_metrics(eager), 1):
+        rows, ratios = recorded(eager, step), list[float]()
+        for i in range(len(rows)):
+            drawn_by = rows["rollout_versions"][i].tolist()
+            told = {version: under(versions[version], rows, i) for version in {*drawn_by, step - 1}}
+            ratios += [float((told[step - 1][t] - told[version][t]).exp()) for t, version in enumerate(drawn_by)]
+        sizes.append(sum(ratios) ** 2 / (len(ratios) * sum(ratio**2 for ratio in ratios)))
+        assert line["actor/effective_sample_size"] == pytest.approx(sizes[-1], abs=1e-6)
+        assert line["actor/cut_fraction"] == pytest.approx(sum(ratio > 2 for ratio in ratios) / len(ratios))
+    assert min(sizes) < 1 - 1e-4, "with one version for all of them nothing would be shown"
 
 
 def test_with_weights_that_stay_the_rows_are_those_of_whole_responses(workshop: Workshop) -> None:
