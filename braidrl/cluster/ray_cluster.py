@@ -168,7 +168,7 @@ class RayCluster:
         self.beats.look(self.actors)
 
     def ready(self, references: Sequence[Any], limit_s: float) -> list[Any]:
-        """Wait for the first of these results.
+        """Wait for the first of these results, and return all that are there then.
 
         Args:
             references: Ray's references to results.
@@ -189,6 +189,9 @@ class RayCluster:
                 if (silence := self.beats.silence(actor)) > mute_after(self.config.silence_s):
                     name = self.names.get(actor._actor_id.hex(), "an actor")
                     raise LostProcess(f"{name} has said nothing for {silence:.0f} s; go on with `braid train --resume`")
+            if found:
+                # All at once: many workers answer together, and each look goes through all of them.
+                found = self.ray.wait(list(references), num_returns=len(references), timeout=0)[0]
             if found or left <= BEAT_S:
                 return found
 

@@ -176,16 +176,14 @@ class HybridBackend(StageDispatch):
             if isinstance(table, Handle):
                 self._begin_deferred(table.writers(own.reads))
         calls = own.protocol.distribute(mesh, *arguments)
-        called = [(rank, call) for rank, call in enumerate(calls) if call is not None]
-        futures = [
-            group.send(rank, "call_own", (stage, iteration, key, *call), columns_read(stage)) for rank, call in called
-        ]
+        told = [None if call is None else (stage, iteration, key, *call) for call in calls]
+        futures = group.send_all("call_own", told, columns_read(stage))
         if not own.writes:
             answers = self._answers(Output(stage, None, iteration, sums, group, futures))
             return own.protocol.collect(mesh, calls, [answer.result for answer in answers])
         results = []
-        for future, (_, call) in zip(futures, called, strict=True):
-            output, rows = Output(stage, None, iteration, sums), call[0]
+        for future, (rows, *_) in zip(futures, [call for call in calls if call is not None], strict=True):
+            output = Output(stage, None, iteration, sums)
             self._note(output, key, group, [future], [range(len(rows))])
             results.append(rows.with_output(output))
         return own.protocol.collect(mesh, calls, results)
@@ -215,9 +213,9 @@ class HybridBackend(StageDispatch):
         """Have each rank write the rows that it generated, beside a call that may be running."""
         self.index(table)
         group, parts = where_made(table)
-        own = [(rank, table.take(rows)) for rank, rows in enumerate(parts) if rows]
         folder = group.common(path.resolve())
-        group.wait([group.send(rank, "keep", (folder, rows), aside=True) for rank, rows in own])
+        calls = [(folder, table.take(rows)) if rows else None for rows in parts]
+        group.wait(group.send_all("keep", calls, aside=True))
 
     def save(self, folder: Path) -> None:
         """Save beside a call that may be running: an interrupt does not wait until all rows are generated.

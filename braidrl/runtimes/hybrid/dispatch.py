@@ -191,8 +191,7 @@ def by_prompt(index: Rows, ranks: int) -> Partition:
 
 def by_number(index: Rows, ranks: int) -> Partition:
     """Divide rows to be generated of groups that may turn out not to be needed: every rank begins with the first groups."""
-    rank_of = in_turn(index["group"].tolist(), ranks)
-    return [[row for row, owner in enumerate(rank_of) if owner == rank] for rank in range(ranks)]
+    return rows_of_ranks(in_turn(index["group"].tolist(), ranks), ranks)
 
 
 def in_place(workers: Sequence[int], first: int, ranks: int) -> Partition:
@@ -203,5 +202,12 @@ def in_place(workers: Sequence[int], first: int, ranks: int) -> Partition:
         first: The number of the group's rank 0.
         ranks: Workers in the group.
     """
-    rank_of = [worker - first if first <= worker < first + ranks else 0 for worker in workers]
-    return [[row for row, owner in enumerate(rank_of) if owner == rank] for rank in range(ranks)]
+    return rows_of_ranks([worker - first if first <= worker < first + ranks else 0 for worker in workers], ranks)
+
+
+def rows_of_ranks(rank_of: Iterable[int], ranks: int) -> Partition:
+    """Return the rows of each rank, given the rank of each row."""
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    for row, rank in enumerate(rank_of):
+        parts[rank].append(row)
+    return parts

@@ -80,16 +80,28 @@ class WorkerGroup:
         """
         protocol = registered(HybridWorker, method).protocol
         calls = protocol.distribute(self.mesh, *arguments)
-        together = not aside and self._exchanges(calls, reads)
-        futures = [
-            self.send(n, method, call, reads, aside, together) for n, call in enumerate(calls) if call is not None
-        ]
-        return protocol.collect(self.mesh, calls, futures)
+        return protocol.collect(self.mesh, calls, self.send_all(method, calls, reads, aside))
+
+    def send_all(
+        self, method: str, calls: Calls, reads: frozenset[str] | None = None, aside: bool = False
+    ) -> list[Future]:
+        """Call a method of each rank with its own arguments, but of those whose arguments are None; the rest is as for `call`.
+
+        Where a rank needs payload that another one has, all ranks exchange it by their process group: those that are given no rows
+        are asked to take part.
+        """
+        together, futures = self._exchanges(calls, reads), []
+        for rank, call in enumerate(calls):
+            if together and not any(isinstance(argument, Handle) for argument in call or ()):
+                self.send(rank, "give", (aside,), aside=aside)
+            if call is not None:
+                futures.append(self.send(rank, method, call, reads, aside, together))
+        return futures
 
     def _exchanges(self, calls: Calls, reads: frozenset[str] | None) -> bool:
-        """Return True where all ranks are called, and one of them needs payload that another one has."""
+        """Return True where one rank needs payload that another one has."""
         own = set(self.numbers)
-        return None not in calls and any(
+        return any(
             own & argument.holders(reads) - {self.first + rank}
             for rank, call in enumerate(calls)
             for argument in call or ()
@@ -112,7 +124,7 @@ class WorkerGroup:
     ) -> Future:  # fmt: skip
         """Call a method of one rank, and give it the part of a table in the place of its handle; the rest is as for `call`.
 
-        `together` says that all ranks are called, and exchange rows by their process group.
+        `together` says that all ranks exchange rows by their process group.
         """
         awaited: list[Future] = []
         plain = [a.part(awaited, reads, together) if isinstance(a, Handle) else a for a in arguments]

@@ -64,7 +64,7 @@ def by_worker(workers: Numbers, rows: Numbers) -> Iterator[tuple[int, Numbers, T
 class Part:
     """Rows of a table for one worker: index columns by value, and where their payload lies.
 
-    Where it is `together` all ranks of the pool have a part of the table, and give each other what they need of it by their process group.
+    Where it is `together` all ranks of the pool give each other what they need of the table by their process group.
     """
 
     size: int = 0
@@ -138,6 +138,10 @@ class Output:
     index: Rows | None = None
     key: int = -1
     """Under which the workers keep it."""
+    workers: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """The worker of each future."""
+    payload: frozenset[str] = frozenset()
+    """The payload columns that the workers keep, once they have said so."""
 
     @property
     def deferred(self) -> bool:
@@ -146,6 +150,7 @@ class Output:
     def begin(self, key: int, group: Any, futures: Sequence[Future], positions: Sequence[Sequence[int]]) -> None:
         """Note who computes which rows, and keeps them under which key: `positions` are those of each future, in its order."""
         self.table, self.key, self.group, self.futures = None, key, group, futures
+        self.workers = torch.tensor([future.worker for future in futures])
         size = sum(map(len, positions))
         self.future, self.row = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
         for number, rows in enumerate(positions):
@@ -154,6 +159,7 @@ class Output:
 
     def finish(self, answers: Sequence[Answer]) -> None:
         """Note what the futures have brought."""
+        self.payload = frozenset(column for answer in answers for column in answer.columns)
         size = len(self.future)
         arrived = {future: unpack_index(answer.index) for future, answer in zip(self.futures, answers, strict=True)}
         pieces = self.pieces(torch.arange(size))
@@ -170,7 +176,7 @@ class Output:
     def kept(self, rows: Tensor, awaited: list[Future]) -> Iterator[Kept]:
         """Yield where the payload of some rows (-1: none) lies; appends the futures that their reader has to wait for."""
         places = (rows >= 0).nonzero().flatten()
-        future, workers = self.future[rows[places]], torch.tensor([future.worker for future in self.futures])
+        future = self.future[rows[places]]
         found: dict[tuple[str, ...] | None, list[int]] = {}
         for number in future.unique().tolist():
             answer = self.futures[number].answer if self.index is not None else None
@@ -179,7 +185,7 @@ class Output:
         for columns, numbers in found.items():
             own = places[torch.isin(future, torch.tensor(numbers))]
             of_row = torch.full((len(rows),), -1)
-            of_row[own] = workers[self.future[rows[own]]]
+            of_row[own] = self.workers[self.future[rows[own]]]
             there = torch.zeros(len(rows), dtype=torch.int64)
             there[own] = self.row[rows[own]]
             yield self.key, columns, of_row.numpy(), there.numpy()
@@ -188,8 +194,7 @@ class Output:
         """Return True if one of these columns is payload of this output, or may be while it is under way; for None, if workers keep any."""
         if names is None:
             return bool(self.futures)
-        kept = {column for future in self.futures if future.answer for column in future.answer.columns}
-        return not names.isdisjoint(kept if self.index is not None else self.stage.writes)
+        return not names.isdisjoint(self.payload if self.index is not None else self.stage.writes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,7 +283,7 @@ class Handle:
             awaited: Futures whose answers have to come with the call; those of this table are appended.
             reads: Columns that the worker needs beside the rows' identity and length; by default all, and of those none by value that
                 workers keep.
-            together: True where all ranks of its pool are given parts, and exchange rows.
+            together: True where all ranks of its pool exchange rows.
         """
         if not len(self):
             return Part(together=together)

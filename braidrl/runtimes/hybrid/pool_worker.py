@@ -136,6 +136,8 @@ class PoolWorker:
         self.trace: TraceWriter | None = None
         self.version = 0
         self.meeting: dist.TCPStore | None = None
+        self.store: dist.Store | None = None
+        self.beside: World | None = None
         self.stages: tuple[Stage, ...] = ()
         self.peers: dict[int, Any] = {}
         self.writing = BackgroundWriter()
@@ -157,6 +159,7 @@ class PoolWorker:
         self.trace = None
         self.kept, self.peers = {}, {}
         self.world, self.notices, self.meeting, self.spec = World(), None, None, NOBODY
+        self.store = self.beside = None
 
     @register(protocol="ALL_TO_ALL")
     def join_run(self, number: int, order: RunOrder) -> int:
@@ -186,11 +189,25 @@ class PoolWorker:
         if self.spec.rank > 0:
             self.meeting = connect_store(host, port, self.spec.limit_s)
         assert self.meeting is not None
-        store, size, cuda = dist.PrefixStore(secret, self.meeting), self.spec.pool.workers, torch.cuda.is_available()
-        group = join_group(store, self.spec.rank, size, self.spec.limit_s, cuda, host)
-        self.world = World(self.spec.rank, size, group, dist.PrefixStore("places", store))
+        self.store, size, cuda = (
+            dist.PrefixStore(secret, self.meeting),
+            self.spec.pool.workers,
+            torch.cuda.is_available(),
+        )
+        group = join_group(self.store, self.spec.rank, size, self.spec.limit_s, cuda, host)
+        self.world = World(self.spec.rank, size, group, dist.PrefixStore("places", self.store))
         self.resources.callback(self.world.close)
         self.notices = Notices(dist.PrefixStore("notices", self.meeting))
+
+    def world_beside(self) -> World:
+        """Return the ranks of the pool for calls beside others: a group of their own, formed when it is first needed."""
+        if self.beside is None:
+            assert self.store is not None and self.meeting is not None
+            store, address = dist.PrefixStore("beside", self.store), address_towards(self.meeting.host)
+            group = group_between(store, self.world.rank, self.world.size, self.spec.limit_s, False, address)
+            self.beside = World(self.world.rank, self.world.size, group, dist.PrefixStore("places", store))
+            self.beside.at("a call beside others")
+        return self.beside
 
     @register(protocol="ONE_TO_ALL")
     def read_data(self) -> list[tuple[int, str]]:

@@ -1,7 +1,7 @@
 """A process of a pool at work: runs stages, keeps the rows that it has written, and sends rows to those that ask.
 
 driver ──perform──▶ one call after the other
-worker of the same pool    ◀──all-to-all of the process group──▶ rows, where all ranks are called together
+worker of the same pool    ◀──all-to-all of the process group──▶ rows
 worker of another pool     ──fetch──▶ rows in chunks, by Ray's object store, also while a call runs
 """
 
@@ -94,6 +94,14 @@ class HybridWorker(PoolWorker):
         """
         return [np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(key, rows, columns))]
 
+    def give(self, beside: bool) -> None:
+        """Give other ranks of the pool the rows that they need of this one, which needs none.
+
+        Args:
+            beside: They need them for a call beside others.
+        """
+        self._rows_of(Part(together=True), frozenset(), beside)
+
     def make(self, origin: Origin, key: int) -> Answer:
         """Read rows from data or a file, and keep them."""
         self.call.doing = (self.spec.pool.name, f"reading {type(origin).__name__}", Part())
@@ -140,6 +148,7 @@ class HybridWorker(PoolWorker):
         if stage.writes:
             return self._write(part, stage, iteration, key, lambda rows, _: checked(stage, call(rows, *more)))
         if not len(part) and not self.executor.is_collective(stage):
+            self._gather(part, stage, iteration)
             return Answer()
         return self._compute(part, stage, iteration, lambda rows, _: call(rows, *more))
 
@@ -176,8 +185,8 @@ class HybridWorker(PoolWorker):
             self.rows.record(part_path(path, self.spec.rank), rows)
 
     def keep(self, path: Path, part: Part) -> None:
-        """Write rows into a checkpoint, as this rank's part of a folder."""
-        self.rows.save(path / f"{self.spec.rank:05}", self._rows_of(part, None))
+        """Write rows into a checkpoint, as this rank's part of a folder, beside another call."""
+        self.rows.save(path / f"{self.spec.rank:05}", self._rows_of(part, None, beside=True))
 
     def _write(
         self, part: Part, stage: Stage, iteration: int, key: int, run: Callable[[Rows, Sums], Mapping[str, Column]]
@@ -210,8 +219,10 @@ class HybridWorker(PoolWorker):
         with traced(self.trace, role, stage.name, iteration, rows=len(part), state="waiting"):
             return self._rows_of(part, columns_read(stage))
 
-    def _rows_of(self, part: Part, reads: frozenset[str] | None) -> Rows:
-        self.call.exchange = PoolExchange(self.world, self._own) if part.together and self.world.size > 1 else None
+    def _rows_of(self, part: Part, reads: frozenset[str] | None, beside: bool = False) -> Rows:
+        self.call.exchange = None
+        if part.together and self.world.size > 1:
+            self.call.exchange = PoolExchange(self.world_beside() if beside else self.world, self._own)
         return assemble(part, self.call.answers, reads, self._fetch, self._wait)
 
     def _fetch(self, worker: int, key: int, rows: Numbers, columns: tuple[str, ...]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
@@ -36,3 +37,8 @@ def rehearse(backend: HybridBackend, **orders: tuple[str, float]) -> None:
     """Has all workers wait, raise or die at the named stages (dots as two underscores)."""
     by_stage = {name.replace("__", "."): order for name, order in orders.items()}
     ray.get([actor.rehearse.remote(by_stage) for group in backend.distinct for actor in group.actors])
+
+
+def told(backend: HybridBackend, method: str) -> list[list[Any]]:
+    """Return what a method of each worker returns, by pool."""
+    return [[ray.get(getattr(actor, method).remote()) for actor in group.actors] for group in backend.distinct]

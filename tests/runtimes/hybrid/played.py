@@ -105,7 +105,7 @@ class PlayedWorker(HybridWorker):
     def record(self, path: Any, part: Any, added: Any) -> None:
         write_rollouts(part_path(path, self.spec.rank), Rows({}), [], [])
 
-    def _rows_of(self, part: Any, reads: frozenset[str] | None) -> Rows:
+    def _rows_of(self, part: Any, reads: frozenset[str] | None, beside: bool = False) -> Rows:
         return assemble(part, self.call.answers, frozenset(), None, lambda fetched: [])
 
 

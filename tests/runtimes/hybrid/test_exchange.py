@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import ray
-
 from braidrl.flow import Flow, data
 from braidrl.flow.roles import Role
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.hybrid.backend import HybridBackend
 from braidrl.runtimes.hybrid.worker import FETCHED_ROWS
-from tests.runtimes.hybrid.backends import hybrid_crew, rehearse
+from tests.runtimes.hybrid.backends import hybrid_crew, rehearse, told
 from tests.runtimes.hybrid.test_backend import all_stages, given
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import Workshop
 
 TWO = Flow("two", [data.join_response(), Role("first").log_probs(), Role("second").log_probs()])
-
-
-def told(backend: HybridBackend, method: str) -> list[list[int]]:
-    """Return what a method of each worker returns, by pool."""
-    return [[ray.get(getattr(actor, method).remote()) for actor in group.actors] for group in backend.distinct]
 
 
 def test_rows_go_from_rank_to_rank_of_a_pool_by_their_process_group(

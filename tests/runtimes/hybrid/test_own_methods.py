@@ -14,6 +14,7 @@ from braidrl.errors import UserError
 from braidrl.importing import import_function
 from braidrl.runtimes.session import Session
 from braidrl.transfer.contract import check_protocol
+from tests.runtimes.hybrid.backends import told
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import ROOT, Workshop, load_module, recorded
 
@@ -37,6 +38,10 @@ class Probe:
     @register(protocol="RANK_ZERO")
     def add(self, first, second):
         return first + second
+
+    @register(protocol="RANK_ZERO", reads=("tokens",))
+    def count(self, rows):
+        return len(rows), len(rows["tokens"].values)
 
     @register(protocol="DP", writes=("tokens", "place"))
     def forget(self, rows):
@@ -73,6 +78,10 @@ def test_rows_go_to_workers_as_the_users_protocol_says_and_come_back_in_order(
         first, second = index["pid"][:2].tolist()
         assert first != second and index["pid"].tolist() == [first, second] * (len(index) // 2)
         assert session.index(session.reward.verify(rows))["pid"].tolist() == index["pid"].tolist()
+        before = told(session.backend, "exchanged")
+        assert session.actor.count(rows) == (len(rows), int(index["length"].sum()))
+        assert told(session.backend, "given_out") == [[[], []]], "payload went by Ray"
+        assert told(session.backend, "exchanged")[0][0] > before[0][0]
 
 
 def test_a_method_that_writes_columns_returns_before_its_rows_exist(
@@ -103,6 +112,7 @@ def test_what_a_method_computes_does_not_depend_on_the_protocol_or_the_number_of
         with Session(workshop.config(**settings(methods, "Surprise", workers=workers))) as session:
             rows = session.actor.surprise(session.actor.generate(session.prompts()), 1.0)
             found.append(session.index(rows)["surprise"])
+            assert told(session.backend, "given_out") == [[[]] * workers], "payload went by Ray"
     assert torch.allclose(found[0], found[1], atol=1e-12) and torch.allclose(found[0], found[2], atol=1e-12)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
+from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import evaluation_path, read_rollouts, rollout_path
 from braidrl.runtimes.saving.row_store import Surplus
 from tests.invariants.traces import assert_same, trace
-from tests.runtimes.hybrid.backends import hybrid_crew
-from tests.runtimes.hybrid.test_backend import given
+from tests.runtimes.hybrid.backends import hybrid_crew, told
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import Workshop, metrics_without_times
 
@@ -37,14 +37,17 @@ def test_each_rank_records_its_own_rows_of_steps_and_held_out_sets_and_a_replay_
 
 def test_surplus_is_written_and_read_by_all_ranks(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     path = workshop.folder / "surplus-0.rows"
-    with hybrid_crew(workshop.config(**given(workshop, 16), workers=2), warm_cluster) as backend:
-        table = backend.admit(5)
+    config = workshop.config(**SECTIONS, runtime="hybrid", workers=2, placement="colocate")
+    with hybrid_crew(config, warm_cluster) as backend:
+        table = backend.run(backend.executor.flow.stages[0], backend.admit(5), 1, Sums())
         index = backend.index(table)
+        before = told(backend, "exchanged")[0]
         backend.save_rows(path, table)
         assert [file.name for file in sorted(path.iterdir())] == ["00000", "00001"]
+        assert max(told(backend, "exchanged")[0]) > max(before) and told(backend, "given_out") == [[[], []]]
         read = backend.read(Surplus(path))
         assert [len(future.answer.columns) > 0 for future in read.outputs[0].futures] == [True, True]
-        assert backend.index(read).uids() == index.uids()
+        assert backend.index(read).ordered().uids() == index.ordered().uids()
 
 
 def test_each_rank_tokenises_its_own_part_and_all_draw_the_same_prompts(

@@ -78,8 +78,8 @@ class RehearsingWorker(HybridWorker):
         return self.rows_given
 
     def exchanged(self) -> int:
-        """Bytes that came from other ranks of the pool by their process group."""
-        return self.world.received.exchanged
+        """Bytes that came from other ranks of the pool by their process groups."""
+        return sum(world.received.exchanged for world in (self.world, self.beside) if world)
 
     def process(self) -> int:
         return os.getpid()
