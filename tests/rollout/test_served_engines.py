@@ -46,7 +46,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=KINDS)
 def served(request: pytest.FixtureRequest, model: Path) -> Iterator[Served]:
-    served = Served(request.param, model)
+    own = {"enable_sleep_mode": True} if request.param == "vllm" else {}
+    served = Served(request.param, model, **own)
     yield served
     served.close()
 

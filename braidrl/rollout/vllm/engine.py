@@ -172,6 +172,9 @@ def start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, option
         "kv_cache_memory_bytes": cpu_cache_bytes(folder, slots, max_sequence_tokens, dtype),
         "enforce_eager": True,
     }
+    # On a CPU vLLM refuses the mode and takes its calls: it pauses, wakes part by part, and its memory stays.
+    refused = set() if torch.cuda.is_available() else {"enable_sleep_mode"}
+    taken = {name: value for name, value in options.items() if name not in refused}
     arguments = {
         "model": str(folder), "skip_tokenizer_init": True, "dtype": dtype, "seed": 0, "max_num_seqs": slots,
         "max_model_len": max_sequence_tokens, "logits_processors": [DrawByRow], "logprobs_mode": "processed_logits",
@@ -180,7 +183,7 @@ def start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, option
     }  # fmt: skip
     os.environ.update(SETTINGS)
     try:
-        return LLMEngine.from_engine_args(EngineArgs(**{**arguments, **options}))
+        return LLMEngine.from_engine_args(EngineArgs(**{**arguments, **taken}))
     except (ValueError, TypeError) as error:
         raise UserError(f"rollout.engine=vllm: {' '.join(str(error).split())}") from error
 

@@ -23,7 +23,7 @@ class VllmMemory:
     """What of an engine of vLLM's is on its device."""
 
     def __init__(self, engine: Sleeper, may_leave: bool) -> None:
-        """Take charge of an engine; `may_leave` where it was started with `enable_sleep_mode`."""
+        """Take charge of an engine; `may_leave` where `enable_sleep_mode` was asked for."""
         self._engine, self._may_leave = engine, may_leave
         self._away: list[str] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ def test_an_engine_that_two_processes_divide_trains_what_one_does(workshop: Work
     assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-5) for name, tensor in expected.items())
 
 
-def test_a_run_on_vllm_needs_one_value_and_has_the_trainers_log_probs_in_every_step(workshop: Workshop) -> None:
+def test_a_run_on_vllm_has_the_trainers_log_probs_in_every_step_and_its_engine_sleeps_in_between(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     torch.manual_seed(0)
     # the narrowest heads that vLLM computes with on a CPU
     config = Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True)
@@ -71,12 +75,17 @@ def test_a_run_on_vllm_needs_one_value_and_has_the_trainers_log_probs_in_every_s
     python = vllm_python()
     own: dict[str, Any] = {"python": str(python)} if python else {}
     settings = {"model": str(workshop.folder / "wide"), "trainer": TRAINER, "algorithm": {"old": "recompute"}}
-    run = workshop.run("vllm", **settings, rollout={"engine": "vllm", **own})
+    run = workshop.run("vllm", **settings, rollout={"engine": "vllm", "vllm": {"enable_sleep_mode": True}, **own})
+    said = "".join(capfd.readouterr())
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["actor/grad_norm"] > 0 for line in lines)
     assert max(gaps_of(run, 3)) < 1e-5
-    assert recorded(run, 3)["version"].unique().tolist() == [2]
+    assert [recorded(run, step)["version"].unique().tolist() for step in (1, 2, 3)] == [[0], [1], [2]]
+    # vLLM's own words: asleep once rows are generated, its weights awake for the next ones, its caches for the next rows.
+    waking = re.findall(r"seconds to (fall asleep|wake up tags \['weights'\]|wake up tags \['kv_cache'\])", said)
+    step = ["fall asleep", "wake up tags ['weights']", "wake up tags ['kv_cache']"]
+    assert waking == (3 * step)[:-1]
     assert tokens_of(run, 1) == tokens_of(workshop.run("embedded", **settings), 1), "the row decides, not the engine"
 
 
