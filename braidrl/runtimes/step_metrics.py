@@ -160,17 +160,15 @@ def summary(metrics: Mapping[str, float | int | None]) -> str:
 
 
 def device_parts(metrics: Mapping[str, float | int | None]) -> list[str]:
-    """Return what the terminal shows of devices: shares of their rates, the most memory of any stage, seconds of weight updates."""
-    known = {name: value for name, value in metrics.items() if value is not None}
-    parts = [
-        f"{name.removeprefix(prefix)} {known[name]:.1%} of {what}"
-        for prefix, what in (("utilisation/operations/", "peak"), ("utilisation/bandwidth/", "bandwidth"))
-        for name in known if name.startswith(prefix)
-    ]  # fmt: skip
-    if taken := [value for name, value in known.items() if name.startswith("memory/")]:
+    """Return what the terminal shows of devices: utilisation of the best stage, the most memory of any, seconds of weight updates."""
+    parts = []
+    for label, prefix in (("MFU", "utilisation/operations/"), ("bandwidth", "utilisation/bandwidth/")):
+        if found := [value for name, value in metrics.items() if name.startswith(prefix) and value is not None]:
+            parts.append(f"{label} {max(found):.0%}")
+    if taken := [value for name, value in metrics.items() if name.startswith("memory/") and value is not None]:
         parts.append(f"memory {max(taken) / GIB:.2f} GiB")
-    updates = [name for name in known if name.endswith("/update_seconds")]
-    return parts + [f"{name.split('/')[1]} weights {known[name]:.2f} s" for name in updates]
+    updates = [value for name, value in metrics.items() if name.endswith("/update_seconds") and value is not None]
+    return [*parts, f"weights {sum(updates):.2f} s"] if updates else parts
 
 
 class GapWatch:

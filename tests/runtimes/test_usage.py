@@ -106,5 +106,5 @@ def test_the_terminal_shows_shares_the_most_memory_and_the_seconds_of_weight_upd
         "step": 3, "utilisation/operations/actor.update": 0.4321, BANDWIDTH: 0.5, "weights/actor/update_seconds": 0.25,
         "memory/actor.update/allocated_max": 1 << 30, "memory/actor.generate/reserved_max": 3 << 30,
     }  # fmt: skip
-    told = "actor.update 43.2% of peak  actor.generate 50.0% of bandwidth  memory 3.00 GiB  actor weights 0.25 s"
+    told = "MFU 43%  bandwidth 50%  memory 3.00 GiB  weights 0.25 s"
     assert summary(metrics) == f"step 3  {told}"
