@@ -1,0 +1,156 @@
+"""Streaming runs of some length: memory that stays as it is, and workers killed at random moments in each way to take new weights."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.streaming.backend import StreamingBackend
+from braidrl.transfer.queue.storage import PREFIX, shared_folder
+from tests.tiny import Workshop, recorded, sums, write_jsonl, write_model
+
+pytestmark = pytest.mark.soak
+
+WAYS = ["end", "delayed", "rolling", "interrupt"]
+KINDS = ["actor.generate", "compute", "reference"]
+STEPS, PROMPTS, SAMPLES = 12, 4, 4
+LONG, SETTLED = 200, 40
+"""Iterations of the run whose memory is watched, and after how many of them it has been through everything that there is."""
+
+
+FLOW = """flow: watched
+stages:
+- {type: generate, role: actor}
+- {type: verify, role: reward}
+- {type: select.informative_groups}
+- {type: log_probs, role: reference}
+- {type: shape.kl_penalty, params: {coef: 0.05}}
+- {type: advantage.reinforce_plus_plus}
+- {type: update, role: actor, params: {loss: {name: clip}, old: rollout}}
+"""
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    folder = tmp_path_factory.mktemp("long")
+    return Workshop(folder, write_model(folder / "model", "qwen2"), write_jsonl(folder / "train.jsonl", sums(64)))
+
+
+def run_of(workshop: Workshop, name: str, weights: str, steps: int = STEPS, tokens: int = 40) -> TrainingRun:
+    """A flow that selects and has a reference, with one version of staleness and two engines."""
+    (workshop.folder / "watched.yaml").write_text(FLOW)
+    sections: dict[str, Any] = {
+        "flow": str(workshop.folder / "watched.yaml"), "runtime": "streaming",
+        "rollout": {"max_response_tokens": tokens, "samples_per_prompt": SAMPLES},
+        # A model that learns would soon have no group left to select.
+        "trainer": {
+            "steps": steps, "prompts_per_step": PROMPTS, "rows_per_update": 8, "max_staleness": 1, "learning_rate": 1e-6,
+        },
+        "streaming": {"weights": weights, "workers": {"actor.generate": 2}},
+    }  # fmt: skip
+    return TrainingRun(workshop.config(name, **sections))
+
+
+class Watched:
+    """Bytes and segments that a run has in shared memory, the most of each iteration."""
+
+    def __init__(self, backend: StreamingBackend) -> None:
+        self.backend, self.most = backend, dict[int, tuple[int, int]]()
+        self.pattern = f"{PREFIX}{backend.control.data.segments.run}-*"
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._watch)
+        self.thread.start()
+
+    def _watch(self) -> None:
+        while not self.ended.wait(0.005):
+            iteration, sizes = self.backend.stream.schedule.published, list[int]()
+            for path in shared_folder().glob(self.pattern):
+                with suppress(FileNotFoundError):
+                    sizes.append(path.stat().st_size)
+            before = self.most.get(iteration, (0, 0))
+            self.most[iteration] = max(before[0], sum(sizes)), max(before[1], len(sizes))
+
+    def end(self) -> None:
+        self.ended.set()
+        self.thread.join()
+
+    def largest(self, iterations: range) -> tuple[int, int]:
+        """Bytes, and segments."""
+        seen = [self.most[n] for n in iterations if n in self.most]
+        return max(size for size, _ in seen), max(count for _, count in seen)
+
+
+@pytest.mark.parametrize("weights", ["end", "interrupt"])
+def test_shared_memory_is_flat_over_two_hundred_iterations(workshop: Workshop, weights: str) -> None:
+    with run_of(workshop, f"flat-{weights}", weights, LONG, tokens=8) as run:
+        assert isinstance(run.backend, StreamingBackend)
+        watched = Watched(run.backend)
+        try:
+            run.train()
+        finally:
+            watched.end()
+    assert len(read_metrics(run.folder)) == LONG
+    early, late = watched.largest(range(SETTLED, LONG // 2)), watched.largest(range(LONG // 2, LONG + 1))
+    print(f"{weights}: (bytes, segments) at most {early} up to iteration {LONG // 2}, {late} after it")
+    # One segment more for each iteration would be twice as many.
+    assert late[0] < 1.3 * early[0] and late[1] < 1.3 * early[1]
+
+
+class Killer(threading.Thread):
+    """Kills a worker of each kind, in an order and at moments that a seed draws, whatever it does then."""
+
+    def __init__(self, backend: StreamingBackend, seed: int) -> None:
+        super().__init__(daemon=True)
+        self.backend, self.chance, self.killed = backend, random.Random(seed), list[str]()
+        self.kinds = self.chance.sample(KINDS, len(KINDS))
+
+    def run(self) -> None:
+        for number, kind in enumerate(self.kinds):
+            while self.backend.stream.schedule.published < 1 + 3 * number:
+                time.sleep(0.001)
+            time.sleep(self.chance.uniform(0, 0.3))
+            victims = [member for member in self.backend.processes.members if member.group.name == kind]
+            if victims:
+                os.kill(self.chance.choice(victims).process.pid, signal.SIGKILL)
+                self.killed.append(kind)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("weights", WAYS)
+def test_whichever_workers_are_killed_every_row_is_trained_once_or_counted(
+    workshop: Workshop, weights: str, seed: int
+) -> None:
+    with run_of(workshop, f"killed-{weights}-{seed}", weights) as run:
+        assert isinstance(run.backend, StreamingBackend)
+        killer = Killer(run.backend, seed)
+        killer.start()
+        run.train()
+        killer.join()
+        sampling, seen = run.backend.stream.schedule.sampling, run.backend.stream.schedule.max_staleness_seen
+        assert sum(member.starts for member in run.backend.processes.members) >= len(KINDS) - 1
+    assert sorted(killer.killed) == sorted(KINDS)
+    check_account(run.folder, sampling.admitted + 1, {*sampling.pending, *sampling.verdicts, *sampling.waiting})
+    assert seen <= 1
+
+
+def check_account(folder: Path, admitted: int, ahead: set[int]) -> None:
+    """Every group was trained once with all of its rows, was dropped and counted, or is ahead of the last batch."""
+    lines = read_metrics(folder)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    uids = [uid for step in range(1, STEPS + 1) for uid in recorded(folder, step).uids()]
+    assert len(uids) == len(set(uids)) == STEPS * PROMPTS * SAMPLES
+    trained = {uid[1] for uid in uids}
+    assert len(trained) == STEPS * PROMPTS and not trained & ahead
+    dropped = sum(count for line in lines for name, count in line.items() if name.startswith("groups/dropped/"))
+    assert len(trained) + dropped + len(ahead) == admitted
+    assert max(line["staleness/max"] for line in lines) <= 1
