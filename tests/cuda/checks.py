@@ -62,7 +62,7 @@ def run(folder: Path, output: Path, flow: str = "grpo", **changes: Any) -> dict[
     """Train one step, unless said otherwise; the last line of its metrics."""
     usual = {
         "device": "cuda", "dtype": "bfloat16", "output": str(output), "trainer__steps": 1, "trainer__prompts_per_step": 2,
-        "rollout__max_response_tokens": 2, "rollout__compile": False, "trainer__checkpoint_async": True,
+        "rollout__max_response_tokens": 2, "rollout__compile": False, "trainer__checkpoint_async": True, "reward__processes": 0,
     }  # fmt: skip
     return read_metrics(train(make_config(folder, flow, **{**usual, **placed(folder, changes)})))[-1]
 

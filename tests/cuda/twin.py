@@ -70,11 +70,20 @@ class CudaTwin(TorchDispatchMode):
         self.operations: list[tuple[Any, Any, Any, Any]] | None = None
         self._storages: dict[int, torch.UntypedStorage] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: dynamo need not be imported, which takes seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         kwargs = dict(kwargs or {})
         kwargs.pop("pin_memory", None)
         device = kwargs.get("device")
         wanted = None if device is None else torch.device(device).type
+        if FakeTensor not in types and wanted is None and func is not aten.copy_.default:
+            return func(*args, **kwargs)
         fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
         if not fakes and wanted != "cuda":
             return func(*args, **kwargs)
@@ -86,7 +95,7 @@ class CudaTwin(TorchDispatchMode):
             return made
         self._check(func, args)
         try:
-            made = self.fake.__torch_dispatch__(func, types, args, kwargs)
+            made = self.fake.dispatch(func, types, args, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             self._wait(func)
             made = None
