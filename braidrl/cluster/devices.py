@@ -50,6 +50,11 @@ def device_memory(name: str) -> int | None:
     return int(torch.cuda.get_device_properties(0).total_memory) if device_count(name) else None
 
 
+def free_memory(name: str) -> int | None:
+    """Return the bytes of this process's CUDA device that nobody has, or None as for `device_memory`."""
+    return int(torch.cuda.mem_get_info()[0]) if device_count(name) else None
+
+
 def devices_each(pools: Sequence[Pool], available: int, where: str) -> dict[str, int]:
     """Return how many devices a process of each pool gets, its engines' included.
 

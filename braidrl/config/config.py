@@ -178,8 +178,8 @@ class RolloutConfig(Section):
     """A response ends where one of these texts appears."""
     stop_token_ids: list[int] = []
     """Token ids that end a response, besides the tokenizer's end of sequence."""
-    slots: int = Field(64, ge=1)
-    """Rows that the embedded engine decodes at once."""
+    slots: int | None = Field(None, ge=1)
+    """Rows that an engine decodes at once; by default as many as a CUDA device has room for, no more than a step has, and 64 on a CPU."""
     dtype: DType | None = None
     """Type of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
     compile: bool = True

@@ -34,8 +34,9 @@ class TrainerConfig(Section):
     """Rows of one optimizer step; by default the whole batch."""
     epochs: int = Field(1, ge=1)
     """Passes over a batch."""
-    max_tokens_per_device: int = Field(8192, ge=1)
-    """Tokens of a micro-batch; the only dial for memory, without effect on the result."""
+    max_tokens_per_device: int | None = Field(None, ge=1)
+    """Tokens of a micro-batch; the only dial for memory, without effect on the result. By default as many as a CUDA device has room for,
+    and 8192 on a CPU."""
     backend: str = "torch"
     """What trains and infers: `torch`, which has layouts, adapters and offloading, or `module:name` or `file.py:name` of your own."""
     optimizer: str = "adamw"

@@ -12,6 +12,8 @@ from braidrl.models.loading import load_tokenizer
 from braidrl.models.parallel.layout import ParallelLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+USUAL_SLOTS, USUAL_TOKENS = 64, 8192
+"""Rows decoded at once and tokens of a micro-batch where neither the user nor the device's memory has said how many."""
 HIGHEST_USUAL_RATE = 0.01
 """Of AdamW on all weights; adapters want about ten times as much."""
 
@@ -80,7 +82,17 @@ def merges_adapters(lora: LoraConfig | None, config: Config) -> bool:
 
 def max_tokens_of(role: str, config: Config) -> int:
     """Return the most tokens of a micro-batch of a role: as it says itself, or as the run's roles do."""
-    return own_settings(role, config).max_tokens_per_device or config.trainer.max_tokens_per_device
+    return own_settings(role, config).max_tokens_per_device or usual_max_tokens(config)
+
+
+def usual_max_tokens(config: Config) -> int:
+    """Return the most tokens of a micro-batch of a role that does not say itself how many."""
+    return config.trainer.max_tokens_per_device or USUAL_TOKENS
+
+
+def slots_of(config: Config) -> int:
+    """Return how many rows an engine decodes at once."""
+    return config.rollout.slots or USUAL_SLOTS
 
 
 def checkpoints_activations(role: str, config: Config) -> bool:

@@ -31,10 +31,11 @@ from braidrl.models.role_settings import (
     max_tokens_of,
     merges_adapters,
     model_path,
+    slots_of,
 )
 from braidrl.placement.residency import Asset
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 ENGINE, CACHE, INFERENCE = "weights of the engine", "keys and values", "weights to infer with"
 PART_OF = {"weights": "weights", ENGINE: "engine", CACHE: "engine", INFERENCE: "inference"}
 shape_of = cache(model_shape)
@@ -162,7 +163,7 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
             decoder.dtype != dtype or merges_adapters(lora, config) or not layout.is_replicated or decoding_ranks > 1
         )
         own_weights = differs and not use.apart
-        engine = EngineUse(decoder, rollout.slots, config.max_sequence_tokens, decoding_ranks, own_weights)
+        engine = EngineUse(decoder, slots_of(config), config.max_sequence_tokens, decoding_ranks, own_weights)
     computes = not use.apart and any(
         stage.role == role and stage.kind in (Kind.INFER, Kind.TRAIN) for stage in flow.stages
     )
@@ -201,3 +202,8 @@ def assets(role: str, resident: dict[str, int]) -> dict[Asset, int]:
 def asleep(role: str, resident: dict[str, int]) -> dict[Asset, int]:
     """Return what a role's engine takes while it sleeps: its own weights, without keys and values."""
     return {asset: size for asset, size in assets(role, {**resident, CACHE: 0}).items() if asset.part == "engine"}
+
+
+def in_units(size: int) -> str:
+    """Return the bytes as people say them."""
+    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"

@@ -25,9 +25,9 @@ from braidrl.runtimes.distributed.launch import in_ranks
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
 from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 from braidrl.runtimes.prepare.checks import rows_may_be_stale, without_effect
-from braidrl.runtimes.prepare.dry_run import check_engine_memory
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
+from braidrl.runtimes.prepare.sizes import check_engine_memory, memory_to_take, with_fitting_sizes
 from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint, resume_point
 from braidrl.runtimes.saving.folders import held_alone, new_run_folder, unused_folder, write_config
 from braidrl.runtimes.saving.row_store import Recording, Surplus
@@ -54,11 +54,13 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
         `world` are the ranks that run this together, each in a TrainingRun of its own; what is written once, the first one writes.
         """
-        self.config, self.replay, self.rollout_only = config, replay, rollout_only
+        self.replay, self.rollout_only = replay, rollout_only
         if replay is not None:
             check_recorded(replay, config.trainer.steps, rollout_only)
         self.world = world or World()
-        self.prepared = prepare_together(config, self.world)
+        prepared = prepare_together(config, self.world)
+        self.prepared, self.chosen = with_fitting_sizes(prepared, memory_to_take(config))
+        self.config = config = self.prepared.config
         self.flow = self.prepared.flow
         check_runtime(config, self.flow, generates=replay is None, trains=not rollout_only)
         if not rollout_only:
@@ -94,7 +96,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         """Return the terminal, which begins with the run's folder, settings without effect, and the data."""
         progress = Progress(self.config.trainer.steps) if self.world.first else silent_progress()
         reports = [source.report() for source in self.prepared.sources]
-        for line in [str(self.folder), *without_effect(self.config), *unusual_rates(self.config, self.flow), *reports]:
+        said = [*self.chosen, *without_effect(self.config), *unusual_rates(self.config, self.flow), *reports]
+        for line in [str(self.folder), *said]:
             progress.print(line)
         return progress
 

@@ -34,6 +34,7 @@ from braidrl.runtimes.distributed.launch import joined_world
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.flow import resolve
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
+from braidrl.runtimes.prepare.sizes import memory_to_take, with_fitting_sizes
 from braidrl.runtimes.start import RunContext, start_backend
 
 Table = Any
@@ -57,10 +58,13 @@ class Session(AbstractContextManager["Session"]):
             raise UserError("a session is one loop, and runtime=streaming has one for each stage; write runtime=hybrid")
         self.joined = joined_world(config) if config.runtime == "distributed" and world is None else None
         self.world = world or self.joined or World()
-        self.config = config = with_fetched(config)
-        self.prepared = prepare_together(config, self.world)
+        config = with_fetched(config)
+        self.prepared, chosen = with_fitting_sizes(prepare_together(config, self.world), memory_to_take(config))
+        self.config = config = self.prepared.config
         set_up_torch(config)
         self.progress = Progress() if self.world.first else silent_progress()
+        for line in chosen:
+            self.progress.print(line)
         self.backend = start_backend(RunContext(self.prepared, self.progress, world=self.world))
         self.controller = SerialController(config, self.prepared.flow, self.backend)
         self.iteration = self.version = 0

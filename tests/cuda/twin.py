@@ -35,6 +35,7 @@ from tests.cuda.attention import varlen_backward, varlen_forward
 
 aten = torch.ops.aten
 PACKAGE = f"{Path(braidrl.__file__).parent}/"
+MEMORY = 1 << 30
 HALF = (torch.bfloat16, torch.float16)
 KERNELS = {
     torch.ops.torch_attn._varlen_attn.default: varlen_forward,
@@ -207,6 +208,7 @@ def cuda_twin() -> Iterator[CudaTwin]:
         "stream": on_stream, "CUDAGraph": _Graph, "graph": record, "synchronize": lambda: None,
         "device_count": lambda: 1, "_lazy_init": lambda: None, "get_device_name": lambda: "NVIDIA A100-SXM4-80GB",
         "reset_peak_memory_stats": lambda: None, "max_memory_allocated": lambda: 3 << 20, "max_memory_reserved": lambda: 5 << 20,
+        "mem_get_info": lambda: (MEMORY, MEMORY), "get_device_properties": lambda number: mock.MagicMock(total_memory=MEMORY),
     }  # fmt: skip
     known = torch._C.StorageBase.device  # type: ignore[attr-defined]
 

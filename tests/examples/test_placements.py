@@ -9,7 +9,7 @@ import pytest
 
 from braidrl.config import load_config
 from braidrl.config.config import Config
-from braidrl.runtimes.prepare.dry_run import device_groups
+from braidrl.runtimes.prepare.devices import device_groups
 from braidrl.runtimes.prepare.setup import prepare
 from braidrl.runtimes.run import TrainingRun
 from tests.invariants.traces import Step, assert_same, trace

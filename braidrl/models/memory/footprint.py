@@ -199,7 +199,7 @@ def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
         setattr(config, name, getattr(config, name) // tensor)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
+        config.layer_types = (list(config.layer_types) * layers)[:layers]
     model = on_meta(config, shape.dtype)
     if tensor > 1:
         divide_tokens(model, tensor)

@@ -12,6 +12,7 @@ from typing import Literal
 
 from braidrl.flow import Kind
 from braidrl.models.parallel.layout import ParallelLayout
+from braidrl.models.role_settings import slots_of, usual_max_tokens
 from braidrl.placement.memory import CACHE, ENGINE, Deployment, EngineUse, assets, role_memory
 from braidrl.placement.plan.devices import USABLE, NodeGroup
 from braidrl.placement.plan.layouts import activations, divisors, layouts
@@ -158,9 +159,7 @@ class Choices:
 
     def _engines_alone(self, model: Model, group: NodeGroup, devices: int) -> Iterator[Deployment]:
         """Engines on devices of their own, with weights of their own."""
-        use = self.problem.use(
-            model.role, ParallelLayout(data=devices), self.problem.config.trainer.max_tokens_per_device
-        )
+        use = self.problem.use(model.role, ParallelLayout(data=devices), usual_max_tokens(self.problem.config))
         use = replace(use, shape=model.plain, trained=False)
         for engine in self.engines(model, group, devices, own_weights=self.laid_out):
             whole = replace(engine, shape=replace(model.plain, dtype=engine.shape.dtype))
@@ -173,14 +172,14 @@ class Choices:
 
     def _tokens(self) -> list[int]:
         """Tokens of a micro-batch: the configuration's, four times as many, or no more than the longest row has."""
-        given, longest = self.problem.config.trainer.max_tokens_per_device, self.problem.config.max_sequence_tokens
+        given, longest = usual_max_tokens(self.problem.config), self.problem.config.max_sequence_tokens
         return sorted({longest, max(longest, given), max(longest, given * 4)})
 
     def _slots(self, engines: int) -> list[int]:
         """Slots of an engine: the configuration's, or as many as it has rows for at a time."""
         rows = math.ceil(self.problem.rows * self.problem.lengths.generated / max(1, engines))
         enough = -(-rows // 16) * 16
-        return sorted({min(self.problem.config.rollout.slots, enough), enough, max(16, enough // 4)})
+        return sorted({min(slots_of(self.problem.config), enough), enough, max(16, enough // 4)})
 
     def _engine_ranks(self, model: Model, group: NodeGroup, devices: int) -> list[int]:
         if not self.laid_out:

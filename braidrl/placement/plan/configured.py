@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from braidrl.flow import Kind, Stage
 from braidrl.models.parallel.layout import ParallelLayout
-from braidrl.models.role_settings import checkpoints_activations, layout_of, max_tokens_of
+from braidrl.models.role_settings import checkpoints_activations, layout_of, max_tokens_of, slots_of
 from braidrl.placement.memory import Deployment, at_once, role_memory
 from braidrl.placement.plan.choices import Choice
 from braidrl.placement.plan.problem import Problem
@@ -70,7 +70,7 @@ def deployment(problem: Problem, stage: Stage, devices: int) -> Deployment:
     use = problem.use(role, layout, max_tokens_of(role, config), checkpoints_activations(role, config))
     if stage.kind is not Kind.GENERATE:
         return use
-    engine = problem.engine(problem.models[role], config.rollout.slots, config.rollout.tensor, not layout.is_replicated)
+    engine = problem.engine(problem.models[role], slots_of(config), config.rollout.tensor, not layout.is_replicated)
     return replace(use, engine=engine)
 
 

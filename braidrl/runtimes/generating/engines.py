@@ -26,7 +26,7 @@ from braidrl.models.parallel.decoding import Slices, join_generation_groups, loa
 from braidrl.models.parallel.generation import GenerationLayout
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.parallel.replicated import DataParallel
-from braidrl.models.role_settings import DTYPES, dtype_of, layout_of, model_path
+from braidrl.models.role_settings import DTYPES, dtype_of, layout_of, model_path, slots_of
 from braidrl.models.roles.base import RoleWorker
 from braidrl.models.weights.mirror import LayoutCopy, local_weight_parts
 from braidrl.models.weights.phases import GenerationWeights
@@ -132,7 +132,7 @@ def start_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokeniz
     own_dtype = dtype or dtype_of(worker.role, config)
     model = worker.shared_model or load_decoder(spec.model, own_dtype, spec.device).requires_grad_(False).eval()
     engine = EmbeddedEngine(
-        model, tokenizer, rollout.slots, spec.max_sequence_tokens, config.seed, dtype=dtype, compile=rollout.compile
+        model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, dtype=dtype, compile=rollout.compile
     )
     return engine, engine.publish if worker.shared_model else into_copy(worker, engine)
 
@@ -145,7 +145,7 @@ def engine_spec(role: str, config: Config) -> EngineSpec:
     processes = max(1, engine_processes(config)) * rollout.tensor
     options = {"embedded": {"compile": rollout.compile}, "vllm": rollout.vllm}
     return EngineSpec(
-        rollout.engine, str(path), rollout.slots, longest, config.seed, str(dtype).removeprefix("torch."),
+        rollout.engine, str(path), slots_of(config), longest, config.seed, str(dtype).removeprefix("torch."),
         choose_device(config.device).type, default_threads(processes), rollout.tensor, config.cluster.wait_limit_s,
         options.get(rollout.engine, rollout.engine_settings),
     )  # fmt: skip
@@ -230,7 +230,7 @@ def reach_servers(worker: Generated, config: Config, tokenizer: PreTrainedTokeni
     store = SharedWeights if sent else partial(WeightFolder, within=rollout.servers.folder)
     sending = BroadcastSettings(device, rollout.check_weights) if sent else None
     spec = ServerSpec(
-        tokenizer, end_ids_of(model, tokenizer), shapes_of(model), rollout.slots, longest, config.seed, store,
+        tokenizer, end_ids_of(model, tokenizer), shapes_of(model), slots_of(config), longest, config.seed, store,
     )  # fmt: skip
     limit_s, dialect = config.cluster.wait_limit_s, DIALECTS[rollout.servers.dialect]
     engines = [HttpEngine(GenerationServer(url, dialect, limit_s, sending), spec) for url in urls]

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from braidrl.cluster.cores import follow_load
+from braidrl.cluster.devices import device_memory
 from braidrl.cluster.process import CHOSEN_BY_BRAID
 from braidrl.cluster.world import World
 from braidrl.config import Config, SourceConfig, VerifierConfig
@@ -22,7 +23,7 @@ from braidrl.errors import LostPeers, UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.readiness import serial_chain
 from braidrl.models.loading import check_model, check_scorer, load_tokenizer
-from braidrl.models.role_settings import backend_of, model_path, own_tokenizer
+from braidrl.models.role_settings import backend_of, model_path, own_tokenizer, usual_max_tokens
 from braidrl.placement.pools import check_copies, check_exchange, place
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rewards.verify import RuleRewards
@@ -264,7 +265,9 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
     if any("environment" in stage.params for stage in flow.stages):
         # where none is set, generation ends a sequence at the model's own limit
         trained = max(trained, config.rollout.max_sequence_tokens or 0)
-    limits = {"trainer": config.trainer.max_tokens_per_device}
+    # Where the device's memory decides, no row is longer.
+    decided = config.trainer.max_tokens_per_device is None and device_memory(config.device) is not None
+    limits = {"trainer": trained if decided else usual_max_tokens(config)}
     limits |= {f"roles.{r}": own.max_tokens_per_device or trained for r, own in config.roles.items()}
     for section, limit in limits.items():
         if trained > limit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from rich.console import Console
 from transformers import Qwen2Config
 
 from braidrl.cli import app
-from braidrl.config import load_config
+from braidrl.config import Config, load_config
 from braidrl.errors import UserError
 from braidrl.placement.memory import RoleUse, peak
 from braidrl.runtimes.prepare.dry_run import dry_run
@@ -201,24 +202,74 @@ def test_what_a_model_of_7b_takes_of_a_device_of_24_gib_with_fewer_bits_and_with
     assert "AdamW moments" in shown.getvalue() and "keys and values" in shown.getvalue()
 
 
-def test_a_vllm_that_asks_for_what_training_takes_is_refused(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, float], None]:
+    """Invents so many CUDA devices with so many GiB each."""
+
+    def invent(count: int, gib: float) -> None:
+        about = SimpleNamespace(total_memory=int(gib * 2**30))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: about)
+
+    return invent
+
+
+def chosen(config: Config) -> str:
+    shown = StringIO()
+    dry_run(config, Console(file=shown, width=200))
+    return "\n".join(line for line in shown.getvalue().splitlines() if line.startswith("chosen for"))
+
+
+@pytest.mark.parametrize(
+    ("gib", "rollout", "trainer", "said"),
+    [
+        (80, {}, {}, "rollout.slots=688, trainer.max_tokens_per_device=65536"),
+        (24, {}, {}, "rollout.slots=80, trainer.max_tokens_per_device=15360"),
+        (80, {"slots": 5}, {}, "trainer.max_tokens_per_device=65536"),
+        (80, {}, {"max_tokens_per_device": 7000}, "rollout.slots=688"),
+        (80, {"slots": 5}, {"max_tokens_per_device": 7000}, ""),
+        (
+            80, {"engine": "vllm"}, {},
+            "rollout.slots=256, trainer.max_tokens_per_device=50176, rollout.vllm.gpu_memory_utilization=0.44",
+        ),
+    ],
+)  # fmt: skip
+def test_slots_and_tokens_are_chosen_by_the_memory_of_the_device(
+    workshop: Workshop, device: Any, gib: int, rollout: dict[str, Any], trainer: dict[str, Any], said: str
 ) -> None:
+    device(1, gib)
+    config = workshop.config(
+        flow="dapo", model=str(write_qwen(workshop.folder, "7b")), device="cuda", dtype="bfloat16",
+        data={"max_prompt_tokens": 512}, rollout={"max_response_tokens": 1024, "samples_per_prompt": 16, "slots": None, **rollout},
+        trainer={"prompts_per_step": 64, "lora": {}, "activation_checkpointing": True, **trainer},
+    )  # fmt: skip
+    assert chosen(config).partition(": ")[2] == said
+
+
+def test_rows_longer_than_usual_need_no_setting_where_memory_decides(workshop: Workshop, device: Any) -> None:
+    model = str(write_qwen(workshop.folder, "0.5b"))
+    config = workshop.config(model=model, device="cuda", rollout={"max_response_tokens": 9000})
+    with pytest.raises(UserError, match="max_tokens_per_device=8192 is the most"):
+        dry_run(config, Console(file=StringIO()))
+    device(1, 24)
+    assert "trainer.max_tokens_per_device=" in chosen(config)
+
+
+def test_a_vllm_that_asks_for_what_training_takes_is_refused(workshop: Workshop, device: Any) -> None:
     def asking(devices: int, mib: int, **rollout: Any) -> None:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-        monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=mib * 2**20)
-        )
+        device(devices, mib / 1024)
         config = workshop.config(device="cuda", dtype="float32", rollout={"engine": "vllm", "vllm": rollout})
         dry_run(config, Console(file=StringIO()))
 
-    with pytest.raises(
-        UserError, match=r"gpu_memory_utilization=0\.9 asks for 0\.\d MiB of a device of 1\.0 MiB, and training takes"
-    ):
+    asks = r"gpu_memory_utilization=0\.9 asks for 0\.\d MiB of a device of 1\.0 MiB, and training takes"
+    with pytest.raises(UserError, match=asks):
         asking(1, 1)
     asking(2, 1)
     asking(1, 100_000)
     asking(1, 100_000, gpu_memory_utilization=0.5)
+    with pytest.raises(UserError, match=r"gpu_memory_utilization=0\.99 asks"):
+        asking(1, 100, gpu_memory_utilization=0.99)
+    asking(1, 100, gpu_memory_utilization=0.95, enable_sleep_mode=True)
 
 
 def test_a_layout_that_does_not_fit_is_refused(workshop: Workshop) -> None:
