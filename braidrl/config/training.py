@@ -64,7 +64,8 @@ class TrainerConfig(Section):
     """Rows of a group put their prompt through the model once, in inference and training, where that makes a quarter of the tokens go
     away. Log-probs and gradients are the same up to rounding."""
     compile: bool = True
-    """Norms and gated activations on a CPU by kernels compiled for it, in about a second once; by torch where there is no C compiler."""
+    """Norms and gated activations on a CPU by kernels compiled for it, in about a second once; by torch where there is no C compiler. On
+    CUDA these, rotary embeddings and log-probs by Triton kernels: liger-kernel's where it is installed, else those of torch.compile."""
     layout: ParallelLayout = ParallelLayout()
     """How each role lies on the devices of `runtime: distributed`, or on those of its pool under `hybrid`; by default each has a copy
     of the model."""

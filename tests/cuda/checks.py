@@ -15,9 +15,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from braidrl.config import load_config
 from braidrl.errors import UserError
 from braidrl.flow.recipes import RECIPES
 from braidrl.models.compute import log_probs
+from braidrl.models.cuda import layers
+from braidrl.models.cuda.chunks import ChunkKernels, chunk_gradient, chunk_statistics
+from braidrl.models.cuda.kernels import LayerKernels, rms_norm, rotary, silu_gate
 from braidrl.models.memory.offload import OffloadableTensors, empty, occupy, storages
 from braidrl.models.roles.make import DecoderWorker
 from braidrl.observe.metrics import read_metrics
@@ -110,6 +114,31 @@ def test_numbers_are_those_of_the_cpu(folder: Path, tmp_path: Path, twin: CudaTw
         assert there[key] == pytest.approx(here[key], rel=1e-4, abs=1e-6), key
 
 
+def test_fused_layers_compute_what_torch_does(
+    folder: Path, tmp_path: Path, twin: CudaTwin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their functions before they are compiled: Triton needs the device itself."""
+    settings = {"dtype": "float32", "algorithm": {"old": "recompute"}}
+    plain = run(folder, tmp_path, **settings, name="plain")
+    called: set[str] = set()
+
+    def counted(function: Any) -> Any:
+        def compute(*given: Tensor) -> Any:
+            called.add(function.__name__)
+            return function(*given)
+
+        return compute
+
+    kernels = LayerKernels("cuda", *map(counted, (rms_norm, silu_gate, rotary)))
+    monkeypatch.setattr(layers, "layer_kernels", lambda: kernels)
+    monkeypatch.setattr(log_probs, "chunk_kernels", lambda *_: ChunkKernels(chunk_statistics, chunk_gradient))
+    fused = run(folder, tmp_path, **settings, name="fused")
+    for key in ("loss/actor", "actor/grad_norm", "actor/entropy", "reward/mean", "train/rollout_log_prob_gap"):
+        assert fused[key] == pytest.approx(plain[key], rel=1e-4, abs=1e-6), key
+    assert called == {"rms_norm", "silu_gate", "rotary"}
+    check_places(twin)
+
+
 def test_a_run_goes_on_from_a_checkpoint(folder: Path, tmp_path: Path, twin: CudaTwin) -> None:
     settings: dict[str, Any] = {
         "device": "cuda", "dtype": "bfloat16", "output": str(tmp_path), "rollout__compile": False, "name": "run",
@@ -119,6 +148,8 @@ def test_a_run_goes_on_from_a_checkpoint(folder: Path, tmp_path: Path, twin: Cud
     with TrainingRun(make_config(folder, "grpo", **settings, trainer__steps=2), resume=first) as resumed:
         resumed.train()
     assert [line["step"] for line in read_metrics(first)] == [1, 2]
+    known = load_config(first / "config.yaml")
+    assert known.trainer.max_tokens_per_device == 8192, "the rows of a step, in thousands"
     check_places(twin)
 
 

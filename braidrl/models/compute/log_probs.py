@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from braidrl.models.cpu.linear import add_weight_gradient, product
+from braidrl.models.cuda.chunks import ChunkKernels, chunk_kernels
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits held at once: 64 MiB in float32 for any vocabulary."""
@@ -25,7 +26,7 @@ CHUNK_ELEMENTS = 1 << 24
 
 def linear_log_probs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy_grad: bool = False,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int = CHUNK_ELEMENTS, compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return log_softmax(hidden @ weight.T / temperature) at `targets`, and the entropy of that distribution.
 
@@ -36,6 +37,7 @@ def linear_log_probs(
         temperature: Divides the logits.
         with_entropy_grad: Let the entropy carry a gradient, at the cost of one more pass over the logits in the backward.
         chunk_elements: Logits held at once.
+        compiled: Compute a chunk by compiled kernels where there are any for the weight's device.
 
     Returns:
         Log-probs and entropy in nats, (N,) float32 each, or float64 for float64 weights.
@@ -44,8 +46,9 @@ def linear_log_probs(
     if isinstance(weight, DTensor):
         vocabulary, weight = Vocabulary.of(weight), weight.to_local()
     parts = chunks(len(hidden), len(weight), chunk_elements)
+    kernels = chunk_kernels(weight, compiled and vocabulary.group is None)
     log_probs, entropy = _LinearLogProbs.apply(
-        hidden, weight, targets, temperature, with_entropy_grad, parts, vocabulary
+        hidden, weight, targets, temperature, with_entropy_grad, parts, vocabulary, kernels
     )
     return log_probs, entropy if with_entropy_grad else entropy.detach()
 
@@ -54,13 +57,18 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy_grad: bool,
-        parts: list[slice], vocabulary: "Vocabulary",
+        parts: list[slice], vocabulary: "Vocabulary", kernels: ChunkKernels | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype = torch.promote_types(weight.dtype, torch.float32)
         log_probs = hidden.new_empty(len(hidden), dtype=dtype)
         entropy = hidden.new_empty(len(hidden), dtype=dtype)
         log_sums = hidden.new_empty(len(hidden), dtype=dtype)
+        ctx.kernels = kernels
         for part in parts:
+            if kernels is not None:
+                found = kernels.statistics(product(hidden[part], weight), targets[part], temperature)
+                log_probs[part], log_sums[part], entropy[part] = found
+                continue
             logits = scaled_logits(hidden[part], weight, temperature, dtype)
             log_sums[part] = vocabulary.log_sum(logits.logsumexp(-1))
             log_probs[part] = vocabulary.at(targets[part], logits) - log_sums[part]
@@ -77,17 +85,22 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=ctx.dtype) if ctx.needs_input_grad[1] else None
         for part in ctx.parts:
-            logits = scaled_logits(hidden[part], weight, ctx.temperature, ctx.dtype).sub_(log_sums[part, None])
-            places, here = ctx.vocabulary.places(targets[part], logits)
-            grad = logits_grad(
-                logits, places, here, grads[0][part], grads[1][part] if ctx.with_entropy_grad else None, entropy[part]
-            )
-            grad = grad.div_(ctx.temperature).to(weight.dtype)
+            grad_entropy = grads[1][part] if ctx.with_entropy_grad else None
+            if ctx.kernels is not None:
+                grad = ctx.kernels.gradient(
+                    product(hidden[part], weight), targets[part], ctx.temperature, log_sums[part], entropy[part],
+                    grads[0][part], grad_entropy,
+                )  # fmt: skip
+            else:
+                logits = scaled_logits(hidden[part], weight, ctx.temperature, ctx.dtype).sub_(log_sums[part, None])
+                places, here = ctx.vocabulary.places(targets[part], logits)
+                grad = logits_grad(logits, places, here, grads[0][part], grad_entropy, entropy[part])
+                grad = grad.div_(ctx.temperature).to(weight.dtype)
             grad_hidden[part] = product(grad, weight.T)
             if grad_weight is not None:
                 add_weight_gradient(grad_weight, grad, hidden[part])
         grad_hidden = ctx.vocabulary.sum(grad_hidden)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 5
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
 
 
 @dataclass(frozen=True)

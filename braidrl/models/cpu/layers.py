@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from braidrl.models.compute.attention import COMPILED
+from braidrl.models.compute.swapping import ATTENTIONS, GATES, NORMS, derived, is_silu
 from braidrl.models.cpu.native.building import FLOAT, INT, LONG, POINTER, address, build, in_memory
 
 SOURCE = Path(__file__).parent / "native" / "layers.c"
@@ -22,9 +23,6 @@ ARGUMENTS: dict[str, list[Any]] = {
     "gate_forward": [POINTER] * 3 + [LONG, INT],
     "gate_backward": [POINTER] * 5 + [LONG, INT],
 }
-NORMS = {"Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm"}
-GATES = {"Qwen2MLP", "Qwen3MLP", "LlamaMLP"}
-ATTENTIONS = {"Qwen2Attention", "Qwen3Attention", "LlamaAttention"}
 PARTS = 16
 """Partial sums of a norm weight's gradient, a fixed number so that the result does not depend on the number of threads."""
 
@@ -37,18 +35,11 @@ def compile_layers(model: PreTrainedModel) -> None:
         kind: Any = type(module)
         name = kind.__name__
         if name in NORMS:
-            module.__class__ = _derived(kind, norm_of)
-        elif name in GATES and type(getattr(module, "act_fn", None)).__name__ in ("SiLUActivation", "SiLU"):
-            module.__class__ = _derived(kind, gate_of)
+            module.__class__ = derived(kind, norm_of)
+        elif name in GATES and is_silu(module):
+            module.__class__ = derived(kind, gate_of)
         elif name in ATTENTIONS:
             setattr(module, COMPILED, True)
-
-
-@cache
-def _derived(kind: Any, forward: Any) -> Any:
-    return type(
-        kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "plain_forward": kind.forward}
-    )
 
 
 def norm_of(module: Any, hidden_states: Tensor) -> Tensor:

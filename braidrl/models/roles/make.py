@@ -70,7 +70,9 @@ class DecoderWorker(RoleWorker):
         weight = self.model.get_output_embeddings().weight
         with_entropy_grad = objective is not None and objective.entropy_coef != 0
         temperature = self.config.rollout.temperature
-        log_probs, entropy = linear_log_probs(hidden, weight, packed.targets, temperature, with_entropy_grad)
+        log_probs, entropy = linear_log_probs(
+            hidden, weight, packed.targets, temperature, with_entropy_grad, compiled=self.config.trainer.compile
+        )
         return {"log_probs": log_probs, "entropy": entropy}
 
 

@@ -15,6 +15,7 @@ from braidrl.config import Config
 from braidrl.models.compute.packed import Packed
 from braidrl.models.cpu.layers import compile_layers
 from braidrl.models.cpu.malloc import keep_freed_memory
+from braidrl.models.cuda.layers import fuse_layers
 from braidrl.models.four_bit import quantize_adapted
 from braidrl.models.lora import add_adapters, train_adapters_only
 from braidrl.models.memory.offload import OffloadableTensors
@@ -36,6 +37,9 @@ from braidrl.models.role_settings import (
 )
 from braidrl.models.roles.likelihood import Likelihood
 from braidrl.models.weight_files import ParameterReader, WeightFiles
+
+FAST_LAYERS = {"cpu": compile_layers, "cuda": fuse_layers}
+"""By kind of device, what makes a model compute with faster kernels than torch's, where there are any."""
 
 
 class RoleModel(ABC):
@@ -62,8 +66,8 @@ class RoleModel(ABC):
             if self.lora.base_dtype:
                 quantize_adapted(self.model)
         self.shapes = shapes_of(self.model)
-        if config.trainer.compile and self.device.type == "cpu":
-            compile_layers(self.model)
+        if config.trainer.compile:
+            FAST_LAYERS[self.device.type](self.model)
         predict = self.predict if self.ranks.has_predictions else self.pipeline_output
         self.compute = self.ranks.parallelize(self.model, predict, ParameterReader(self.path, self.model))
         # Only now: a model that ranks divide may be too large for one device.
