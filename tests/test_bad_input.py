@@ -84,6 +84,7 @@ CONFIGURATION = {
     "trainer.backend=torhc": r"no training backend is called 'torhc'. Did you mean 'torch'[?] Your own is written module:name",
     "roles.actor.backend=torch:nothing": r"torch has no function 'nothing'",
     "trainer={backend: torch:compile, lora: {}}": r"trainer.lora needs the backend torch, and actor has torch:compile; remove it, or write",
+    "rollout.weights=handles": r"has engines map the trainer's tensors, and no engine process starts; write rollout.engines=1, or remove",
     "rollout.environment=countdown": r"no environment is called 'countdown'. Your own is written module:name",
     "trackers=tensorbord": r"no tracker is called 'tensorbord'. Did you mean 'tensorboard'[?] Your own is written module:name",
     "trackers={name: tensorboard, params: {project: x}}": r"tracker 'tensorboard' has no setting 'project'",

@@ -17,7 +17,13 @@ from benchmarks.gpu import models
 from benchmarks.gpu.models import Shape
 from braidrl.algorithms.random import uniform
 from braidrl.cluster.groups import join_group
+from braidrl.models.cuda import kernels
+from braidrl.models.cuda.kernels import LayerKernels
+from braidrl.models.cuda.layers import use_kernels
+from braidrl.models.objective import Objective
+from braidrl.observe.metrics import Sums
 from braidrl.rollout.requests import Response
+from braidrl.rollout.weights.handles import LiveWeights, MappedWeights
 
 CURVE_STEPS = 30
 
@@ -66,6 +72,36 @@ def bfloat16(place: Place) -> dict[str, Any]:
     gap = models.worker(place.model, place.device, "bfloat16").forward("log_probs", place.rows).values - wanted
     assert gap.abs().mean() < 0.02 and gap.mean().abs() < 0.005, (gap.abs().mean(), gap.mean())
     return {"mean_gap": float(gap.abs().mean()), "mean": float(gap.mean())}
+
+
+def fused(place: Place) -> dict[str, Any]:
+    """Norms, gated activations, rotary embeddings and log-probs by each way to fuse them are those of torch, in float32.
+
+    On a CPU the functions are computed before they are compiled.
+    """
+    wanted, found = _outputs(place, None), {}
+    for name, made in _ways_to_fuse(place.device).items():
+        pairs = zip(_outputs(place, made), wanted, strict=True)
+        found[name] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+        assert found[name] < 1e-4, (name, found)
+    return found
+
+
+def _ways_to_fuse(device: str) -> dict[str, LayerKernels]:
+    if device == "cpu":
+        return {"before compiling": LayerKernels("cpu", kernels.rms_norm, kernels.silu_gate, kernels.rotary)}
+    return {name: make() for name, make in kernels.KERNELS.items() if name != "liger" or not lacking((kernels.LIGER,))}
+
+
+def _outputs(place: Place, made: LayerKernels | None) -> list[Tensor]:
+    """Log-probs of the rows, and the sum of each parameter's gradient, with fused kernels or with torch's operations."""
+    role = models.worker(place.model, place.device, "float32", compile=made is not None)
+    if made is not None:
+        use_kernels(role.model, made)
+    values = role.forward("log_probs", place.rows).values
+    role.forward_backward(Objective.of("actor", {"loss": "sft", "aggregate": "token-mean"}), place.rows, Sums())
+    assert role.optimizer is not None
+    return [values, *(gradient for gradient in role.optimizer.collecting if gradient is not None)]
 
 
 def decoding(place: Place) -> dict[str, Any]:
@@ -151,32 +187,39 @@ def one_rank(place: Place) -> dict[str, Any]:
 
 
 def two_processes(place: Place) -> dict[str, Any]:
-    """Another process writes into a tensor of this one: on CUDA by IPC, on one device."""
+    """Another process of the same device takes two versions of the weights by handles: on CUDA by IPC."""
     context = multiprocessing.get_context("spawn")
     there, back = context.Queue(), context.Queue()
-    tensor = torch.arange(4.0, device=place.device)
-    tensor = tensor if place.device == "cuda" else tensor.share_memory_()
-    child = context.Process(target=double, args=(there, back))
+    role = models.worker(place.model, place.device, "bfloat16")
+    weights = LiveWeights(role.model.state_dict())
+    child = context.Process(target=sum_mapped, args=(there, back))
     child.start()
-    there.put(tensor)
-    assert back.get(timeout=120)
+    for version in (1.0, 2.0):
+        with torch.no_grad():
+            for parameter in role.model.parameters():
+                parameter.mul_(version)
+        wanted = {name: float(tensor.double().sum()) for name, tensor in weights.tensors()}
+        with weights.handles() as handles:
+            there.put(handles)
+            assert back.get(timeout=120) == wanted
+    there.put(None)
     child.join(60)
-    assert tensor.tolist() == [0.0, 2.0, 4.0, 6.0] and child.exitcode == 0
-    return {"shared": place.device}
+    assert child.exitcode == 0
+    return {"shared": place.device, "tensors": len(wanted)}
 
 
-def double(there: Any, back: Any) -> None:
-    """Of the other process: doubles what it is sent."""
-    tensor: Tensor = there.get()
-    tensor.mul_(2)
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
-    del tensor
-    back.put(True)
+def sum_mapped(there: Any, back: Any) -> None:
+    """Of the other process: says the sum of each tensor that it is given a handle of."""
+    while (handles := there.get()) is not None:
+        weights = MappedWeights(handles)
+        found = {name: float(tensor.double().sum()) for name, tensor in weights.tensors()}
+        weights.finish()
+        back.put(found)
 
 
 CHECKS: dict[str, tuple[Callable[[Place], dict[str, Any]], tuple[str, ...]]] = {
     "random numbers": (random_numbers, ()), "float32": (float32, ()), "bfloat16": (bfloat16, ()),
+    "fused kernels": (fused, ()),
     "decoding": (decoding, ()), "loss curve": (curve, ()), "offloading": (offload, ()),
     "adapters": (adapters, ("peft",)), "few bits": (few_bits, ("peft", "bitsandbytes")),
     "one rank": (one_rank, ()), "two processes": (two_processes, ()),

@@ -15,6 +15,7 @@ PACKAGE = Path(braidrl.__file__).parent
 KINDS = ("cpu", "cuda")
 RECIPES = "cuda/checks.py:test_every_recipe_trains"
 SETTINGS = "cuda/checks.py:test_a_run_with_its_settings_trains"
+FUSED = "cuda/checks.py:test_fused_layers_compute_what_torch_does"
 DEFAULT = "cuda/checks.py:test_the_type_by_default_is_bfloat16_with_masters_of_float32"
 FLOAT32 = "cuda/checks.py:test_numbers_are_those_of_the_cpu"
 OFFLOADED = "cuda/checks.py:test_what_is_offloaded_leaves_the_device_and_the_host_does_not_wait"
@@ -43,7 +44,7 @@ COVERED = {
     "models/memory/offload.py:empty": OFFLOADED,
     "models/memory/offload.py:occupy": OFFLOADED,
     "models/role_settings.py:merges_adapters": SETTINGS,
-    "models/roles/model.py:RoleModel.__init__": RECIPES,
+    "models/cuda/chunks.py:chunk_kernels": FUSED,
     "placement/machine.py:own_rates": RECIPES,
     "placement/plan/devices.py:Cluster.device": PLANNED,
     "placement/plan/devices.py:_group": PLANNED,
@@ -63,6 +64,7 @@ UNCOVERED = {
     "rollout/divided/followers.py:_parts": NCCL,
     "rollout/process/client.py:process_spec": "leaves a setting of vLLM for CPUs out",
     "rollout/vllm/engine.py:start": "leaves settings of vLLM for CPUs out",
+    "rollout/vllm/transfer.py:calls_to_load": "vLLM's own transfer is for CUDA alone; what it is told is compared with the installed one",
     "rollout/weights/broadcast.py:Broadcast.run": NCCL,
     "rollout/weights/broadcast.py:join": NCCL,
     "rollout/weights/broadcast.py:receive_tensors": NCCL,

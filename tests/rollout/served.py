@@ -18,6 +18,7 @@ from braidrl.rollout.contract import all_of
 from braidrl.rollout.engine import Engine, ModelWeights
 from braidrl.rollout.process.client import EngineProcess
 from braidrl.rollout.requests import Request
+from braidrl.rollout.weights.handles import LiveWeights
 from braidrl.rollout.wire import EngineSpec
 from tests.rollout.tiny import SIZES, make_tokenizer, training_log_probs
 from tests.tiny import ROOT
@@ -57,15 +58,20 @@ def other_weights() -> ModelWeights:
     return ModelWeights(changed)
 
 
-async def largest_gap(engine: Engine, wanted: Sequence[Request], updates: int = 20) -> float:
-    """How far the engine's log-probs are from training's at most, in nats, after each of so many updates with other weights."""
+async def largest_gap(engine: Engine, wanted: Sequence[Request], updates: int = 20, handles: bool = False) -> float:
+    """How far the engine's log-probs are from training's at most, in nats, after each of so many updates with other weights.
+
+    With `handles` every other version comes by handles.
+    """
     trained, generator = served_model(), torch.Generator().manual_seed(3)
     drawn, largest = set(), 0.0
     for version in range(1, updates + 1):
         with torch.no_grad():
             for parameter in trained.parameters():
                 parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
-        await engine.update_weights(version, ModelWeights(trained))
+        by_handles = handles and version % 2
+        source = LiveWeights(trained.state_dict()) if by_handles else ModelWeights(trained)
+        await engine.update_weights(version, source)
         finished = await all_of(engine, wanted)
         for response, expected in zip(finished, training_log_probs(trained, list(wanted), finished), strict=True):
             largest = max(largest, float((response.log_probs - expected).abs().max()))

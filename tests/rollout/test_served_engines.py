@@ -65,7 +65,8 @@ def test_engines_in_processes_keep_the_contract(
 
 
 def test_log_probs_after_each_of_20_updates_are_those_of_the_trainer(served: Served) -> None:
-    assert served.run(largest_gap(served.engine, requests(subject(served), 4))) < 1e-5
+    maps = served.engine.spec.tensor == 1
+    assert served.run(largest_gap(served.engine, requests(subject(served), 4), handles=maps)) < 1e-5
 
 
 def test_who_waits_for_a_killed_process_is_told(served: Served) -> None:

@@ -20,6 +20,7 @@ from braidrl.errors import UserError
 from braidrl.rollout.engine import EngineError, Load, WeightSource
 from braidrl.rollout.process.server import READY
 from braidrl.rollout.requests import Request, Response, Uid
+from braidrl.rollout.weights.handles import LiveWeights
 from braidrl.rollout.weights.shared_file import SharedWeights, WeightFile
 from braidrl.rollout.wire import EngineSpec, Message, error_of, packed, plain_request, receive, response_of
 
@@ -101,6 +102,10 @@ class EngineProcess:
             raise ValueError(f"{self.name} is a process of its own and shares no weights: give it a source")
         if isinstance(source, WeightFile):
             await self._call("update_weights", version=version, path=str(source.path))
+            return
+        if isinstance(source, LiveWeights):
+            with source.handles() as handles:
+                await self._call("update_weights", version=version, handles=handles)
             return
         with contextlib.closing(SharedWeights(source.tensors())) as shared:
             await self._call("update_weights", version=version, path=str(shared.path))

@@ -23,6 +23,7 @@ from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.embedded.stepping import SteppingEngine
 from braidrl.rollout.engine import ENGINES, Engine, EngineError, ServedEngine
 from braidrl.rollout.replica import EngineReplica
+from braidrl.rollout.weights.handles import MappedWeights
 from braidrl.rollout.weights.shared_file import WeightFile
 from braidrl.rollout.wire import (
     EngineSpec,
@@ -107,11 +108,20 @@ class Host:
             source, group, sample = message["uid"]
             return await self.engine.abort((source, group, sample))
         if method == "update_weights":
+            return await self._update_weights(message)
+        assert method in ("pause", "resume", "sleep", "wake", "recover"), method
+        return await getattr(self.engine, method)()
+
+    async def _update_weights(self, message: Message) -> None:
+        if "path" in message:
             weights = WeightFile(message["path"])
             weights.verify()
             return await self.engine.update_weights(message["version"], weights)
-        assert method in ("pause", "resume", "sleep", "wake", "recover"), method
-        return await getattr(self.engine, method)()
+        mapped = MappedWeights(message["handles"])
+        try:
+            return await self.engine.update_weights(message["version"], mapped)
+        finally:
+            mapped.finish()
 
 
 async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFollowers | None) -> None:

@@ -16,6 +16,7 @@ from braidrl.data.rows import FinishReason
 from braidrl.rollout.engine import Engine, EngineError, Load, WeightSource
 from braidrl.rollout.requests import Request, Response, Uid
 from braidrl.rollout.routing.dispatch import Dispatcher
+from braidrl.rollout.weights.handles import LiveWeights
 from braidrl.rollout.weights.shared_file import ReadableFolder, UnnamedWeights
 
 
@@ -109,7 +110,7 @@ class Router:
             self._free(before)
 
     def _stored(self, source: WeightSource | None) -> WeightSource | None:
-        if self._store is None or source is None or isinstance(source, UnnamedWeights | ReadableFolder):
+        if self._store is None or source is None or isinstance(source, UnnamedWeights | ReadableFolder | LiveWeights):
             return source
         return self._store(source.tensors())
 

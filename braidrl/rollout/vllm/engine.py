@@ -25,6 +25,8 @@ from braidrl.rollout.requests import Response, Uid, row_draws
 from braidrl.rollout.row import RemoteRow, Row, end_ids_of
 from braidrl.rollout.vllm.logits_processor import DrawByRow
 from braidrl.rollout.vllm.sleeping import PARTS, VllmMemory
+from braidrl.rollout.vllm.transfer import BACKEND, calls_to_load
+from braidrl.rollout.weights.handles import MappedWeights
 from braidrl.rollout.weights.local import check_shapes, shapes_of
 from braidrl.rollout.weights.shared_file import WeightFile
 
@@ -73,13 +75,16 @@ class VllmEngine(SteppingEngine):
         return len(self._waiting)
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Raise ValueError for a source that is no file: each of vLLM's workers reads its own part of that."""
-        if not isinstance(source, WeightFile):
-            raise ValueError("vLLM's workers take weights from a file, which each of them reads for itself")
+        """Raise ValueError for a source that is neither a file nor mapped: each of vLLM's workers reads its own part of it."""
+        if not isinstance(source, WeightFile | MappedWeights):
+            raise ValueError(
+                "vLLM's workers take weights from a file or by handles, which each of them reads for itself"
+            )
         check_shapes(source.shapes(), self._expected)
         self._memory.bring("weights")
         try:
-            self._engine.collective_rpc("take_weights", args=(str(source.path),))
+            for method, arguments in calls_to_load(source):
+                self._engine.collective_rpc(method, args=arguments)
         except Exception as error:
             self._failure = EngineError(f"vLLM could not take the weights of version {version}: {error}")
             raise self._failure from error
@@ -175,11 +180,12 @@ def start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, option
     # On a CPU vLLM refuses the mode and takes its calls: it pauses, wakes part by part, and its memory stays.
     refused = set() if torch.cuda.is_available() else {"enable_sleep_mode"}
     taken = {name: value for name, value in options.items() if name not in refused}
+    on_cuda = {"weight_transfer_config": {"backend": BACKEND}}
     arguments = {
         "model": str(folder), "skip_tokenizer_init": True, "dtype": dtype, "seed": 0, "max_num_seqs": slots,
         "max_model_len": max_sequence_tokens, "logits_processors": [DrawByRow], "logprobs_mode": "processed_logits",
         "worker_extension_cls": "braidrl.rollout.vllm.worker.TakesWeights",
-        "disable_log_stats": True, "async_scheduling": False, **({} if torch.cuda.is_available() else on_cpu),
+        "disable_log_stats": True, "async_scheduling": False, **(on_cuda if torch.cuda.is_available() else on_cpu),
     }  # fmt: skip
     os.environ.update(SETTINGS)
     try:

@@ -1,16 +1,18 @@
 """Braid's part of vLLM's workers, in whatever process each of them is: receiving weights.
 
 path ──▶ worker: maps the file ──────────────┬─tensor by tensor──▶ vLLM's loaders, which copy the worker's own part of each
+handles ──▶ worker: maps another's memory ───┤
 notice ──▶ worker: joins a group, receives ──┘
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
 from braidrl.rollout.weights.broadcast import receive_tensors
+from braidrl.rollout.weights.handles import MappedWeights
 from braidrl.rollout.weights.shared_file import WeightFile
 
 
@@ -27,6 +29,10 @@ class TakesWeights:
     def take_weights(self, path: str) -> None:
         """Load weights from a file. The caller has checked that they are the model's."""
         self.load_as_they_come(WeightFile(path).tensors())
+
+    def map_weights(self, handles: Sequence[Mapping[str, Any]]) -> None:
+        """Load weights from the memory of another process. As for `take_weights`."""
+        self.load_as_they_come(MappedWeights(handles).tensors())
 
     def receive_weights(self, notice: Mapping[str, Any]) -> None:
         """Load weights that the run broadcasts to all workers; `notice` is plain JSON."""

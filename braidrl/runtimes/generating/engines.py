@@ -2,7 +2,7 @@
 
 engine with the trainer's own weights    they are there
 engine with a copy, whole or slices      box to box from the ranks that have divided them, adapters merged
-engines in processes of their own        one file on each machine, which its ranks write side by side
+engines in processes of their own        one file on each machine, which its ranks write side by side, or handles of the trainer's tensors
 servers                                  the same in a folder, which they read, or sent to them from there
 """
 
@@ -41,6 +41,7 @@ from braidrl.rollout.http.dialects import DIALECTS
 from braidrl.rollout.process.client import EngineProcess
 from braidrl.rollout.routing.service import EngineService
 from braidrl.rollout.row import end_ids_of
+from braidrl.rollout.weights.handles import LiveWeights
 from braidrl.rollout.weights.joint_file import WeightWriter
 from braidrl.rollout.weights.local import shapes_of
 from braidrl.rollout.weights.shared_file import SharedWeights, WeightFolder
@@ -96,6 +97,8 @@ def through_file(worker: Generated, engine: EngineService, config: Config) -> Pu
     # Of ranks that each have everything some may generate alone: those do not wait for the others.
     together = worker.ranks.is_sharded or own is None or own.generate_workers is None
     ranks, rollout = worker.ranks if together else DataParallel(), config.rollout
+    if takes_handles(worker, config):
+        return by_handles(worker, engine)
     asks = rollout.engine == "http"
     in_folder = asks and rollout.servers.weights == "folder"
     # What servers are sent is checked on its way.
@@ -108,6 +111,40 @@ def through_file(worker: Generated, engine: EngineService, config: Config) -> Pu
         return writer.traffic
 
     return publish
+
+
+def by_handles(worker: RoleWorker, engine: EngineService) -> Publish:
+    """Return how processes of engines map the tensors of a worker that has the whole model."""
+
+    def publish(version: int) -> None:
+        updates = worker.weight_updates
+        weights = worker.offloadable["weights"]
+        tensors = worker.model.state_dict()
+        engine.publish(
+            version, LiveWeights(tensors, lambda: worker.weight_updates == updates and not weights.away_bytes)
+        )
+
+    return publish
+
+
+def takes_handles(worker: RoleWorker, config: Config) -> bool:
+    """Return True where engine processes map the worker's own tensors, as asked or because they are on its CUDA device.
+
+    Raises UserError where they are asked to and are on another one.
+    """
+    rollout, available = config.rollout, device_count(config.device)
+    if rollout.weights == "file" or rollout.engine == "http" or rollout.check_weights or not worker.has_full_weights:
+        return False
+    if not available:
+        return rollout.weights == "handles"
+    devices = own_devices(available, engine_processes(config), rollout.tensor)
+    beside = all(own == devices.every[:1] for own in devices.engines)
+    if rollout.weights == "handles" and not beside:
+        raise UserError(
+            "rollout.weights=handles: the engines have CUDA devices of their own, and handles are for one that they share with the "
+            "trainer; remove it"
+        )
+    return beside
 
 
 def start_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[RoleEngine, Publish]:

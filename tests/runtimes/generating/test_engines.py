@@ -38,15 +38,14 @@ def gaps_of(run: Path, steps: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("runtime", ["eager", "hybrid"])
+@pytest.mark.parametrize(
+    ("runtime", "processes", "weights"), [("eager", 2, {"weights": "handles"}), ("hybrid", 1, {"check_weights": True})]
+)
 def test_engines_in_processes_train_what_the_trainers_own_engine_trains(
-    workshop: Workshop, warm_cluster: WarmCluster, runtime: str
+    workshop: Workshop, warm_cluster: WarmCluster, runtime: str, processes: int, weights: dict[str, Any]
 ) -> None:
-    processes = {"eager": 2, "hybrid": 1}[runtime]
     alone = workshop.run("alone", trainer=TRAINER)
-    served = workshop.run(
-        "served", trainer=TRAINER, runtime=runtime, rollout={"engines": processes, "check_weights": True}
-    )
+    served = workshop.run("served", trainer=TRAINER, runtime=runtime, rollout={"engines": processes, **weights})
     assert tokens_of(served, 3) == tokens_of(alone, 3)
     assert_same_weights(weights_of(served), weights_of(alone))
     assert all(line[GAP] < 1e-5 for line in read_metrics(served))
