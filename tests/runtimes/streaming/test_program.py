@@ -254,19 +254,22 @@ def kill_when_it_holds_rows(
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("group", ["actor.generate", "compute", "reference"])
-def test_a_worker_killed_amid_a_batch_costs_no_row_and_no_step(
-    workshop: Workshop, eager: Callable[..., Path], group: str
-) -> None:
-    killed: list[int] = []
-    with in_process(workshop, f"killed-{group}", **sections_of("grpo")) as run:
-        assert isinstance(run.backend, StreamingBackend)
-        killer = threading.Timer(0.0, kill_when_it_holds_rows, (run.backend, group, killed))
+def test_workers_killed_amid_a_batch_cost_no_row_and_no_step(workshop: Workshop, eager: Callable[..., Path]) -> None:
+    killed: dict[str, list[int]] = {group: [] for group in ("actor.generate", "compute", "reference")}
+    with in_process(workshop, "killed", **sections_of("grpo")) as run:
+        backend = run.backend
+        assert isinstance(backend, StreamingBackend)
+
+        def kill_one_of_each() -> None:
+            for group, pids in killed.items():
+                kill_when_it_holds_rows(backend, group, pids)
+
+        killer = threading.Timer(0.0, kill_one_of_each)
         killer.start()
         run.train()
         killer.join()
-        assert [m.starts for m in run.backend.processes.members if m.group.name == group] == [1]
-    assert len(killed) == 1
+        assert {m.group.name: m.starts for m in backend.processes.members} == {**dict.fromkeys(killed, 1), "actor": 0}
+    assert all(len(pids) == 1 for pids in killed.values())
     assert_same(eager("grpo"), run.folder)
 
 
