@@ -15,7 +15,7 @@ address = Path(sys.argv[1] if len(sys.argv) > 1 else "queue_alone.address")
 with TransferQueue.serve({"fit": ["x", "y"]}, budget_bytes=1 << 16) as queue:
     address.write_text(queue.address)
     for step in range(50):
-        rows, x = list(range(step * 64, step * 64 + 64)), torch.rand(64, 1)
+        rows, x = list(range(step * 64, step * 64 + 64)), 2 * torch.rand(64, 1) - 1
         queue.put({"x": x}, rows)
         queue.put({"y": 3 * x - 1}, rows)
     queue.finish()

@@ -149,6 +149,7 @@ def test_a_run_that_ends_well_leaves_no_process_and_no_port(workshop: Workshop, 
     assert_nothing_is_left(mark, ports)
 
 
+@pytest.mark.soak
 def test_ctrl_c_saves_and_leaves_no_process_and_no_port(workshop: Workshop, mark: str) -> None:
     process = start(workshop, 1)
     run = workshop.folder / "run"

@@ -174,7 +174,9 @@ def test_a_run_on_the_backend_goes_where_torch_goes_with_sgd_and_goes_on_from_it
     assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-5) for name, tensor in expected.items())
     more = read_metrics(ours)[1].keys() - read_metrics(mine)[1].keys()
     assert read_metrics(mine)[1].keys() <= read_metrics(ours)[1].keys()
-    assert all(name.startswith("utilisation/operations/") for name in more), "how much a backend computes it alone knows"
+    assert all(name.startswith("utilisation/operations/") for name in more), (
+        "how much a backend computes it alone knows"
+    )
     before = load_file(workshop.model / "model.safetensors")
     assert not all(torch.equal(found[name], before[name]) for name in found)
     config = workshop.config("mine", trainer={**trainer, "backend": BACKEND, "steps": 3}, **common)

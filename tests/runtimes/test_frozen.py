@@ -91,6 +91,7 @@ def test_a_stopped_process_is_named_and_the_run_goes_on_or_ends_in_a_line(worksh
     assert not still_there(everybody)
 
 
+@pytest.mark.soak
 def test_a_main_program_that_was_paused_loses_nothing(workshop: Workshop) -> None:
     sections: dict[str, Any] = {"trackers": [], "trainer": {"steps": 40}, "dtype": "float64", **STREAMING}
     undisturbed = workshop.run("quiet", **sections)

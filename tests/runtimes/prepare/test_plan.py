@@ -74,7 +74,9 @@ def test_the_plan_for_one_core_trains_as_it_is(workshop: Workshop) -> None:
     assert len(read_metrics(run.folder)) == 1
 
 
-@pytest.mark.parametrize("runtime", ["distributed", "streaming", pytest.param("hybrid", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "runtime", ["streaming", *(pytest.param(runtime, marks=pytest.mark.soak) for runtime in ("distributed", "hybrid"))]
+)
 def test_plans_for_two_cores_and_more_train_as_they_are(workshop: Workshop, runtime: str) -> None:
     wanted = Wanted("1x3xcpu" if runtime == "streaming" else "1x2xcpu", runtimes=[runtime])
     problem = problem_of(workshop.config(**({} if runtime == "streaming" else PPO)), wanted)
