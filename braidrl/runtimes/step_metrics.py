@@ -167,8 +167,8 @@ def device_parts(metrics: Mapping[str, float | int | None]) -> list[str]:
             parts.append(f"{label} {max(found):.0%}")
     if taken := [value for name, value in metrics.items() if name.startswith("memory/") and value is not None]:
         parts.append(f"memory {max(taken) / GIB:.2f} GiB")
-    updates = [value for name, value in metrics.items() if name.endswith("/update_seconds") and value is not None]
-    return [*parts, f"weights {sum(updates):.2f} s"] if updates else parts
+    updates = sum(value for name, value in metrics.items() if name.endswith("/update_seconds") and value is not None)
+    return [*parts, f"weights {updates:.2f} s"] if updates >= 0.005 else parts
 
 
 class GapWatch:
