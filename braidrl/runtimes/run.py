@@ -15,7 +15,7 @@ from braidrl.config import Config, parse_config
 from braidrl.errors import BadUpdate, LostProcess, UserError
 from braidrl.models.objective import NAMES_A_TOKEN
 from braidrl.models.role_settings import unusual_rates
-from braidrl.observe.metrics import MetricsWriter
+from braidrl.observe.metrics import MetricsWriter, Sums
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
@@ -171,7 +171,16 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             if self.metrics:
                 self.metrics.write(metrics)
         self.progress.print(summary(metrics))
-        self.failed.check(step, result.sums)
+        try:
+            self._check_step(result.sums, metrics)
+        except UserError:
+            # Every rank finds the same. The first that fails ends the others, and one of them writes the step's line.
+            self.world.gather("the line of the last step", b"")
+            raise
+
+    def _check_step(self, sums: Sums, metrics: Metrics) -> None:
+        """Raise UserError where a run that goes on would learn nothing, or from weights that are not the trainer's."""
+        self.failed.check(self.step, sums)
         # Rows of a replay, and rows that may be stale, were drawn by other weights than those that they train.
         if self.replay is None and not rows_may_be_stale(self.config):
             self.gaps.check(metrics)

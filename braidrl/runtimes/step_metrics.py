@@ -17,6 +17,7 @@ from braidrl.errors import UserError
 from braidrl.flow import Flow
 from braidrl.models.objective import trained_rows
 from braidrl.observe.metrics import FAILURE, REQUIRED_KEYS, Sums
+from braidrl.placement.memory import in_units
 from braidrl.runtimes.backend import IterationResult
 
 # Name of a number: what computes it, from which means, and which of these it takes the place of.
@@ -30,7 +31,6 @@ DERIVED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], tuple[str, ...]
     "clip_high_probability": (mean_where, ("clip_high_probability", "clip_fraction_high"), ()),
 }
 
-GIB = 1 << 30
 FAILED = ("reward/failed_fraction", "environment/failed_fraction")
 """Shares of a step's rows whose checks, or whose trajectories, came to nothing; they are metrics of steps in which there are any."""
 GAP = "train/rollout_log_prob_gap"
@@ -166,7 +166,7 @@ def device_parts(metrics: Mapping[str, float | int | None]) -> list[str]:
         if found := [value for name, value in metrics.items() if name.startswith(prefix) and value is not None]:
             parts.append(f"{label} {max(found):.0%}")
     if taken := [value for name, value in metrics.items() if name.startswith("memory/") and value is not None]:
-        parts.append(f"memory {max(taken) / GIB:.2f} GiB")
+        parts.append(f"memory {in_units(int(max(taken)))}")
     updates = sum(value for name, value in metrics.items() if name.endswith("/update_seconds") and value is not None)
     return [*parts, f"weights {updates:.2f} s"] if updates >= 0.005 else parts
 
