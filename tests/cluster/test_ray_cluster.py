@@ -18,25 +18,12 @@ from braidrl.config import ClusterConfig
 from braidrl.errors import LostProcess, UserError
 from braidrl.observe.trace import read_trace
 from braidrl.placement.pools import Pool
+from tests.cluster.seated import Seated
 from tests.leftovers import listening
 from tests.tiny import Workshop, braid, wait_for_steps
 
 STARTED, ENDED = 400, 150
 """Seconds for a cluster to start on a machine that has other work, and within which everything must be gone."""
-
-
-class Seated:
-    """An actor that says on which device it sits."""
-
-    def close(self) -> None: ...
-
-    def process(self) -> int:
-        return os.getpid()
-
-    def node(self) -> str:
-        import ray
-
-        return ray.get_runtime_context().get_placement_group_id()
 
 
 def test_without_ray_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,19 @@
+"""An actor that imports nothing of Braid's, so that it starts at once."""
+
+from __future__ import annotations
+
+import os
+
+
+class Seated:
+    """Says where it sits."""
+
+    def close(self) -> None: ...
+
+    def process(self) -> int:
+        return os.getpid()
+
+    def node(self) -> str:
+        import ray
+
+        return ray.get_runtime_context().get_placement_group_id()
