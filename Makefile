@@ -34,7 +34,7 @@ format: .venv/installed
 # Where vLLM cannot be installed, its tests say so and are skipped.
 test: lint
 	-$(MAKE) vllm
-	$(BIN)/pytest -m "not soak" -n $(TEST_PROCESSES) --dist loadfile
+	$(BIN)/pytest -m "not soak" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # The documentation as a site, in build/site; a warning is an error.
 docs: .venv/installed

@@ -36,8 +36,27 @@ torch.set_num_threads(1)
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(["braidrl.runtimes.streaming.processes", "braidrl.runtimes.distributed.launch"])
 forkserver.ensure_running()
+# By how long they take, the longest first: where several processes share the files they begin with these, so that no process is left
+# with a long one at the end.
+LONGEST = (
+    "rollout/test_served_engines.py", "examples/test_smollm2.py", "models/parallel/test_layouts.py",
+    "runtimes/streaming/test_program.py", "invariants/test_one_flow_one_result.py", "invariants/test_resume_is_exact.py",
+    "rollout/http/test_engine.py", "cluster/test_devices.py", "rollout/vllm/test_workers.py", "examples/test_placements.py",
+    "runtimes/generating/test_engines.py", "runtimes/prepare/test_plan.py", "models/weights/test_table_2.py",
+    "cuda/test_without_cuda.py", "runtimes/test_frozen.py", "runtimes/hybrid/test_traffic.py", "runtimes/test_session.py",
+    "placement/plan/test_search.py", "test_hub.py", "cluster/test_ray_ranks.py", "runtimes/hybrid/test_layouts.py",
+    "rollout/divided/test_processes.py", "runtimes/streaming/test_loading.py", "cluster/test_ray_cluster.py",
+    "examples/test_plugins.py", "runtimes/test_layouts.py", "runtimes/generating/test_partial.py",
+)  # fmt: skip
 settings.register_profile("suite", deadline=None, max_examples=50)
 settings.load_profile("suite")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the files that take longest first, in a process that shares them with others."""
+    if hasattr(config, "workerinput"):
+        places = {f"tests/{file}": place for place, file in enumerate(LONGEST)}
+        items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
 @pytest.fixture(scope="session")
