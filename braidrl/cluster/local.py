@@ -1,7 +1,7 @@
 """Processes of this machine: the three ways to start one, and the launcher that gives each its share of the machine.
 
-spawn        a fresh interpreter, perhaps of another environment                    engines, verifiers, whatever has devices
-from_server  a copy of a process that has imported the code and computed nothing    ranks and workers on CPUs, there in a moment
+spawn        a fresh interpreter, perhaps of another environment                    vLLM, verifiers, whatever has devices
+from_server  a copy of a process that has imported the code and computed nothing    ranks, workers, engines on CPUs, there in a moment
 fork         a copy of this process, which must have computed nothing yet           the followers of an engine
 
 starter ◀──connection──▶ process        whose end is the end of whoever is at its other end; output goes where the starter's goes
@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 from abc import abstractmethod
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 
-from braidrl.cluster.child import serve
+from braidrl.cluster.child import function_of
 from braidrl.cluster.devices import Devices, assign_devices, device_count
 from braidrl.cluster.groups import LOOPBACK
 from braidrl.cluster.process import BEAT, END_LIMIT_S, Outcome, Process, ProcessSpec, default_threads, environment_of
@@ -46,6 +47,8 @@ getattr(importlib.import_module(module), function)(descriptor)
 BOOT_ELSEWHERE = BOOT.replace("sys.path[:] = path", "sys.path += [place for place in path if place not in sys.path]")
 """For the interpreter of another environment, whose own packages come first."""
 LOOK_EVERY_S = 0.02
+STARTING = threading.Lock()
+"""Held while a copy of the fork server starts: threads would hide the main module from each other."""
 SERVER_IS_GONE = 255
 """The exit status that multiprocessing gives to all copies of a fork server when the server is gone."""
 
@@ -127,7 +130,7 @@ class Spawned(LocalProcess):
 
     def __init__(self, spec: ProcessSpec) -> None:
         ours, theirs = Pipe()
-        module, _, function = (spec.entry if spec.arguments is None else "braidrl.cluster.child:main").partition(":")
+        module, _, function = spec.main.partition(":")
         boot = BOOT if spec.python == sys.executable else BOOT_ELSEWHERE
         self._process = subprocess.Popen(
             [*spec.wrapper, spec.python, "-c", boot, json.dumps([theirs.fileno(), module, function, sys.path, spec.name[:15]])],
@@ -198,8 +201,8 @@ def from_server(spec: ProcessSpec) -> Forked:
     context.set_forkserver_preload(list(spec.modules()))
     ours, theirs = context.Pipe()
     own = {name: value for name, value in environment_of(spec, os.environ).items() if os.environ.get(name) != value}
-    process = context.Process(target=_copied, args=(theirs, own, spec.threads), name=spec.name, daemon=False)
-    with _main_module_hidden():
+    process = context.Process(target=_copied, args=(theirs, own, spec.threads, spec.main), name=spec.name, daemon=False)
+    with STARTING, _main_module_hidden():
         process.start()
     theirs.close()
     send_task(ours, spec)
@@ -237,12 +240,14 @@ def _main_module_hidden() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _copied(connection: Connection, environment: Mapping[str, str], threads: int | None) -> None:
+def _copied(connection: Connection, environment: Mapping[str, str], threads: int | None, main: str) -> None:
     os.setsid()
     os.environ.update(environment)
     if threads is not None:  # OpenMP has read its variable when the fork server imported torch.
         torch.set_num_threads(threads)
-    serve(connection)
+    descriptor = os.dup(connection.fileno())
+    connection.close()
+    function_of(main)(descriptor)
 
 
 def _forked(run: Callable[[Connection], None], connection: Connection, kept_by_starter: Sequence[int]) -> None:

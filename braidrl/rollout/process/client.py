@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from braidrl.cluster.local import Spawned, spawn
+from braidrl.cluster.local import LocalProcess, from_server, spawn
 from braidrl.cluster.process import ProcessSpec
 from braidrl.errors import UserError
 from braidrl.rollout.engine import EngineError, Load, WeightSource
@@ -44,7 +44,7 @@ class EngineProcess:
         self.spec, self.name, self.limit_s = spec, name, limit_s
         self.max_sequence_tokens = spec.max_sequence_tokens
         self._python = str(python or sys.executable)
-        self._process: Spawned | None = None
+        self._process: LocalProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
         self._answers: dict[int | None, asyncio.Future[Any]] = {}
@@ -64,7 +64,10 @@ class EngineProcess:
         """Start the process, and wait until the model is loaded. Raises UserError where it cannot be used, EngineError as `submit`."""
         if shutil.which(self._python) is None:
             raise UserError(f"rollout.python: {self._python} is no interpreter that can be run")
-        self._process = spawn(process_spec(self.spec, self.name, self._python))
+        # vLLM and what users add may need an interpreter of their own, and who has a device knows it before importing torch.
+        copied = self.spec.kind == "embedded" and self.spec.device == "cpu" and self._python == sys.executable
+        start = from_server if copied else spawn
+        self._process = start(process_spec(self.spec, self.name, self._python))
         line = socket.socket(fileno=os.dup(self._process.connection.fileno()))
         self._process.connection.close()
         reader, self._writer = await asyncio.open_connection(sock=line)
