@@ -25,6 +25,7 @@ from braidrl.rollout.weights.shared_file import SharedWeights, UnnamedWeights, W
 from tests.rollout.served import (
     LIMIT,
     LONG,
+    LONG_OF_SLOW,
     Served,
     largest_gap,
     other_weights,
@@ -53,7 +54,9 @@ def served(request: pytest.FixtureRequest, model: Path) -> Iterator[Served]:
 
 
 def subject(served: Served) -> EngineUnderTest:
-    return EngineUnderTest(lambda: served.engine, END, LIMIT, in_training, other_weights, long=LONG)
+    spec = served.engine.spec
+    long = LONG if spec.kind == "embedded" and spec.tensor == 1 else LONG_OF_SLOW
+    return EngineUnderTest(lambda: served.engine, END, LIMIT, in_training, other_weights, long=long)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -28,7 +28,15 @@ from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Request, Response
 from braidrl.rollout.weights.shared_file import SharedWeights, WeightFolder
 from tests.rollout.http.servers import SglangSpeaker, VllmServer, in_a_thread
-from tests.rollout.served import LIMIT, LONG, largest_gap, other_weights, served_model, write_served_model
+from tests.rollout.served import (
+    LIMIT,
+    LONG,
+    LONG_OF_SLOW,
+    largest_gap,
+    other_weights,
+    served_model,
+    write_served_model,
+)
 from tests.rollout.tiny import END, make_tokenizer, training_log_probs
 from tests.runtimes.generating.test_engines import gaps_of
 from tests.tiny import Workshop, recorded
@@ -88,7 +96,8 @@ def in_training(wanted: Sequence[Request], finished: Sequence[Response]) -> list
 
 
 def subject(asked: Asked) -> EngineUnderTest:
-    return EngineUnderTest(lambda: asked.engine, END, LIMIT, in_training, other_weights, long=LONG)
+    long = LONG if asked.speaker else LONG_OF_SLOW
+    return EngineUnderTest(lambda: asked.engine, END, LIMIT, in_training, other_weights, long=long)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

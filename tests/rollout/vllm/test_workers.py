@@ -19,7 +19,15 @@ from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.engine import EngineError, ModelWeights
 from braidrl.rollout.requests import Request, Response
 from braidrl.rollout.vllm.worker import TakesWeights
-from tests.rollout.served import LIMIT, LONG, Served, largest_gap, other_weights, served_model, write_served_model
+from tests.rollout.served import (
+    LIMIT,
+    LONG_OF_SLOW,
+    Served,
+    largest_gap,
+    other_weights,
+    served_model,
+    write_served_model,
+)
 from tests.rollout.tiny import END, make_tokenizer, training_log_probs
 
 # Three processes of vLLM start, on a busy machine for minutes.
@@ -49,7 +57,7 @@ def in_training(asked: Sequence[Request], finished: Sequence[Response]) -> list[
 
 
 def subject(divided: Served) -> EngineUnderTest:
-    return EngineUnderTest(lambda: divided.engine, END, LIMIT, in_training, other_weights, long=LONG)
+    return EngineUnderTest(lambda: divided.engine, END, LIMIT, in_training, other_weights, long=LONG_OF_SLOW)
 
 
 def workers_of(divided: Served) -> list[psutil.Process]:
