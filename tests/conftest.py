@@ -35,7 +35,6 @@ torch.set_num_threads(1)
 # The one fork server of this process imports at its start whatever any test's ranks and workers run.
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(["braidrl.runtimes.streaming.processes", "braidrl.runtimes.distributed.launch"])
-forkserver.ensure_running()
 # By how long they take, the longest first: where several processes share the files they begin with these, so that no process is left
 # with a long one at the end.
 LONGEST = (
@@ -50,6 +49,12 @@ LONGEST = (
 )  # fmt: skip
 settings.register_profile("suite", deadline=None, max_examples=50)
 settings.load_profile("suite")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the fork server, except where other processes run the tests."""
+    if config.getoption("dist", "no") == "no":
+        forkserver.ensure_running()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
