@@ -6,7 +6,7 @@ export TOKENIZERS_PARALLELISM := false
 # Many tests wait for processes to start: two files of tests at a time keep two cores busy.
 TEST_PROCESSES ?= 2
 
-.PHONY: demo demo-smollm2 test same docs vllm lint format soak chaos bench gpu clean
+.PHONY: demo demo-smollm2 test same docs vllm environments lint format soak chaos bench gpu clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -34,6 +34,7 @@ format: .venv/installed
 # Where vLLM cannot be installed, its tests say so and are skipped.
 test: lint
 	-$(MAKE) vllm
+	-$(MAKE) environments
 	$(BIN)/pytest -m "not soak" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # The documentation as a site, in build/site; a warning is an error.
@@ -44,6 +45,18 @@ docs: .venv/installed
 AGAINST ?= HEAD
 same: .venv/installed
 	$(BIN)/python tools/same.py $(AGAINST) --only "$(ONLY)"
+
+# Libraries of environments whose versions collide with others', in an environment of their own on top of .venv. openenv's page for
+# browsers (gradio) and its judges (openai) are left out.
+environments: build/environments-venv/installed
+
+build/environments-venv/installed: environments-requirements.txt | .venv/installed
+	test -x build/environments-venv/bin/python || $(BIN)/python -m venv build/environments-venv
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	  $$(build/environments-venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/braid.pth
+	build/environments-venv/bin/pip install --quiet --disable-pip-version-check -r environments-requirements.txt
+	build/environments-venv/bin/pip install --quiet --disable-pip-version-check --no-deps openenv==0.10.0
+	touch $@
 
 # vLLM for CPUs, in an environment of its own on top of .venv: its pins hold nobody else, and no second torch is fetched.
 vllm: build/vllm-venv/installed

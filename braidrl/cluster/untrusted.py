@@ -23,7 +23,9 @@ PACKAGES = Path(__file__).parents[2]
 """Where this package lies, which an editable install may keep out of sys.path."""
 
 
-def spawn_untrusted(name: str, entry: str, key: str, settings: SandboxConfig, variables: Sequence[str]) -> Spawned:
+def spawn_untrusted(
+    name: str, entry: str, key: str, settings: SandboxConfig, variables: Sequence[str], python: Path | None = None
+) -> Spawned:
     """Start a process that is to import and call code of the user's.
 
     Args:
@@ -32,14 +34,18 @@ def spawn_untrusted(name: str, entry: str, key: str, settings: SandboxConfig, va
         key: The section of the configuration that `settings` are.
         settings: The sandbox.
         variables: What it gets of this environment beside `PASSED`.
+        python: Its interpreter; by default this process's.
 
     Raises:
-        UserError: Bubblewrap is asked for and not there.
+        UserError: Bubblewrap is asked for and not there, or the interpreter cannot be run.
     """
     inherits = None if settings.sandbox == "none" else (*PASSED, *variables)
     check_bubblewrap(key, settings)
-    wrapper = without_network_and_home() if settings.sandbox == "bubblewrap" else ()
-    return spawn(ProcessSpec(name, entry, inherits=inherits, wrapper=wrapper))
+    interpreter = shutil.which(python or sys.executable)
+    if interpreter is None:
+        raise UserError(f"{key}.python: {python} is no interpreter that can be run")
+    wrapper = without_network_and_home(interpreter) if settings.sandbox == "bubblewrap" else ()
+    return spawn(ProcessSpec(name, entry, python=interpreter, inherits=inherits, wrapper=wrapper))
 
 
 def limits_of(settings: SandboxConfig, seconds: float, answers: int = 1, answer_bytes: int = 1 << 16) -> SandboxLimits:
@@ -63,13 +69,14 @@ def check_bubblewrap(key: str, settings: SandboxConfig) -> None:
         )
 
 
-def without_network_and_home() -> tuple[str, ...]:
+def without_network_and_home(python: str) -> tuple[str, ...]:
     """Return the command that starts a process where there is no network, nothing can be written but in /tmp, and home is empty.
 
-    Of what is hidden, Python's environment and packages and the working directory can be read.
+    Of what is hidden, the environments and packages of this Python and of `python`, and the working directory, can be read.
     """
     hidden = (Path("/tmp"), Path.home())
-    needed = {Path(place).resolve() for place in (sys.prefix, sys.base_prefix, *sys.path, str(PACKAGES), ".")}
+    places = (sys.prefix, sys.base_prefix, str(Path(python).parents[1]), *sys.path, str(PACKAGES), ".")
+    needed = {Path(place).resolve() for place in places}
     command = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
     for place in hidden:
         command += ["--tmpfs", str(place)]

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from braidrl.algorithms.metrics import REFLECTION_PHRASES
 from braidrl.config.data import DataConfig, RewardConfig
@@ -97,8 +97,8 @@ class EnvironmentConfig(SandboxConfig):
 
     short_for = {str: "name"}
     name: str | None = None
-    """`module:Class`, `module:function`, `gem:name` or `agent:module:function`, for the generate stages that name none themselves.
-    What it gives is the score and the reward: the flow's `verify` is then left out."""
+    """`module:Class`, `module:function`, `gem:name`, `mcp:server`, `openenv:address` or `agent:module:function`, for the generate stages
+    that name none themselves. What it gives is the score and the reward: the flow's `verify` is then left out."""
     params: dict[str, Any] = {}
     """Settings handed to it by keyword."""
     at_once: int = Field(64, ge=1)
@@ -109,6 +109,18 @@ class EnvironmentConfig(SandboxConfig):
     """Turns of the model in one trajectory."""
     variables: list[str] = []
     """Variables that it gets of the run's environment, beside PATH and the like."""
+    tool_format: Literal["hermes", "qwen_xml", "llama", "mistral", "deepseek", "glm"] | None = None
+    """How the model writes calls of tools; by default as its tokenizer's chat template says."""
+    python: Path | None = None
+    """The interpreter of its processes, where its library is installed in an environment of its own; by default Braid's."""
+
+    @model_validator(mode="after")
+    def _python_is_sandboxed(self) -> "EnvironmentConfig":
+        if self.python is not None and self.sandbox == "none":
+            raise ValueError(
+                "python is the interpreter of processes, and sandbox=none plays in the run's own; remove one"
+            )
+        return self
 
 
 class ServersConfig(Section):

@@ -25,7 +25,7 @@ from braidrl.data.rows import FinishReason
 from braidrl.data.sources import Message
 from braidrl.errors import UserError
 from braidrl.rollout.engine import Engine, EngineError
-from braidrl.rollout.episodes.tools import parse_tool_calls
+from braidrl.rollout.episodes.tool_calls import call_id, parse_tool_calls
 from braidrl.rollout.episodes.trajectory import Trajectory
 from braidrl.rollout.episodes.turns import TurnTemplate
 from braidrl.rollout.requests import Request, SamplingParams, Uid
@@ -163,7 +163,7 @@ class Endpoint:
         trajectory.append(ids, opens=opens)
         trajectory.append(finished.tokens.tolist(), log_probs=finished.log_probs, versions=finished.versions)
         session.turns, session.finish_reason = session.turns + 1, finished.finish_reason
-        message = reply(before_stop(self.template.text(trajectory.last_turn), stops), bool(tools))
+        message = reply(before_stop(self.template.text(trajectory.last_turn, tools), stops), bool(tools))
         session.said = [*asked["messages"], message]
         reason = "tool_calls" if "tool_calls" in message else REASONS[finished.finish_reason]
         return completion(asked, session, message, reason, len(context), len(finished.tokens))
@@ -280,7 +280,7 @@ def reply(text: str, with_tools: bool) -> Message:
         "content": text.partition("<tool_call>")[0].strip() or None,
         "tool_calls": [
             {
-                "id": f"call_{number}", "type": "function",
+                "id": call_id(number), "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
             }
             for number, call in enumerate(calls)

@@ -5,6 +5,8 @@
 `module:Class`      a class with `reset` and `step`; one object plays one trajectory
 `module:function`   called with all texts of the trajectory so far and the example; returns an Observation
 `gem:name`          an environment of gem-llm
+`mcp:server`        the tools of an MCP server, a command or an address
+`openenv:address`   an environment that an OpenEnv server has
 
 `agent:module:function` is no environment but a whole agent; see `agents`.
 """
@@ -13,18 +15,13 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
-import logging
-import random
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from types import ModuleType
+from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
-from braidrl.errors import UserError, suggest
+from braidrl.errors import UserError
 from braidrl.importing import PluginRegistry, import_function
 from braidrl.rollout.episodes.turns import Context, Observation
 
@@ -48,8 +45,10 @@ class Environment(Protocol):
 
 
 ENVIRONMENTS = PluginRegistry("environment", {})
-"""A user's class, or function of all texts so far; `gem:` and `agent:` names are looked up elsewhere."""
-MakeEnvironment = Callable[[], Environment]
+"""A user's class, or function of all texts so far; names with a scheme are looked up elsewhere."""
+LIBRARIES = {name: f"braidrl.rollout.episodes.libraries.{name}" for name in ("gem", "mcp", "openenv")}
+"""Schemes, and what plays the environments of each."""
+MakeEnvironment = Callable[[], Environment | Awaitable[Environment]]
 AGENT = "agent:"
 
 
@@ -80,15 +79,16 @@ def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
     """Return what makes a new environment for each trajectory.
 
     Args:
-        name: A built-in environment, `module:Class`, `module:function` or `gem:name`.
+        name: `module:Class`, `module:function`, or a library's, such as `gem:name`.
         settings: Arguments for it.
 
     Raises:
         UserError: There is none of this name.
     """
-    if name.startswith(GEM):
-        check_gem(name.removeprefix(GEM))
-        return partial(GemEnvironment, name.removeprefix(GEM), dict(settings))
+    scheme, _, rest = name.partition(":")
+    if scheme in LIBRARIES:
+        made: MakeEnvironment = importlib.import_module(LIBRARIES[scheme]).environment(rest, settings)
+        return made
     found: Any = ENVIRONMENTS.find(name)
     if not isinstance(found, type):
         return partial(FunctionEnvironment, found, settings)
@@ -111,8 +111,10 @@ def agent_of(name: str) -> Callable[..., Any]:
     return import_function(name.removeprefix(AGENT))
 
 
-def check_environment(name: str, settings: Mapping[str, Any]) -> None:
-    """Raise UserError for a name that is neither an environment nor an agent."""
+def check_environment(name: str, settings: Mapping[str, Any], python: Path | None = None) -> None:
+    """Raise UserError for a name that is neither an environment nor an agent; what needs another interpreter is looked up by that one."""
+    if python is not None:
+        return
     if name.startswith(AGENT):
         agent_of(name)
     else:
@@ -150,70 +152,3 @@ async def in_thread(function: Callable[[], Any]) -> Any:
 
     threading.Thread(target=work, daemon=True, name="environment").start()
     return await answer
-
-
-GEM = "gem:"
-# gem draws from the random numbers of the process, which all of its environments share.
-LOCK = threading.Lock()
-
-
-class GemEnvironment:
-    """A gem environment with random numbers of its own, whatever runs beside it."""
-
-    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
-        self._name, self._settings = name, settings
-        self._random: tuple[Any, Any] | None = None
-        self._environment: Any = None
-
-    def reset(self, example: dict[str, Any]) -> str:
-        """Return the instructions; the seed is the example's."""
-        with self._own_random_numbers():
-            self._environment = load_gem().make(self._name, **self._settings)
-            instructions, info = self._environment.reset(seed=example["seed"])
-        return with_suffix(instructions, info)
-
-    def step(self, text: str) -> Observation:
-        with self._own_random_numbers():
-            said, reward, terminated, truncated, info = self._environment.step(text)
-        return Observation(with_suffix(said, info), float(reward), bool(terminated or truncated))
-
-    @contextmanager
-    def _own_random_numbers(self) -> Iterator[None]:
-        with LOCK:
-            outside = (random.getstate(), np.random.get_state())
-            if self._random is not None:
-                random.setstate(self._random[0])
-                np.random.set_state(self._random[1])
-            try:
-                yield
-            finally:
-                self._random = (random.getstate(), np.random.get_state())
-                random.setstate(outside[0])
-                np.random.set_state(outside[1])
-
-
-def with_suffix(said: str, info: Mapping[str, Any]) -> str:
-    """Append gem's request for the next action to what it says."""
-    return "\n".join(part for part in (said, info.get("suffix")) if part)
-
-
-def check_gem(name: str) -> None:
-    """Raise UserError when gem is not installed or has no environment of this name."""
-    if importlib.util.find_spec("gem") is None:
-        raise UserError(f"environment gem:{name} needs gem-llm; install it with `pip install 'braidrl[gem]'`")
-    load_gem()
-    known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
-    if name not in known:
-        raise UserError(f"gem has no environment {name!r}. {suggest(name, known)}")
-
-
-def load_gem() -> ModuleType:
-    """Import gem with its environments registered, and undo what that does to the process's logging."""
-    root = logging.getLogger()
-    before = (root.level, list(root.handlers))
-    try:
-        importlib.import_module("gem.envs")
-        return importlib.import_module("gem")
-    finally:
-        root.setLevel(before[0])
-        root.handlers[:] = before[1]

@@ -96,7 +96,8 @@ class EnvironmentPlayer:
     async def answer(self, method: str, argument: Any) -> Message:
         """Return the answer to a request. Raises what the environment raises."""
         if method == "make":
-            self.environment = made = self.make()
+            found = self.make()
+            self.environment = made = await found if inspect.isawaitable(found) else found
             return {"tools": list(getattr(made, "tools", ())), "closes": hasattr(made, "close")}
         found = getattr(self.environment, method)(*(() if method == "close" else (argument,)))
         found = await found if inspect.isawaitable(found) else found

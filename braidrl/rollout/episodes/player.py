@@ -137,7 +137,7 @@ class Episodes(Player):
                 f"in a sequence of {self.limits.max_sequence_tokens}; raise rollout.max_sequence_tokens"
             )
         while await self._turn(episode):
-            text = self.template.text(trajectory.last_turn)
+            text = self.template.text(trajectory.last_turn, tools)
             observation = await self._ask(environment.step, text)
             if not isinstance(observation, Observation):
                 raise EnvironmentFailed("TypeError", f"`step` returned {observation!r}, which is no Observation")

@@ -132,7 +132,8 @@ class EnvironmentHost:
 
     def _start(self) -> Spawned:
         process = spawn_untrusted(
-            "environment", "braidrl.rollout.episodes.host:main", "rollout.environment", self.settings, self.settings.variables
+            "environment", "braidrl.rollout.episodes.host:main", "rollout.environment", self.settings, self.settings.variables,
+            self.settings.python,
         )  # fmt: skip
         try:
             self._load(process.connection)

@@ -8,14 +8,16 @@ place, and what follows the mark is what follows a turn. So it does not matter w
 leaving their reasoning out.
 """
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from braidrl.errors import UserError
+from braidrl.rollout.episodes.tool_calls import FORMATS, Tools, call_text, calls_of_hermes, format_of
 
 # This is what environments import, whose processes have no need of torch.
 if TYPE_CHECKING:
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Context = str | list[Message]
 """Text, or chat messages."""
-Tools = Sequence[Mapping[str, Any]]
-"""JSON schemas of functions, as chat templates take them."""
 MARK = "the-assistants-turn-stands-here"
 
 
@@ -34,6 +34,8 @@ class TurnTemplate:
     """Turns contexts and observations into token ids with the run's tokenizer and template."""
 
     template: "PromptTemplate"
+    tool_format: str | None = None
+    """How the model writes calls of tools, one of `tool_calls.FORMATS`; by default what its tokenizer says."""
 
     def first(self, context: Context, tools: Tools = ()) -> list[int]:
         """Tokenise a whole context. Raises UserError when the chat template refuses it."""
@@ -57,10 +59,34 @@ class TurnTemplate:
             after = after.removeprefix(self.template.tokenizer.decode([last_token], skip_special_tokens=False))
         return self._alone(after)
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """Decode sampled tokens for an environment, without special tokens."""
-        tokenizer = self.template.tokenizer
-        return tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def text(self, tokens: Sequence[int], tools: Tools = ()) -> str:
+        """Decode sampled tokens for an environment or a client, without special tokens; with `tools`, calls are as Hermes writes them."""
+        plain = self._decoded(tokens, special=False)
+        # Most models write calls as Hermes does, which then stay to the letter.
+        rewritten = self._calls(tokens, tools) if tools and not calls_of_hermes(plain) else None
+        if rewritten is None:
+            return plain
+        said, calls = rewritten
+        for special in self.template.tokenizer.all_special_tokens:
+            said = said.replace(special, "")
+        return said + calls
+
+    def _decoded(self, tokens: Sequence[int], special: bool) -> str:
+        decode = self.template.tokenizer.decode
+        text: str = decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        return text
+
+    def _calls(self, tokens: Sequence[int], tools: Tools) -> tuple[str, str] | None:
+        """Return what stands before the calls of a turn, and the calls; None where there are none."""
+        tokenizer, ends = self.template.tokenizer, len(tokens)
+        while ends and tokens[ends - 1] in tokenizer.all_special_ids:
+            ends -= 1
+        text = self._decoded(tokens[:ends], special=True)
+        if self.tool_format is not None:
+            return FORMATS[self.tool_format].rewritten(text, tools)
+        if getattr(tokenizer, "response_template", None) is not None:
+            return parsed_by_tokenizer(tokenizer, text, self._render([{"role": "user", "content": "-"}], tools), tools)
+        return format_of(tokenizer.chat_template if self.template.is_chat else None).rewritten(text, tools)
 
     def _alone(self, text: str) -> list[int]:
         """Tokenise text in the middle of a sequence: no special tokens are put before it."""
@@ -73,6 +99,18 @@ class TurnTemplate:
             )
         except TemplateError as error:
             raise UserError(f"the tokenizer's chat template refuses the messages: {error}") from None
+
+
+def parsed_by_tokenizer(tokenizer: Any, text: str, prompt: str, tools: Tools) -> tuple[str, str] | None:
+    """Return what stands before the calls of a turn, and the calls, by the tokenizer's own description of responses (transformers)."""
+    try:
+        message = tokenizer.parse_response(text, prefix=prompt, tools=list(tools))
+    except Exception as error:  # of whatever kind: the model has written what its own format does not allow
+        return "", f"<tool_call>{type(error).__name__}: {error}</tool_call>"
+    found = [call["function"] for call in message.get("tool_calls") or []]
+    calls = [call_text(str(each["name"]), json.dumps(each["arguments"])) for each in found]
+    said = message.get("content") or ""
+    return (said, "".join(f"<tool_call>{call}</tool_call>" for call in calls)) if calls else None
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ class Generation:
         """
         make = await in_thread(lambda: self.environments.find(stage.params["environment"]))
         prompts = PromptTemplate(self.tokenizer, self.config.data.chat_template, self.config.data.system_prompt)
-        template, sampling = TurnTemplate(prompts), sampling_of(stage, self.config)
+        template, sampling = TurnTemplate(prompts, self.config.rollout.environment.tool_format), sampling_of(stage, self.config)
         purpose, seed = str(stage.params.get("purpose", "train")), self.config.seed
         if stage.params["environment"].startswith(AGENT):
             # Imported here: only agents need aiohttp, which need not be installed.

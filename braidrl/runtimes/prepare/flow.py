@@ -77,7 +77,8 @@ def in_environment(flow: Flow, config: Config) -> Flow:
         ]
     for stage in stages:
         if "environment" in stage.params:
-            check_environment(stage.params["environment"], config.rollout.environment.params)
+            environment = config.rollout.environment
+            check_environment(stage.params["environment"], environment.params, environment.python)
     return Flow(flow.name, stages)
 
 

@@ -8,7 +8,8 @@ import random
 import pytest
 
 from braidrl.errors import UserError
-from braidrl.rollout.episodes.environments import GemEnvironment, environments
+from braidrl.rollout.episodes.environments import environments
+from braidrl.rollout.episodes.libraries.gem import GemEnvironment
 
 NAME = "game:GuessTheNumber-v0-easy"
 needs_gem = pytest.importorskip("gem", reason="gem-llm is not installed")

@@ -1,0 +1,220 @@
+"""Calls of tools as models write them, each in the format that it was trained with. Environments and clients see one format, that of Hermes
+and Qwen, whatever the model writes; its tokens stay as they are.
+
+the model's turn ──format──▶ text and `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` ──parse_tool_calls──▶ calls
+
+What a model has written wrongly stays wrong on the way: `parse_tool_calls` says what is the matter, for the model to read.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of functions, as chat templates take them."""
+CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call as the model wrote it; `fault` says why it cannot be made."""
+
+    name: str = ""
+    arguments: dict[str, Any] | None = None
+    fault: str | None = None
+
+
+def parse_tool_calls(text: str) -> list[ToolCall]:
+    """Return every call in a turn, in order, malformed ones included."""
+    return [parse_tool_call(match[1]) for match in CALL.finditer(text)]
+
+
+def parse_tool_call(text: str) -> ToolCall:
+    """Parse the text between one pair of tags."""
+    try:
+        call = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        where = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else "too deep"
+        return ToolCall(fault=f"the call is not JSON: {where}")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolCall(fault='a call is an object {"name": ..., "arguments": {...}}')
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return ToolCall(call["name"], fault="the arguments must be an object")
+    return ToolCall(call["name"], arguments)
+
+
+def call_id(number: int) -> str:
+    """Return the id of a turn's call."""
+    return f"call{number:05d}"
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How models of a family write calls."""
+
+    begins: re.Pattern[str]
+    """Where the first call begins."""
+    calls: Callable[[str, Tools], list[str]]
+    """Given the text from there on, returns each call as the JSON that Hermes would write, or what cannot be made that."""
+    marks: tuple[str, ...]
+    """Texts of which a chat template of the family has all."""
+
+    def rewritten(self, text: str, tools: Tools) -> tuple[str, str] | None:
+        """Return what stands before the calls of a turn, and the calls as Hermes writes them; None where there are none."""
+        found = self.begins.search(text)
+        if found is None:
+            return None
+        bodies = self.calls(text[found.start() :], tools)
+        return text[: found.start()], "".join(f"<tool_call>{body}</tool_call>" for body in bodies)
+
+
+def call_text(name: str, arguments: str) -> str:
+    """Return a call whose arguments are JSON already, or were meant to be."""
+    return f'{{"name": {json.dumps(name.strip())}, "arguments": {arguments.strip() or "{}"}}}'
+
+
+def hermes(text: str, tools: Tools) -> list[str]:
+    """Return the calls of Hermes 2 and 3, Qwen 2.5 and Qwen 3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    return [match[1] for match in CALL.finditer(text)]
+
+
+def calls_of_hermes(text: str) -> bool:
+    """Return whether a turn's calls are in the format that everybody is given."""
+    return re.search(r"<tool_call>\s*\{", text) is not None
+
+
+FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
+
+
+def qwen_xml(text: str, tools: Tools) -> list[str]:
+    """Return the calls of Qwen3-Coder and Qwen 3.5: `<function=NAME><parameter=KEY>VALUE</parameter></function>` between the tags."""
+    return [with_values(match[1], PARAMETER.findall(match[2]), tools) for match in FUNCTION.finditer(text)] or [text]
+
+
+CLOSED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|$)", re.DOTALL)
+
+
+def glm(text: str, tools: Tools) -> list[str]:
+    """Return the calls of GLM 4.5 and later: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
+    bodies = [match[1] for match in CLOSED.finditer(text)]
+    return [with_values(body.partition("<arg_key>")[0], ARGUMENT.findall(body), tools) for body in bodies] or [text]
+
+
+def with_values(name: str, values: Sequence[tuple[str, str]], tools: Tools) -> str:
+    """Return a call whose arguments were written as text: text where the schema says so, else JSON where it is some."""
+    functions = (tool.get("function", tool) for tool in tools)
+    schema = next((each for each in functions if each.get("name") == name.strip()), {})
+    properties = schema.get("parameters", {}).get("properties", {})
+    arguments = {key.strip(): value_of(text, properties.get(key.strip(), {}).get("type")) for key, text in values}
+    return call_text(name, json.dumps(arguments))
+
+
+def value_of(text: str, kind: Any) -> Any:
+    """Return an argument that was written as text."""
+    if kind == "string":
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def llama(text: str, tools: Tools) -> list[str]:
+    """Return the calls of Llama 3.1 and later.
+
+    They are `{"name": ..., "parameters": {...}}`, several with `;` between them, perhaps after `<|python_tag|>`; or
+    `<function=NAME>{...}</function>`; or, of Llama 3.2 and 4, a list in Python, `[NAME(KEY=VALUE), ...]`.
+    """
+    text = re.sub(r"<\|(?:python_tag|python_start|python_end|eom_id|eot_id|eot|eom)\|>", "", text).strip()
+    if text.startswith("<function="):
+        return [call_text(match[1], match[2]) for match in FUNCTION.finditer(text)] or [text]
+    if text.startswith("["):
+        return python_calls(text)
+    found, rest = [], text
+    while rest:
+        try:
+            call, end = json.JSONDecoder().raw_decode(rest)
+        except (ValueError, RecursionError):
+            return [*found, rest]
+        arguments = call.get("parameters", call.get("arguments", {})) if isinstance(call, dict) else {}
+        found.append(
+            call_text(str(call["name"]), json.dumps(arguments))
+            if isinstance(call, dict) and "name" in call
+            else rest[:end]
+        )
+        rest = rest[end:].lstrip("; \n,")
+    return found
+
+
+def python_calls(text: str) -> list[str]:
+    """Return the calls of a list in Python, which is read and not run."""
+    try:
+        calls = ast.parse(text, mode="eval").body.elts  # type: ignore[attr-defined]
+        return [
+            call_text(
+                ast.unparse(call.func), json.dumps({each.arg: ast.literal_eval(each.value) for each in call.keywords})
+            )
+            for call in calls
+        ]
+    except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
+        return [text]
+
+
+NAMED = re.compile(
+    r"\[TOOL_CALLS\]\s*([^\[\s{]+)(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(.*?)(?=\[TOOL_CALLS\]|</s>|$)", re.DOTALL
+)
+
+
+def mistral(text: str, tools: Tools) -> list[str]:
+    """Return the calls of Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or since 2025 `[TOOL_CALLS]NAME[ARGS]{...}` each."""
+    listed = re.match(r"\[TOOL_CALLS\]\s*(?=\[[\s{\]])", text)
+    if listed is None:
+        return [call_text(match[1], match[2]) if match[2] else match[0] for match in NAMED.finditer(text)] or [text]
+    try:
+        calls, _ = json.JSONDecoder().raw_decode(text[listed.end() :])
+    except (ValueError, RecursionError):
+        return [text[listed.end() :]]
+    return [json.dumps(call) for call in calls]
+
+
+PIECE = re.compile(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|<｜tool▁calls▁end｜>|$)", re.DOTALL)
+FENCED = re.compile(r"(.*?)\n```(?:json)?\n(.*?)(?:\n```|$)", re.DOTALL)
+
+
+def deepseek(text: str, tools: Tools) -> list[str]:
+    """Return the calls of DeepSeek V3 and R1, `function<｜tool▁sep｜>NAME` and JSON in a fence, and of V3.1, `NAME<｜tool▁sep｜>{...}`."""
+    found = []
+    for match in PIECE.finditer(text):
+        first, _, second = match[1].partition("<｜tool▁sep｜>")
+        fenced = FENCED.match(second)
+        name, arguments = (fenced[1], fenced[2]) if fenced else (first, second)
+        found.append(call_text(name, arguments) if arguments else match[1])
+    return found or [text]
+
+
+TAG = re.compile("<tool_call>")
+FORMATS = {
+    "deepseek": ToolFormat(re.compile("<｜tool▁calls▁begin｜>|<｜tool▁call▁begin｜>"), deepseek, ("<｜tool▁call",)),
+    "mistral": ToolFormat(re.compile(r"\[TOOL_CALLS\]"), mistral, ("[TOOL_CALLS]",)),
+    "glm": ToolFormat(TAG, glm, ("<arg_key>",)),
+    "qwen_xml": ToolFormat(re.compile(r"<tool_call>\s*<function=|<function="), qwen_xml, ("<function=", "<parameter=")),
+    "hermes": ToolFormat(TAG, hermes, ("<tool_call>",)),
+    "llama": ToolFormat(
+        re.compile(r"<\|python_(?:tag|start)\|>|<function=|\A\s*(?:<\|python_start\|>)?(?=\{\s*\"name\"|\[\s*[A-Za-z_][\w.]*\()"),
+        llama, ("<|start_header_id|>",),
+    ),
+}  # fmt: skip
+"""By name, those first whose marks are rarer."""
+
+
+def format_of(chat_template: str | None) -> ToolFormat:
+    """Return the format that a chat template speaks of; that of Hermes where it speaks of none."""
+    template = chat_template or ""
+    found = (known for known in FORMATS.values() if all(mark in template for mark in known.marks))
+    return next(found, FORMATS["hermes"])
