@@ -109,6 +109,10 @@ class EnvironmentConfig(SandboxConfig):
     """Turns of the model in one trajectory."""
     variables: list[str] = []
     """Variables that it gets of the run's environment, beside PATH and the like."""
+    host: str = "127.0.0.1"
+    """Of an agent: the address of this machine on which its endpoint listens. One that others reach needs a key."""
+    key_variable: str | None = None
+    """The variable that holds the endpoint's key, which clients send as their API key; the agent finds it as `api_key` in its example."""
     tool_format: Literal["hermes", "qwen_xml", "llama", "mistral", "deepseek", "glm"] | None = None
     """How the model writes calls of tools; by default as its tokenizer's chat template says."""
     python: Path | None = None

@@ -49,6 +49,10 @@ class PromptTemplate:
         """Tokenise rendered prompts. A chat template has written its special tokens into the text already."""
         return self._encode(texts, add_special_tokens=not self.is_chat)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Tokenise a text with the special tokens that the tokenizer adds, whether or not there is a chat template."""
+        return self._encode([text], add_special_tokens=True)[0]
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Tokenise one prompt. Raises UserError when the chat template refuses the messages."""
         return self.encode_text([self.render(prompt)])[0]

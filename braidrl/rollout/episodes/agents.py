@@ -29,7 +29,7 @@ class Agents(Player):
         url = self.endpoint.open(uid)
         failure: EnvironmentFailed | None = None
         outcome = Observation()
-        example = example_of(uid, metadata, self.seed, self.endpoint.purpose)
+        example = {**example_of(uid, metadata, self.seed, self.endpoint.purpose), "api_key": self.endpoint.key or "-"}
         try:
             found = outcome_of(await call_user(self.agent, url, example, timeout_s=self.limits.timeout_s))
             self.limits.check(found.reward)

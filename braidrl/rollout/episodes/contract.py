@@ -8,6 +8,7 @@ A check fails by AssertionError.
 """
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +33,8 @@ class EnvironmentUnderTest:
 
     async def play(self, texts: Sequence[str]) -> list[Any]:
         """Return the first context, and what follows from each turn until the episode is done."""
-        environment = environments(self.name, self.settings)()
+        made = environments(self.name, self.settings)()
+        environment = await made if inspect.isawaitable(made) else made
         said: list[Any] = [await called(environment.reset, dict(self.example))]
         try:
             for text in texts:

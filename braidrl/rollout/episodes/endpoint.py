@@ -1,7 +1,7 @@
 """An OpenAI-compatible endpoint in front of an engine: an agent written elsewhere is trained as a black box.
 
 agent ──POST {url}/sessions/3.1.0.KEY/v1/chat/completions──▶ session ──token ids──▶ engine
-  ▲                                                         │  what is new in `messages`, tokenised alone
+  ▲        or /completions, or /responses                   │  what is new in `messages`, tokenised alone
   └──────────────── the reply as text ◀── token ids, log-probs, versions, appended to the session's trajectory
 
 A session is one row. While the agent's messages go on from what was said before, its tokens are only ever appended to; messages
@@ -9,6 +9,7 @@ that do not (a summary, a second conversation) open a new sequence in the same r
 """
 
 import asyncio
+import hmac
 import json
 import secrets
 import socket
@@ -20,25 +21,25 @@ from typing import Any
 
 import torch
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from braidrl.data.rows import FinishReason
 from braidrl.data.sources import Message
 from braidrl.errors import UserError
 from braidrl.rollout.engine import Engine, EngineError
-from braidrl.rollout.episodes.tool_calls import call_id, parse_tool_calls
+from braidrl.rollout.episodes.listening import check_listening
+from braidrl.rollout.episodes.openai_api import CHAT, COMPLETIONS, MODEL, Protocol, TurnReply, TurnRequest, event, reply
+from braidrl.rollout.episodes.responses_api import RESPONSES
 from braidrl.rollout.episodes.trajectory import Trajectory
 from braidrl.rollout.episodes.turns import TurnTemplate
 from braidrl.rollout.requests import Request, SamplingParams, Uid
 
 BODY_BYTES = 64 << 20
 """A longer request is answered with 413."""
-UNSUPPORTED = ("stream", "logprobs", "top_logprobs", "functions", "function_call", "logit_bias", "audio", "prediction")
-"""Fields that ask for what is not served; with a value that asks for nothing, such as `stream: false`, they are let pass."""
-USUAL = {"response_format": {"type": "text"}, "tool_choice": "auto", "modalities": ["text"], "n": 1}
-"""Fields that may have this value alone."""
-MOST_STOPS = 16
-MODEL = "actor"
-"""The name of the one model; requests may call it as they like."""
+PROTOCOLS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES}
+"""By the path below a session's."""
+WORD_EVERY_S = 10.0
+"""How often a client that waits for events is told that its turn is under way."""
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "length"}
 
 
@@ -49,6 +50,10 @@ class EndpointSession:
     trajectory: Trajectory
     said: list[Message] = field(default_factory=list)
     """All messages so far, replies included, as they went over the wire."""
+    text: str = ""
+    """Of `completions`, the prompt and what went on from it."""
+    responses: dict[str, list[Message]] = field(default_factory=dict)
+    """By the name of a response, the conversation up to its end."""
     turns: int = 0
     finish_reason: FinishReason = FinishReason.STOP
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -64,17 +69,28 @@ class Endpoint:
     def __init__(
         self, engine: Engine, template: TurnTemplate, sampling: SamplingParams, max_sequence_tokens: int,
         purpose: str = "train", stage: str = "generate", host: str = "127.0.0.1", port: int = 0,
-        listener: socket.socket | None = None,
+        listener: socket.socket | None = None, key: str | None = None,
     ) -> None:  # fmt: skip
-        """Raise UserError for a tokenizer without a chat template, which could not tell the speakers apart.
+        """Raise UserError for a tokenizer without a chat template, which could not tell the speakers apart, or an address without its key.
 
-        `listener` listens already, perhaps in another network, and stands in for host and port.
+        Args:
+            engine: Who generates.
+            template: The run's, with its tokenizer.
+            sampling: The run's.
+            max_sequence_tokens: Of a context and its reply.
+            purpose: What the rows are for, in their random numbers.
+            stage: The generate stage's name.
+            host: The address to listen on, by which clients reach it.
+            port: 0 for a free one.
+            listener: Listens already, perhaps in another network, and stands in for host and port.
+            key: What clients have to send as their API key; None for whoever knows a session's URL.
         """
+        check_listening(host, key)
         if not template.template.is_chat:
             raise UserError("the endpoint serves chats, and the tokenizer has no chat template; set one in its folder")
         self.engine, self.template, self.sampling = engine, template, sampling
         self.max_sequence_tokens, self.purpose, self.stage = max_sequence_tokens, purpose, stage
-        self._host, self._port, self._listener = host, port, listener
+        self._host, self._port, self._listener, self.key = host, port, listener, key
         self._began = int(time.time())
         self._sessions: dict[str, EndpointSession] = {}
         self._names: dict[Uid, str] = {}
@@ -82,8 +98,9 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
 
     async def __aenter__(self) -> "Endpoint":
-        application = web.Application(client_max_size=BODY_BYTES)
-        application.router.add_post("/sessions/{name}/v1/chat/completions", self._handle)
+        application = web.Application(client_max_size=BODY_BYTES, middlewares=[self._check_key])
+        for path in PROTOCOLS:
+            application.router.add_post(f"/sessions/{{name}}/v1/{{path:{path}}}", self._handle)
         application.router.add_get("/sessions/{name}/v1/models", self._models)
         application.router.add_get("/sessions/{name}/v1/models/{model:.+}", self._models)
         application.router.add_route("*", "/{path:.*}", not_served)
@@ -104,7 +121,8 @@ class Endpoint:
             raise ValueError(f"the session of row {uid} is open already")
         name = self._names[uid] = f"{session_name(uid)}.{secrets.token_hex(8)}"
         self._sessions[name] = EndpointSession(Trajectory(uid))
-        return f"http://{self._host}:{self._port}/sessions/{name}/v1"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}/sessions/{name}/v1"
 
     async def close(self, uid: Uid) -> EndpointSession:
         """End a row's session, aborting a turn in flight; later requests get an error. Raises KeyError for a session that is not open."""
@@ -116,18 +134,33 @@ class Endpoint:
         async with session.lock:
             return session
 
-    async def _handle(self, http: web.Request) -> web.Response:
+    @web.middleware
+    async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self.key is not None and not hmac.compare_digest(sent.encode(), self.key.encode()):
+            return failed(401, "the API key is not this endpoint's")
+        return await handler(request)
+
+    async def _handle(self, http: web.Request) -> web.StreamResponse:
         session = self._sessions.get(http.match_info["name"])
         if session is None:
             return failed(404, f"no session {http.match_info['name']!r} is open")
+        protocol = PROTOCOLS[http.match_info["path"]]
         try:
-            asked = checked(await body_of(http))
-            async with session.lock:
-                return web.json_response(await self._complete(session, asked))
+            body = await body_of(http)
+            asked = protocol.read(body if isinstance(body, dict) else {})
+            turn = asyncio.ensure_future(self._turn(session, asked))
+            if asked.stream:
+                return await streamed(http, protocol, asked, turn)
+            return web.json_response(protocol.whole(asked, await turn))
         except UserError as error:
             return failed(400, str(error))
         except EngineError as error:
             return failed(503, str(error))
+
+    async def _turn(self, session: EndpointSession, asked: TurnRequest) -> TurnReply:
+        async with session.lock:
+            return await self._complete(session, asked)
 
     async def _models(self, http: web.Request) -> web.Response:
         if http.match_info["name"] not in self._sessions:
@@ -140,10 +173,14 @@ class Endpoint:
         }
         return web.json_response(one if "model" in http.match_info else {"object": "list", "data": [one]})
 
-    async def _complete(self, session: EndpointSession, asked: Mapping[str, Any]) -> dict[str, Any]:
-        trajectory, tools = session.trajectory, asked.get("tools") or ()
+    async def _complete(self, session: EndpointSession, asked: TurnRequest) -> TurnReply:
+        trajectory = session.trajectory
+        if asked.previous is not None:
+            if asked.previous not in session.responses:
+                raise UserError(f"this session has no response {asked.previous!r}")
+            asked = replace(asked, messages=gone_on(session.responses[asked.previous], asked.messages))
         try:
-            ids, opens = self._context(session, asked["messages"], tools)
+            ids, opens = self._context(session, asked)
         # A chat template may raise whatever it likes over what a client has written into a message.
         except Exception as error:
             raise UserError(f"the messages are none for the chat template: {type(error).__name__}: {error}") from error
@@ -151,8 +188,8 @@ class Endpoint:
         room = self.max_sequence_tokens - len(context)
         if room < 1:
             raise UserError(f"{len(context)} tokens leave no room in a sequence of {self.max_sequence_tokens}")
-        limit, stops = max_tokens_of(asked) or self.sampling.max_tokens, stops_of(asked)
-        sampling = replace(self.sampling, max_tokens=min(limit, room), stop=(*self.sampling.stop, *stops))
+        limit = min(asked.limit or self.sampling.max_tokens, room)
+        sampling = replace(self.sampling, max_tokens=limit, stop=(*self.sampling.stop, *asked.stops))
         finished = await self.engine.submit(
             Request(
                 trajectory.uid, torch.tensor(context), sampling,
@@ -163,18 +200,69 @@ class Endpoint:
         trajectory.append(ids, opens=opens)
         trajectory.append(finished.tokens.tolist(), log_probs=finished.log_probs, versions=finished.versions)
         session.turns, session.finish_reason = session.turns + 1, finished.finish_reason
-        message = reply(before_stop(self.template.text(trajectory.last_turn, tools), stops), bool(tools))
-        session.said = [*asked["messages"], message]
-        reason = "tool_calls" if "tool_calls" in message else REASONS[finished.finish_reason]
-        return completion(asked, session, message, reason, len(context), len(finished.tokens))
+        return self._said(session, asked, REASONS[finished.finish_reason], len(context), len(finished.tokens))
 
-    def _context(self, session: EndpointSession, messages: list[Message], tools: Any) -> tuple[list[int], bool]:
+    def _said(self, session: EndpointSession, asked: TurnRequest, reason: str, prompt: int, sampled: int) -> TurnReply:
+        """Return the turn that was drawn last, and remember the conversation up to it."""
+        text = before_stop(self.template.text(session.trajectory.last_turn, asked.tools), asked.stops)
+        message = reply(text, bool(asked.tools))
+        name = f"{session_name(session.trajectory.uid)}-{session.turns}"
+        if asked.prompt is not None:
+            session.said, session.text = [], asked.prompt + text
+        else:
+            session.said, session.text = [*asked.messages, message], ""
+            session.responses[name] = session.said
+        return TurnReply(name, message, "tool_calls" if "tool_calls" in message else reason, prompt, sampled)
+
+    def _context(self, session: EndpointSession, asked: TurnRequest) -> tuple[list[int], bool]:
         """Return the token ids to append before the reply, and whether they open a new sequence."""
-        known = len(session.said)
-        if known and len(messages) > known and messages[:known] == session.said:
-            new = [as_template(message) for message in messages[known:]]
-            return self.template.following(new, session.trajectory.sequence[-1], tools), False
-        return self.template.first([as_template(message) for message in messages], tools), True
+        if asked.prompt is not None:
+            goes_on = bool(session.text) and asked.prompt.startswith(session.text)
+            new = asked.prompt[len(session.text) :] if goes_on else asked.prompt
+            return self.template.plain(new, session.trajectory.sequence[-1] if goes_on else None), not goes_on
+        known, messages = len(session.said), asked.messages
+        if known and len(messages) > known and [*map(bare, messages[:known])] == [*map(bare, session.said)]:
+            added = [as_template(message) for message in messages[known:]]
+            return self.template.following(added, session.trajectory.sequence[-1], asked.tools), False
+        return self.template.first([as_template(message) for message in messages], asked.tools), True
+
+
+async def streamed(
+    http: web.Request, protocol: Protocol, asked: TurnRequest, turn: "asyncio.Future[TurnReply]"
+) -> web.StreamResponse:
+    """Send a turn as events when it is over, and before that every some seconds that it is under way.
+
+    Raises UserError or EngineError where the turn fails before anything was sent.
+    """
+    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    try:
+        while not (await asyncio.wait((turn,), timeout=WORD_EVERY_S))[0]:
+            if not answer.prepared:
+                await answer.prepare(http)
+            await answer.write(b": the turn is under way\n\n")
+        error = turn.exception()
+        if not answer.prepared:
+            if error is not None:
+                raise error
+            await answer.prepare(http)
+        events = [event({"error": {"message": str(error)}})] if error else protocol.events(asked, turn.result())
+        for each in events:
+            await answer.write(each.encode())
+    except ConnectionError:  # the client has gone; what was drawn for it belongs to its row
+        await asyncio.wait((turn,))
+    return answer
+
+
+def bare(message: Message) -> Message:
+    """Return a message without what it leaves open, which client libraries spell out."""
+    return {name: value for name, value in message.items() if value is not None and value != []}
+
+
+def gone_on(earlier: list[Message], messages: list[Message]) -> list[Message]:
+    """Return a conversation that goes on; instructions are those of its last request."""
+    if messages[0]["role"] != "system":
+        return [*earlier, *messages]
+    return [messages[0], *(earlier[1:] if earlier[0]["role"] == "system" else earlier), *messages[1:]]
 
 
 def session_name(uid: Uid) -> str:
@@ -189,26 +277,6 @@ async def body_of(http: web.Request) -> Any:
         raise UserError(f"the body is not JSON: {type(error).__name__}: {error}") from error
 
 
-def max_tokens_of(asked: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a client wants at most, None where it does not say. Raises UserError for what is no such number."""
-    name = next((name for name in ("max_completion_tokens", "max_tokens") if asked.get(name) is not None), None)
-    if name is None:
-        return None
-    wanted = asked[name]
-    if isinstance(wanted, bool) or not isinstance(wanted, int | float) or wanted != wanted // 1 or wanted < 1:
-        raise UserError(f"{name} must be a whole number from 1 on, not {wanted!r}")
-    return int(wanted)
-
-
-def stops_of(asked: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the texts that a client's reply ends before. Raises UserError for what are none."""
-    stop = asked.get("stop")
-    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise UserError(f"stop must be a text that is not empty, or a list of up to {MOST_STOPS} such, not {stop!r}")
-    return tuple(stops)
-
-
 def before_stop(text: str, stops: Sequence[str]) -> str:
     """Return a reply without the stop text that ended it; its tokens, which were drawn, are trained on."""
     ends = [place for stop in stops if (place := text.find(stop)) >= 0]
@@ -219,39 +287,8 @@ async def not_served(http: web.Request) -> web.Response:
     """Answer a request for anything else."""
     return failed(
         404,
-        f"{http.method} {http.path} is not served here: only POST chat/completions and GET models under a session's URL",
+        f"{http.method} {http.path} is not served here: only POST {', '.join(PROTOCOLS)} and GET models under a session's URL",
     )
-
-
-def checked(body: Any) -> Mapping[str, Any]:
-    """Return a request's body. Raises UserError for what is not served here."""
-    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
-        raise UserError("`messages` must be a list of {role, content}")
-    for name in UNSUPPORTED:
-        if body.get(name):
-            raise UserError(f"{name!r} is not served here; leave it out")
-    for name, usual in USUAL.items():
-        if body.get(name, usual) not in (usual, None):
-            more = ": each session is one row" if name == "n" else ""
-            raise UserError(f"{name} must be {usual if name == 'n' else json.dumps(usual)}{more}")
-    if not isinstance(body.get("tools") or [], list):
-        raise UserError("`tools` must be a list of functions")
-    for message in body["messages"]:
-        check_message(message)
-    max_tokens_of(body)
-    stops_of(body)
-    return body
-
-
-def check_message(message: Any) -> None:
-    """Raise UserError unless this is a message, with text alone in it."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise UserError(f"a message is an object with a role, not {message!r}")
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise UserError(f"the content of a message is text, or a list of {{type: text, text}}, not {content!r}")
 
 
 def as_template(message: Message) -> Message:
@@ -268,35 +305,6 @@ def as_template(message: Message) -> Message:
 def with_object(function: Mapping[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
     return {**function, "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
-
-
-def reply(text: str, with_tools: bool) -> Message:
-    """Make the assistant's message; well-formed tool calls are parsed where the request named tools."""
-    calls = [call for call in parse_tool_calls(text) if call.fault is None] if with_tools else []
-    if not calls:
-        return {"role": "assistant", "content": text}
-    return {
-        "role": "assistant",
-        "content": text.partition("<tool_call>")[0].strip() or None,
-        "tool_calls": [
-            {
-                "id": call_id(number), "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-            }
-            for number, call in enumerate(calls)
-        ],
-    }  # fmt: skip
-
-
-def completion(
-    asked: Mapping[str, Any], session: EndpointSession, message: Message, reason: str, prompt: int, sampled: int
-) -> dict[str, Any]:
-    return {
-        "id": f"{session_name(session.trajectory.uid)}-{session.turns}", "object": "chat.completion",
-        "created": int(time.time()), "model": asked.get("model", MODEL),
-        "choices": [{"index": 0, "message": message, "finish_reason": reason}],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
-    }  # fmt: skip
 
 
 def failed(status: int, message: str) -> web.Response:

@@ -109,7 +109,7 @@ def glm(text: str, tools: Tools) -> list[str]:
 def with_values(name: str, values: Sequence[tuple[str, str]], tools: Tools) -> str:
     """Return a call whose arguments were written as text: text where the schema says so, else JSON where it is some."""
     functions = (tool.get("function", tool) for tool in tools)
-    schema = next((each for each in functions if each.get("name") == name.strip()), {})
+    schema: Any = next((each for each in functions if each.get("name") == name.strip()), {})
     properties = schema.get("parameters", {}).get("properties", {})
     arguments = {key.strip(): value_of(text, properties.get(key.strip(), {}).get("type")) for key, text in values}
     return call_text(name, json.dumps(arguments))
@@ -136,7 +136,7 @@ def llama(text: str, tools: Tools) -> list[str]:
         return [call_text(match[1], match[2]) for match in FUNCTION.finditer(text)] or [text]
     if text.startswith("["):
         return python_calls(text)
-    found, rest = [], text
+    found, rest = list[str](), text
     while rest:
         try:
             call, end = json.JSONDecoder().raw_decode(rest)
@@ -189,7 +189,7 @@ FENCED = re.compile(r"(.*?)\n```(?:json)?\n(.*?)(?:\n```|$)", re.DOTALL)
 
 def deepseek(text: str, tools: Tools) -> list[str]:
     """Return the calls of DeepSeek V3 and R1, `function<｜tool▁sep｜>NAME` and JSON in a fence, and of V3.1, `NAME<｜tool▁sep｜>{...}`."""
-    found = []
+    found = list[str]()
     for match in PIECE.finditer(text):
         first, _, second = match[1].partition("<｜tool▁sep｜>")
         fenced = FENCED.match(second)

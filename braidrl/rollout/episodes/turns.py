@@ -55,9 +55,17 @@ class TurnTemplate:
         after = self._render([*turn, *messages], tools).partition(MARK)[2]
         if MARK in after:
             raise UserError(f"an environment says {MARK!r}, which stands for the assistant's turn; say something else")
-        if last_token in self.template.tokenizer.all_special_ids:
-            after = after.removeprefix(self.template.tokenizer.decode([last_token], skip_special_tokens=False))
-        return self._alone(after)
+        return self._alone(self._behind(after, last_token))
+
+    def plain(self, text: str, last_token: int | None) -> list[int]:
+        """Tokenise a text that is no chat, which opens a sequence, or goes on behind a sampled turn, whose last token is given."""
+        return self.template.encode_plain(text) if last_token is None else self._alone(self._behind(text, last_token))
+
+    def _behind(self, text: str, last_token: int) -> str:
+        """Return what is to be tokenised of a text behind a turn: without the end of the turn, where that was sampled."""
+        if last_token not in self.template.tokenizer.all_special_ids:
+            return text
+        return text.removeprefix(self.template.tokenizer.decode([last_token], skip_special_tokens=False))
 
     def text(self, tokens: Sequence[int], tools: Tools = ()) -> str:
         """Decode sampled tokens for an environment or a client, without special tokens; with `tools`, calls are as Hermes writes them."""

@@ -28,6 +28,7 @@ from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
 from braidrl.rollout.engine import Engine, RoleEngine
 from braidrl.rollout.episodes.environments import AGENT, in_thread
+from braidrl.rollout.episodes.listening import key_of
 from braidrl.rollout.episodes.player import Episode, Episodes, Limits, episode_columns, failure_counts
 from braidrl.rollout.episodes.sandboxed import EnvironmentHosts
 from braidrl.rollout.episodes.trajectory import response_columns
@@ -177,7 +178,10 @@ class Generation:
         """
         make = await in_thread(lambda: self.environments.find(stage.params["environment"]))
         prompts = PromptTemplate(self.tokenizer, self.config.data.chat_template, self.config.data.system_prompt)
-        template, sampling = TurnTemplate(prompts, self.config.rollout.environment.tool_format), sampling_of(stage, self.config)
+        template, sampling = (
+            TurnTemplate(prompts, self.config.rollout.environment.tool_format),
+            sampling_of(stage, self.config),
+        )
         purpose, seed = str(stage.params.get("purpose", "train")), self.config.seed
         if stage.params["environment"].startswith(AGENT):
             # Imported here: only agents need aiohttp, which need not be installed.
@@ -186,8 +190,9 @@ class Generation:
 
             longest = limits.max_sequence_tokens
             listener = await in_thread(lambda: self.environments.listener(stage.params["environment"]))
+            host, key = self.config.rollout.environment.host, key_of(self.config.rollout.environment)
             async with Endpoint(
-                running, template, sampling, longest, purpose, stage.name, listener=listener
+                running, template, sampling, longest, purpose, stage.name, host, listener=listener, key=key
             ) as endpoint:
                 return await Agents(endpoint, make, limits, seed, finished).play(rows)
         return await Episodes(running, make, template, sampling, limits, seed, purpose, stage.name, finished).play(rows)

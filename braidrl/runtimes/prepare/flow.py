@@ -21,6 +21,7 @@ from braidrl.flow.signatures import needs_old
 from braidrl.flow.stages import make_stage
 from braidrl.models.role_settings import dtype_name, lora_of, merges_adapters, model_path
 from braidrl.rollout.episodes.environments import check_environment
+from braidrl.rollout.episodes.listening import key_of
 
 TRUNCATED = {"name": "truncated"}
 
@@ -79,6 +80,7 @@ def in_environment(flow: Flow, config: Config) -> Flow:
         if "environment" in stage.params:
             environment = config.rollout.environment
             check_environment(stage.params["environment"], environment.params, environment.python)
+            key_of(environment)
     return Flow(flow.name, stages)
 
 

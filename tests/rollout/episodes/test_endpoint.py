@@ -103,7 +103,7 @@ def test_requests_that_cannot_be_served_get_an_error_and_leave_the_row_as_it_was
             with pytest.raises(ValueError, match="open already"):
                 endpoint.open((0, 0, 0))
             answers = [
-                await post(url, user, stream=True),
+                await post(url, user, echo=True),
                 await post(url, user, n=2),
                 await post(url, []),
                 await post(url, ["a"]),
@@ -116,7 +116,7 @@ def test_requests_that_cannot_be_served_get_an_error_and_leave_the_row_as_it_was
     statuses, messages = zip(*answers, strict=True)
     assert statuses == (400, 400, 400, 400, 400, 404)
     for message, part in zip(
-        messages, ["'stream' is not served", "n must be 1", "`messages` must be", "a message is", "leave no room", "no session"],
+        messages, ["'echo' is not served", "n must be 1", "`messages` must be", "a message is", "leave no room", "no session"],
         strict=True,
     ):  # fmt: skip
         assert part in message
@@ -267,5 +267,126 @@ def test_a_client_finds_the_model_and_is_told_what_else_is_not_served() -> None:
     listed, named, unknown, wrong, stranger = asyncio.run(run())
     assert listed[0] == 200 and [model["id"] for model in listed[1]["data"]] == ["actor"]
     assert named[0] == 200 and named[1]["id"] == "org/mine"
-    assert unknown[0] == 404 and "only POST chat/completions and GET models" in unknown[1]["error"]["message"]
+    assert (
+        unknown[0] == 404
+        and "only POST chat/completions, completions, responses and GET models" in unknown[1]["error"]["message"]
+    )
     assert wrong[0] == 404 and stranger[0] == 404 and "no session" in stranger[1]["error"]["message"]
+
+
+async def streamed(url: str, path: str, key: str = "-", **body: Any) -> list[Any]:
+    """The events of a turn: kind and data of each."""
+    headers = {"Authorization": f"Bearer {key}"}
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"{url}/{path}", json={"model": "m", "stream": True, **body}, headers=headers) as response,
+    ):
+        assert (response.status, response.content_type) == (200, "text/event-stream")
+        blocks = [
+            dict(line.split(": ", 1) for line in b.split("\n")) for b in (await response.text()).split("\n\n") if b
+        ]
+    return [(b.get("event"), b["data"] if b["data"] == "[DONE]" else json.loads(b["data"])) for b in blocks]
+
+
+CALL = 'so <tool_call>{"name": "look", "arguments": {"at": 3}}</tool_call>'
+
+
+def test_a_turn_is_streamed_as_chunks_that_add_up_to_the_message() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+    user = {"role": "user", "content": "look"}
+
+    async def run() -> tuple[list[Any], Any, Any]:
+        async with Endpoint(
+            Script(tokenizer, [CALL, "it is 12"]), turn_template(tokenizer), SamplingParams(), 600
+        ) as endpoint:  # type: ignore[arg-type]
+            url = endpoint.open((0, 0, 0))
+            chunks = await streamed(
+                url, "chat/completions", messages=[user], tools=TOOLS, stream_options={"include_usage": True}
+            )
+            (call,) = chunks[1][1]["choices"][0]["delta"]["tool_calls"]
+            del call["index"]
+            message = {"role": "assistant", "content": "so", "refusal": None, "tool_calls": [call]}
+            result = {"role": "tool", "content": "12", "tool_call_id": call["id"]}
+            _, second = await post(url, [user, message, result], tools=TOOLS)
+            return chunks, second, await endpoint.close((0, 0, 0))
+
+    chunks, second, session = asyncio.run(run())
+    assert chunks[-1] == (None, "[DONE]") and chunks[-2][1]["usage"]["completion_tokens"] > 3
+    assert [c[1]["choices"][0]["finish_reason"] for c in chunks[:3]] == [None, None, "tool_calls"]
+    assert chunks[0][1]["choices"][0]["delta"] == {"role": "assistant", "content": "so"}
+    assert second["choices"][0]["message"]["content"] == "it is 12"
+    assert len(session.trajectory.sequence_lengths) == 1, "what was put together from chunks is what was said"
+
+
+def test_responses_go_on_from_one_another_by_name_and_by_their_items() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+    tools = [{"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}]
+
+    async def run() -> tuple[Any, list[Any], Any, Any]:
+        async with Endpoint(
+            Script(tokenizer, [CALL, "it is 12", "bye"]), turn_template(tokenizer), SamplingParams(), 900
+        ) as endpoint:  # type: ignore[arg-type]
+            url = endpoint.open((0, 0, 0))
+            asked: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "look"}]}]
+            first = await posted(url, "responses", input=asked, tools=tools, instructions="be brief")
+            output = {"type": "function_call_output", "call_id": first["output"][1]["call_id"], "output": "12"}
+            asked += [*first["output"], output]
+            events = await streamed(url, "responses", input=asked, tools=tools, instructions="be brief")
+            last = await posted(
+                url, "responses", input="more", previous_response_id=events[-1][1]["response"]["id"], tools=tools
+            )
+            return first, events, last, await endpoint.close((0, 0, 0))
+
+    first, events, last, session = asyncio.run(run())
+    assert [item["type"] for item in first["output"]] == ["message", "function_call"]
+    assert first["output"][1]["arguments"] == '{"at": 3}' and first["status"] == "completed"
+    assert [kind for kind, _ in events][:1] == ["response.created"] and events[-1][0] == "response.completed"
+    assert "".join(data["delta"] for kind, data in events if kind == "response.output_text.delta") == "it is 12"
+    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+    assert last["output"][0]["content"][0]["text"] == "bye"
+    assert session.turns == 3 and len(session.trajectory.sequence_lengths) == 1, "each went on from what was said"
+
+
+async def posted(url: str, path: str, key: str = "-", status: int = 200, **body: Any) -> Any:
+    headers = {"Authorization": f"Bearer {key}"}
+    async with aiohttp.ClientSession() as client, client.post(f"{url}/{path}", json=body, headers=headers) as response:
+        assert response.status == status, await response.text()
+        return await response.json()
+
+
+def test_a_completion_goes_on_from_its_own_text_and_is_the_tokens_that_were_drawn() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+
+    async def run() -> tuple[Any, list[Any], Any]:
+        async with Endpoint(
+            Script(tokenizer, ["ab", "abab"]), turn_template(tokenizer), SamplingParams(), 90
+        ) as endpoint:  # type: ignore[arg-type]
+            url = endpoint.open((0, 0, 0))
+            first = await posted(url, "completions", prompt="user 12")
+            more = await streamed(url, "completions", prompt="user 12ab<|im_end|>user")
+            return first, more, await endpoint.close((0, 0, 0))
+
+    first, more, session = asyncio.run(run())
+    assert first["choices"][0]["text"] == "ab" and first["object"] == "text_completion"
+    assert more[0][1]["choices"][0]["text"] == "abab" and more[-1][1] == "[DONE]"
+    assert len(session.trajectory.sequence_lengths) == 1
+    assert tokenizer.decode(session.trajectory.tokens).count("<|im_end|>") == 2, "the end of a turn is there once"
+
+
+def test_an_endpoint_that_others_reach_has_a_key_and_obeys_no_other() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+    parts = (Script(tokenizer, ["b"]), turn_template(tokenizer), SamplingParams(), 60)
+    with pytest.raises(UserError, match=r"rollout.environment.host=0.0.0.0 is reached by others, and there is no key"):
+        Endpoint(*parts, host="0.0.0.0")  # type: ignore[arg-type]
+
+    async def run() -> Any:
+        async with Endpoint(*parts, host="0.0.0.0", key="s3cret") as endpoint:  # type: ignore[arg-type]
+            url = endpoint.open((0, 0, 0))
+            for key in ("-", "s3cre", "s3crets", "é"):
+                refused = await posted(url, "completions", key, 401, prompt="a")
+                assert refused["error"]["message"] == "the API key is not this endpoint's"
+            served = await posted(url, "completions", "s3cret", prompt="a")
+            return served, (await endpoint.close((0, 0, 0))).turns
+
+    served, turns = asyncio.run(run())
+    assert served["choices"][0]["text"] == "b" and turns == 1

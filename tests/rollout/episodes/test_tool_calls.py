@@ -105,6 +105,6 @@ def test_calls_that_special_tokens_mark_reach_an_environment_as_those_of_hermes(
 
 TOOL_CALLS = {
     "open_pattern": r"\[TOOL_CALLS\](?P<name>\w+)\[ARGS\]", "close_pattern": r"(?=\[TOOL_CALLS\])|$", "repeats": True, "content": "json",
-    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}, "transform_each": True,
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
 }  # fmt: skip
 """As transformers describes a format."""

@@ -63,7 +63,7 @@ def server_of(name: str) -> str | list[str]:
 
 async def opened(server: str | list[str], verifier: Verifier) -> "McpEnvironment":
     """Return an environment with the tools of a server. Raises what the connection raises."""
-    session = Session(server)
+    session = McpSession(server)
     client = await session.open()
     try:
         listed = await client.list_tools()
@@ -73,7 +73,7 @@ async def opened(server: str | list[str], verifier: Verifier) -> "McpEnvironment
     return McpEnvironment(session, client, [schema_of(tool) for tool in listed.tools], verifier)
 
 
-class Session:
+class McpSession:
     """A connection to a server, which one task opens and closes, as the package asks for."""
 
     def __init__(self, server: str | list[str]) -> None:
@@ -110,7 +110,7 @@ class Session:
 class McpEnvironment(ToolTurns):
     """A question, the tools of a server, and a verifier."""
 
-    def __init__(self, session: Session, client: Any, tools: list[dict[str, Any]], verifier: Verifier) -> None:
+    def __init__(self, session: McpSession, client: Any, tools: list[dict[str, Any]], verifier: Verifier) -> None:
         super().__init__(tools)
         self._session, self._client, self._verifier = session, client, verifier
 
