@@ -42,7 +42,7 @@ class ToolTurns(ABC):
 
     @abstractmethod
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Return what a tool returns, text or JSON. What it raises is for the model to read."""
+        """Return what the tool `name` returns for its `arguments`, text or JSON. What it raises is for the model to read."""
 
     async def result(self, call: ToolCall) -> str:
         """Return the function's result, or why there is none, as text for the model."""
@@ -76,4 +76,5 @@ class ToolEnvironment(ToolTurns):
         super().__init__([get_json_schema(function) for function in functions])
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Return what the function called `name` returns for these `arguments`. Raises what it raises."""
         return await called(self._functions[name], **arguments)
