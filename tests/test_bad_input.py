@@ -26,6 +26,17 @@ from tests.tiny import ROOT, Workshop, sums, write_jsonl
 Braid = Callable[..., tuple[int, str, str]]
 
 
+def messages_of_the_page() -> list[re.Pattern[str]]:
+    """The messages of docs/messages.md that have words of their own, with anything where one stands in capitals."""
+    texts = re.findall(r"^- (`+) ?(.+?) ?\1(?:<br>.*)?$", (ROOT / "docs" / "messages.md").read_text(), re.MULTILINE)
+    parts = [re.split(r"'?\b[A-Z][A-Z_]*\b'?|Did you mean NAME\?", text) for _, text in texts]
+    worded = [part for part in parts if re.search(r"[a-z]{3,}", " ".join(part))]
+    return [re.compile(".*".join(map(re.escape, part)), re.DOTALL) for part in worded]
+
+
+MESSAGES = messages_of_the_page()
+
+
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Braid:
     """Runs `braid ...` in this process; exit code, and what it said on both streams."""
@@ -54,7 +65,10 @@ def refusal(command: Braid) -> Callable[..., str]:
         assert "Traceback" not in errors
         lines = [line for line in errors.splitlines() if line.startswith("braid: ")]
         assert len(lines) == 1 and errors.endswith(lines[0] + "\n"), errors
-        return lines[0].removeprefix("braid: ")
+        line = lines[0].removeprefix("braid: ")
+        # a name of a large module is told with all that there are
+        assert any(message.search(line[:400]) for message in MESSAGES), f"docs/messages.md lacks: {line}"
+        return line
 
     return run
 

@@ -19,6 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = {
     "guess_number": ("games.jsonl", "games.jsonl", "games", "model"),
     "tool_arithmetic": ("train.jsonl", "held_out.jsonl", "held_out", "untrained"),
+    "outside_agent": ("train.jsonl", "held_out.jsonl", "held_out", "untrained"),
     "summaries": ("train.jsonl", "held_out.jsonl", "held_out", "untrained"),
 }
 """Training data, held-out data, its name, and the model that `prepare` writes."""
@@ -49,7 +50,8 @@ def environment_of(name: str) -> str:
     """The example's, independent of the current folder."""
     own = load_config(EXAMPLES / name / "config.yaml").rollout.environment.name
     assert own is not None
-    return own if own.startswith("gem:") else str(EXAMPLES.parent / own)
+    scheme, place = ("agent:", own.removeprefix("agent:")) if own.startswith("agent:") else ("", own)
+    return own if own.startswith("gem:") else f"{scheme}{EXAMPLES.parent / place}"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -69,5 +71,8 @@ def test_two_steps_of_each_example_train_on_exactly_what_was_generated(name: str
         assert all(gap <= 1e-5 for gap in worst), worst
         if name == "summaries":
             assert (rows["sequence_lengths"].lengths == 4).all(), "three parts and the question, a sequence each"
+        elif name == "outside_agent":
+            tries = torch.where(rows["reward"] == 1, 1, 2)
+            assert torch.equal(rows["sequence_lengths"].lengths, tries), "a conversation is a sequence"
         else:
             assert (rows["sequence_lengths"].lengths == 1).all()

@@ -42,18 +42,39 @@ def overrides(**values: Any) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
-def test_the_demos_path_warm_start_then_dapo_ends_with_scores_and_a_report(tmp_path: Path) -> None:
-    demo = load_module(ARITHMETIC / "demo.py")
+def run_notebook(path: Path, **chosen: Any) -> dict[str, Any]:
+    """Run the cells of a notebook, with other values for what its first cell chooses; what it has defined then."""
+    notebook = json.loads(path.read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert all({"id", "cell_type", "metadata", "source"} <= cell.keys() for cell in notebook["cells"])
+    first, *others = ("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
+    defined: dict[str, Any] = {}
+    exec(first, defined)
+    assert chosen.keys() <= defined.keys()
+    defined |= chosen
+    for cell in others:
+        exec(cell, defined)
+    return defined
+
+
+def test_the_demos_path_warm_start_then_dapo_ends_with_scores_and_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the notebook beside the demo goes it."""
     folder = tmp_path / "demo"
     small = overrides(threads=1)
-    run = demo.learn(
-        folder, 0, held_out=8,
-        warm_start=[*small, *overrides(**{"trainer.steps": 16, "trainer.prompts_per_step": 64})],
-        dapo=[*small, *overrides(**{
+    smaller = {
+        "held_out": 8,
+        "warm_start": [*small, *overrides(**{"trainer.steps": 16, "trainer.prompts_per_step": 64})],
+        "dapo": [*small, *overrides(**{
             "trainer.steps": 2, "trainer.prompts_per_step": 2, "evaluation.every": 2, "evaluation.samples": 2,
             "rollout.slots": 16, "reward.verify": EVEN,
         })],
-    )  # fmt: skip
+    }  # fmt: skip
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    run = run_notebook(ARITHMETIC / "demo.ipynb", FOLDER=folder, SMALLER=smaller)["run"]
+    shown = capsys.readouterr().out
+    assert "advantage.group_normalized" in shown and "step   2  eval/held_out/avg@2" in shown and "=' → '" in shown
     warm = [line["loss/actor"] for line in read_metrics(folder / "warm-start")]
     assert warm[-1] < 0.8 * warm[0], "imitation must have begun to work"
     lines = read_metrics(run)

@@ -13,7 +13,6 @@ import torch
 
 from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError
-from braidrl.observe.metrics import read_metrics
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.episodes.agents import Agents
 from braidrl.rollout.episodes.endpoint import Endpoint
@@ -22,7 +21,6 @@ from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import SamplingParams
 from tests.rollout.episodes.chat import Recorder, Script, make_chat_tokenizer, make_rows, turn_template
 from tests.rollout.episodes.test_turns import engine_parts, packed_log_probs
-from tests.tiny import Workshop, recorded
 
 LIMITS = Limits(at_once=8, timeout_s=20, max_turns=8, max_sequence_tokens=400)
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
@@ -213,20 +211,6 @@ def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
     tokenizer = make_chat_tokenizer(None)
     with pytest.raises(UserError, match="has no chat template"):
         Endpoint(Script(tokenizer, ["b"]), turn_template(tokenizer), SamplingParams(), 60)  # type: ignore[arg-type]
-
-
-def test_a_run_trains_on_what_an_agent_did(tmp_path: Any, sums_file: Any) -> None:
-    tokenizer, model = engine_parts("chatml")
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    run = Workshop(tmp_path, tmp_path / "model", sums_file).run(
-        algorithm={"kl_coef": 0.0}, rollout={"max_response_tokens": 6, "environment": f"agent:{__file__}:chatting"},
-        trainer={"rows_per_update": 8},
-    )  # fmt: skip
-    assert [line["environment/turns"] for line in read_metrics(run)] == [4.0, 4.0]
-    rows = recorded(run, 2)
-    assert (rows["sequence_lengths"].lengths == 2).all() and (rows["reward"] == 0.5).all()
-    assert (rows["old_log_probs"].values - rows["rollout_log_probs"].values).abs().max() < 1e-5
 
 
 def test_a_clients_stop_text_ends_the_reply_before_it_and_the_tokens_behind_it_are_trained() -> None:

@@ -1,0 +1,119 @@
+"""What the pages tell a reader to type exists: commands with their flags, and keys of the configuration with values that they take."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import typer
+import yaml
+from pydantic import BaseModel
+
+from braidrl.cli import app
+from braidrl.config import Config, parse_config
+from braidrl.config.reading import apply_override
+from braidrl.errors import UserError
+from braidrl.flow.recipes import RECIPES, load
+from tests.examples.test_documentation import PAGES
+from tests.tiny import ROOT
+
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+SECTIONS = "algorithm|data|reward|rollout|trainer|evaluation|roles|cluster|streaming"
+KEY = re.compile(rf"(?<![\w.:/-])(?:{SECTIONS})(?:\.\w+)+(?![\w(:/]|\.\w)(?<!\.py)(?<!\.md)(?<!\.yaml)")
+OF_NAMES = ("streaming.workers.", "rollout.vllm.")
+"""Sections whose names may have dots, or that are of others."""
+STAGES = {"reward.score", "data.join", "algorithm.scale", "trainer.stepz"}
+"""Stages of flows that are called as keys might be, a setting of a recipe that a page writes, and a mistake."""
+MISTAKE = "trainer.stepz=3"
+"""Shown with the line that it ends in."""
+REMEDIES = ROOT / "docs" / "remedies.yaml"
+
+
+def code(page: Path) -> Iterator[str]:
+    """What a page shows as code: lines that are indented or in fences, and words between backticks."""
+    text = page.read_text()
+    if page.name.startswith("coming-from"):
+        text = re.sub(r"^\| .*? \|", "|", text, flags=re.MULTILINE)  # the first column has the keys of others
+    for block in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL):
+        yield from block.splitlines()
+    text = re.sub(r"```\w*\n.*?```", "", text, flags=re.DOTALL)
+    yield from re.findall(r"^    (\S.*)$", text, re.MULTILINE)
+    yield from re.findall(r"`([^`\n]+)`", text)
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words after `braid` in each command that a page shows."""
+    for line in code(page):
+        for command in re.findall(r"(?:^|[$ ])braid ([a-z]+\b[^|&;#]*)", line):
+            try:
+                yield shlex.split(command)
+            except ValueError:
+                yield command.split()
+
+
+def fields(section: object) -> dict[str, object]:
+    """The keys of a section of the configuration; of a mapping by names of the reader's own, `*`."""
+    if isinstance(section, type) and issubclass(section, BaseModel):
+        return {name: field.annotation for name, field in section.model_fields.items()}
+    if getattr(section, "__origin__", None) is dict:
+        return {"*": get_args(section)[1]}
+    return {name: value for part in get_args(section) for name, value in fields(part).items()}
+
+
+def known(key: str) -> bool:
+    """Whether the configuration has a key."""
+    first, *rest = key.split(".")
+    if rest and rest[0].isupper():
+        return True
+    if first == "algorithm":
+        return any(rest[0] in parameters for parameters in RECIPE_KEYS)
+    section: object = Config
+    for part in [first, *rest]:
+        inside = fields(section)
+        if not inside:
+            return key.startswith(OF_NAMES)
+        if part not in inside and "*" not in inside:
+            return False
+        section = inside.get(part, inside.get("*"))
+    return True
+
+
+def recipe_keys() -> list[set[str]]:
+    models = [load.parameter_model(name, RECIPES.find(name)) for name in load.NAMES]
+    return [set(model.model_fields) for model in models if model is not None]
+
+
+RECIPE_KEYS = recipe_keys()
+
+
+@pytest.mark.parametrize("page", [*PAGES, REMEDIES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_flags_and_keys_of_a_page_exist(page: Path) -> None:
+    for name, *words in commands(page):
+        assert name in COMMANDS, f"braid {name}"
+        flags = {flag for option in COMMANDS[name].params for flag in option.opts} | {"--help", "--debug"}
+        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= flags, (name, words)
+        for word in words:
+            own = word.startswith("algorithm.") and any(".py:" in other for other in words)
+            if re.fullmatch(r"[a-z_]+(\.\w+)*=.*", word) and not own and word != MISTAKE:
+                assert refusal(word) is None, refusal(word)
+    assert not {key for line in code(page) for key in KEY.findall(line) if not known(key)} - STAGES
+
+
+def refusal(override: str) -> str | None:
+    """What a configuration says to `key=value`; nothing of a value that stands for one of the reader's."""
+    key, _, value = override.partition("=")
+    if not known(key):
+        return f"no key {key}"
+    if re.search(r"[A-Z]|\.\.\.|…", value) or key.startswith("algorithm."):
+        return None
+    tree = {"flow": "grpo", "model": "m", "data": {"train": "a.jsonl"}}
+    try:
+        apply_override(tree, override)
+        parse_config(yaml.safe_load(yaml.safe_dump(tree)))
+    except UserError as error:
+        return str(error)
+    return None
