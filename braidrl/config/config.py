@@ -220,9 +220,12 @@ class TrackerConfig(Section):
 
     short_for = {str: "name"}
     name: str
-    """`tensorboard`, `wandb`, or `module:name` or `file.py:name` of your own."""
+    """`tensorboard`, `wandb`, `trackio`, `mlflow`, `swanlab`, or `module:name` or `file.py:name` of your own."""
     params: dict[str, Any] = {}
-    """Settings handed to it by keyword; for `wandb`, further arguments of `wandb.init`."""
+    """Settings handed to it by keyword; for `wandb`, `trackio` and `swanlab`, further arguments of their `init`."""
+    samples_every: int = Field(10, ge=0)
+    """Every so many steps it gets a table of responses, where it takes them: the best and the worst of training, and the first of each
+    held-out set that is evaluated then; 0 never."""
 
 
 def default_trackers() -> list[TrackerConfig]:

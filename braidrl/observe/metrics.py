@@ -12,7 +12,7 @@ from torch import Tensor
 
 from braidrl.errors import UserError
 from braidrl.observe.lines import LineFile, json_number, keep_lines, read_lines
-from braidrl.observe.trackers import Trackers
+from braidrl.observe.trackers import TrackedRun, Trackers
 
 FILE_NAME = "metrics.jsonl"
 REQUIRED_KEYS = (
@@ -44,7 +44,7 @@ class MetricsWriter:
         """The steps before the checkpoint's that have no line."""
         self.last: Mapping[str, Any] = kept[-1] if kept else {"step": -1}
         self._lines = LineFile(path)
-        self._trackers = trackers
+        self.trackers = trackers or Trackers((), TrackedRun(folder), print)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Write one step; NaN and infinities become null.
@@ -60,9 +60,8 @@ class MetricsWriter:
             raise ValueError(f"step {step} does not follow step {self.last['step']}, the last one written")
         self._lines.append(line)
         self.last = line
-        if self._trackers is not None:
-            numbers = {key: value for key, value in line.items() if value is not None and key != "step"}
-            self._trackers.write(step, numbers)
+        numbers = {key: value for key, value in line.items() if value is not None and key != "step"}
+        self.trackers.write(step, numbers)
 
     def write_evaluation(self, step: int, version: int, metrics: Mapping[str, Any]) -> None:
         """Write an evaluation outside of any training step (before the first); the keys of training are null."""
@@ -70,8 +69,7 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._lines.close()
-        if self._trackers is not None:
-            self._trackers.close()
+        self.trackers.close()
 
 
 def checked_number(key: str, value: Any) -> int | float | None:

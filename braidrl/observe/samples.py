@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,6 +89,19 @@ def best_and_worst(samples: Sequence[Sample]) -> list[Sample]:
         return []
     scores = [float("-inf") if sample.score is None else sample.score for sample in samples]
     return [samples[i] for i in dict.fromkeys((scores.index(max(scores)), scores.index(min(scores))))]
+
+
+def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
+    """Return what trackers show of a step: the best and the worst training row, and the first prompts of each set evaluated then."""
+    path, found = rollout_path(run, step), []
+    if path.exists():
+        found += [("training", sample) for sample in best_and_worst(read_samples(path, step))]
+    for name in recorded_evaluations(run):
+        if step in recorded_steps(run, name):
+            found += [
+                (name, sample) for sample in read_samples(evaluation_path(run, name, step), step)[:PROMPTS_PER_SET]
+            ]
+    return [{"step": step, "set": name, **asdict(sample)} for name, sample in found]
 
 
 def sample_groups(run: Path) -> list[SampleGroup]:

@@ -1,19 +1,22 @@
-"""Where a run's metrics go beside `metrics.jsonl`: TensorBoard, wandb, or a tracker of a user's own.
+"""Where a run's metrics, samples and report go beside its folder: trackers by name, or of a user's own.
 
-config.trackers ──factory(run, **params)──▶ tracker ◀──write(step, metrics)── every step
+config.trackers ──factory(run, **params)──▶ tracker ◀──write(step, metrics)────────── every step
+                                                   ◀──write_samples(step, samples)── every `samples_every` steps
+                                                   ◀──write_report(path)──────────── at the end
 
-`check_tracker` says whether a tracker of your own does what a run needs.
+Those of `tracker_libraries.py` come with Braid. `check_tracker` says whether a tracker of your own does what a run needs.
 """
 
-import importlib
+import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from braidrl.config import TrackerConfig
+from braidrl.errors import UserError
 from braidrl.importing import PluginRegistry
 
 
@@ -44,11 +47,43 @@ class Tracker(Protocol):
         """Write what is left; called once, however the run ends."""
 
 
+Samples = Sequence[Mapping[str, Any]]
+"""Recorded responses with step, set, prompt, response, answer, score, correct and finish_reason; what is not known is None."""
+
+
+@runtime_checkable
+class TakesSamples(Protocol):
+    """A tracker that shows responses, too."""
+
+    def write_samples(self, step: int, samples: Samples) -> None:
+        """Take some recorded responses of a step, at least one."""
+
+
+@runtime_checkable
+class TakesReport(Protocol):
+    """A tracker that keeps the run's report, too."""
+
+    def write_report(self, report: Path) -> None:
+        """Take the report's file, which stays where it is."""
+
+
 TRACKERS = PluginRegistry(
     "tracker",
-    {"tensorboard": "braidrl.observe.trackers:TensorboardTracker", "wandb": "braidrl.observe.trackers:WandbTracker"},
+    {
+        "tensorboard": "braidrl.observe.tracker_libraries:TensorboardTracker",
+        "wandb": "braidrl.observe.tracker_libraries:WandbTracker",
+        "trackio": "braidrl.observe.tracker_libraries:TrackioTracker",
+        "mlflow": "braidrl.observe.tracker_libraries:MlflowTracker",
+        "swanlab": "braidrl.observe.tracker_libraries:SwanlabTracker",
+    },
 )
 """What opens a tracker: called with a `TrackedRun` and the `params` of the configuration, it returns a `Tracker`."""
+
+
+def check_installed(name: str) -> None:
+    """Raise UserError where the package of a tracker that comes with Braid is not installed. Nothing is imported."""
+    if name in TRACKERS and importlib.util.find_spec(name) is None:
+        raise UserError(f"trackers={name}: the package is not installed; write pip install 'braidrl[{name}]'")
 
 
 class Trackers:
@@ -57,21 +92,38 @@ class Trackers:
     def __init__(self, chosen: Sequence[TrackerConfig], run: TrackedRun, say: Callable[[str], object]) -> None:
         """Open the chosen trackers; `say` prints a line."""
         self._say, self._told = say, set[str]()
-        self._open: list[tuple[str, Tracker]] = []
+        self._open: list[tuple[TrackerConfig, Tracker]] = []
         for one in chosen:
             with self._errors_told(one.name):
-                self._open.append((one.name, TRACKERS.find(one.name)(run, **one.params)))
+                self._open.append((one, TRACKERS.find(one.name)(run, **one.params)))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand a step's metrics to every tracker."""
-        for name, tracker in self._open:
-            with self._errors_told(name):
+        for one, tracker in self._open:
+            with self._errors_told(one.name):
                 tracker.write(step, metrics)
+
+    def write_samples(self, step: int, read: Callable[[], Samples]) -> None:
+        """Hand recorded responses of a step to the trackers that are due for some; only then are they read."""
+        samples: Samples | None = None
+        for one, tracker in self._open:
+            if one.samples_every and step % one.samples_every == 0 and isinstance(tracker, TakesSamples):
+                with self._errors_told(one.name):
+                    samples = read() if samples is None else samples
+                    if samples:
+                        tracker.write_samples(step, samples)
+
+    def write_report(self, report: Path) -> None:
+        """Hand the report to every tracker that keeps it."""
+        for one, tracker in self._open:
+            if isinstance(tracker, TakesReport):
+                with self._errors_told(one.name):
+                    tracker.write_report(report)
 
     def close(self) -> None:
         """Close every tracker."""
-        for name, tracker in self._open:
-            with self._errors_told(name):
+        for one, tracker in self._open:
+            with self._errors_told(one.name):
                 tracker.close()
 
     @contextmanager
@@ -85,44 +137,8 @@ class Trackers:
                 self._say(f"tracker {name}: {what}; the run goes on, and metrics.jsonl has every number")
 
 
-class TensorboardTracker:
-    """Event files in the run folder's `tensorboard`; on resume they hide what was written after the checkpoint."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        # Imported here: it costs a second, and reading metrics needs none of it.
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge_step = None if run.resume_step is None else run.resume_step + 1
-        self._writer: Any = SummaryWriter(log_dir=str(run.folder / "tensorboard"), purge_step=purge_step)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbTracker:
-    """A wandb run named after the run folder; wandb's own variables, such as WANDB_PROJECT, say where."""
-
-    def __init__(self, run: TrackedRun, **settings: Any) -> None:
-        """Take further arguments of `wandb.init` as settings."""
-        name = run.folder.name
-        # One id per run folder, so that a resumed run goes on in the same wandb run.
-        arguments = {"dir": str(run.folder), "id": name, "name": name, "resume": "allow", **settings}
-        self._run = importlib.import_module("wandb").init(**arguments)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(metrics, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 def check_tracker(name: str, folder: Path, params: Mapping[str, Any] | None = None) -> None:
-    """Open a tracker, write some steps, close it, and go on as a resumed run does.
+    """Open a tracker, write some steps, samples and a report, close it, and go on as a resumed run does.
 
     Args:
         name: as in the configuration's `trackers`.
@@ -136,10 +152,20 @@ def check_tracker(name: str, folder: Path, params: Mapping[str, Any] | None = No
     TRACKERS.check_settings(name, params or {})
     config = {"flow": "grpo", "trainer": {"steps": 4}}
     metrics = {"reward/mean": 0.5, "eval/held out/avg@8": 1.0, "tokens/generated": 12}
+    sample = dict.fromkeys(("set", "prompt", "response", "answer", "finish_reason"), "∑ 😀 |\n") | {
+        "score": None,
+        "correct": True,
+    }
+    report = folder / "report.html"
+    report.write_text("<p>report</p>")
     for resume_step, steps in ((None, (0, 1, 2)), (1, (2, 3))):
         tracker = TRACKERS.find(name)(TrackedRun(folder, json.loads(json.dumps(config)), resume_step), **(params or {}))
         for step in steps:
             given = dict(metrics)
             tracker.write(step, given)
             assert given == metrics, f"{name} changed the metrics that it was given, which others are given too"
+            if isinstance(tracker, TakesSamples):
+                tracker.write_samples(step, [{"step": step, **sample}])
+        if isinstance(tracker, TakesReport):
+            tracker.write_report(report)
         tracker.close()

@@ -19,6 +19,7 @@ from braidrl.observe.metrics import MetricsWriter, Sums
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
+from braidrl.observe.samples import samples_of_step
 from braidrl.observe.trackers import TrackedRun, Trackers
 from braidrl.runtimes.backend import Position
 from braidrl.runtimes.distributed.launch import in_ranks
@@ -145,8 +146,10 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self._report()
 
     def _report(self) -> None:
-        if self.world.first:
-            self.progress.print(f"report: {write_report(self.folder)}")
+        if self.metrics:
+            report = write_report(self.folder)
+            self.progress.print(f"report: {report}")
+            self.metrics.trackers.write_report(report)
 
     def _one_step(self) -> None:
         step, start = self.step + 1, time.perf_counter()
@@ -170,6 +173,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 metrics |= self._evaluate()
             if self.metrics:
                 self.metrics.write(metrics)
+                self.metrics.trackers.write_samples(step, lambda: samples_of_step(self.folder, step))
         self.progress.print(summary(metrics))
         try:
             self._check_step(result.sums, metrics)
@@ -225,6 +229,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             metrics = self._evaluate()
             if metrics and self.metrics:
                 self.metrics.write_evaluation(0, self.version, metrics)
+                self.metrics.trackers.write_samples(0, lambda: samples_of_step(self.folder, 0))
                 self.progress.print(summary({"step": 0, **metrics}))
 
     def _evaluate(self) -> Metrics:

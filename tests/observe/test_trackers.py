@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,8 +15,10 @@ from braidrl.config import TrackerConfig
 from braidrl.config.config import default_trackers
 from braidrl.errors import UserError
 from braidrl.observe.metrics import MetricsWriter, read_metrics
-from braidrl.observe.trackers import TrackedRun, Trackers, check_tracker
+from braidrl.observe.samples import samples_of_step
+from braidrl.observe.trackers import Samples, TrackedRun, Trackers, check_installed, check_tracker
 from tests.observe.made_up import metrics_of
+from tests.tiny import ROOT, Workshop
 
 
 class FailingTracker:
@@ -38,8 +43,31 @@ class ClosedTracker(FailingTracker):
         raise ConnectionError("no such project")
 
 
-def own(name: str) -> TrackerConfig:
-    return TrackerConfig(name=f"{__file__}:{name}")
+class KeepingTracker:
+    """Keeps what it is given of samples and report in a file."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.file = run.folder / "kept.jsonl"
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def write_samples(self, step: int, samples: Samples) -> None:
+        self.keep({"step": step, "samples": list(samples)})
+
+    def write_report(self, report: Path) -> None:
+        self.keep({"report": str(report)})
+
+    def keep(self, what: dict[str, object]) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps(what) + "\n")
+
+    def close(self) -> None:
+        pass
+
+
+def own(name: str, samples_every: int = 10) -> TrackerConfig:
+    return TrackerConfig(name=f"{__file__}:{name}", samples_every=samples_every)
 
 
 def trackers(folder: Path, *chosen: TrackerConfig, resume_step: int | None = None) -> tuple[Trackers, list[str]]:
@@ -47,8 +75,58 @@ def trackers(folder: Path, *chosen: TrackerConfig, resume_step: int | None = Non
     return Trackers(chosen, TrackedRun(folder, {}, resume_step), said.append), said
 
 
-def test_tensorboard_keeps_its_contract(tmp_path: Path) -> None:
+def test_tensorboard_keeps_its_contract_and_shows_configuration_and_samples(tmp_path: Path) -> None:
     check_tracker("tensorboard", tmp_path)
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+
+    def texts(name: str) -> list[tuple[int, str]]:
+        return [(each.step, each.tensor_proto.string_val[0].decode()) for each in board.Tensors(f"{name}/text_summary")]
+
+    assert "flow: grpo\ntrainer:\n  steps: 4\n" in texts("configuration")[0][1]
+    assert [step for step, _ in texts("samples")] == [0, 1, 2, 3]
+    heads, _, row = texts("samples")[1][1].splitlines()
+    assert heads == "| step | set | prompt | response | answer | finish_reason | score | correct |"
+    assert row == "| 1 | " + "∑ 😀 \\|<br> | " * 5 + " | True |"
+
+
+def test_a_run_hands_on_samples_of_the_steps_that_are_due_and_its_report(workshop: Workshop) -> None:
+    chosen = [{"name": f"{__file__}:KeepingTracker", "samples_every": 2}]
+    run = workshop.run("kept", trackers=chosen, trainer={"steps": 3})
+    samples, report = map(json.loads, (run / "kept.jsonl").read_text().splitlines())
+    assert samples == {"step": 2, "samples": samples_of_step(run, 2)} and report == {"report": str(run / "report.html")}
+    scores = [sample["score"] for sample in samples["samples"]]
+    assert {sample["set"] for sample in samples["samples"]} == {"training"} and scores == sorted(scores, reverse=True)
+    assert all(sample["prompt"] and isinstance(sample["response"], str) for sample in samples["samples"])
+
+
+@pytest.mark.parametrize(
+    "names", [["trackio"], pytest.param(["trackio", "wandb", "swanlab", "mlflow"], marks=pytest.mark.soak)], ids=len
+)
+def test_what_a_library_has_written_can_be_read_back(names: list[str], tmp_path: Path) -> None:
+    place = ROOT / "build" / "trackers-venv"
+    if not (place / "installed").is_file():
+        pytest.skip("the libraries are not installed; `make trackers` installs them")
+    folder = tmp_path / "tracked"
+    command = [str(place / "bin" / "python"), "-m", "tests.observe.library_trackers", str(folder), *names]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    expected = {
+        "points": [[1, 0.5], [2, 1.0], [3, 1.5]],
+        "flow": "grpo",
+        "responses": ["vier | four"],
+        "report": "a report",
+    }
+    assert json.loads((folder / "found.json").read_text()) == dict.fromkeys(names, expected)
+
+
+def test_a_library_that_is_not_installed_is_said_with_what_installs_it() -> None:
+    with pytest.raises(
+        UserError, match=r"trackers=swanlab: the package is not installed; write pip install 'braidrl\[swanlab\]'"
+    ):
+        check_installed("swanlab")
 
 
 def test_tensorboard_shows_the_resumed_steps_once(tmp_path: Path) -> None:

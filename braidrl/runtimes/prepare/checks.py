@@ -35,7 +35,7 @@ from braidrl.models.role_settings import (
     model_path,
     own_settings,
 )
-from braidrl.observe.trackers import TRACKERS
+from braidrl.observe.trackers import TRACKERS, check_installed
 from braidrl.placement.pools import NAMES as PLACEMENTS
 from braidrl.placement.pools import Pool
 from braidrl.rewards.verifiers import VERIFIERS
@@ -69,6 +69,7 @@ def check_names(config: Config) -> None:
     for tracker in config.trackers:
         TRACKERS.check(tracker.name)
         TRACKERS.check_settings(tracker.name, tracker.params)
+        check_installed(tracker.name)
 
 
 def check_device(config: Config) -> None:

@@ -1,0 +1,200 @@
+"""The trackers that come with Braid: TensorBoard, wandb, trackio, MLflow and SwanLab, each by its own library, imported when it is opened.
+
+A run of a tracker has the name of the run's folder, by which a resumed run finds it again.
+"""
+
+import importlib
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from braidrl.observe.trackers import Samples, TrackedRun
+
+PROJECT = "braid"
+"""The project, or experiment, of a tracker that needs one where nothing names it."""
+PARAMETERS_AT_A_TIME = 100
+
+
+class TensorboardTracker:
+    """Event files in the run folder's `tensorboard`; on resume they hide what was written after the checkpoint."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        # Imported here: it costs a second, and reading metrics needs none of it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = None if run.resume_step is None else run.resume_step + 1
+        self._writer: Any = SummaryWriter(log_dir=str(run.folder / "tensorboard"), purge_step=purge_step)
+        self._writer.add_text("configuration", f"```yaml\n{yaml.safe_dump(dict(run.config), sort_keys=False)}```", 0)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def write_samples(self, step: int, samples: Samples) -> None:
+        rows = [
+            list(samples[0]),
+            ["---"] * len(samples[0]),
+            *([cell(value) for value in one.values()] for one in samples),
+        ]
+        self._writer.add_text("samples", "\n".join(f"| {' | '.join(row)} |" for row in rows), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """A wandb run named after the run folder; wandb's own variables, such as WANDB_PROJECT, say where."""
+
+    def __init__(self, run: TrackedRun, **settings: Any) -> None:
+        """Take further arguments of `wandb.init` as settings."""
+        name = run.folder.name
+        # One id per run folder, so that a resumed run goes on in the same wandb run.
+        arguments = {
+            "dir": str(run.folder),
+            "id": name,
+            "name": name,
+            "resume": "allow",
+            "config": dict(run.config),
+            **settings,
+        }
+        self._library: Any = importlib.import_module("wandb")
+        self._run = self._library.init(**arguments)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def write_samples(self, step: int, samples: Samples) -> None:
+        # Scores and answers may be missing or of several types, which wandb would refuse.
+        table = self._library.Table(list(samples[0]), [list(one.values()) for one in samples], allow_mixed_types=True)
+        self._run.log({"samples": table}, step=step)
+
+    def write_report(self, report: Path) -> None:
+        artifact = self._library.Artifact(f"{self._run.id}-report", type="report")
+        artifact.add_file(str(report))
+        self._run.log_artifact(artifact)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioTracker:
+    """A trackio run named after the run folder, in its local database or, by TRACKIO_SPACE_ID or TRACKIO_SERVER_URL, elsewhere."""
+
+    def __init__(self, run: TrackedRun, *, project: str = PROJECT, **settings: Any) -> None:
+        """Take further arguments of `trackio.init` as settings."""
+        self._library: Any = importlib.import_module("trackio")
+        arguments = {"name": run.folder.name, "resume": "allow", "config": dict(run.config), "embed": False, **settings}
+        self._run = self._library.init(project, **arguments)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def write_samples(self, step: int, samples: Samples) -> None:
+        self._run.log({"samples": self._library.Table(data=[dict(one) for one in samples])}, step=step)
+
+    def write_report(self, report: Path) -> None:
+        self._run.log_artifact(report, name=f"{self._run.name}-report", type="report")
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    """An MLflow run named after the run folder; MLFLOW_TRACKING_URI says where. A name's @ becomes _at_, as MLflow takes no @."""
+
+    def __init__(self, run: TrackedRun, *, uri: str | None = None, experiment: str = PROJECT) -> None:
+        """Open the run.
+
+        Args:
+            run: The run.
+            uri: A server or a database, such as `sqlite:///mlflow.db`; by default what MLFLOW_TRACKING_URI says.
+            experiment: Where the run is; it is made where there is none.
+        """
+        self._library: Any = importlib.import_module("mlflow")
+        self._client = self._library.MlflowClient(uri)
+        known = self._client.get_experiment_by_name(experiment)
+        where = known.experiment_id if known else self._client.create_experiment(experiment)
+        # A run is known by its folder: names may be those of others, too.
+        folder = {"braid.folder": str(run.folder.resolve())}
+        found = self._client.search_runs([where], f"tags.`braid.folder` = '{folder['braid.folder']}'")
+        opened = found[0] if found else self._client.create_run(where, run_name=run.folder.name, tags=folder)
+        self._id = opened.info.run_id
+        self._client.log_dict(self._id, dict(run.config), "config.yaml")
+        if not found:
+            self._log_settings(run.config)
+
+    def _log_settings(self, config: Mapping[str, Any]) -> None:
+        """Log each setting as a parameter, as many at a time as MLflow takes."""
+        settings = [self._library.entities.Param(mlflow_name(name), str(value)) for name, value in flat(config)]
+        for first in range(0, len(settings), PARAMETERS_AT_A_TIME):
+            self._client.log_batch(self._id, params=settings[first : first + PARAMETERS_AT_A_TIME])
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        now, metric = int(time.time() * 1000), self._library.entities.Metric
+        self._client.log_batch(
+            self._id, [metric(mlflow_name(name), value, now, step) for name, value in metrics.items()]
+        )
+
+    def write_samples(self, step: int, samples: Samples) -> None:
+        columns = {name: [one[name] for one in samples] for name in samples[0]}
+        self._client.log_table(self._id, columns, "samples.json")
+
+    def write_report(self, report: Path) -> None:
+        self._client.log_artifact(self._id, str(report))
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class SwanlabTracker:
+    """A SwanLab run named after the run folder; SWANLAB_MODE=local or offline keeps it in the run folder's `swanlab`."""
+
+    def __init__(self, run: TrackedRun, **settings: Any) -> None:
+        """Take further arguments of `swanlab.init` as settings."""
+        self._library: Any = importlib.import_module("swanlab")
+        (run.folder / "swanlab").mkdir(parents=True, exist_ok=True)
+        arguments = {
+            "project": PROJECT, "name": run.folder.name, "id": run.folder.name, "resume": "allow", "config": dict(run.config),
+            "log_dir": str(run.folder / "swanlab"), **settings,
+        }  # fmt: skip
+        self._run = self._library.init(**arguments)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def write_samples(self, step: int, samples: Samples) -> None:
+        table = self._library.echarts.Table()
+        table.add(
+            list(samples[0]), [["" if value is None else str(value) for value in one.values()] for one in samples]
+        )
+        self._run.log({"samples": table}, step=step)
+
+    def write_report(self, report: Path) -> None:
+        self._run.save(str(report), base_path=str(report.parent), policy="now")
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def mlflow_name(name: str) -> str:
+    """Return a metric's name with the characters that MLflow takes."""
+    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each setting with its name in full, as in `trainer.steps`."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def cell(value: Any) -> str:
+    """Return a value as the cell of a Markdown table."""
+    return "" if value is None else str(value).replace("|", "\\|").replace("\n", "<br>")
