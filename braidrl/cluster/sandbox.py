@@ -33,6 +33,8 @@ PIECE_BYTES = 1 << 16
 """Read at once."""
 FILE_BYTES = 64 << 20
 """The longest file that the code may write, and the most that it may print."""
+SCRATCH = b"size=256m"
+"""How much it may write in all where it has files of its own, in /dev/shm."""
 OPEN_FILES = 256
 PRINTED_BYTES = 4096
 """How much of what was printed is shown."""
@@ -290,7 +292,7 @@ def confine(own: Collection[int], printed: int, limits: SandboxLimits, isolated:
             checked(LIBC.unshare(NEW_MOUNTS))
             checked(LIBC.mount(b"none", b"/proc", b"tmpfs", MS_RESTRICTED, None))
         if os.path.isdir("/dev/shm"):  # where the run's rows may lie
-            checked(LIBC.mount(b"none", b"/dev/shm", b"tmpfs", MS_RESTRICTED, None))
+            checked(LIBC.mount(b"none", b"/dev/shm", b"tmpfs", MS_RESTRICTED, SCRATCH))
         # Version 3, this process; three sets of 64 bits.
         checked(LIBC.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()))
     checked(LIBC.prctl(PR_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0))

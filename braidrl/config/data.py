@@ -13,7 +13,7 @@ class VerifierConfig(Section):
 
     short_for = {str: "name"}
     name: str
-    """A verifier (exact, gsm8k, math, format) or `module:function`."""
+    """A verifier (exact, gsm8k, math, format, f1, ifeval, code, judge, remote), or `module:function` or `file.py:function` of your own."""
     weight: float = 1.0
     """Its share of `reward`."""
     params: dict[str, Any] = {}

@@ -10,13 +10,13 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
 from braidrl.config import RewardConfig
 from braidrl.rewards.process import WorkerProcess
 from braidrl.rewards.verifier import Verifier
-from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.rewards.worker import Message, receive
 
 MOST_IN_FLIGHT = 64
@@ -42,6 +42,8 @@ class CallOutcome:
     failure: str | None = None
     """timeout, exception, died, or result when it returned something else; there is no score then."""
     detail: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the verifier's own for the run's metrics."""
 
     @staticmethod
     def of(message: Message, max_abs: float) -> "CallOutcome":
@@ -57,7 +59,10 @@ class CallOutcome:
             return CallOutcome(
                 failure="result", detail=f"returned {str(score)[:20]}, and reward.max_abs is {max_abs:g}"
             )
-        return CallOutcome(score, correct)
+        metrics = message.get("metrics", {})
+        if not isinstance(metrics, dict) or not all(isinstance(value, int | float) for value in metrics.values()):
+            return CallOutcome(failure="result", detail="its metrics are no numbers by name")
+        return CallOutcome(score, correct, metrics=metrics)
 
 
 @dataclass(eq=False)
@@ -158,7 +163,7 @@ class OneByOne(Lane):
 
     def _answer(self, call: Call, tries: int = 2) -> Message:
         # In a sandbox the worker watches the call itself, and may make it twice: a longer silence is the worker's own.
-        supervised = self.settings.sandbox != "none" and call.verifier.name not in VERIFIERS
+        supervised = self.settings.sandbox != "none" and not call.verifier.trusted
         limit_s = 2 * self.timeout_s + SUPERVISION_S if supervised else self.timeout_s
         try:
             process = self._ready_process()

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from braidrl.cluster.process import END_LIMIT_S
 from braidrl.config import RewardConfig
 from braidrl.rewards.lanes import Call, CallOutcome, Calls, Concurrent, Lane, OneByOne
+from braidrl.rewards.requirements import check_requirements
 from braidrl.rewards.verifier import Completion, Verifier
 from braidrl.rewards.worker import call_here, encode
 
@@ -29,6 +30,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._alone: Calls = queue.SimpleQueue()
         self._lanes: list[Lane] = [OneByOne(self._alone, settings) for _ in range(settings.processes)]
         self._concurrent: dict[str, Concurrent] = {}
+        self._checked = set[str]()
         self._numbers = itertools.count()
         self._closed = False
         self._lock = threading.Lock()
@@ -36,9 +38,13 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def submit(self, completion: Completion, verifier: Verifier) -> Future[CallOutcome]:
         """Queue a check and return its future, which never raises for what the verifier does, only when the pool is closed first.
 
-        Raises TypeError when the completion is not JSON, RuntimeError after `close`.
+        Raises TypeError when the completion is not JSON, RuntimeError after `close`, UserError as
+        `check_requirements`.
         """
         with self._lock:
+            if verifier.key not in self._checked:
+                check_requirements(verifier, self.settings)
+                self._checked.add(verifier.key)
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
             number = next(self._numbers)
@@ -60,7 +66,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         if not verifier.asynchronous:
             return self._alone
         if verifier.key not in self._concurrent:
-            lane = Concurrent(verifier, self._alone, self.settings)
+            # A service is on the network, which bubblewrap takes away; Braid's own runs no code of others.
+            open_to = self.settings.model_copy(update={"sandbox": "process"}) if verifier.trusted else self.settings
+            lane = Concurrent(verifier, self._alone, open_to)
             self._concurrent[verifier.key] = lane
             self._lanes.append(lane)
         return self._concurrent[verifier.key].calls

@@ -7,7 +7,10 @@ It returns right or wrong (bool), a score (float), or both (`Score`). A user's o
 """
 
 import re
-from dataclasses import dataclass
+import string
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
@@ -20,6 +23,11 @@ VERIFIERS = PluginRegistry(
         "gsm8k": "braidrl.rewards.verifiers:gsm8k",
         "format": "braidrl.rewards.verifiers:follows_format",
         "math": "braidrl.rewards.math_equivalence:equivalent",
+        "f1": "braidrl.rewards.verifiers:f1",
+        "ifeval": "braidrl.rewards.instructions:ifeval",
+        "code": "braidrl.rewards.programs:code",
+        "judge": "braidrl.rewards.services:judge",
+        "remote": "braidrl.rewards.services:remote",
     },
 )
 
@@ -30,6 +38,8 @@ class Score:
 
     score: float
     correct: bool | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that belong into the run's metrics, as `reward/NAME/`, their mean over rows."""
 
 
 def exact(response: str, answer: Any, *, last_line: bool = False, pattern: str | None = None) -> bool:
@@ -52,6 +62,30 @@ def exact(response: str, answer: Any, *, last_line: bool = False, pattern: str |
 def follows_format(response: str, *, pattern: str) -> bool:
     """Return whether the whole response, white space at the ends aside, matches a regular expression; `.` matches newlines too."""
     return re.fullmatch(pattern, response.strip(), re.DOTALL) is not None
+
+
+def f1(response: str, answer: Any, *, correct_from: float = 1.0) -> Score:
+    """Return 2PR/(P + R) over the words of response and answer, of several answers (a list) the highest. SQuAD, arXiv 1606.05250.
+
+    As in SQuAD's own script, small letters are compared without punctuation and articles. The response is right from `correct_from` on.
+    """
+    score = max(word_overlap(response, str(one)) for one in (answer if isinstance(answer, list) else [answer]))
+    return Score(score, correct=score >= correct_from)
+
+
+def word_overlap(response: str, answer: str) -> float:
+    """Return the F1 of two texts' words; of two without words 1, of one 0."""
+    given, wanted = map(squad_words, (response, answer))
+    common = sum((Counter(given) & Counter(wanted)).values())
+    if not given or not wanted or not common:
+        return float(given == wanted)
+    precision, recall = common / len(given), common / len(wanted)
+    return 2 * precision * recall / (precision + recall)
+
+
+def squad_words(text: str) -> list[str]:
+    bare = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return re.sub(r"\b(?:a|an|the)\b", " ", bare).split()
 
 
 # A minus after a digit is subtraction. What belongs to a fraction, power, ratio or version is not a number by itself.

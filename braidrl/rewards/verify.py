@@ -4,7 +4,7 @@ rows ──submit──> one check per row and verifier ──> pool (beside gen
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.rewards.lanes import CallOutcome
 from braidrl.rewards.pool import RewardPool
+from braidrl.rewards.requirements import check_requirements
 from braidrl.rewards.verifier import Completion, Verifier, resolve
 
 
@@ -95,6 +96,11 @@ class Pending:
             if outcome.failure is not None
         ]
 
+    def metrics(self) -> Iterator[tuple[str, float]]:
+        """Wait, and yield each number that a verifier has given for the metrics, as `NAME/number`."""
+        for weighted, outcome in ((w, future.result()) for row in self._checks for w, future in row):
+            yield from ((f"{weighted.label}/{name}", value) for name, value in outcome.metrics.items())
+
     def failure_counts(self) -> Counter[str]:
         """Wait, and count the failed checks by `name/reason`."""
         return Counter(f"{failure.label}/{failure.reason}" for failure in self.failures())
@@ -124,6 +130,8 @@ class RuleRewards(AbstractContextManager["RuleRewards"]):
         self._default = weighted_verifiers(config.verify)
         self._per_source = {source: weighted_verifiers(many) for source, many in per_source.items()}
         every = [self._default, *self._per_source.values()]
+        for weighted in (one for many in every for one in many):
+            check_requirements(weighted.verifier, config)
         self.labels = list(dict.fromkeys(weighted.label for many in every for weighted in many))
         self._pool = RewardPool(config)
 

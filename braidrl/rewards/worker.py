@@ -14,12 +14,13 @@ import os
 import reprlib
 import signal
 import traceback
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
 from braidrl.cluster.sandbox import LOAD_LIMIT_S, RAISED, SandboxLimits, sandboxed
 from braidrl.rewards.verifier import Verifier, resolve
-from braidrl.rewards.verifiers import VERIFIERS, Score
+from braidrl.rewards.verifiers import Score
 
 Message = dict[str, Any]
 ORPHAN_GRACE_S = 3.0
@@ -86,7 +87,7 @@ def load(key: str, verifiers: dict[str, Verifier]) -> Message:
 
 
 def _call_alone(verifier: Verifier, message: Message, limits: SandboxLimits | None) -> Message:
-    if limits is not None and verifier.name not in VERIFIERS:
+    if limits is not None and not verifier.trusted:
         return sandboxed(lambda: call_here(verifier, message), limits)
     die_after(message["limit_s"] + ORPHAN_GRACE_S)
     try:
@@ -163,14 +164,16 @@ async def _call_limited(verifier: Verifier, message: Message) -> Message:
 
 def judgement(value: Any) -> Message:
     """Normalise a verifier's result to `score` and `correct`, None where it left one open; anything else is a failure."""
+    metrics: Mapping[str, float] = {}
     if isinstance(value, Score):
-        score, correct = plain_number(value.score), value.correct
+        score, correct, metrics = plain_number(value.score), value.correct, value.metrics
     else:
         score, correct = plain_number(value), None
     if isinstance(score, bool):
         return {"score": None, "correct": score}
     if isinstance(score, int | float) and math.isfinite(score):
-        return {"score": float(score), "correct": None if correct is None else bool(correct)}
+        more = {"metrics": dict(metrics)} if metrics else {}
+        return {"score": float(score), "correct": None if correct is None else bool(correct), **more}
     return {
         "failure": "result",
         "detail": f"returned {reprlib.repr(value)}; a verifier returns a bool, a finite number or Score",

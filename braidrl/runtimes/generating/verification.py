@@ -52,6 +52,8 @@ class Checks:
                 bar.update(len(part))
                 for name, count in pending.failure_counts().items():
                     sums.add(f"reward/failures/{name}", count)
+                for name, value in pending.metrics():
+                    sums.add(f"reward/{name}", value)
                 failures = pending.failures()
                 sums.add("reward/failed_fraction", len({failure.row for failure in failures}), len(part))
                 for failure in failures[:1]:

@@ -1,0 +1,45 @@
+"""What a verifier of Braid's needs beside its settings, said before anything runs."""
+
+import importlib.util
+import os
+
+from braidrl.cluster.sandbox import namespaces_allowed
+from braidrl.cluster.untrusted import check_bubblewrap
+from braidrl.config import RewardConfig
+from braidrl.errors import UserError
+from braidrl.rewards.verifier import Verifier
+
+
+def check_requirements(verifier: Verifier, settings: RewardConfig) -> None:
+    """Raise UserError where a verifier cannot be called under these settings."""
+    if verifier.name == "code":
+        check_strict(settings)
+    if verifier.name in ("judge", "remote"):
+        check_service(verifier, settings)
+
+
+def check_strict(settings: RewardConfig) -> None:
+    """Raise UserError where programs of a model would not run in the strict sandbox."""
+    if settings.sandbox != "bubblewrap" or not settings.processes:
+        raise UserError(
+            "reward.verify=code runs what a model wrote, and only in the strict sandbox; write reward.sandbox=bubblewrap "
+            "and at least reward.processes=1"
+        )
+    check_bubblewrap("reward", settings)
+    if not namespaces_allowed():
+        raise UserError(
+            "reward.verify=code: this system gives a process no namespaces of its own, without which there is no strict sandbox; "
+            "allow them (sysctl user.max_user_namespaces), or take another verifier"
+        )
+
+
+def check_service(verifier: Verifier, settings: RewardConfig) -> None:
+    """Raise UserError where a service could not be asked."""
+    told = f"reward.verify={verifier.name}"
+    if importlib.util.find_spec("aiohttp") is None:
+        raise UserError(f"{told} needs aiohttp; install it with `pip install 'braidrl[endpoint]'`")
+    key = verifier.settings.get("key")
+    if key and key not in os.environ:
+        raise UserError(f"{told}: its key is to be in the variable {key}, which is not set; write export {key}=...")
+    if key and key not in settings.environment:
+        raise UserError(f"{told}: its key is in {key}, which verifiers are not given; write reward.environment=[{key}]")

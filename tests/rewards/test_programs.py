@@ -1,0 +1,149 @@
+"""Programs of a model against tests: right, wrong, and whatever they do to what is around them, which is their own row's failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from braidrl.config import RewardConfig
+from braidrl.errors import UserError
+from braidrl.rewards.lanes import CallOutcome
+from braidrl.rewards.pool import RewardPool
+from braidrl.rewards.programs import ProgramTest, lines_of, program_of, tests_of
+from braidrl.rewards.verifier import Completion, resolve
+
+DOUBLE = "print(2 * int(input()))"
+TESTS = {"inputs": ["1\n", "21\n"], "outputs": ["2", "42\n"]}
+strict = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+ATTACKS = {
+    "import os\nwhile True:\n    os.fork()": ("died", "more than 64 processes"),
+    "held = bytearray(10 << 30)": ("exception", "MemoryError"),
+    "while True:\n    pass": ("exception", "no end within 3 s"),
+    "print(open('HOME').read())": ("exception", "FileNotFoundError"),
+    "import socket\nsocket.create_connection(('127.0.0.1', PORT), 2)": ("exception", "Error"),
+    "with open('/dev/shm/large', 'wb') as file:\n    for _ in range(1024):\n        file.write(bytes(1 << 20))": (
+        "exception", "File too large",
+    ),
+    "import os\nwhile True:\n    os.write(1, bytes(1 << 20))": ("exception", "File too large"),
+    "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nos.kill(-1, signal.SIGKILL)": ("exception", "No such process"),
+    "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', 'braid-program-left'],"
+    " start_new_session=True)\nopen('/none')": ("exception", "FileNotFoundError"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and left(before):
+        time.sleep(0.05)
+    assert not left(before)
+
+
+def left(before: set[int]) -> set[int]:
+    marked = {
+        one.pid for one in psutil.process_iter(["cmdline"]) if "braid-program-left" in (one.info["cmdline"] or [])
+    }
+    return marked | {child.pid for child in psutil.Process().children(recursive=True)} - before
+
+
+def outcomes(
+    programs: list[str], answer: Any = TESTS, params: dict[str, Any] | None = None, **settings: Any
+) -> list[CallOutcome]:
+    verifier = resolve("code", params)
+    with RewardPool(RewardConfig(**{"sandbox": "bubblewrap", "timeout_s": 30, **settings})) as pool:
+        rows = [Completion("p", f"So it is\n```python\n{one}\n```\n", answer) for one in programs]
+        return [future.result(600) for future in [pool.submit(row, verifier) for row in rows]]
+
+
+@strict
+def test_a_program_is_right_that_passes_all_tests_or_as_right_as_the_share_that_it_passes() -> None:
+    programs = [DOUBLE, "input()\nprint(2)", "print('2' if int(input()) == 1 else 1 / 0)", "3 +"]
+    assert [(one.score, one.correct) for one in outcomes(programs)] == [(1.0, True), *[(0.0, False)] * 3]
+    share = outcomes(programs, json.dumps(TESTS), {"fraction": True})
+    assert [(one.score, one.correct) for one in share] == [(1.0, True), (0.5, False), (0.5, False), (0.0, False)]
+
+
+@strict
+def test_asserts_are_passed_by_what_holds_and_not_by_a_program_that_ends_early() -> None:
+    programs = [
+        "def double(x):\n    return 2 * x",
+        "def double(x):\n    return x",
+        "import os\nos._exit(0)",
+        "raise SystemExit",
+    ]
+    asserts = ["assert double(1) == 2", "assert double('ab') == 'abab'"]
+    assert [one.score for one in outcomes(programs, asserts)] == [1.0, 0.0, 0.0, 0.0]
+    assert [one.score for one in outcomes(programs[:2], "\n".join(asserts))] == [1.0, 0.0]
+
+
+def attacks(port: int, secret: Path) -> list[str]:
+    return [text.replace("PORT", str(port)).replace("HOME", str(secret)) for text in ATTACKS]
+
+
+@pytest.fixture
+def aimed() -> Iterator[list[str]]:
+    """The attacks, with a file of the home directory and a port that are there."""
+    secret = Path.home() / f".braid-secret-{os.getpid()}"
+    secret.write_text("hush")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield attacks(server.getsockname()[1], secret)
+    secret.unlink()
+
+
+def check_attacked(found: list[CallOutcome], rounds: int) -> None:
+    expected = [each for kind in ATTACKS.values() for each in (kind, (None, ""))] * rounds
+    for one, (failure, detail) in zip(found, expected, strict=True):
+        assert one.failure == failure and detail in one.detail, one
+        assert failure or one.correct
+
+
+@strict
+def test_what_a_program_does_is_its_own_rows_failure_with_its_reason(aimed: list[str]) -> None:
+    rows = [each for attack in aimed for each in (attack, DOUBLE)]
+    check_attacked(outcomes(rows, params={"seconds": 3.0}, processes=2), rounds=1)
+
+
+@strict
+@pytest.mark.soak
+def test_two_hundred_at_once(aimed: list[str]) -> None:
+    rounds = -(-200 // len(aimed))
+    rows = [each for attack in aimed for each in (attack, DOUBLE)] * rounds
+    begun = time.monotonic()
+    check_attacked(outcomes(rows, params={"seconds": 3.0}, processes=4), rounds)
+    print(f"{len(rows)} rows, every second one an attack, in {time.monotonic() - begun:.0f} s")
+
+
+@pytest.mark.parametrize("settings", [{"sandbox": "process"}, {"sandbox": "none"}, {"processes": 0}])
+def test_outside_of_the_strict_sandbox_no_program_runs(settings: dict[str, Any]) -> None:
+    with pytest.raises(
+        UserError, match=r"only in the strict sandbox; write reward.sandbox=bubblewrap and at least reward.processes=1"
+    ):
+        outcomes([DOUBLE], **settings)
+
+
+def test_the_last_block_of_python_is_the_program() -> None:
+    text = "```python\nfirst\n```\n```\nsecond\n```\n```json\n{}\n```"
+    assert program_of(text) == "second" and program_of("```py\ncut off") == "cut off" and program_of("print(1)") == ""
+
+
+def test_tests_are_read_in_every_form() -> None:
+    two = [ProgramTest("1\n", "2"), ProgramTest("21\n", "42\n")]
+    listed = [{"input": "1\n", "output": "2"}, {"input": "21\n", "output": "42\n"}]
+    assert tests_of(TESTS) == tests_of(json.dumps(TESTS)) == tests_of(listed) == two
+    assert tests_of(["assert a", "assert b"]) == [ProgramTest("assert a"), ProgramTest("assert b")]
+    assert tests_of("assert a\nassert b") == [ProgramTest("assert a\nassert b")]
+    assert lines_of("1 \n\n2\n\n") == ["1", "", "2"] != lines_of("1\n2")
+    for wrong in ({"inputs": ["1"], "outputs": []}, [], [{"input": 1, "output": "2"}], "{}"):
+        with pytest.raises(ValueError, match="test"):
+            tests_of(wrong)
