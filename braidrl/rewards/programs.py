@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import secrets
 import signal
 import subprocess
@@ -54,14 +55,15 @@ class ProgramTest:
     """None where `given` are asserts."""
 
 
-def code(response: str, answer: Any, *, fraction: bool = False, seconds: float = 2.0) -> Score:
+def code(response: str, answer: Any, *, fraction: bool = False, seconds: int = 2) -> Score:
     """Return whether the last block of Python code in the response passes all tests; with `fraction` the share that it passes.
 
     The example's answer holds the tests, or is JSON of them: `{"inputs": [...], "outputs": [...]}`, or a list of
-    `{"input": ..., "output": ...}` or of asserts, or a text of asserts. Each test has `seconds`. A response without code is wrong. Where no
+    `{"input": ..., "output": ...}` or of asserts, or a text of asserts. Each test has `seconds` of a processor, which a busy machine
+    does not shorten. A response without code is wrong. Where no
     test is passed and one was ended by a limit, that is the row's failure. Needs `reward.sandbox=bubblewrap`.
     """
-    tests, program = tests_of(answer), program_of(response)
+    tests, program = cases_of(answer), program_of(response)
     if not program:
         return Score(0.0, correct=False)
     passed, ended = 0, ""
@@ -85,7 +87,7 @@ def program_of(response: str) -> str:
     return found[-1].strip() if found else ""
 
 
-def tests_of(answer: Any) -> list[ProgramTest]:
+def cases_of(answer: Any) -> list[ProgramTest]:
     """Return the tests that an example's answer holds. Raises ValueError where it holds none."""
     if isinstance(answer, str):
         try:
@@ -98,10 +100,10 @@ def tests_of(answer: Any) -> list[ProgramTest]:
         ]
     if not isinstance(answer, list) or not answer:
         raise ValueError("the reference answer holds no tests")
-    return [one if isinstance(one, ProgramTest) else test_of(one) for one in answer]
+    return [one if isinstance(one, ProgramTest) else case_of(one) for one in answer]
 
 
-def test_of(one: Any) -> ProgramTest:
+def case_of(one: Any) -> ProgramTest:
     """Return one test of a list. Raises ValueError for what is none."""
     if isinstance(one, str):
         return ProgramTest(one)
@@ -110,7 +112,7 @@ def test_of(one: Any) -> ProgramTest:
     raise ValueError(f"a test has a text as `input` and `output`, or is a text of asserts; this one is {str(one)[:80]}")
 
 
-def passes(program: str, test: ProgramTest, seconds: float) -> bool:
+def passes(program: str, test: ProgramTest, seconds: int) -> bool:
     """Return whether the program passes a test. Raises ProgramEnded where a limit ended it."""
     if test.expected is not None:
         return lines_of(run([sys.executable, "-I", "-c", program], test.given, seconds)) == lines_of(test.expected)
@@ -124,7 +126,7 @@ def lines_of(text: str | None) -> list[str]:
     return [] if text is None else [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def run(command: Sequence[str], given: str, seconds: float) -> str | None:
+def run(command: Sequence[str], given: str, seconds: int) -> str | None:
     """Return what a program printed, None where it failed by itself.
 
     Raises ProgramEnded where it took too long, was killed, or ended by an error of memory, files, processes or the network.
@@ -142,18 +144,18 @@ def run(command: Sequence[str], given: str, seconds: float) -> str | None:
         process = subprocess.Popen(
             command, stdin=stdin, stdout=out, stderr=err, cwd="/dev/shm", start_new_session=True,
             env=variables | {"HOME": "/dev/shm", "TMPDIR": "/dev/shm"},
+            preexec_fn=lambda: limit_processor(seconds),
         )  # fmt: skip
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise ProgramEnded(f"no end within {seconds:g} s") from None
-        finally:
-            end_session(process)
+        # One that sleeps is ended with its row, after reward.timeout_s.
+        status = process.wait()
+        end_session(process)
         if status == 0:
             out.seek(0)
             return out.read(OUTPUT_BYTES).decode(errors="replace")
         err.seek(0)
         last = err.read(OUTPUT_BYTES).decode(errors="replace").strip().rpartition("\n")[2]
+    if status == -signal.SIGXCPU:
+        raise ProgramEnded(f"it took over {seconds} s of a processor")
     if status < 0:
         raise ProgramEnded(f"killed by signal {-status}")
     if is_of_the_system(last):
@@ -161,11 +163,17 @@ def run(command: Sequence[str], given: str, seconds: float) -> str | None:
     return None
 
 
+def limit_processor(seconds: int) -> None:
+    """Have this process end after so many seconds of a processor, or by the sandbox's own limit where that is less."""
+    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    hard = seconds + 1 if most == resource.RLIM_INFINITY else min(seconds + 1, most)
+    resource.setrlimit(resource.RLIMIT_CPU, (min(seconds, hard), hard))
+
+
 def end_session(process: "subprocess.Popen[bytes]") -> None:
     """End a program and what it started, but for what has left its session, which ends with the sandbox."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def is_of_the_system(last_line: str) -> bool:

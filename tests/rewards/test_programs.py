@@ -18,7 +18,7 @@ from braidrl.config import RewardConfig
 from braidrl.errors import UserError
 from braidrl.rewards.lanes import CallOutcome
 from braidrl.rewards.pool import RewardPool
-from braidrl.rewards.programs import ProgramTest, lines_of, program_of, tests_of
+from braidrl.rewards.programs import ProgramTest, cases_of, lines_of, program_of
 from braidrl.rewards.verifier import Completion, resolve
 
 DOUBLE = "print(2 * int(input()))"
@@ -27,7 +27,7 @@ strict = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is
 ATTACKS = {
     "import os\nwhile True:\n    os.fork()": ("died", "more than 64 processes"),
     "held = bytearray(10 << 30)": ("exception", "MemoryError"),
-    "while True:\n    pass": ("exception", "no end within 3 s"),
+    "while True:\n    pass": ("exception", "over 1 s of a processor"),
     "print(open('HOME').read())": ("exception", "FileNotFoundError"),
     "import socket\nsocket.create_connection(('127.0.0.1', PORT), 2)": ("exception", "Error"),
     "with open('/dev/shm/large', 'wb') as file:\n    for _ in range(1024):\n        file.write(bytes(1 << 20))": (
@@ -111,7 +111,7 @@ def check_attacked(found: list[CallOutcome], rounds: int) -> None:
 @strict
 def test_what_a_program_does_is_its_own_rows_failure_with_its_reason(aimed: list[str]) -> None:
     rows = [each for attack in aimed for each in (attack, DOUBLE)]
-    check_attacked(outcomes(rows, params={"seconds": 3.0}, processes=2), rounds=1)
+    check_attacked(outcomes(rows, params={"seconds": 1}, processes=2), rounds=1)
 
 
 @strict
@@ -120,7 +120,7 @@ def test_two_hundred_at_once(aimed: list[str]) -> None:
     rounds = -(-200 // len(aimed))
     rows = [each for attack in aimed for each in (attack, DOUBLE)] * rounds
     begun = time.monotonic()
-    check_attacked(outcomes(rows, params={"seconds": 3.0}, processes=4), rounds)
+    check_attacked(outcomes(rows, params={"seconds": 1}, processes=4), rounds)
     print(f"{len(rows)} rows, every second one an attack, in {time.monotonic() - begun:.0f} s")
 
 
@@ -140,10 +140,10 @@ def test_the_last_block_of_python_is_the_program() -> None:
 def test_tests_are_read_in_every_form() -> None:
     two = [ProgramTest("1\n", "2"), ProgramTest("21\n", "42\n")]
     listed = [{"input": "1\n", "output": "2"}, {"input": "21\n", "output": "42\n"}]
-    assert tests_of(TESTS) == tests_of(json.dumps(TESTS)) == tests_of(listed) == two
-    assert tests_of(["assert a", "assert b"]) == [ProgramTest("assert a"), ProgramTest("assert b")]
-    assert tests_of("assert a\nassert b") == [ProgramTest("assert a\nassert b")]
+    assert cases_of(TESTS) == cases_of(json.dumps(TESTS)) == cases_of(listed) == two
+    assert cases_of(["assert a", "assert b"]) == [ProgramTest("assert a"), ProgramTest("assert b")]
+    assert cases_of("assert a\nassert b") == [ProgramTest("assert a\nassert b")]
     assert lines_of("1 \n\n2\n\n") == ["1", "", "2"] != lines_of("1\n2")
     for wrong in ({"inputs": ["1"], "outputs": []}, [], [{"input": 1, "output": "2"}], "{}"):
         with pytest.raises(ValueError, match="test"):
-            tests_of(wrong)
+            cases_of(wrong)

@@ -10,7 +10,7 @@ import pytest
 from braidrl.errors import UserError
 from braidrl.rewards.math_equivalence import equivalent
 from braidrl.rewards.verifier import resolve
-from braidrl.rewards.verifiers import exact, final_number, follows_format, gsm8k
+from braidrl.rewards.verifiers import exact, f1, final_number, follows_format, gsm8k
 
 OWN = str(Path(__file__).with_name("own_verifiers.py"))
 SHARED = Path(os.environ.get("BRAID_SHARED", Path(__file__).parents[3] / "shared"))
@@ -134,3 +134,21 @@ def test_a_function_gets_what_it_names_and_its_settings():
     assert resolve(f"{OWN}:length", {"most": 8})(fields) == 0.5
     assert resolve(f"{OWN}:any_settings", {"base": 2.0})(fields) == 2.0
     assert resolve(f"{OWN}:remote").asynchronous and not resolve(f"{OWN}:length").asynchronous
+
+
+def test_f1_is_that_of_a_plain_count_of_words_and_the_best_of_several_answers():
+    def counted(response: list[str], answer: list[str]) -> float:
+        left, common = list(answer), 0
+        for word in response:
+            if word in left:
+                left.remove(word)
+                common += 1
+        return 2 * common / (len(response) + len(answer))
+
+    response, answers = "The quick, quick fox!", ["a quick fox", "Quick quick dog", "an owl"]
+    words = [["quick", "fox"], ["quick", "quick", "dog"], ["owl"]]
+    scores = [counted(["quick", "quick", "fox"], each) for each in words]
+    assert [f1(response, each).score for each in answers] == pytest.approx(scores) == [0.8, 2 / 3, 0.0]
+    assert f1(response, answers).score == pytest.approx(0.8) and not f1(response, answers).correct
+    assert f1(response, answers, correct_from=0.5).correct and f1("A fox.", "fox").correct
+    assert f1("the", "An").score == 1 and f1("", "fox").score == f1("fox", "").score == 0
