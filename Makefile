@@ -73,11 +73,11 @@ build/vllm-venv/installed: vllm-requirements.txt | .venv/installed
 # The libraries of trackers, in an environment of their own on top of .venv.
 trackers: build/trackers-venv/installed
 
-build/trackers-venv/installed: tracker-requirements.txt | .venv/installed
+build/trackers-venv/installed: trackers-requirements.txt | .venv/installed
 	test -x build/trackers-venv/bin/python || $(BIN)/python -m venv build/trackers-venv
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
 	  $$(build/trackers-venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/braid.pth
-	build/trackers-venv/bin/pip install --quiet --disable-pip-version-check -r tracker-requirements.txt
+	build/trackers-venv/bin/pip install --quiet --disable-pip-version-check -r trackers-requirements.txt
 	touch $@
 
 # Runs under random faults, compared with undisturbed ones: `make chaos FAULTS=20 SEED=1`; each is added to a file of results.

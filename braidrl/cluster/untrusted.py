@@ -19,6 +19,8 @@ PASSED = (
     "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM",
 )  # fmt: skip
 """What untrusted code gets of the run's environment."""
+STRICT = "BRAID_STRICT_SANDBOX"
+"""A variable that is set where there is no network and no home directory."""
 PACKAGES = Path(__file__).parents[2]
 """Where this package lies, which an editable install may keep out of sys.path."""
 
@@ -83,4 +85,4 @@ def without_network_and_home(python: str) -> tuple[str, ...]:
     for place in sorted(needed):
         if place.exists() and any(place != parent and place.is_relative_to(parent) for parent in hidden):
             command += ["--ro-bind", str(place), str(place)]
-    return (*command, "--unshare-all", "--die-with-parent", "--new-session", "--chdir", "/")
+    return (*command, "--setenv", STRICT, "1", "--unshare-all", "--die-with-parent", "--new-session", "--chdir", "/")

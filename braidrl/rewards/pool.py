@@ -43,7 +43,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         """
         with self._lock:
             if verifier.key not in self._checked:
-                check_requirements(verifier, self.settings)
+                check_requirements(verifier.name, verifier.settings, self.settings)
                 self._checked.add(verifier.key)
             if self._closed:
                 raise RuntimeError("the reward pool is closed")

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from braidrl.cluster.untrusted import STRICT
 from braidrl.rewards.verifiers import Score
 
 BLOCK = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -63,6 +64,8 @@ def code(response: str, answer: Any, *, fraction: bool = False, seconds: int = 2
     does not shorten. A response without code is wrong. Where no
     test is passed and one was ended by a limit, that is the row's failure. Needs `reward.sandbox=bubblewrap`.
     """
+    if STRICT not in os.environ:
+        raise PermissionError("a model's program runs in the strict sandbox alone; write sandbox=bubblewrap")
     tests, program = cases_of(answer), program_of(response)
     if not program:
         return Score(0.0, correct=False)

@@ -2,20 +2,27 @@
 
 import importlib.util
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from braidrl.cluster.sandbox import namespaces_allowed
 from braidrl.cluster.untrusted import check_bubblewrap
 from braidrl.config import RewardConfig
 from braidrl.errors import UserError
-from braidrl.rewards.verifier import Verifier
 
 
-def check_requirements(verifier: Verifier, settings: RewardConfig) -> None:
-    """Raise UserError where a verifier cannot be called under these settings."""
-    if verifier.name == "code":
+def check_requirements(name: str, params: Mapping[str, Any], settings: RewardConfig) -> None:
+    """Raise UserError where a verifier of that name cannot be called. Nothing is imported.
+
+    Args:
+        name: As in the configuration.
+        params: Its own settings.
+        settings: Those of all verifiers.
+    """
+    if name == "code":
         check_strict(settings)
-    if verifier.name in ("judge", "remote"):
-        check_service(verifier, settings)
+    if name in ("judge", "remote"):
+        check_service(name, params.get("key"), settings)
 
 
 def check_strict(settings: RewardConfig) -> None:
@@ -33,12 +40,11 @@ def check_strict(settings: RewardConfig) -> None:
         )
 
 
-def check_service(verifier: Verifier, settings: RewardConfig) -> None:
-    """Raise UserError where a service could not be asked."""
-    told = f"reward.verify={verifier.name}"
+def check_service(name: str, key: str | None, settings: RewardConfig) -> None:
+    """Raise UserError where a service could not be asked; `key` names the variable that holds its key."""
+    told = f"reward.verify={name}"
     if importlib.util.find_spec("aiohttp") is None:
         raise UserError(f"{told} needs aiohttp; install it with `pip install 'braidrl[endpoint]'`")
-    key = verifier.settings.get("key")
     if key and key not in os.environ:
         raise UserError(f"{told}: its key is to be in the variable {key}, which is not set; write export {key}=...")
     if key and key not in settings.environment:

@@ -18,7 +18,6 @@ from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.rewards.lanes import CallOutcome
 from braidrl.rewards.pool import RewardPool
-from braidrl.rewards.requirements import check_requirements
 from braidrl.rewards.verifier import Completion, Verifier, resolve
 
 
@@ -130,8 +129,6 @@ class RuleRewards(AbstractContextManager["RuleRewards"]):
         self._default = weighted_verifiers(config.verify)
         self._per_source = {source: weighted_verifiers(many) for source, many in per_source.items()}
         every = [self._default, *self._per_source.values()]
-        for weighted in (one for many in every for one in many):
-            check_requirements(weighted.verifier, config)
         self.labels = list(dict.fromkeys(weighted.label for many in every for weighted in many))
         self._pool = RewardPool(config)
 

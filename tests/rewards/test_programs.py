@@ -132,6 +132,11 @@ def test_outside_of_the_strict_sandbox_no_program_runs(settings: dict[str, Any])
         outcomes([DOUBLE], **settings)
 
 
+def test_called_by_itself_it_runs_no_program() -> None:
+    with pytest.raises(PermissionError, match="in the strict sandbox alone"):
+        resolve("code")({"response": f"```\n{DOUBLE}\n```", "answer": TESTS})
+
+
 def test_the_last_block_of_python_is_the_program() -> None:
     text = "```python\nfirst\n```\n```\nsecond\n```\n```json\n{}\n```"
     assert program_of(text) == "second" and program_of("```py\ncut off") == "cut off" and program_of("print(1)") == ""

@@ -38,6 +38,7 @@ from braidrl.models.role_settings import (
 from braidrl.observe.trackers import TRACKERS, check_installed
 from braidrl.placement.pools import NAMES as PLACEMENTS
 from braidrl.placement.pools import Pool
+from braidrl.rewards.requirements import check_requirements
 from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.rollout.engine import ENGINES
 from braidrl.rollout.http.dialects import DIALECTS
@@ -66,6 +67,9 @@ def check_names(config: Config) -> None:
             f"rollout.engine_settings are those of an engine of your own, and rollout.engine is {engine}; remove them"
         )
     check_optimizer(config.trainer)
+    sources = [*config.data.training_sources, *config.data.evaluation_sources.values()]
+    for verifier in [*config.reward.verify, *(one for source in sources for one in source.verify or ())]:
+        check_requirements(verifier.name, verifier.params, config.reward)
     for tracker in config.trackers:
         TRACKERS.check(tracker.name)
         TRACKERS.check_settings(tracker.name, tracker.params)
