@@ -9,6 +9,7 @@ expected nor the pipe on which the verdict goes back.
 import builtins
 import contextlib
 import json
+import math
 import os
 import re
 import resource
@@ -56,13 +57,13 @@ class ProgramTest:
     """None where `given` are asserts."""
 
 
-def code(response: str, answer: Any, *, fraction: bool = False, seconds: int = 2) -> Score:
+def code(response: str, answer: Any, *, fraction: bool = False, seconds: float = 2) -> Score:
     """Return whether the last block of Python code in the response passes all tests; with `fraction` the share that it passes.
 
     The example's answer holds the tests, or is JSON of them: `{"inputs": [...], "outputs": [...]}`, or a list of
-    `{"input": ..., "output": ...}` or of asserts, or a text of asserts. Each test has `seconds` of a processor, which a busy machine
-    does not shorten. A response without code is wrong. Where no
-    test is passed and one was ended by a limit, that is the row's failure. Needs `reward.sandbox=bubblewrap`.
+    `{"input": ..., "output": ...}` or of asserts, or a text of asserts. Each test has `seconds` of a processor, whole ones, which a
+    busy machine does not shorten. A response without code is wrong. Where no test is passed and one was ended by a limit, that is
+    the row's failure. Needs `reward.sandbox=bubblewrap`.
     """
     if STRICT not in os.environ:
         raise PermissionError("a model's program runs in the strict sandbox alone; write sandbox=bubblewrap")
@@ -72,7 +73,7 @@ def code(response: str, answer: Any, *, fraction: bool = False, seconds: int = 2
     passed, ended = 0, ""
     for number, test in enumerate(tests, 1):
         try:
-            right = passes(program, test, seconds)
+            right = passes(program, test, math.ceil(seconds))
         except ProgramEnded as error:
             right, ended = False, ended or f"test {number}: {error}"
         passed += right
