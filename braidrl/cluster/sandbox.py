@@ -199,9 +199,12 @@ class SandboxedCode:
                 self.failure = {"failure": "timeout", "detail": f"no answer within {self.limits.seconds:g} s"}
             elif self.abandoned():
                 self.failure = {"failure": "died", "detail": "nobody waits for it"}
-            elif self.isolated and (taken := excess(processes_of(self.process, self.mounted), self.limits)):
+            elif self.isolated and (taken := excess(self._processes(), self.limits)):
                 self.failure = {"failure": "died", "detail": taken}
         return False
+
+    def _processes(self) -> set[str]:
+        return processes_of(self.process, self.mounted, self.limits.processes)
 
     def ask(self, request: bytes) -> bool:
         """Send the code a part of a request, or all of it; return whether it took it."""
@@ -317,17 +320,18 @@ def close_connections(own: Collection[int]) -> None:
                 os.close(number)
 
 
-def processes_of(code: int, mounted: int) -> set[str]:
-    """Return the code's processes, whoever else has started some meanwhile.
+def processes_of(code: int, mounted: int, most: int) -> set[str]:
+    """Return the code's processes, whoever else has started some meanwhile; of more than `most` only as many as show that.
 
     Args:
         code: The first of them, to which those fall whose parent has ended.
         mounted: The device of the list of processes that was mounted here at first.
+        most: How many it may have.
     """
     if os.stat("/proc").st_dev != mounted:  # the code has mounted its own
         return {name for name in os.listdir("/proc") if name.isdecimal()}
     found, waiting = set[str](), [str(code)]
-    while waiting:
+    while waiting and len(found) <= most:
         process = waiting.pop()
         found.add(process)
         with contextlib.suppress(OSError):

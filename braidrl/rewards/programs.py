@@ -40,6 +40,8 @@ print(mark)
 DENIED = ("gaierror", "URLError", "timeout")
 """What the network's absence raises beside the built-in OSErrors."""
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
+LATER = 10
+"""How much less urgent a program is than its supervisor."""
 OUTPUT_BYTES = 1 << 20
 """How much of a program's output is compared; a program that prints more is wrong."""
 
@@ -168,7 +170,11 @@ def run(command: Sequence[str], given: str, seconds: int) -> str | None:
 
 
 def limit_processor(seconds: int) -> None:
-    """Have this process end after so many seconds of a processor, or by the sandbox's own limit where that is less."""
+    """Have this process end after so many seconds of a processor, or by the sandbox's own limit where that is less.
+
+    Whoever counts its processes comes before it: else one that starts many has many more before they are counted.
+    """
+    os.nice(LATER)
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     hard = seconds + 1 if most == resource.RLIM_INFINITY else min(seconds + 1, most)
     resource.setrlimit(resource.RLIMIT_CPU, (min(seconds, hard), hard))
