@@ -93,7 +93,8 @@ def best_and_worst(samples: Sequence[Sample]) -> list[Sample]:
 
 def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
     """Return what trackers show of a step: the best and the worst training row, and the first prompts of each set evaluated then."""
-    path, found = rollout_path(run, step), []
+    path = rollout_path(run, step)
+    found: list[tuple[str, Sample]] = []
     if path.exists():
         found += [("training", sample) for sample in best_and_worst(read_samples(path, step))]
     for name in recorded_evaluations(run):
