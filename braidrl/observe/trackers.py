@@ -56,7 +56,12 @@ class TakesSamples(Protocol):
     """A tracker that shows responses, too."""
 
     def write_samples(self, step: int, samples: Samples) -> None:
-        """Take some recorded responses of a step, at least one."""
+        """Take some recorded responses.
+
+        Args:
+            step: Whose they are.
+            samples: At least one.
+        """
 
 
 @runtime_checkable
