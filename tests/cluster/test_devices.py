@@ -190,7 +190,7 @@ def ray_devices(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         ray.util.remove_placement_group(group)
 
 
-@pytest.mark.parametrize(("devices", "pools", "seen"), TABLES)
+@pytest.mark.parametrize(("devices", "pools", "seen"), [*TABLES[:2], pytest.param(*TABLES[2], marks=pytest.mark.soak)])
 def test_processes_on_ray_report_the_devices_that_they_were_given(
     ray_devices: Callable[[int], None], devices: int, pools: list[Pool], seen: list[str]
 ) -> None:
