@@ -8,6 +8,7 @@ starter ◀──connection──▶ process        whose end is the end of whoe
 """
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -241,6 +242,7 @@ def _main_module_hidden() -> Iterator[None]:
 
 
 def _copied(connection: Connection, environment: Mapping[str, str], threads: int | None, main: str) -> None:
+    gc.freeze()  # What the server has imported is no garbage, and to look for some there would copy its memory.
     os.setsid()
     os.environ.update(environment)
     if threads is not None:  # OpenMP has read its variable when the fork server imported torch.
