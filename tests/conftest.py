@@ -34,7 +34,14 @@ keep_rates(DeviceRates(dict.fromkeys(("float32", "bfloat16", "float64"), 1e15), 
 torch.set_num_threads(1)
 # The one fork server of this process imports at its start whatever any test's ranks and workers run.
 FORK_SERVER = multiprocessing.get_context("forkserver")
-FORK_SERVER.set_forkserver_preload(["braidrl.runtimes.streaming.processes", "braidrl.runtimes.distributed.launch"])
+FORK_SERVER.set_forkserver_preload(
+    [
+        "braidrl.runtimes.streaming.processes", "braidrl.runtimes.distributed.launch", "braidrl.runtimes.distributed.backend",
+        # What these import when they need it.
+        "braidrl.runtimes.run", "braidrl.flow.recipes.parameters", "braidrl.rewards.verifier", "pandas", "pyarrow.compute",
+        *(f"transformers.models.{name}.modeling_{name}" for name in MODELS), "tests.tiny",
+    ]
+)  # fmt: skip
 # By how long they take, the longest first: where several processes share the files they begin with these, so that no process is left
 # with a long one at the end.
 LONGEST = (
