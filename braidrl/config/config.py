@@ -184,7 +184,8 @@ class RolloutConfig(Section):
     """Responses end here at the latest."""
     tokens_per_iteration: int | None = Field(None, ge=1)
     """A response that has drawn so many tokens in one iteration is set aside, and goes on in the next one with its weights: no iteration
-    waits for the longest. Needs `trainer.max_staleness`, which bounds the oldest token, and `trainer.surplus=keep`."""
+    waits for the longest. Under `streaming` an iteration is the time until the batch is whole that the response is drawn for. Needs
+    `trainer.max_staleness`, which bounds the oldest token, and `trainer.surplus=keep`."""
     repeated_tokens: int | None = Field(None, ge=4)
     """A response whose last so many tokens say one thing over and over ends where it would be set aside, and counts in
     `response/repeated_fraction`."""

@@ -42,6 +42,13 @@ class Sizes:
     over_sampling: float = 1.0
     older_groups: int | None = None
     """Groups of a batch that may be begun before the version that it is trained on, as far as `max_staleness` lets them; None is all."""
+    sets_aside: bool = False
+    """Whether rows may be set aside in one batch and go on in the next."""
+
+    @property
+    def ahead(self) -> int:
+        """Return how many versions the weights that begin a batch's rows may lag behind; the last is left to rows that are set aside."""
+        return self.max_staleness - self.sets_aside
 
     def sampling(self) -> GroupSelector:
         """Return the selection at the run's beginning."""

@@ -107,10 +107,7 @@ class GroupSelector:
         First as many as are missing, or `over_sampling` times as many; then as many as should be needed at the share kept so far,
         but never more than a batch.
         """
-        unfinished = sum(verdict.reason == UNFINISHED for verdict in self.verdicts.values())
-        if unfinished and unfinished >= self.max_staleness * self.target:
-            return 0
-        return max(0, self._end_of_waves() - len(self.pending) - len(self.verdicts))
+        return self._in_time(self._end_of_waves() - len(self.pending) - len(self.verdicts))
 
     def finish_now(self) -> list[int]:
         """Await the first unfinished groups again, as many as the batch lacks, where no more may be begun; their responses are to end."""
@@ -131,7 +128,7 @@ class GroupSelector:
         Args:
             batches: how many are asked for: this one, and those after it for which rows may be begun already.
         """
-        return max(self.next_wave(), self.under_way(batches) - len(self.pending), 0)
+        return max(self.next_wave(), self._in_time(self.under_way(batches) - len(self.pending)))
 
     def under_way(self, batches: int = 1) -> int:
         """Return how many undecided groups there should be for so many batches, at the share kept so far, this batch's and the last one's.
@@ -148,17 +145,20 @@ class GroupSelector:
         """Return the kept groups that belong to the batch however the others are decided, by number.
 
         Each is (group, least place, largest place): where it is among the batch's groups, from 0, if none or all of the undecided
-        groups before it are kept.
+        groups before it are kept. Unfinished ones may still have a place, but take none, until the batch is known.
         """
-        kept, undecided, found = 0, 0, []
+        kept, undecided, unfinished, found = 0, 0, 0, []
+        is_known = self.batch() is not None
         for group in sorted({*self.waiting, *self.verdicts, *self.pending}):
             if kept + undecided >= self.target:
                 break
             if group not in self.waiting and group not in self.verdicts:
                 undecided += 1
             elif group in self.waiting or self.verdicts[group].reason is None:
-                found.append((group, kept, kept + undecided))
+                found.append((group, kept, min(kept + undecided + unfinished, self.target - 1)))
                 kept += 1
+            else:
+                unfinished += self.verdicts[group].reason == UNFINISHED and not is_known
         return found
 
     def needless(self, decided: Mapping[int, bool]) -> list[int]:
@@ -217,6 +217,8 @@ class GroupSelector:
         groups, ahead = self.batch(), self._ahead() if usable else []
         if groups is None or (self.surplus == "keep" and not set(self.pending) <= set(ahead)):
             raise ValueError(f"the batch is not complete: {len(self.pending)} groups are undecided")
+        # Groups that go on have lower numbers than kept ones that wait, in whose places they are beyond the waves.
+        ahead = [group for group in ahead if group > groups[-1]]
         old = max((place for place, group in enumerate(ahead) if usable and not usable(group)), default=-1)
         carried = ahead[old + 1 :] if self.max_staleness else []
         unfinished = [group for group, verdict in self.verdicts.items() if verdict.reason == UNFINISHED]
@@ -238,6 +240,7 @@ class GroupSelector:
                 reasons[group] = verdict.reason
         self._end(after, carried, returned)
         self.pending = sorted({*self.pending, *unfinished})
+        self.verdicts = {group: verdict for group, verdict in self.verdicts.items() if group not in unfinished}
         return Selection(
             groups,
             dict(Counter(reasons.values())),
@@ -247,10 +250,15 @@ class GroupSelector:
             tuple(returned),
         )
 
-    def settled(self) -> "GroupSelector":
-        """Return the state between two batches without the groups that were admitted ahead: their numbers are given out again."""
-        first = min((*self.pending, *self.verdicts), default=self.admitted + 1)
-        return replace(self, pending=[], verdicts={}, admitted=first - 1, judged=min(self.judged, first - 1))
+    def settled(self, keeps_rows: bool = False) -> "GroupSelector":
+        """Return the state between two batches without the groups that were admitted ahead: their numbers are given out again.
+
+        With `keeps_rows` they, and those that go on, are awaited with what their rows have.
+        """
+        known = sorted({*self.pending, *self.verdicts})
+        first = min(known, default=self.admitted + 1)
+        settled = replace(self, pending=known, verdicts={}, judged=min(self.judged, first - 1))
+        return settled if keeps_rows else replace(settled, pending=[], admitted=first - 1)
 
     def state(self) -> dict[str, Any]:
         """Return everything as JSON, for a checkpoint at any moment."""
@@ -266,6 +274,14 @@ class GroupSelector:
         changed = {"waiting": dict(state["waiting"]), "verdicts": verdicts, "expired": tuple(state["expired"])}
         observed = state.get("observed")
         return GroupSelector(**{**state, **changed, "observed": tuple(observed) if observed else None})
+
+    def _in_time(self, wanted: int) -> int:
+        """Return how many of the wanted groups may be begun: with unfinished ones as many as can be trained on in time."""
+        unfinished = sum(verdict.reason == UNFINISHED for verdict in self.verdicts.values())
+        if unfinished:
+            room = (self.max_staleness + 1) * self.target - unfinished - len(self.pending)
+            wanted = min(wanted, room) if unfinished < self.max_staleness * self.target else 0
+        return max(0, wanted)
 
     def _kept(self) -> int:
         return sum(verdict.reason is None for verdict in self.verdicts.values())
@@ -291,7 +307,8 @@ class GroupSelector:
 
     def _end(self, waiting: dict[int, int], carried: Sequence[int], returned: Sequence[int]) -> None:
         """Begin the time between two batches."""
-        ended = [verdict for group, verdict in self.verdicts.items() if group not in {*carried, *returned}]
+        own = [verdict for group, verdict in self.verdicts.items() if group not in {*carried, *returned}]
+        ended = [verdict for verdict in own if verdict.reason != UNFINISHED]
         if ended:
             self.observed = sum(verdict.reason is None for verdict in ended), len(ended)
         self.waiting, self.expired, self.is_open = waiting, (), False

@@ -131,17 +131,16 @@ def check_partial_responses(config: Config, flow: Flow) -> None:
     generating = [stage for stage in flow.stages if stage.kind is Kind.GENERATE]
     if not generating:
         raise UserError(f"{given} sets responses aside, and flow {flow.name} generates none; remove it")
+    if len(generating) > 1 or "into" in generating[0].params:
+        raise UserError(
+            f"{given} sets one response of a row aside, and flow {flow.name} generates more than one or gives it a name (`into`); remove it"
+        )
     if any("environment" in stage.params for stage in generating):
         raise UserError(f"{given} sets responses aside, and an environment cannot pause; remove one of the two")
     if trainer.max_staleness < 1 or trainer.surplus != "keep":
         raise UserError(
             f"{given} goes on with responses one version later, and keeps groups that end meanwhile; "
             "write trainer.max_staleness=1, or more, and trainer.surplus=keep"
-        )
-    if config.runtime == "streaming":
-        raise UserError(
-            f"{given} ends an iteration's generation in time, and runtime=streaming does not wait for it; remove it, or write "
-            "runtime=eager, hybrid or distributed"
         )
 
 

@@ -8,11 +8,12 @@ The runtime and the simulator drive the same object; time is an argument.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from braidrl.flow.batches import Sizes, admissible, check_staleness, trained_on
 from braidrl.flow.flow import ADMISSION, Flow, is_optimized
 from braidrl.flow.readiness import Consumer, Uid, waits_for, weights_wait_for
-from braidrl.flow.selecting import GroupSelector, Selection, Verdict
+from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict
 from braidrl.flow.stage import Kind, Scope, Stage
 from braidrl.transfer.older_groups import begun_too_many, waiting_groups
 from braidrl.transfer.queue.samplers import FIRST_IN, Candidate, Sampler
@@ -21,6 +22,15 @@ from braidrl.transfer.training_batch import TrainingBatch
 
 OWN_VERSION = 2
 """Added to the number of a table whose rows only an engine with the batch's own version may begin."""
+SET_ASIDE = 4
+"""The number of a table whose rows go on once the batch of their iteration is open."""
+
+
+class UnfinishedRow(NamedTuple):
+    """What a checkpoint knows of a row in work: the oldest version among its tokens, None without any, and whether it has ended."""
+
+    version: int | None
+    has_ended: bool
 
 
 class StreamSchedule:
@@ -29,6 +39,9 @@ class StreamSchedule:
     A stage, or an epoch of one that trains, is a task. Its rows lie in the table (iteration, 0) while their batch is open, then in
     (iteration, 1); those of a train stage in one table for each optimizer step, (iteration, 1 + steps that are left). Rows that only an
     engine with the batch's own version may begin lie in (iteration, 2), then in (iteration, 3).
+
+    Where rows are set aside, a group with one that has drawn what a batch gives it goes on with the next batch, in (iteration, 4), as
+    long as it is young enough for that one; others are drawn to their ends. Its place in the open batch is another group's.
     """
 
     def __init__(self, flow: Flow, sizes: Sizes, samplers: Mapping[str, Sampler] | None = None) -> None:
@@ -40,6 +53,8 @@ class StreamSchedule:
         self.weights_wait = weights_wait_for(flow)
         self.generating = [stage.name for stage in flow.stages if stage.kind is Kind.GENERATE]
         self.selects = [stage.name for stage in flow.stages if stage.kind is Kind.SELECT]
+        self.segment = flow.stages[: flow.recorded_stages] if sizes.sets_aside else flow.sampling_segment
+        """The stages that run for groups of which it is not known whether they are in the batch."""
         self.batches: dict[int, TrainingBatch] = {}
         self.rows_of: dict[int, list[Uid]] = {}
         self.iteration_of: dict[int, int] = {}
@@ -50,6 +65,12 @@ class StreamSchedule:
         """Length of what is known of a row."""
         self.begun: dict[tuple[str, Uid], int] = {}
         """For each generate stage and row what the engine held that it was given to."""
+        self.set_aside_rows: dict[Uid, int] = {}
+        """The oldest version among the tokens of rows that were set aside."""
+        self.going_on: set[int] = set()
+        """Groups with rows that were set aside in an earlier batch, or in the open one."""
+        self.ending: set[int] = set()
+        """Those of them whose rows are drawn to their ends since the open batch lacks them."""
         self.trained = {stage.name: 0 for stage in flow.stages if stage.kind is Kind.TRAIN}
         """The last iteration that each train stage is through with."""
         self.published = self.opened = 0
@@ -60,18 +81,39 @@ class StreamSchedule:
         """Rows of the groups that were let go with the batch that was closed last."""
         self.max_staleness_seen = 0
 
-    def resume(self, done: int, sampling: GroupSelector, surplus: Mapping[Uid, int]) -> None:
-        """Go on after `done` iterations, with the selection's state and the versions of surplus rows that wait."""
+    def resume(
+        self, done: int, sampling: GroupSelector, surplus: Mapping[Uid, int],
+        unfinished: Mapping[Uid, UnfinishedRow] | None = None,
+    ) -> None:  # fmt: skip
+        """Go on after `done` iterations, with the selection's state, the versions of surplus rows that wait, and rows that go on."""
         self.published = self.opened = done
         self.trained = dict.fromkeys(self.trained, done)
         self.sampling = sampling
         self._be_born(list(surplus), done)
-        for stage in self.flow.sampling_segment:
+        for stage in self.segment:
             self._leave_out(stage.name, list(surplus))
         for uid, version in surplus.items():
             self.rows_of.setdefault(uid[1], []).append(uid)
             self.iteration_of[uid[1]] = done
             self.versions[uid] = version
+        self._go_on_with(unfinished or {})
+
+    def _go_on_with(self, rows: Mapping[Uid, UnfinishedRow]) -> None:
+        """Let rows of a checkpoint be born that are generated, or were set aside, in groups that are awaited."""
+        self._be_born(list(rows), self.opened + 1)
+        for uid, known in rows.items():
+            self.rows_of.setdefault(uid[1], []).append(uid)
+            if known.version is not None:
+                self.set_aside_rows[uid] = known.version
+                self.begun.update({(stage, uid): known.version for stage in self.generating})
+            if known.has_ended:
+                self.versions[uid] = known.version or 0
+                for stage in self.generating:
+                    self._leave_out(stage, [uid])
+        self.going_on = {uid[1] for uid in rows}
+        for group in self.going_on:
+            self._goes_on_in(group, self.opened + 1)
+        self._decide_generated(self.going_on)
 
     # Admission
 
@@ -79,14 +121,14 @@ class StreamSchedule:
         """Return how many groups to admit now, while engines begin rows with `engine_version` or later."""
         if not self.is_open:
             opening = self.opened + 1
-            if opening > self.sizes.iterations or not admissible(opening, engine_version, self.sizes.max_staleness):
+            if opening > self.sizes.iterations or not admissible(opening, engine_version, self.sizes.ahead):
                 return 0
             self._open(opening)
         before = self.horizon
-        last = min(engine_version + 1 + self.sizes.max_staleness, self.sizes.iterations)
+        last = min(engine_version + 1 + self.sizes.ahead, self.sizes.iterations)
         if self.sizes.older_groups is not None:
             last = min(last, self.opened + (engine_version >= trained_on(self.opened)))
-        self.horizon = max(1, last - self.opened + 1) if self.selects else 1
+        self.horizon = max(1, last - self.opened + 1) if self.segment else 1
         if self.horizon != before:
             self._assign()
         return self.sampling.groups_wanted(self.horizon)
@@ -104,11 +146,11 @@ class StreamSchedule:
         for iteration, among in self._expected(groups).items():
             self._be_born([uid for group in among for uid in self.rows_of[group]], iteration)
             self.iteration_of.update(dict.fromkeys(among, iteration))
-        self._skip(self.flow.sampling_segment, uids)
+        self._skip(self.segment, uids)
         self.sampling.admit(groups)
         self._assign()
         self.decided = True
-        if not self.selects:
+        if not self.segment:
             self.sampling.decide({group: Verdict() for group in groups})
 
     def close(self) -> Selection | None:
@@ -119,6 +161,7 @@ class StreamSchedule:
         batch = self.batches[self.opened]
         self._join(batch)
         if not self.sampling.is_complete():
+            self._await_unfinished()
             return None
         outcome = self.sampling.finish(self._usable())
         self.is_open, batch.is_known = False, True
@@ -130,6 +173,9 @@ class StreamSchedule:
             self.tasks.move(consumer, carried, (self.opened + 1, 0))
         self.iteration_of.update(dict.fromkeys(outcome.carried, self.opened + 1))
         self._hold_back(self.opened + 1)
+        for group in self.going_on.intersection(self.sampling.pending):
+            self._goes_on_in(group, self.opened + 1)
+        self.ending.clear()
         return outcome
 
     def is_generation_over(self, engine_version: int | None = None) -> bool:
@@ -179,7 +225,8 @@ class StreamSchedule:
             sampler = self.samplers.get(stage, FIRST_IN)
             lease = self.tasks.take(consumer, holder, now, seconds, most, sampler, ranks, table)
         if lease is not None and known.kind is Kind.GENERATE and engine_version is not None:
-            self.begun.update({(stage, row): engine_version for row in lease.rows})
+            oldest = {row: self.set_aside_rows.get(row, engine_version) for row in lease.rows}
+            self.begun.update({(stage, row): min(version, engine_version) for row, version in oldest.items()})
         if lease is not None and known.kind is Kind.TRAIN:
             versions = [self.versions[row] for row in lease.rows]
             stale = check_staleness(self.published + 1, versions, self.sizes.max_staleness, lease.rows)
@@ -194,6 +241,29 @@ class StreamSchedule:
             self.tasks.write(stage.name, lease.rows)
         if stage.kind is Kind.GENERATE and version is not None:
             self.versions.update({row: min(version, self.versions.get(row, version)) for row in lease.rows})
+        if stage.kind is Kind.GENERATE and self.sizes.sets_aside:
+            self._decide_generated({row[1] for row in lease.rows})
+        return lease
+
+    def may_set_aside(self, lease: Lease) -> bool:
+        """Return whether the rows of a generate stage's lease may go on with the next batch, or are to be drawn to their ends."""
+        return self.sizes.sets_aside and all(self._may_go_on(row[1]) for row in lease.rows)
+
+    def set_aside(self, number: int, now: float, version: int) -> Lease:
+        """Note that a lease's rows have drawn what a batch gives them, the oldest token with `version`. Raises LeaseLost.
+
+        They go on with the next batch; those that have become too old for it meanwhile go on at once.
+        """
+        lease = self.tasks.leases.current(number, now)
+        self.tasks.give_up([lease])
+        self.set_aside_rows.update({row: min(version, self.set_aside_rows.get(row, version)) for row in lease.rows})
+        for group in {row[1] for row in lease.rows}:
+            self.going_on.add(group)
+            if self._may_go_on(group):
+                self._goes_on_in(group, self.opened + 1)
+                if self.is_open and group in self.sampling.pending:
+                    self.sampling.decide({group: Verdict(UNFINISHED)})
+        self.decided = True
         return lease
 
     def select(self, number: int, now: float, reasons: dict[int, str | None]) -> Lease:
@@ -288,7 +358,7 @@ class StreamSchedule:
             complete = (b for b in batches if len(ready.get((b.iteration, 1), ())) in self._taken_at_once(stage, b))
             return next(((consumer, (b.iteration, 1), b.uids) for b in complete), None)
         # What comes after the selection is done for rows of a batch alone.
-        after = self.selects and stage not in self.flow.sampling_segment
+        after = self.segment and stage not in self.segment
         tables = sorted(
             table for table in ready if (not after or table[1] % 2) and self._may_begin(table, engine_version)
         )
@@ -326,7 +396,7 @@ class StreamSchedule:
                 for stage in self.flow.stages:
                     if stage.kind is not Kind.TRAIN:
                         self.tasks.move(Consumer(stage.name), uids, (batch.iteration, 1))
-                self._skip(self.flow.stages[len(self.flow.sampling_segment) :], uids)
+                self._skip(self.flow.stages[len(self.segment) :], uids)
             if not batch.joined[group] and (numbers := batch.sure_updates(least, largest)) is not None:
                 batch.joined[group] = True
                 for consumer, uid, table in batch.enter_updates(uids, numbers):
@@ -353,11 +423,44 @@ class StreamSchedule:
         version = self._begun_with(group)
         return version is None or admissible(self.opened + 1, version, self.sizes.max_staleness)
 
+    # Rows that are set aside
+
+    def _may_go_on(self, group: int) -> bool:
+        """Return whether a group may be trained with the batch after the open one, which it does not hold up."""
+        return group not in self.ending and self._is_young(group)
+
+    def _goes_on_in(self, group: int, iteration: int) -> None:
+        """Let a group be of an iteration, with which those of its rows go on that have not ended."""
+        self.iteration_of[group] = iteration
+        for consumer in self.tasks.tasks:
+            number = SET_ASIDE if consumer.stage in self.generating else 0
+            self.tasks.move(consumer, self.rows_of[group], (iteration, number))
+
+    def _await_unfinished(self) -> None:
+        """Have the rows drawn to their ends that the open batch lacks where no more may be begun."""
+        for group in self.sampling.finish_now():
+            self.ending.add(group)
+            self._goes_on_in(group, self.opened)
+
+    def _decide_generated(self, groups: Iterable[int]) -> None:
+        """Keep the groups all of whose rows are generated, in a flow that selects nothing."""
+        written = [self.tasks.written[stage] for stage in self.generating]
+        for group in [] if self.selects else groups:
+            rows = self.rows_of[group]
+            if group in self.sampling.pending and all(row in known for known in written for row in rows):
+                self.sampling.decide({group: Verdict(version=min(self.versions[row] for row in rows))})
+                self.decided = True
+
     # A share of rows of the batch's own version
 
     def _may_begin(self, table: tuple[int, int], engine_version: int | None) -> bool:
         """Return whether an engine's version is young enough for the rows of a table; None is whoever is no engine."""
-        bound = 0 if table[1] >= OWN_VERSION else self.sizes.max_staleness
+        if table[1] == SET_ASIDE:
+            is_open = table[0] <= self.opened
+            return is_open and (
+                engine_version is None or admissible(table[0], engine_version, self.sizes.max_staleness)
+            )
+        bound = 0 if table[1] >= OWN_VERSION else self.sizes.ahead
         if self.sizes.older_groups is not None and self.selects and table[0] > self.opened:
             # A group that went ahead may come into the open batch, and is not to be older than it.
             bound = min(bound, 1)
@@ -426,9 +529,12 @@ class StreamSchedule:
         for uid in uids:
             self.versions.pop(uid, None)
             self.tokens.pop(uid, None)
+            self.set_aside_rows.pop(uid, None)
             for stage in self.generating:
                 self.begun.pop((stage, uid), None)
             self.iteration_of.pop(uid[1], None)
+            self.going_on.discard(uid[1])
+            self.ending.discard(uid[1])
 
 
 def tasks_of(flow: Flow, epochs: int) -> Tasks:

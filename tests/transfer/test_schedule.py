@@ -7,7 +7,7 @@ from braidrl.flow.batches import Sizes
 from braidrl.flow.readiness import Consumer, Uid
 from braidrl.flow.stage import Signature
 from braidrl.transfer.older_groups import begun_too_many
-from braidrl.transfer.queue.tasks import LeaseLost
+from braidrl.transfer.queue.tasks import Lease, LeaseLost
 from braidrl.transfer.schedule import StreamSchedule
 
 SELECT = Stage("informative", "informative", None, Signature(Kind.SELECT, ("tokens",), scope=Scope.GROUP))
@@ -339,3 +339,50 @@ def test_groups_that_went_ahead_are_begun_for_the_open_batch_once_it_needs_them(
 def test_groups_that_were_begun_and_have_no_place_in_the_next_batch_are_the_first() -> None:
     assert begun_too_many({3: 0, 4: None, 5: 0, 6: 1, 7: None}, 2) == {3}
     assert begun_too_many({3: 0, 5: 0}, 0) == {3, 5} and begun_too_many({3: 0}, 2) == set()
+
+
+def setting_aside(prompts: int) -> StreamSchedule:
+    return StreamSchedule(PLAIN, Sizes(5, prompts, 1, prompts, max_staleness=1, surplus="keep", sets_aside=True))
+
+
+def leased(schedule: StreamSchedule, version: int) -> Lease:
+    lease = schedule.take("actor.generate", "engine", 0.0, 1.0, 1, engine_version=version)
+    assert lease is not None
+    return lease
+
+
+def test_a_row_that_is_set_aside_goes_on_with_the_next_batch_and_is_drawn_to_its_end_there() -> None:
+    schedule = setting_aside(2)
+    admit(schedule, 0, samples=1)
+    long, short = leased(schedule, 0), leased(schedule, 0)
+    assert schedule.may_set_aside(long)
+    schedule.set_aside(long.number, 0.0, version=0)
+    schedule.acknowledge(short.number, 0.0, 0)
+    assert schedule.close() is None, "its place is another group's"
+    assert admit(schedule, 2, samples=1) == work(schedule, "actor.generate") == [(0, 2, 0), (0, 3, 0)]
+    outcome = schedule.close()
+    assert outcome is not None and (outcome.groups, outcome.surplus) == ((1, 2), (3,))
+    assert schedule.groups_wanted(0) == 0 and not schedule.is_open, (
+        "with one version for going on it is begun by its own"
+    )
+    finish_iteration(schedule)
+    assert schedule.groups_wanted(1) == 0 and schedule.is_open and schedule.sampling.pending == [0]
+    again = leased(schedule, 1)
+    assert again.rows == long.rows and not schedule.may_set_aside(again)
+    schedule.acknowledge(again.number, 0.0, 0)
+    outcome = schedule.close()
+    assert outcome is not None and outcome.groups == (0, 3)
+    finish_iteration(schedule)
+    assert schedule.max_staleness_seen == 1
+
+
+def test_where_as_many_groups_are_set_aside_as_staleness_has_room_for_the_first_are_awaited() -> None:
+    schedule = setting_aside(1)
+    admit(schedule, 0, samples=1)
+    schedule.set_aside(leased(schedule, 0).number, 0.0, version=0)
+    assert schedule.close() is None and schedule.groups_wanted(0) == 0
+    to_its_end = leased(schedule, 0)
+    assert to_its_end.rows == ((0, 0, 0),) and not schedule.may_set_aside(to_its_end)
+    schedule.acknowledge(to_its_end.number, 0.0, 0)
+    outcome = schedule.close()
+    assert outcome is not None and outcome.groups == (0,)

@@ -105,7 +105,7 @@ class Generation:
         greedy = sampling_of(stage, self.config).takes_likeliest
         first = leaders(list(place)) if greedy else {uid: uid for uid in place}
         requests = [request for request in requests if first[request.uid] == request.uid]
-        partial = self._partial(stage, rows)
+        partial = self.partial(stage, rows, self.moves.version)
         requests = partial.rest(requests) if partial else requests
         # Of a group that is set aside the answers that are there would be checked in vain.
         verify = [] if partial else early_verify_stages(self.flow, stage)
@@ -133,11 +133,11 @@ class Generation:
                 stop.close()
         return self.columns(stage, rows, finished)
 
-    def _partial(self, stage: Stage, rows: Rows) -> PartialResponses | None:
-        """Return what rows have drawn before, where responses may be set aside."""
+    def partial(self, stage: Stage, rows: Rows, version: int) -> PartialResponses | None:
+        """Return what rows have drawn before, where responses may be set aside; `version` of the weights goes on with them."""
         if self.config.rollout.tokens_per_iteration is None or "rollout_versions" not in rows:
             return None
-        return PartialResponses.of(stage, rows, self.config, self.moves.version)
+        return PartialResponses.of(stage, rows, self.config, version)
 
     def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Play episodes in the stage's environment; failures of environments are counted and the first is shown."""

@@ -15,7 +15,6 @@ from braidrl.data.rows import Rows
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Flow, Stage
 from braidrl.flow.batches import Sizes
-from braidrl.flow.selecting import GroupSelector
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.saving.background import check_written
@@ -52,8 +51,8 @@ class StreamingBackend(RowsBackend):
         self.evaluation, self.control, self.processes = evaluation, control, processes
         self.stream, self.wait, self.admit_refills, self.resources = control.training, wait, admit_refills, resources
         self.evaluating: Stream | None = None
-        self.restored: tuple[dict[str, Any], Rows | None] = {}, None
-        """The selection state and the surplus of a checkpoint whose weights are about to be loaded."""
+        self.restored: tuple[dict[str, Any], list[Rows]] = {}, []
+        """The selection state and the rows of a checkpoint whose weights are about to be loaded."""
         self.counted_bytes = 0
 
     def read(self, origin: Origin) -> Rows:
@@ -94,14 +93,8 @@ class StreamingBackend(RowsBackend):
     def load(self, folder: Path, version: int) -> None:
         """Have every role that changes loaded; generation goes on with these weights, and the queue after iteration `version`."""
         self._carry_out({"do": "load", "folder": str(folder.resolve()), "version": version})
-        state, surplus = self.restored
         with self.control.changed:
-            versions = (
-                dict(zip(surplus.uids(), surplus["version"].tolist(), strict=True)) if surplus is not None else {}
-            )
-            self.stream.schedule.resume(version, GroupSelector.restored(state), versions)
-            if surplus is not None:
-                self.stream.restore(surplus, self.control.data.write_rows(surplus))
+            self.stream.resume(version, *self.restored, self.control.data.write_rows)
             self.control.loading.target = self.control.allowed = version
         self.control.notify()
 

@@ -133,6 +133,10 @@ class ControlPlane(QueueController):
         now = self.clock()
         if stream.flow[request["stage"]].kind is Kind.SELECT:
             return {"lost": stream.select(request["leases"][0], dict(request["reasons"]), now)}, ()
+        if request.get("unfinished"):
+            lost, freed = stream.set_aside(request["leases"], parts, now)
+            self.data.free(freed)
+            return {"lost": lost}, ()
         lost = stream.acknowledge(request["leases"], parts, now, request["totals"])
         self.data.free([part.block for part in parts if part.block is not None and not part.rows])
         return {"lost": lost}, ()
@@ -188,13 +192,16 @@ class ControlPlane(QueueController):
 
     def admit(self, stream: Stream, rows: Rows) -> None:
         """Put the payload into shared memory and let the rows be born, unless their batch has been closed meanwhile."""
-        block = self.data.write_rows(rows)
+        parts = stream.divided(rows)
+        own, drawn = ((part.index, self.data.write_rows(part), tuple(part.payload)) for part in parts)
         with self.changed:
             if stream.schedule.is_open:
-                stream.admit(rows.index, block, tuple(rows.payload))
+                stream.admit(*own)
+                if len(parts[1]):
+                    stream.note_drawn(rows.uids(), *drawn)
                 self.advance()
-            elif block is not None:
-                self.data.free([block])
+            else:
+                self.data.free([block for _, block, _ in (own, drawn) if block is not None])
 
     def release(self, finished: IterationRecord) -> None:
         """Free a finished iteration's payload, which has been read."""

@@ -14,9 +14,9 @@ from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from braidrl.data.rows import Column, Rows
+from braidrl.data.rows import Column, FinishReason, Rows
 from braidrl.flow import Stage
 from braidrl.flow.readiness import Uid
 from braidrl.models.parallel.replicated import DataParallel
@@ -28,6 +28,7 @@ from braidrl.rollout.episodes.player import Episode
 from braidrl.rollout.requests import Response
 from braidrl.rollout.resuming import ResumingEngine
 from braidrl.runtimes.generating.generation import limits_of, requests_of
+from braidrl.runtimes.generating.partial import to_the_end
 from braidrl.runtimes.streaming.weights import WeightReceiver, as_blocks
 from braidrl.runtimes.streaming.worker import WorkerContext
 from braidrl.runtimes.usage import Drawn
@@ -37,7 +38,18 @@ from braidrl.transfer.queue.storage import Evicted
 from braidrl.transfer.queue.table import Block
 
 LOAD = "load weights"
-Ended = Response | Episode
+
+
+class Ended(NamedTuple):
+    """What a row has when its engine is through with it, and what was drawn of that under this lease."""
+
+    result: Response | Episode
+    drawn: Drawn
+
+    @property
+    def is_set_aside(self) -> bool:
+        """Return whether the row goes on later."""
+        return isinstance(self.result, Response) and self.result.finish_reason is FinishReason.ABORT
 
 
 @dataclass(frozen=True)
@@ -125,6 +137,8 @@ class GenerateLoop:
     def _begin(self, engine: ResumingEngine, lease: int, work: WorkItem, row: Rows) -> None:
         stage = self.context.stage(work.stage)
         (uid,) = row.uids()
+        if lease in work.message.get("to_the_end", ()):
+            stage = to_the_end(stage)
         generate = self._play if "environment" in stage.params else self._respond
         task = asyncio.create_task(self._after(self.last.get(uid), generate(engine, stage, row)))
         task.add_done_callback(lambda _: self._note_end(lease))
@@ -142,12 +156,16 @@ class GenerateLoop:
             generate.close()
 
     async def _respond(self, engine: Engine, stage: Stage, row: Rows) -> Ended:
-        (request,) = requests_of(stage, row, self.context.executor.config)
-        return await engine.submit(request)
+        requests = requests_of(stage, row, self.context.executor.config)
+        partial = self.generation.partial(stage, row, self.version)
+        (request,) = partial.rest(requests) if partial else requests
+        response = await engine.submit(request)
+        whole = partial.joined(response, self.engine.max_sequence_tokens) if partial else response
+        return Ended(whole, Drawn.of(request.prompt, response))
 
     async def _play(self, engine: Engine, stage: Stage, row: Rows) -> Ended:
         (episode,) = await self.generation.played(engine, stage, row, self.limits)
-        return episode
+        return Ended(episode, Drawn.of(row["prompt"][0], episode))
 
     def _note_end(self, lease: int) -> None:
         self.ended.append(lease)
@@ -156,29 +174,32 @@ class GenerateLoop:
     async def _deliver(self) -> None:
         """Write and acknowledge the rows that have ended, while the engine goes on; those of lost leases are somebody else's by now."""
         ended, self.ended = [lease for lease in self.ended if lease in self.flight], []
-        by_stage: dict[str, list[int]] = {}
+        alike: dict[tuple[str, bool], list[int]] = {}
         for lease in ended:
-            by_stage.setdefault(self.flight[lease].work.stage, []).append(lease)
-        for name, leases in by_stage.items():
-            flights = [self.flight[lease] for lease in leases]
             # Raises what a row's generation has raised.
+            result = self.flight[lease].task.result()
+            alike.setdefault((self.flight[lease].work.stage, result.is_set_aside), []).append(lease)
+        for (name, unfinished), leases in alike.items():
+            flights = [self.flight[lease] for lease in leases]
             results = [flight.task.result() for flight in flights]
             rows = Rows.cat([flight.row for flight in flights])
-            await asyncio.to_thread(self._write, self.context.stage(name), leases, rows, results)
+            await asyncio.to_thread(self._write, self.context.stage(name), leases, rows, results, unfinished)
         self._forget(ended)
 
-    def _write(self, stage: Stage, leases: Sequence[int], rows: Rows, results: Sequence[Ended]) -> None:
+    def _write(self, stage: Stage, leases: Sequence[int], rows: Rows, ended: Sequence[Ended], unfinished: bool) -> None:
         assert self.span is not None, "the engine has had rows"
         sums, usage = Sums(), self.generation.usage
-        columns = self._columns(stage, rows, results, sums)
+        columns = self._columns(stage, rows, [one.result for one in ended], sums)
         report = self.context.trace.count(self.span, stage.name, len(rows))
-        drawn = [Drawn.of(rows["prompt"][place], result) for place, result in enumerate(results)]
+        drawn = [one.drawn for one in ended]
         usage.decoded(stage, drawn, self.engine.slots, report["seconds"], sums, self.crowd)
         usage.note_memory(stage, sums)
         report["sums"] = sums.pairs()
-        self.client.done(stage.name, leases, [self.client.write(rows.uids(), columns)], report)
+        self.client.done(stage.name, leases, [self.client.write(rows.uids(), columns)], report, unfinished=unfinished)
 
-    def _columns(self, stage: Stage, rows: Rows, results: Sequence[Ended], sums: Sums) -> Mapping[str, Column]:
+    def _columns(
+        self, stage: Stage, rows: Rows, results: Sequence[Response | Episode], sums: Sums
+    ) -> Mapping[str, Column]:
         if "environment" in stage.params:
             episodes = [result for result in results if isinstance(result, Episode)]
             return self.generation.episode_columns(stage, episodes, self.limits, sums)

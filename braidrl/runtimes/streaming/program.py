@@ -115,13 +115,14 @@ class StreamingProgram:
     def position(self) -> Position:
         """Return where a run resumes from after the last finished iteration; what was begun of the next one is done again then."""
         following = self.stream.schedule.published + 1
-        begun = self.opening.get(following) or self._current()
+        with self.control.changed:
+            begun = self.opening.get(following) or self._current()
         return begun._replace(stages=self.stream.states_before(following))
 
     def restore(self, position: Position) -> None:
         """Go on from a checkpoint's loader, selection, surplus rows and stages' states; `load` says after which iteration."""
         self.loader.restore(position.loader)
-        self.backend.restored = position.sampling, Rows.cat(position.surplus) if position.surplus else None
+        self.backend.restored = position.sampling, position.surplus
         known = self.stream.states.values
         known |= {name: dict(state) for name, state in position.stages.items() if name in known}
 
@@ -140,7 +141,7 @@ class StreamingProgram:
         with self.control.changed:
             begins = not schedule.is_open
             following = schedule.opened + 1
-            if begins and not (may_begin and admissible(following, version, schedule.sizes.max_staleness)):
+            if begins and not (may_begin and admissible(following, version, schedule.sizes.ahead)):
                 return
             before = self._current() if begins else None
             count = schedule.groups_wanted(version)
@@ -153,12 +154,18 @@ class StreamingProgram:
         self.control.change(lambda: None)
 
     def _current(self) -> Position:
-        """Return the state of selection and loader between two batches, with the rows of kept surplus; what went ahead is done again."""
-        schedule, surplus = self.stream.schedule, []
-        sampling = schedule.sampling.settled()
+        """Return the state of selection and loader between two batches, with the rows of kept surplus; what went ahead is done again.
+
+        Where rows may be set aside, all that are in work are kept, with what they had drawn then.
+        """
+        schedule, surplus, data = self.stream.schedule, list[Rows](), self.control.data
+        sampling = schedule.sampling.settled(schedule.sizes.sets_aside)
         waiting = [uid for group in schedule.sampling.waiting for uid in schedule.rows_of[group]]
         if waiting:
-            surplus = [assembled(self.control.data, *self.stream.content(waiting, self.stream.recorded_writers))]
+            surplus.append(assembled(data, *self.stream.content(waiting, self.stream.recorded_writers)))
+        if sampling.pending:
+            parts = [assembled(data, *part) for part in self.stream.unfinished(sampling.pending)]
+            surplus.append(Rows.cat(parts).ordered())
         return Position({**self.loader.state(), "admitted": sampling.admitted + 1}, sampling.state(), surplus, {})
 
     def _show(self, bar: Bar) -> None:
@@ -231,5 +238,5 @@ def sizes_of(config: Config, epoch_groups: int) -> Sizes:
     rows = check_update_size(trainer.prompts_per_step, samples, trainer.rows_per_update)
     return Sizes(
         trainer.steps, trainer.prompts_per_step, samples, rows, trainer.epochs, trainer.max_staleness, trainer.surplus,
-        epoch_groups, config.seed, trainer.over_sampling, older_groups(config),
+        epoch_groups, config.seed, trainer.over_sampling, older_groups(config), config.rollout.tokens_per_iteration is not None,
     )  # fmt: skip

@@ -3,26 +3,30 @@
 admit ──▶ table ◀──take: index columns, where the payload lies──▶ acknowledge ──▶ close the batch ──▶ publish ──▶ record
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from braidrl.data.codec import encode
-from braidrl.data.rows import Rows
+from braidrl.data.rows import FinishReason, Rows
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import Sizes
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.compute import State, initial_states, next_state
 from braidrl.flow.readiness import Uid, waits_for
-from braidrl.flow.selecting import Selection
+from braidrl.flow.selecting import GroupSelector, Selection
 from braidrl.transfer.queue.requests import Answer
 from braidrl.transfer.queue.samplers import Sampler
 from braidrl.transfer.queue.table import Block, StoredPart, Table
 from braidrl.transfer.queue.tasks import Lease, LeaseLost
-from braidrl.transfer.schedule import StreamSchedule
+from braidrl.transfer.schedule import StreamSchedule, UnfinishedRow
 
+Put = Callable[[Rows], Block | None]
+"""Lays the payload of rows down where others can read it; None for rows without any."""
 Report = dict[str, Any]
 """What a worker says of a piece of work: metric sums, seconds. The queue hands it on."""
+DRAWN = "drawn"
+"""Writes what rows that may be set aside have so far: the columns of their generate stage."""
 
 
 @dataclass
@@ -65,6 +69,7 @@ class Stream:
         self.stages = {stage.name for stage in flow.stages}
         self.writers = [ADMISSION, *(stage.name for stage in flow.stages)]
         self.readable = {stage.name: writers_before(flow, stage) for stage in flow.stages}
+        self.sets_aside = sizes.sets_aside
         self.records: dict[int, IterationRecord] = {}
         self.states = StageStates(flow)
 
@@ -80,12 +85,53 @@ class Stream:
         self._note_lengths(uids, index)
         self._write(ADMISSION, uids, index, block, columns)
 
+    def divided(self, rows: Rows) -> tuple[Rows, Rows]:
+        """Return rows without and with only what they have drawn, as rows that may be set aside are admitted; else nothing."""
+        generates = [stage for stage in self.flow.stages if stage.name in self.schedule.generating]
+        drawn = [name for stage in generates for name in stage.writes if name in rows] if self.sets_aside else []
+        return rows.without(drawn), rows.only(drawn)
+
+    def note_drawn(self, uids: Sequence[Uid], index: Rows, block: Block | None, columns: tuple[str, ...]) -> None:
+        """Note what rows that were born have drawn."""
+        self._write(DRAWN, uids, index, block, columns)
+
+    def resume(self, done: int, state: Mapping[str, Any], tables: Sequence[Rows], put: Put) -> None:
+        """Go on after `done` iterations.
+
+        Args:
+            done: iterations.
+            state: the selection's.
+            tables: rows of a checkpoint: of groups that wait for the next batch, and of those that are awaited.
+            put: lays payload down.
+        """
+        sampling = GroupSelector.restored(state)
+        parts: dict[bool, list[Rows]] = {True: [], False: []}
+        for table in tables:
+            parts[set(table["group"].tolist()) <= set(sampling.pending)].append(table)
+        surplus, unfinished = Rows.cat(parts[False]), Rows.cat(parts[True])
+        versions = dict(zip(surplus.uids(), surplus["version"].tolist(), strict=True)) if len(surplus) else {}
+        self.schedule.resume(done, sampling, versions, unfinished_rows(unfinished) if len(unfinished) else {})
+        if len(surplus):
+            self.restore(surplus, put(surplus))
+        if len(unfinished):
+            self._go_on_with(unfinished, put)
+
+    def unfinished(self, groups: Collection[int]) -> list[tuple[Rows, list[dict[str, Any]]]]:
+        """Return what rows of groups that go on have, as `content` does: first of those that have ended, then of the others."""
+        (stage,) = self.schedule.generating
+        ended: dict[bool, list[Uid]] = {True: [], False: []}
+        for uid in (uid for group in groups for uid in self.schedule.rows_of[group]):
+            ended[uid in self.table.parts.get(stage, {})].append(uid)
+        writers = {True: [ADMISSION, stage], False: [ADMISSION, DRAWN]}
+        return [self.content(uids, writers[was]) for was, uids in ended.items() if uids]
+
     def restore(self, rows: Rows, block: Block | None) -> None:
         """Put surplus rows of a checkpoint back as if their stages had written them here."""
         uids = rows.uids()
-        checks = next((s.name for s in self.flow.sampling_segment if s.type == "verify"), ADMISSION)
+        segment = self.schedule.segment
+        checks = next((s.name for s in segment if s.type == "verify"), ADMISSION)
         last: dict[str, str] = {name: ADMISSION if name in BORN_WITH else checks for name in rows}
-        for stage in self.flow.sampling_segment:
+        for stage in segment:
             last.update(dict.fromkeys((name for name in stage.writes if name in rows), stage.name))
         for writer in dict.fromkeys(last.values()):
             part = rows.only([name for name, chosen in last.items() if chosen == writer])
@@ -95,7 +141,11 @@ class Stream:
         """Return what a stage works on: index columns, and where the payload that it declares lies."""
         wanted = {column.name for column in self.flow.inputs[stage]}
         writers = self.readable[stage]
-        return self.table.index(uids, writers), self.table.payload(uids, writers, wanted)
+        index, payload = self.table.index(uids, writers), self.table.payload(uids, writers, wanted)
+        if self.sets_aside and stage in self.schedule.generating:
+            index = index.with_columns(dict(self.table.index(uids, [DRAWN]).items()))
+            payload += self.table.payload(uids, [DRAWN], None)
+        return index, payload
 
     def take(
         self, stage: Stage, request: Mapping[str, Any], now: float, seconds: float, version: int | None
@@ -127,6 +177,8 @@ class Stream:
             "iteration": self.schedule.iteration_of[uids[0][1]] if self.during is None else self.during,
             "payload": payload, "state": self.states.values.get(stage.name, {}),
         }  # fmt: skip
+        if self.sets_aside and stage.kind is Kind.GENERATE:
+            answer["to_the_end"] = [lease.number for lease in found if not self.schedule.may_set_aside(lease)]
         return answer, encode(index)
 
     def acknowledge(
@@ -155,6 +207,29 @@ class Stream:
                 self._note_lengths(list(part.rows), part.index.take(list(part.rows.values())))
                 self.table.add(part)
         return lost
+
+    def set_aside(
+        self, leases: Sequence[int], parts: Sequence[StoredPart], now: float
+    ) -> tuple[list[int], list[Block]]:
+        """Note what rows have that go on later; return the leases that were lost, and blocks that are free now."""
+        versions = {uid: version for part in parts for uid, version in oldest(part).items()}
+        lost, kept = list[int](), set[Uid]()
+        for number in leases:
+            try:
+                held = self.schedule.tasks.leases.held.get(number)
+                version = min(versions[uid] for uid in held.rows) if held else 0
+                kept.update(self.schedule.set_aside(number, now, version).rows)
+            except LeaseLost:
+                lost.append(number)
+        freed = list[Block]()
+        for part in parts:
+            part.writer, part.rows = DRAWN, {uid: place for uid, place in part.rows.items() if uid in kept}
+            if part.rows:
+                self._note_lengths(list(part.rows), part.index.take(list(part.rows.values())))
+                freed += self.table.replace(part)
+            elif part.block is not None:
+                freed.append(part.block)
+        return lost, freed
 
     def select(self, number: int, reasons: Mapping[int, str | None], now: float) -> list[int]:
         """Note a select stage's verdicts by group; return the lease's number if it was lost."""
@@ -217,6 +292,20 @@ class Stream:
         ran = self.record_of(iteration).states
         return {name: dict(ran.get(name, values)) for name, values in self.states.values.items()}
 
+    def _go_on_with(self, rows: Rows, put: Put) -> None:
+        """Put rows of a checkpoint back whose groups go on: what those have that have ended is their stage's."""
+        (stage,) = self.schedule.generating
+        ended = rows.take(rows["finish_reason"] != FinishReason.ABORT)
+        for writer, uids, part in zip(
+            (ADMISSION, DRAWN, stage),
+            (rows.uids(), rows.uids(), ended.uids()),
+            (*self.divided(rows), self.divided(ended)[1]),
+            strict=True,
+        ):
+            if uids:
+                self._write(writer, uids, part.index, put(part), tuple(part.payload))
+        self._note_lengths(rows.uids(), rows.index)
+
     def _follow(self, lease: Lease, totals: Mapping[str, float]) -> None:
         name, iteration = lease.task.stage, self.schedule.iteration_of[lease.rows[0][1]]
         self.states.add(name, totals)
@@ -249,6 +338,13 @@ def writers_before(flow: Flow, stage: Stage) -> list[str]:
                 found.add(name)
                 open_names.append(name)
     return [name for name in (ADMISSION, *(s.name for s in flow.stages)) if name in found]
+
+
+def unfinished_rows(rows: Rows) -> dict[Uid, UnfinishedRow]:
+    """Return what the schedule is to know of rows of a checkpoint that go on."""
+    ended = (rows["finish_reason"] != FinishReason.ABORT).tolist()
+    known = zip(rows.uids(), rows["version"].tolist(), rows["action_tokens"].tolist(), ended, strict=True)
+    return {uid: UnfinishedRow(version if drawn else None, is_over) for uid, version, drawn, is_over in known}
 
 
 def oldest(part: StoredPart) -> dict[Uid, int]:

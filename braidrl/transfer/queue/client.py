@@ -107,7 +107,7 @@ class Client:
 
     def done(
         self, stage: str, leases: Sequence[int], written: Sequence[StoredPart], report: Mapping[str, Any],
-        totals: Mapping[str, float] | None = None,
+        totals: Mapping[str, float] | None = None, **fields: Any,
     ) -> list[int]:  # fmt: skip
         """Say that the leases' rows are done.
 
@@ -117,13 +117,14 @@ class Client:
             written: the columns that these rows have now.
             report: what goes into the iteration's metrics.
             totals: the sums over the rows that the stage's state follows.
+            fields: what else the queue is told.
 
         Returns:
             The numbers of leases that were lost, whose rows are somebody else's by now.
         """
         frames: list[Frame] = []
         parts = [part.message(frames) for part in written]
-        return self._done(stage, leases, {"parts": parts, "totals": dict(totals or {})}, report, frames)
+        return self._done(stage, leases, {"parts": parts, "totals": dict(totals or {}), **fields}, report, frames)
 
     def selected(
         self, stage: str, lease: int, reasons: Mapping[int, str | None], report: Mapping[str, Any]

@@ -84,6 +84,13 @@ class Table:
         for writer in writers or (part.writer,):
             self.parts.setdefault(writer, {}).update(dict.fromkeys(part.rows, part))
 
+    def replace(self, part: StoredPart) -> list[Block]:
+        """Note what was written in place of what the same writer wrote before; return the blocks that held nothing else."""
+        known = self.parts.get(part.writer, {})
+        before = [(row, known[row]) for row in part.rows if row in known]
+        self.add(part)
+        return self.drop(before)
+
     def index(self, uids: Sequence[Row], writers: Sequence[str]) -> Rows:
         """Return the index columns of these rows in the order given; of one name, that of the last writer.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,48 @@ def test_a_resumed_run_goes_on_with_what_was_set_aside(workshop: Workshop, eager
     assert responses(first, STEPS) == responses(eager, STEPS)
 
 
+def check_each_row(run: Path, steps: int) -> int:
+    """Asserts that rows are trained once, none too old, each token with a version no older than the one before; says the most of a row."""
+    responses(run, steps)
+    most = 0
+    for step in range(1, steps + 1):
+        rows = recorded(run, step)
+        assert len(rows) == 12
+        assert {step - 1 - version for version in rows["version"].tolist()} <= {0, 1, 2}
+        for i in range(len(rows)):
+            versions = rows["rollout_versions"][i]
+            assert len(versions) == len(rows["rollout_log_probs"][i]) <= 40 and bool((versions.diff() >= 0).all())
+            most = max(most, len(versions.unique()))
+    return most
+
+
+def test_streaming_sets_rows_aside_and_another_runtime_goes_on_with_them(workshop: Workshop) -> None:
+    sections = merged(SECTIONS, {"trainer": {"steps": 2}, "rollout": {"tokens_per_iteration": 4}})
+    first = workshop.run("streamed", runtime="streaming", **sections)
+    state = json.loads((first / "checkpoints" / "step-2" / "state.json").read_text())
+    assert state["sampling"]["pending"] and state["surplus"]
+    config = run_config(first)
+    trainer = config.trainer.model_copy(update={"steps": STEPS})
+    with TrainingRun(config.model_copy(update={"trainer": trainer, "runtime": "eager"}), resume=first) as run:
+        run.train()
+    assert check_each_row(first, STEPS) > 1
+    trained = {group for step in (3, 4, 5) for group in recorded(first, step)["group"].tolist()}
+    assert trained & set(state["sampling"]["pending"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", ["end", "delayed", "rolling", "interrupt"])
+def test_streaming_goes_on_with_rows_that_it_has_set_aside_in_each_way(workshop: Workshop, way: str) -> None:
+    streaming = {"weights": way, "workers": {"actor.generate": 2}}
+    sections = merged(SECTIONS, {"runtime": "streaming", "streaming": streaming, "rollout": {"slots": 4}})
+    first = workshop.run(f"streamed-{way}", **merged(sections, {"trainer": {"steps": 3}}))
+    config = run_config(first)
+    trainer = config.trainer.model_copy(update={"steps": 8})
+    with TrainingRun(config.model_copy(update={"trainer": trainer}), resume=first) as run:
+        run.train()
+    assert check_each_row(first, 8) > 1
+
+
 def test_a_response_that_repeats_itself_is_ended_and_counted(workshop: Workshop) -> None:
     assert repeats_itself(torch.tensor([9, 1, 2, 1, 2, 1, 2, 1, 2]), 8)
     assert not repeats_itself(torch.tensor([1, 2, 1, 2, 1, 2, 1, 3]), 8) and not repeats_itself(torch.ones(7), 8)
@@ -149,7 +192,11 @@ def test_a_response_that_repeats_itself_is_ended_and_counted(workshop: Workshop)
     [
         ({"rollout": {"environment": "module:World"}}, "an environment cannot pause; remove one of the two"),
         ({"trainer": {"surplus": "drop"}}, "write trainer.max_staleness=1, or more, and trainer.surplus=keep"),
-        ({"runtime": "streaming"}, "write runtime=eager, hybrid or distributed"),
+        ({"flow": "remax"}, "generates more than one or gives it a name"),
+        (
+            {"runtime": "streaming", "streaming": {"on_policy_share": 0.5}},
+            "trainer.surplus=keep brings others; write trainer.surplus=drop",
+        ),
         ({"rollout": {"tokens_per_iteration": None, "repeated_tokens": 8}}, "write rollout.tokens_per_iteration too"),
     ],
 )
