@@ -122,7 +122,7 @@ def workload(kind: Kind, scale: Scale, flow: Flow) -> Workload:
 
     return Workload(
         flow, Sizes(kind.iterations, scale.rows // SAMPLES, SAMPLES, scale.rows, max_staleness=kind.staleness), seconds,
-        workers={"actor.generate": ENGINES, "actor.update": TRAINERS}, slots=SLOTS, dispatch_rows=32 * TRAINERS,
+        workers={"actor.generate": ENGINES, "actor.update": TRAINERS}, slots=SLOTS, step_seconds=scale.token_s, dispatch_rows=32 * TRAINERS,
         loading=kind.weights, load_seconds=LOAD_UNITS * scale.unit, verdict=verdict,
     )  # fmt: skip
 

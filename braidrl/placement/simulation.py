@@ -5,6 +5,7 @@ engines               ── load ──▶ which weights, and when ──▶ se
 """
 
 import heapq
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,6 +56,8 @@ class LeaseUnderWay:
     end: float
     version: int | None
     fate: Fate = "done"
+    drawn: float | None = None
+    """Seconds that its row, which is set aside then, has been drawn; None for one that is done."""
     turn: int = 0
     """How often its end was put off."""
 
@@ -70,6 +73,8 @@ class SimulatedWorker:
     work: dict[int, LeaseUnderWay] = field(default_factory=dict)
     """By the number of its lease."""
     loads: bool = False
+    steps_since: float = 0.0
+    """When the decode steps of an engine began, one after the other."""
 
     @property
     def is_free(self) -> bool:
@@ -90,6 +95,8 @@ class Streaming:
         self.loading = LoadingSchedule(work.loading, max(1, int(work.share_out * len(self.engines))))
         for engine in self.engines:
             self.loading.join(engine.name)
+        self.drawn: dict[Uid, float] = {}
+        """Seconds that rows which were set aside have been drawn."""
         self.watching = False
 
     def simulate(self) -> Simulation:
@@ -159,14 +166,18 @@ class Streaming:
         return begun
 
     def _begin_loading(self, engine: SimulatedWorker, version: int) -> None:
-        """Put off the ends of an engine's rows, which it sets down, until it has loaded."""
+        """Put off the ends of an engine's rows, which it sets down after their decode step, until it has loaded."""
         ahead = self.loading.receives_ahead and self.loading.engines[engine.name].received >= version
         seconds = self.work.load_seconds + (0.0 if ahead else self.work.receive_seconds)
         engine.loads = True
+        step = self._until_step(engine)
         for work in engine.work.values():
-            work.end, work.turn = work.end + seconds, work.turn + 1
-            self._wait_for(engine, work)
-        self.clock.after(seconds, lambda: self._loaded(engine, version))
+            # What ends with this step is not set down; ends and steps are sums of the same seconds in another order.
+            if work.end > self.clock.now + step + 1e-9:
+                work.end, work.turn = work.end + seconds, work.turn + 1
+                self._wait_for(engine, work)
+        engine.steps_since += seconds
+        self.clock.after(step + seconds, lambda: self._loaded(engine, version))
 
     def _loaded(self, engine: SimulatedWorker, version: int) -> None:
         engine.loads = False
@@ -181,11 +192,13 @@ class Streaming:
         )
         if lease is None:
             return False
-        shares = self._shares(worker, lease.rows)
-        fate, seconds = self.work.fate(lease.number), max(shares)
+        shares, drawn = self._shares(worker, lease.rows), None
+        if worker.stage.kind is Kind.GENERATE:
+            shares, drawn = self._until_set_aside(lease, shares[0])
+        fate, seconds = self.work.fate(lease.number), max(shares) + self._until_begun(worker)
         late = self.work.lease_seconds if fate == "late" else 0.0
         seconds = seconds / 2 if fate == "dies" else seconds + late
-        work = worker.work[lease.number] = LeaseUnderWay(lease, self.clock.now + seconds, version, fate)
+        work = worker.work[lease.number] = LeaseUnderWay(lease, self.clock.now + seconds, version, fate, drawn)
         self._wait_for(worker, work)
         self._note(worker, lease, shares)
         self._watch()
@@ -209,6 +222,30 @@ class Streaming:
         costs = [self.work.seconds(worker.stage.name, row) for row in rows]
         return [sum(costs[i] for i in part) for part in balanced_partition(costs, worker.ranks)]
 
+    def _until_begun(self, worker: SimulatedWorker) -> float:
+        """Return how long a row that an engine is given now waits: the step that follows its asking goes by without it."""
+        if not worker.work:
+            worker.steps_since = self.clock.now
+        if not self.work.step_seconds or worker.stage.kind is not Kind.GENERATE or worker.steps_since == self.clock.now:
+            return 0.0
+        return self._until_step(worker) or self.work.step_seconds
+
+    def _until_step(self, engine: SimulatedWorker) -> float:
+        """Return the seconds until an engine's decode step ends; 0 between two, and where it has no rows."""
+        seconds = self.work.step_seconds
+        if not engine.work or not seconds:
+            return 0.0
+        # Between two steps up to the rounding of sums of seconds.
+        done = round((self.clock.now - engine.steps_since) / seconds, 6)
+        return (math.ceil(done) - done) * seconds
+
+    def _until_set_aside(self, lease: Lease, seconds: float) -> tuple[list[float], float | None]:
+        """Return how long an engine draws its row now, and if it is set aside then how long it has been drawn."""
+        before, most = self.drawn.get(lease.rows[0], 0.0), self.work.seconds_per_iteration
+        if seconds - before <= most or not self.schedule.may_set_aside(lease):
+            return [seconds - before], None
+        return [most], before + most
+
     def _note(self, worker: SimulatedWorker, lease: Lease, shares: Sequence[float]) -> None:
         iteration = self.schedule.iteration_of[lease.rows[0][1]]
         for rank, share in enumerate(shares):
@@ -224,6 +261,9 @@ class Streaming:
                 self.schedule.select(
                     lease.number, self.clock.now, {group: self._reason(worker, group) for group in groups}
                 )
+            elif work.drawn is not None:
+                self.schedule.set_aside(lease.number, self.clock.now, work.version or 0)
+                self.drawn[lease.rows[0]] = work.drawn
             else:
                 self.schedule.acknowledge(lease.number, self.clock.now, work.version)
         except LeaseLost:

@@ -1,5 +1,6 @@
 """What a simulation runs, and what it leaves behind: made-up durations and verdicts in, a timeline and an account of rows out."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,10 @@ class Workload:
     dispatch_rows: int = 4
     """The most rows of a lease (streaming); a generating worker takes them one by one."""
     slots: int = 1
-    """Rows that a generating worker has at once (streaming), each in its own time."""
+    """Rows that a generating worker has at once (streaming), each in its own time or by steps."""
+    step_seconds: float = 0.0
+    """How long a decode step of a generating worker takes, in which each of its rows draws a token (streaming). Rows begin with a step,
+    and that one row has ended and another is wanted is told while the next step runs. With 0 there are no steps."""
     loading: Way = "rolling"
     """When engines take new weights (streaming)."""
     share_out: float = 0.5
@@ -43,6 +47,8 @@ class Workload:
     """How long an engine generates nothing when it loads weights that it has."""
     receive_seconds: float = 0.0
     """How long it takes to receive them."""
+    seconds_per_iteration: float = math.inf
+    """How long a generating worker draws a row before it is set aside, where `sizes.sets_aside` (streaming)."""
     verdict: Callable[[int], str | None] = lambda group: None
     fate: Callable[[int], Fate] = lambda lease: "done"
     lease_seconds: float = 1e6

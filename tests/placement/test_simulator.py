@@ -91,6 +91,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         surplus=surplus,
         seed=seed,
         older_groups=draw(st.none() | st.integers(0, prompts)) if staleness and surplus == "drop" else None,
+        sets_aside=surplus == "keep" and draw(st.booleans()),
     )
     keep, failing = draw(st.sampled_from([0.3, 0.8])), draw(st.sampled_from([0.0, 0.3]))
     return Workload(
@@ -104,6 +105,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         loading=draw(st.sampled_from(["end", "delayed", "rolling", "interrupt"])),
         verdict=lambda group: None if float(uniform(seed, "keep", group)) < keep else "all_wrong",
         fate=random_fate(seed, failing),  # type: ignore[arg-type]
+        seconds_per_iteration=draw(st.sampled_from([0.02, 0.2, 1.0])),
         lease_seconds=50.0,
     )
 
@@ -204,6 +206,15 @@ def long_tailed_streaming(staleness: int, loading: str = "rolling", flow: Flow =
         loading=loading,  # type: ignore[arg-type]
         verdict=lambda group: None if float(uniform(7, "keep", group)) < 0.5 else "all_wrong",
     )
+
+
+def test_a_slot_whose_row_has_ended_is_free_for_one_decode_step() -> None:
+    def seconds(stage: str, uid: Uid) -> float:
+        return (2.0, 3.0, 2.0)[uid[2]] if stage == "actor.generate" else 0.0
+
+    work = Workload(GRPO, Sizes(1, 1, 3, 3), seconds, slots=2)
+    assert simulate("streaming", work).ends == [4.0]
+    assert simulate("streaming", replace(work, step_seconds=1.0)).ends == [5.0]
 
 
 def test_one_version_of_staleness_is_half_again_as_fast_where_answers_have_a_long_tail() -> None:
