@@ -7,7 +7,8 @@ ablation        GRPO, and DAPO's techniques added to it one after the other
 runtimes        DAPO under every runtime, over three seeds
 staleness       DAPO with rows of a version before, in five ways, over three seeds
 
-A run that is done is not repeated, one that was interrupted goes on: call the same study again.
+A study over several seeds runs those of `--seeds`. A run that is done is not repeated, one that was interrupted goes on: call the
+same study again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from study import Numbers, Study
+from study import SEEDS, Numbers, Study
 from study_recipes import ablation, algorithms
 from study_rewards import reward_model, safe_rlhf
 from study_runtimes import runtimes
@@ -38,10 +39,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("build/studies"), help="data and runs")
     parser.add_argument("--pages", type=Path, default=Path("docs/results"), help="where the pages are written")
     parser.add_argument("--quick", action="store_true", help="two steps a run, to see that a study works")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=SEEDS, help="of the studies over several; 0 1 2 by default"
+    )
     arguments = parser.parse_args()
     chosen = STUDIES if "all" in arguments.studies else arguments.studies
     for name in chosen:
-        STUDIES[name](Study(arguments.folder, arguments.pages, arguments.quick))
+        STUDIES[name](Study(arguments.folder, arguments.pages, arguments.quick, arguments.seeds))
 
 
 if __name__ == "__main__":

@@ -34,9 +34,9 @@ Numbers = dict[str, float]
 class Study:
     """The folder of a study's data and runs, and the pages that it writes."""
 
-    def __init__(self, folder: Path, pages: Path, quick: bool = False) -> None:
+    def __init__(self, folder: Path, pages: Path, quick: bool = False, seeds: Sequence[int] = SEEDS) -> None:
         """`quick` makes every run a few steps long: it shows that the study works, and nothing about algorithms."""
-        self.folder, self.pages, self.quick = folder, pages, quick
+        self.folder, self.pages, self.quick, self.seeds = folder, pages, quick, seeds
 
     def run(self, name: str, tree: Mapping[str, Any]) -> Path:
         """The run folder of a finished run: done before, gone on with, or begun."""
@@ -121,7 +121,7 @@ def finished(folder: Path, config: Config) -> bool:
 
 def over_seeds(study: Study, name: str, tree: Callable[[int], Tree]) -> list[Lines]:
     """The metrics of a run for each seed; `tree` says how a seed's run is configured."""
-    return [read_metrics(study.run(f"{name}-{seed}", tree(seed))) for seed in SEEDS]
+    return [read_metrics(study.run(f"{name}-{seed}", tree(seed))) for seed in study.seeds]
 
 
 def final_scores(runs: Sequence[Lines]) -> list[str]:
