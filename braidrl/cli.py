@@ -217,11 +217,24 @@ def verify(run: RunFolder) -> None:
 
 
 @app.command()
-def doctor() -> None:
-    """Check this machine: versions, devices, memory, and a training step on a tiny model."""
+def doctor(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Check the nodes of a Ray cluster, with the paths of a configuration.")
+    ] = False,
+) -> None:
+    """Check this machine: versions, devices, memory, and a training step on a tiny model. With --cluster, every node of a Ray cluster."""
+    from braidrl.config import load_config
+    from braidrl.runtimes.prepare.cluster_doctor import examine_cluster
     from braidrl.runtimes.prepare.doctor import examine
 
-    if not examine(typer.echo):
+    if not cluster and (config or overrides):
+        raise UserError(
+            "braid doctor looks at this machine and takes no configuration; write --cluster for a cluster's nodes"
+        )
+    named = load_config(*split_config(config, overrides), flow="grpo") if config or overrides else None
+    if not (examine_cluster(named, typer.echo) if cluster else examine(typer.echo)):
         raise typer.Exit(1)
 
 

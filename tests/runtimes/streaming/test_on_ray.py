@@ -131,3 +131,18 @@ def test_ctrl_c_saves_and_leaves_nothing_on_any_node(workshop: Workshop, cluster
     assert process.returncode == 130, errors
     steps = len(read_metrics(workshop.folder / "interrupted"))
     assert (workshop.folder / "interrupted" / "checkpoints" / "latest").read_text() == f"step-{steps}\n"
+
+
+def test_doctor_looks_from_both_nodes_and_names_what_each_does_not_see(cluster: TwoNodes, workshop: Workshop) -> None:
+    missing = workshop.folder / "nowhere.jsonl"
+    process = braid(
+        "doctor", "--cluster", f"model={workshop.model}", f"data.train={missing}", f"output={workshop.folder / 'shared'}",
+        f"cluster.address={cluster.address}",
+    )  # fmt: skip
+    said, errors = process.communicate(timeout=240)
+    lines = said.splitlines()
+    assert process.returncode == 1, errors
+    nodes = [line.partition(":")[0] for line in lines if " GB/s to " in line]
+    assert len(set(nodes)) == 2, said
+    assert lines[2:] == [f"PROBLEM: {node}: data.train: {missing} is not there" for node in nodes], said
+    assert not list((workshop.folder / "shared").iterdir()), "what the nodes wrote is gone"

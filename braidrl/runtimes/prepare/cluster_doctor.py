@@ -1,0 +1,335 @@
+"""`braid doctor --cluster`: whether every node of a Ray cluster can take part in a run, and which cannot.
+
+                 ┌─ look ──▶ versions, devices, models, data and the run's folder as this node sees them
+command ──▶ Inspector on each node ─ reach ──▶ a port of every other node
+                 └─ send ──▶ how fast the next node is reached                    reports ──problems──▶ a line each
+"""
+
+import contextlib
+import os
+import platform
+import secrets
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from braidrl.cluster.ray_cluster import RayCluster
+from braidrl.config import ClusterConfig, Config
+from braidrl.errors import UserError
+from braidrl.hub import is_hub_name
+from braidrl.importing import PACKAGES, version_of
+
+SENT_BYTES = 64 << 20
+PIECE_BYTES = 1 << 20
+CONNECT_LIMIT_S = 5.0
+SEND_LIMIT_S = 60.0
+SLOW = 0.25
+"""A link with a smaller share of the usual speed is told of."""
+
+
+@dataclass
+class Report:
+    """What was found on a node."""
+
+    node: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    unseen: Mapping[str, str] = field(default_factory=dict)
+    """Of what it does not see or may not write, why."""
+    closed: Mapping[str, str] = field(default_factory=dict)
+    """Of nodes whose port it does not reach, why."""
+    devices: Sequence[str] = ()
+    device_rate: float | None = None
+    """Bytes per second from host memory to its slowest device, None without one."""
+    link: tuple[str, float] | None = None
+    """The next node, and the bytes per second to it."""
+
+
+class Inspector:
+    """Looks at its node; an actor there."""
+
+    def __init__(self) -> None:
+        self._server = socket.create_server(("", 0))
+        threading.Thread(target=self._take, daemon=True).start()
+
+    def place(self) -> tuple[str, str, int]:
+        """Return the node's name, and the address and port that it listens on."""
+        import ray
+
+        return platform.node(), ray.util.get_node_ip_address(), self._server.getsockname()[1]
+
+    def look(self, paths: Mapping[str, str], folder: str | None, mark: str, own: str) -> dict[str, Any]:
+        """Return versions, devices, and why of paths what is not seen, and why the run's folder cannot be used.
+
+        Args:
+            paths: By the configuration's keys.
+            folder: The run's, where the command has left a file called `mark`.
+            mark: That file.
+            own: The file that this node leaves.
+        """
+        versions = {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
+        unseen = {key: f"{path} is not there" for key, path in paths.items() if not readable(Path(path))}
+        if folder is not None and (why := unusable(Path(folder), mark, own)):
+            unseen["output"] = why
+        devices, rate = device_rates()
+        return {"versions": versions, "unseen": unseen, "devices": devices, "device_rate": rate}
+
+    def reach(self, others: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+        """Return of other nodes whose port cannot be connected to why."""
+        closed = {}
+        for name, place in others.items():
+            try:
+                socket.create_connection(place, CONNECT_LIMIT_S).close()
+            except OSError as error:
+                closed[name] = f"{place[0]}:{place[1]}: {error}"
+        return closed
+
+    def send(self, address: str, port: int) -> float:
+        """Return the bytes per second to another node."""
+        piece = memoryview(bytes(PIECE_BYTES))
+        with socket.create_connection((address, port), CONNECT_LIMIT_S) as line:
+            line.settimeout(SEND_LIMIT_S)
+            begin = time.perf_counter()
+            for _ in range(SENT_BYTES // PIECE_BYTES):
+                line.sendall(piece)
+            line.shutdown(socket.SHUT_WR)
+            line.recv(1)  # the other node has taken all
+            return SENT_BYTES / (time.perf_counter() - begin)
+
+    def _take(self) -> None:
+        room = bytearray(PIECE_BYTES)
+        while True:
+            line, _ = self._server.accept()
+            with line:
+                line.settimeout(SEND_LIMIT_S)
+                try:
+                    while line.recv_into(room):
+                        pass
+                    line.sendall(b"1")
+                except OSError:
+                    continue
+
+
+def readable(path: Path) -> bool:
+    """Return whether a file or folder is there and may be read."""
+    return path.exists() and os.access(path, os.R_OK)
+
+
+def unusable(folder: Path, mark: str, own: str) -> str:
+    """Return why a node cannot use the run's folder, nothing where it can; leaves a file there."""
+    if not (folder / mark).exists():
+        return (
+            f"{folder} here is not the command's: a file written there is not seen; put the run on a shared file system"
+        )
+    try:
+        (folder / own).touch()
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror}"
+    return ""
+
+
+def device_rates() -> tuple[list[str], float | None]:
+    """Return the names of a node's CUDA devices, and the bytes per second from host memory to the slowest."""
+    if not os.environ.get("CUDA_VISIBLE_DEVICES", "-"):  # Ray hides them from an actor that asked for none
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    import torch
+
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    host = torch.empty(SENT_BYTES, dtype=torch.uint8, pin_memory=bool(names))
+    rates = []
+    for number in range(len(names)):
+        host.to(f"cuda:{number}")
+        torch.cuda.synchronize(number)
+        begin = time.perf_counter()
+        host.to(f"cuda:{number}")
+        torch.cuda.synchronize(number)
+        rates.append(SENT_BYTES / (time.perf_counter() - begin))
+    return names, min(rates, default=None)
+
+
+def examine_cluster(config: Config | None, say: Callable[[str], None]) -> bool:
+    """Say a line for each node and each problem, and return False where there is a problem. Raises UserError without a cluster."""
+    settings = config.cluster if config is not None else ClusterConfig()
+    address = settings.address or os.environ.get("RAY_ADDRESS") or "auto"
+    cluster = RayCluster(settings.model_copy(update={"address": address}), "auto")
+    try:
+        reports = reports_of(cluster, config)
+    finally:
+        cluster.close()
+    for report in reports:
+        say(summary(report))
+    found = problems(reports)
+    for line in found:
+        say(f"PROBLEM: {line}")
+    return not found
+
+
+def reports_of(cluster: RayCluster, config: Config | None) -> list[Report]:
+    """Return what was found on each node that lives."""
+    ray, limit_s = cluster.ray, cluster.config.start_limit_s
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    own = {
+        node: ray.remote(num_cpus=0, scheduling_strategy=affinity(node, soft=False))(Inspector).remote()
+        for node in nodes
+    }
+    try:
+        places = answers(ray, {node: actor.place.remote() for node, actor in own.items()}, limit_s)
+        reports = {node: Report(f"node {node[:8]}", unseen={"Ray": silent(limit_s)}) for node in nodes}
+        for node, (name, ip, _) in places.items():
+            reports[node] = Report(f"{name} ({ip}, node {node[:8]})")
+        look(ray, {node: own[node] for node in places}, config, reports, limit_s)
+        connect(ray, own, {node: place[1:] for node, place in places.items()}, reports, limit_s)
+        return list(reports.values())
+    finally:
+        for actor in own.values():
+            ray.kill(actor)
+
+
+def silent(limit_s: float) -> str:
+    """Return what is said of a node that did not answer."""
+    return f"it did not answer within {limit_s:g} s"
+
+
+def look(
+    ray: Any, own: Mapping[str, Any], config: Config | None, reports: Mapping[str, Report], limit_s: float
+) -> None:
+    """Add to the reports what each node sees."""
+    with MarkedFolder(config) as (folder, mark):
+        asked = {
+            node: actor.look.remote(paths_of(config), folder, mark, f"{mark}-{node[:8]}") for node, actor in own.items()
+        }
+        found = answers(ray, asked, limit_s)
+    for node in own:
+        vars(reports[node]).update(found.get(node, {"unseen": {"its files": silent(limit_s)}}))
+
+
+def connect(
+    ray: Any,
+    own: Mapping[str, Any],
+    places: Mapping[str, tuple[str, int]],
+    reports: Mapping[str, Report],
+    limit_s: float,
+) -> None:
+    """Add to the reports whom each node reaches, and how fast it reaches the next one."""
+    others = {node: {reports[peer].node: place for peer, place in places.items() if peer != node} for node in places}
+    reached = answers(ray, {node: own[node].reach.remote(others[node]) for node in places}, limit_s)
+    for node, closed in reached.items():
+        reports[node].closed = closed
+    for node, peer in ring(list(reached)):
+        if reports[peer].node not in reports[node].closed:
+            rates = answers(ray, {node: own[node].send.remote(*places[peer])}, 2 * SEND_LIMIT_S)
+            reports[node].link = (reports[peer].node, rates.get(node, 0.0))
+
+
+def answers(ray: Any, asked: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    """Return the answers of those nodes that answer within so many seconds; one that is lost meanwhile gives none."""
+    ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s)
+    found = {}
+    for node, reference in asked.items():
+        if reference in ready:
+            with contextlib.suppress(ray.exceptions.RayError):
+                found[node] = ray.get(reference)
+    return found
+
+
+def ring(nodes: Sequence[str]) -> list[tuple[str, str]]:
+    """Return each node with the next one; nothing for a lone one."""
+    return [(node, nodes[(n + 1) % len(nodes)]) for n, node in enumerate(nodes)] if len(nodes) > 1 else []
+
+
+class MarkedFolder:
+    """Leave a file in the run's folder while the nodes look for it, and remove theirs with it."""
+
+    def __init__(self, config: Config | None) -> None:
+        self.folder = None if config is None else Path(os.path.abspath(config.output))
+        self.mark = f".braid-doctor-{secrets.token_hex(8)}"
+
+    def __enter__(self) -> tuple[str | None, str]:
+        if self.folder is None:
+            return None, self.mark
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / self.mark).touch()
+        except OSError as error:
+            raise UserError(f"output: {self.folder} cannot be written: {error.strerror}") from error
+        return str(self.folder), self.mark
+
+    def __exit__(self, *_: object) -> None:
+        if self.folder is not None:
+            for left in self.folder.glob(f"{self.mark}*"):
+                left.unlink()
+
+
+def paths_of(config: Config | None) -> dict[str, str]:
+    """Return the models and data that a configuration names, by key, as absolute paths; names of a hub are left out."""
+    if config is None:
+        return {}
+    data = config.data
+    named = {
+        "model": config.model,
+        **{f"roles.{role}.model": own.model for role, own in config.roles.items()},
+        **{f"data.train.{n}" if n else "data.train": source.path for n, source in enumerate(data.train)},
+        **{f"data.eval.{name}": source.path for name, source in data.eval.items()},
+    }
+    return {key: os.path.abspath(path) for key, path in named.items() if path is not None and not is_hub_name(path)}
+
+
+def summary(report: Report) -> str:
+    """Return a line about a node."""
+    devices = f"{len(report.devices)} of {report.devices[0]}" if report.devices else "no CUDA device"
+    host = f", {report.device_rate / 1e9:.1f} GB/s to the slowest" if report.device_rate else ""
+    link = f", {report.link[1] / 1e9:.2f} GB/s to {report.link[0]}" if report.link else ""
+    return f"{report.node}: {devices}{host}{link}"
+
+
+def problems(reports: Sequence[Report]) -> list[str]:
+    """Return a line for whatever keeps a run from working well, with the node's name first."""
+    return [*unequal_versions(reports), *unequal_devices(reports), *unreached(reports), *slow_links(reports)]
+
+
+def unequal_versions(reports: Sequence[Report]) -> list[str]:
+    """Return a line for each version that is not that of the first node."""
+    answered = [report for report in reports if report.versions]
+    return [
+        f"{report.node} has {name} {report.versions[name]}, and {answered[0].node} has {usual}; install one version everywhere"
+        for name, usual in (answered[0].versions.items() if answered else ())
+        for report in answered[1:]
+        if report.versions[name] != usual
+    ]
+
+
+def unequal_devices(reports: Sequence[Report]) -> list[str]:
+    """Return a line for each node without a device where others have some."""
+    have = sum(bool(report.devices) for report in reports)
+    return [
+        f"{report.node} sees no CUDA device, and {have} others do; look at its driver with nvidia-smi"
+        for report in reports
+        if have and report.versions and not report.devices
+    ]
+
+
+def unreached(reports: Sequence[Report]) -> list[str]:
+    """Return a line for each thing that a node does not see, and each node that it does not reach."""
+    unseen = [f"{report.node}: {key}: {why}" for report in reports for key, why in report.unseen.items()]
+    closed = [
+        f"{report.node} does not reach {peer} ({why}); open all ports between the nodes"
+        for report in reports
+        for peer, why in report.closed.items()
+    ]
+    return [*unseen, *closed]
+
+
+def slow_links(reports: Sequence[Report]) -> list[str]:
+    """Return a line for each link that is much slower than the others."""
+    rates = [report.link[1] for report in reports if report.link]
+    usual = statistics.median(rates) if rates else 0.0
+    return [
+        f"{report.node} sends {report.link[1] / 1e9:.2f} GB/s to {report.link[0]}, where {usual / 1e9:.2f} is usual; look at its network"
+        for report in reports
+        if report.link and report.link[1] < SLOW * usual
+    ]
