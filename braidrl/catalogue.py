@@ -33,6 +33,7 @@ SCHEMES = {
     "gem:NAME": "An environment of the package gem-llm, such as gem:game:GuessTheNumber-v0-easy.",
     "mcp:SERVER": "Tools of an MCP server, a command such as mcp:python server.py or an address; a verifier scores the answer.",
     "openenv:ADDRESS": "An environment that a server of OpenEnv has, such as openenv:http://127.0.0.1:8000.",
+    "verifiers:NAME": "An environment of the package verifiers, or a file with load_environment; it talks to an endpoint as agents do.",
     "agent:MODULE:FUNCTION": "A whole agent with its own loop, which talks to an OpenAI-compatible endpoint.",
     "MODULE:CLASS": "Your own: a class with reset and step, or a function of all texts so far.",
 }

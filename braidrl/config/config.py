@@ -97,8 +97,8 @@ class EnvironmentConfig(SandboxConfig):
 
     short_for = {str: "name"}
     name: str | None = None
-    """`module:Class`, `module:function`, `gem:name`, `mcp:server`, `openenv:address` or `agent:module:function`, for the generate stages
-    that name none themselves. What it gives is the score and the reward: the flow's `verify` is then left out."""
+    """`module:Class`, `module:function`, `gem:name`, `mcp:server`, `openenv:address`, `verifiers:name` or `agent:module:function`,
+    for the generate stages that name none themselves. What it gives is the score and the reward: the flow's `verify` is then left out."""
     params: dict[str, Any] = {}
     """Settings handed to it by keyword."""
     at_once: int = Field(64, ge=1)
@@ -119,10 +119,14 @@ class EnvironmentConfig(SandboxConfig):
     """The interpreter of its processes, where its library is installed in an environment of its own; by default Braid's."""
 
     @model_validator(mode="after")
-    def _python_is_sandboxed(self) -> "EnvironmentConfig":
+    def _fits_the_sandbox(self) -> "EnvironmentConfig":
         if self.python is not None and self.sandbox == "none":
             raise ValueError(
                 "python is the interpreter of processes, and sandbox=none plays in the run's own; remove one"
+            )
+        if self.host != "127.0.0.1" and self.sandbox == "bubblewrap":
+            raise ValueError(
+                "host is an address of this machine, and sandbox=bubblewrap has a network of its own; remove one"
             )
         return self
 

@@ -8,7 +8,7 @@
 `mcp:server`        the tools of an MCP server, a command or an address
 `openenv:address`   an environment that an OpenEnv server has
 
-`agent:module:function` is no environment but a whole agent; see `agents`.
+`agent:module:function` is no environment but a whole agent; see `agents`. So is `verifiers:name`, an environment with a loop of its own.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ ENVIRONMENTS = PluginRegistry("environment", {})
 LIBRARIES = {name: f"braidrl.rollout.episodes.libraries.{name}" for name in ("gem", "mcp", "openenv")}
 """Schemes, and what plays the environments of each."""
 MakeEnvironment = Callable[[], Environment | Awaitable[Environment]]
-AGENT = "agent:"
+AGENT, VERIFIERS = "agent:", "verifiers:"
 
 
 class FunctionEnvironment:
@@ -104,19 +104,39 @@ def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
     return make
 
 
-def agent_of(name: str) -> Callable[..., Any]:
-    """Return the function behind `agent:module:function`. Raises UserError when there is none, or nothing to serve it with."""
+def is_agent(name: str) -> bool:
+    """Return whether a name is that of an agent, which is played against an endpoint."""
+    return name.startswith((AGENT, VERIFIERS))
+
+
+def agent_of(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return an agent, a function of the endpoint's address and the example. Raises UserError when there is none."""
+    if name.startswith(VERIFIERS):
+        found: Callable[..., Any] = verifiers_library().agent(name.removeprefix(VERIFIERS), settings)
+        return found
+    return partial(import_function(name.removeprefix(AGENT)), **settings)
+
+
+def verifiers_library() -> Any:
+    return importlib.import_module("braidrl.rollout.episodes.libraries.verifiers")
+
+
+def check_endpoint(name: str) -> None:
+    """Raise UserError where an agent cannot be served."""
     if importlib.util.find_spec("aiohttp") is None:
         raise UserError(f"{name} needs aiohttp for its endpoint; install it with `pip install 'braidrl[endpoint]'`")
-    return import_function(name.removeprefix(AGENT))
 
 
 def check_environment(name: str, settings: Mapping[str, Any], python: Path | None = None) -> None:
     """Raise UserError for a name that is neither an environment nor an agent; what needs another interpreter is looked up by that one."""
+    if is_agent(name):
+        check_endpoint(name)
     if python is not None:
         return
-    if name.startswith(AGENT):
-        agent_of(name)
+    if name.startswith(VERIFIERS):
+        verifiers_library().check_verifiers(name.removeprefix(VERIFIERS))
+    elif name.startswith(AGENT):
+        agent_of(name, settings)
     else:
         environments(name, settings)
 

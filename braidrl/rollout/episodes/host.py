@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from braidrl.cluster.sandbox import RAISED, Message, SandboxLimits, supervised_talk, write_message
-from braidrl.rollout.episodes.environments import AGENT, Environment, agent_of, environments
+from braidrl.rollout.episodes.environments import Environment, agent_of, environments, is_agent
 from braidrl.rollout.episodes.turns import Observation, outcome_of
 
 LISTEN, PLAY = b"L", b"P"
@@ -70,7 +70,7 @@ def serve(run: socket.socket, play: Callable[[int, int], None], limits: SandboxL
 
 def played_by(name: str, params: dict[str, Any]) -> Callable[[int, int], None]:
     """Return what plays a trajectory, with descriptors to read requests from and write answers to. Raises UserError as `environments`."""
-    player = AgentPlayer(name, params) if name.startswith(AGENT) else EnvironmentPlayer(name, params)
+    player = AgentPlayer(name, params) if is_agent(name) else EnvironmentPlayer(name, params)
     return partial(answer_all, player.answer)
 
 
@@ -108,7 +108,7 @@ class AgentPlayer:
     """One trajectory's agent."""
 
     def __init__(self, name: str, params: dict[str, Any]) -> None:
-        self.agent = partial(agent_of(name), **params)
+        self.agent = agent_of(name, params)
 
     async def answer(self, method: str, argument: Any) -> Message:
         """Return the agent's score. Raises what the agent raises."""

@@ -14,7 +14,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from braidrl.cluster.untrusted import limits_of, spawn_untrusted
 from braidrl.config import EnvironmentConfig
 from braidrl.errors import UserError, WorkerError
 from braidrl.importing import relative_to
-from braidrl.rollout.episodes.environments import AGENT, Environment, agent_of, environments, in_thread
+from braidrl.rollout.episodes.environments import AGENT, Environment, agent_of, environments, in_thread, is_agent
 from braidrl.rollout.episodes.host import LISTEN, PLAY
 from braidrl.rollout.episodes.turns import EnvironmentFailed, Observation
 
@@ -124,8 +123,9 @@ class EnvironmentHost:
 
     def __init__(self, name: str, settings: EnvironmentConfig) -> None:
         """Start it. Raises UserError where it cannot import what is named."""
-        self.agent, self.settings = AGENT if name.startswith(AGENT) else "", settings
-        self.name = self.agent + relative_to(Path.cwd(), name.removeprefix(AGENT))
+        self.agent, self.settings = is_agent(name), settings
+        prefix = AGENT if name.startswith(AGENT) else ""
+        self.name = prefix + relative_to(Path.cwd(), name.removeprefix(prefix))
         self._talks: set[Talk] = set()
         self._lock = threading.Lock()
         self._process = self._start()
@@ -233,9 +233,9 @@ class EnvironmentHosts:
 
         Raises UserError where there is none of this name.
         """
-        agent, params = name.startswith(AGENT), self.settings.params
+        agent, params = is_agent(name), self.settings.params
         if self.settings.sandbox == "none":
-            return partial(agent_of(name), **params) if agent else environments(name, params)
+            return agent_of(name, params) if agent else environments(name, params)
         return self._host(name).act if agent else self._host(name).make
 
     def listener(self, name: str) -> socket.socket | None:

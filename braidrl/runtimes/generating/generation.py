@@ -27,7 +27,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
 from braidrl.rollout.engine import Engine, RoleEngine
-from braidrl.rollout.episodes.environments import AGENT, in_thread
+from braidrl.rollout.episodes.environments import in_thread, is_agent
 from braidrl.rollout.episodes.listening import key_of
 from braidrl.rollout.episodes.player import Episode, Episodes, Limits, episode_columns, failure_counts
 from braidrl.rollout.episodes.sandboxed import EnvironmentHosts
@@ -183,7 +183,7 @@ class Generation:
             sampling_of(stage, self.config),
         )
         purpose, seed = str(stage.params.get("purpose", "train")), self.config.seed
-        if stage.params["environment"].startswith(AGENT):
+        if is_agent(stage.params["environment"]):
             # Imported here: only agents need aiohttp, which need not be installed.
             from braidrl.rollout.episodes.agents import Agents
             from braidrl.rollout.episodes.endpoint import Endpoint

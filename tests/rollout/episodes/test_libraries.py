@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import subprocess
 import threading
@@ -141,6 +142,26 @@ def test_a_step_is_trained_on_three_episodes_of_a_server_of_environments(openenv
     told = Path(config.model)
     text = AutoTokenizer.from_pretrained(told).decode(rows["tokens"][0])
     assert "Guess the number between 1 and 10" in text and ("higher" in text or "lower" in text or "right" in text)
+
+
+def test_a_step_is_trained_on_three_episodes_of_an_environment_that_talks_to_the_endpoint(tmp_path: Path) -> None:
+    if not OPENENV.parents[1].joinpath("installed").exists():
+        pytest.skip("make environments has not installed verifiers")
+    demo.prepare(tmp_path, seed=1)
+    config = load_config(
+        EXAMPLES / "tool_arithmetic" / "verifiers.yaml",
+        [
+            f"model={tmp_path / 'untrained'}", f"data.train={tmp_path / 'train.jsonl'}", f"output={tmp_path}", "trainer.steps=1",
+            "trainer.prompts_per_step=1", "rollout.samples_per_prompt=3", "threads=1", "rollout.environment.params.count=1",
+            f"rollout.environment.name=verifiers:{EXAMPLES / 'tool_arithmetic' / 'verifiers_sums.py'}",
+            f"rollout.environment.python={OPENENV}",
+        ],
+    )  # fmt: skip
+    run = train(config)
+    rows = read_rollouts(rollout_path(run, 1))
+    assert (len(rows), failures(run), read_metrics(run)[-1]["environment/turns"]) == (3, [], 1)
+    text = AutoTokenizer.from_pretrained(config.model).decode(rows["tokens"][0])
+    assert re.match(r"<user> ?what is \d plus \d ?<end>", text), "the question is that of the environment's own data"
 
 
 def test_what_is_not_there_is_said_in_a_line() -> None:

@@ -1,0 +1,64 @@
+"""Environments of the package `verifiers`: each has its own loop, and talks to the endpoint as an agent does.
+
+verifiers:NAME       an environment that is installed        verifiers:file.py      a file of yours with `load_environment`
+
+A row plays the example of the environment's own data whose number is its group's; what its rubric says is the score.
+"""
+
+import importlib.util
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from braidrl.errors import UserError
+from braidrl.importing import import_function
+
+KEY_VARIABLE = "BRAID_ENDPOINT_KEY"
+"""Where its clients look for the endpoint's key, in the trajectory's process."""
+
+
+def check_verifiers(name: str) -> None:
+    """Raise UserError where the package is not installed."""
+    if importlib.util.find_spec("verifiers") is None:
+        raise UserError(
+            f"environment verifiers:{name} needs verifiers; `pip install 'verifiers>=0.1.14,<0.3'`, into an environment of its own where "
+            "versions collide, whose interpreter is rollout.environment.python"
+        )
+
+
+def agent(name: str, settings: Mapping[str, Any]) -> Callable[[str, dict[str, Any]], Awaitable[float]]:
+    """Return what plays a row against the endpoint.
+
+    Args:
+        name: An environment's name, or a file.
+        settings: Arguments of its `load_environment`.
+
+    Raises:
+        UserError: The package is not there, or is another version's.
+    """
+    check_verifiers(name)
+    os.environ.setdefault("VF_LOG_LEVEL", "ERROR")
+    import datasets
+    import verifiers
+
+    datasets.disable_progress_bars()
+    if not hasattr(verifiers, "load_environment"):
+        raise UserError(
+            f"environment verifiers:{name}: verifiers {verifiers.__version__} has no load_environment; install 'verifiers>=0.1.14,<0.3'"
+        )
+    if name.endswith(".py"):
+        environment = import_function(f"{name}:load_environment")(**settings)
+    else:
+        environment = verifiers.load_environment(name, **settings)
+    examples = environment.get_dataset()
+
+    async def play(url: str, example: dict[str, Any]) -> float:
+        os.environ[KEY_VARIABLE] = example["api_key"]
+        client = verifiers.types.ClientConfig(api_key_var=KEY_VARIABLE, api_base_url=url, max_retries=0)
+        chosen = dict(examples[example["group"] % len(examples)])
+        done = await environment.run_rollout(chosen, client, "actor", {})
+        if done.get("error"):
+            raise RuntimeError(f"its rollout failed: {done['error']}"[:600])
+        return float(done["reward"])
+
+    return play
