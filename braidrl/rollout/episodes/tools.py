@@ -76,5 +76,5 @@ class ToolEnvironment(ToolTurns):
         super().__init__([get_json_schema(function) for function in functions])
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Return what the function called `name` returns for these `arguments`. Raises what it raises."""
+        """Do as `ToolTurns.call`, with one of the functions."""
         return await called(self._functions[name], **arguments)

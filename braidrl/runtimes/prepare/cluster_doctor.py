@@ -256,7 +256,9 @@ class MarkedFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / self.mark).touch()
         except OSError as error:
-            raise UserError(f"output: {self.folder} cannot be written: {error.strerror}") from error
+            raise UserError(
+                f"output: {self.folder} cannot be written ({error.strerror}); set output to a folder that can be"
+            ) from error
         return str(self.folder), self.mark
 
     def __exit__(self, *_: object) -> None:

@@ -31,8 +31,8 @@ def environment(name: str, settings: Mapping[str, Any]) -> Callable[[], "OpenEnv
     """
     if importlib.util.find_spec("openenv") is None:
         raise UserError(
-            f"environment openenv:{name} needs openenv; `pip install openenv`, into an environment of its own where versions collide, "
-            "whose interpreter is rollout.environment.python"
+            f"environment openenv:{name} needs openenv; install it with `pip install openenv`, where versions collide into an "
+            "environment of its own, whose interpreter is rollout.environment.python"
         )
     if not name.startswith(ADDRESSES):
         raise UserError(f"openenv:{name} is no address of a server; write openenv:http://HOST:PORT")

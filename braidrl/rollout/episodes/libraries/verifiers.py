@@ -21,8 +21,8 @@ def check_verifiers(name: str) -> None:
     """Raise UserError where the package is not installed."""
     if importlib.util.find_spec("verifiers") is None:
         raise UserError(
-            f"environment verifiers:{name} needs verifiers; `pip install 'verifiers>=0.1.14,<0.3'`, into an environment of its own where "
-            "versions collide, whose interpreter is rollout.environment.python"
+            f"environment verifiers:{name} needs verifiers; install it with `pip install 'verifiers>=0.1.14,<0.3'`, where versions collide "
+            "into an environment of its own, whose interpreter is rollout.environment.python"
         )
 
 
