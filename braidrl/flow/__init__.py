@@ -1,9 +1,9 @@
 """An algorithm as a list of stages. Everything else (edges, order, what travels) follows from the columns they name."""
 
+from braidrl.flow.families import advantage, correction, data, kl, loss, select, shape
 from braidrl.flow.flow import Flow
 from braidrl.flow.roles import Role, actor, cost, cost_critic, critic, reference, reward
 from braidrl.flow.stage import Kind, Scope, Stage, When
-from braidrl.flow.stages import advantage, correction, data, kl, loss, select, shape
 
 __all__ = [
     "Flow", "Kind", "Role", "Scope", "Stage", "When",

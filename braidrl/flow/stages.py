@@ -9,11 +9,12 @@ module:function      the user's registered function, or file.py:function
 module:Class.method  the user's registered method for the workers of a role
 """
 
+import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from inspect import Parameter, Signature
 from typing import Any
 
-from braidrl.algorithms import registry
 from braidrl.algorithms.registry import Registry
 from braidrl.errors import UserError
 from braidrl.flow.lookup import FAMILIES, compute_entry, entry_of, public_name
@@ -84,25 +85,54 @@ def plain(type: str, value: Any) -> Any:
     )
 
 
-class RegisteredNames:
-    """`advantage.gae(gamma=1.0)`: every registered name is an attribute, which makes something of settings by keyword."""
+def of_settings(doc: str) -> str:
+    """Return a function's docstring without those arguments that its stage gives it: `totals` and `state`."""
+    text = re.sub(r"^    (?:totals|state): .*\n?(?:     +.*\n?)*", "", doc, flags=re.MULTILINE)
+    return re.sub(r"\n+Args:\n(?=\n|\Z)", "\n", text).rstrip()
 
-    def __init__(self, registered: Registry, make: Callable[..., Any]) -> None:
+
+class RegisteredNames:
+    """`advantage.gae(gamma=1.0)`: every registered name is a function of its settings, with their signature and docstring."""
+
+    def __init__(
+        self, registered: Registry, make: Callable[..., Any], returns: Any, also: Sequence[Parameter] = ()
+    ) -> None:
         """Offer the names of a registry as attributes.
 
         Args:
             registered: The registry.
             make: Makes of an entry's name and settings what the attribute returns when called.
+            returns: The type of that.
+            also: Keyword parameters that all of them have.
         """
-        self._registered, self._make = registered, make
+        self.registered, self._make, self._returns, self._also = registered, make, returns, also
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return partial(self._make, name)
+
+        def made(**settings: Any) -> Any:
+            return self._make(name, **settings)
+
+        if name in self.registered:
+            made.__name__ = made.__qualname__ = name
+            made.__doc__ = of_settings(inspect.getdoc(self.registered[name].function) or "")
+            made.__signature__ = self.signature(name)  # type: ignore[attr-defined]
+        return made
 
     def __dir__(self) -> list[str]:
-        return list(self._registered)
+        return list(self.registered)
+
+    def signature(self, name: str) -> Signature:
+        """Return the signature of an entry's attribute: its settings, those of its state, and what all have, by keyword."""
+        entry = self.registered[name]
+        own = inspect.signature(entry.function).parameters
+        settings = [own[setting] for setting in entry.settings]
+        state = [
+            Parameter(setting, Parameter.KEYWORD_ONLY, default=value, annotation=float)
+            for setting, value in entry.state.items()
+        ]
+        return Signature([*settings, *state, *self._also], return_annotation=self._returns)
 
 
 def stage_family(family: str) -> RegisteredNames:
@@ -113,18 +143,13 @@ def stage_family(family: str) -> RegisteredNames:
     ) -> Stage:
         return make_stage(f"{family}.{name}", None, params, id=id, when=when, after=after)
 
-    return RegisteredNames(FAMILIES[family], make)
+    _, *also, _ = inspect.signature(make).parameters.values()
+    return RegisteredNames(FAMILIES[family], make, Stage, also)
 
 
-def value_family(registered: Registry) -> RegisteredNames:
-    """Return what makes values: `loss.clip(low=0.2)` is `{"name": "clip", "low": 0.2}`, the same that YAML spells out."""
-    return RegisteredNames(registered, lambda name, **settings: {"name": name, **settings})
+def value_family(registered: Registry, also: Sequence[Parameter] = ()) -> RegisteredNames:
+    """Return what makes values: `loss.clip(low=0.2)` is `{"name": "clip", "low": 0.2}`, the same that YAML spells out.
 
-
-advantage = stage_family("advantage")
-shape = stage_family("shape")
-select = stage_family("select")
-data = stage_family("data")
-loss = value_family(registry.losses)
-kl = value_family(registry.divergences)
-correction = value_family(registry.corrections)
+    `also` are settings that whoever takes the value reads beside the function's own.
+    """
+    return RegisteredNames(registered, lambda name, **settings: {"name": name, **settings}, dict[str, Any], also)

@@ -1,5 +1,6 @@
 """Making one stage: names, parameters, state, and the errors of each."""
 
+import inspect
 import pickle
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.algorithms.registry import shapes
-from braidrl.flow import Role, When, actor, advantage, critic, data, kl, loss, reference, reward, shape
+from braidrl.flow import Role, Stage, When, actor, advantage, critic, data, kl, loss, reference, reward, shape
 from braidrl.flow.lookup import compute_entry
 from braidrl.flow.stages import make_stage
 from tests.flow.flows import message_of, update
@@ -189,3 +190,13 @@ def test_one_when_covers_another_if_it_includes_its_every_iteration(one, other):
 
 def test_when_counts_from_its_start():
     assert [k for k in range(1, 12) if When(every=3, start=2, until=9).includes(k)] == [2, 5, 8]
+
+
+def test_what_is_registered_has_its_signature_and_docstring_where_a_flow_is_written() -> None:
+    clip, gae = inspect.signature(loss.clip), inspect.signature(advantage.gae)
+    assert str(clip) == "(*, low: float = 0.2, high: float = 0.2, dual: float | None = None) -> dict[str, typing.Any]"
+    assert list(gae.parameters) == ["gamma", "lam", "id", "when", "after"] and gae.return_annotation is Stage
+    assert "arXiv 1707.06347" in str(loss.clip.__doc__) and "gamma: Discount" in str(advantage.gae.__doc__)
+    assert inspect.signature(advantage.safe_rlhf).parameters["multiplier"].default == 1.0
+    assert inspect.signature(kl.k3).parameters["coef"].default is inspect.Parameter.empty
+    assert loss.clip(low=0.1) == {"name": "clip", "low": 0.1} and "clip" in dir(loss)

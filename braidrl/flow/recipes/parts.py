@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from braidrl.errors import UserError
+from braidrl.flow.families import loss, select
 from braidrl.flow.recipes.parameters import ClippedParameters, KlParameters, PolicyParameters
 from braidrl.flow.roles import Role, actor, reference, reward
 from braidrl.flow.stage import Stage
-from braidrl.flow.stages import loss, select
 
 OF_THE_LOSS = ("clip_low", "clip_high", "dual_clip")
 """Parameters that are handed to a recipe's own loss."""

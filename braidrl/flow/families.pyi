@@ -1,0 +1,717 @@
+"""What `families.py` offers, for editors and type checkers; written by `docs/write_families.py`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from braidrl.flow.stage import Stage, When
+
+class AdvantageNames:
+    def cost_gae(
+        self,
+        *,
+        gamma: float = 1.0,
+        lam: float = 1.0,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return A_t = Σ_l (γλ)^l·δ_{t+l} and the returns A_t + V_t, one per action token.
+
+        GAE, arXiv 1506.02438, equation 16; PPO, arXiv 1707.06347, equation 11. `reward` stands at the row's last action token
+        unless `token_rewards` are given, which hold it already.
+
+        Args:
+            gamma: Discount per action token.
+            lam: λ: 0 looks one token ahead, 1 to the end of the row.
+        """
+
+    def decoupled_gae(
+        self,
+        *,
+        gamma: float = 1.0,
+        lam_critic: float = 1.0,
+        lam_actor: float | None = None,
+        alpha: float = 0.05,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return `gae` with one λ for the advantages and another for the critic's returns.
+
+        VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one.
+
+        Args:
+            gamma: Discount per action token.
+            lam_critic: λ of the returns.
+            lam_actor: λ of the advantages; by default 1 − 1/(alpha·l), in [0, 1], for a row of l action tokens.
+            alpha: See `lam_actor`.
+        """
+
+    def distillation(
+        self,
+        *,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return log π_teacher − log π per action token, the teacher being the reference. On-policy distillation, arXiv 2306.13649."""
+
+    def gae(
+        self,
+        *,
+        gamma: float = 1.0,
+        lam: float = 1.0,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return A_t = Σ_l (γλ)^l·δ_{t+l} and the returns A_t + V_t, one per action token.
+
+        GAE, arXiv 1506.02438, equation 16; PPO, arXiv 1707.06347, equation 11. `reward` stands at the row's last action token
+        unless `token_rewards` are given, which hold it already.
+
+        Args:
+            gamma: Discount per action token.
+            lam: λ: 0 looks one token ahead, 1 to the end of the row.
+        """
+
+    def group_centered(
+        self,
+        *,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return R − R̄, (B,). Dr. GRPO, arXiv 2503.20783."""
+
+    def group_normalized(
+        self,
+        *,
+        epsilon: float = 1e-06,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return (R − R̄)/(s + epsilon) with the sample deviation s, (B,); 0 in a group of one or of equal scores.
+
+        GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476, equation 9.
+
+        Args:
+            epsilon: Added to the deviation.
+        """
+
+    def leave_one_out(
+        self,
+        *,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one.
+
+        RLOO, arXiv 2402.14740.
+        """
+
+    def maxrl(
+        self,
+        *,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return (R − R̄)/R̄ on the successes R ∈ {0, 1}, (B,); 0 in a group without a success. MaxRL, arXiv 2602.02710."""
+
+    def optimal_baseline(
+        self,
+        *,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return R − Σ l_j R_j / Σ l_j with the lengths l in action tokens as weights, (B,). OPO, arXiv 2505.23585."""
+
+    def pass_at_k(
+        self,
+        *,
+        k: int = 4,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return the mean normalised advantage of the k-subsets of the group that a sample is in, (B,), in closed form.
+
+        A subset scores 1 if any of its k samples is right. With n samples of which w are wrong, R̄ = 1 − C(w, k)/C(n, k) and
+        σ² = R̄(1 − R̄): a right sample gets (1 − R̄)/σ, a wrong one (1 − R̄ − C(w − 1, k − 1)/C(n − 1, k − 1))/σ, and every
+        sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form.
+
+        Args:
+            k: Size of the subsets.
+
+        Raises:
+            ValueError: A group has fewer than k samples.
+        """
+
+    def reinforce_plus_plus(
+        self,
+        *,
+        gamma: float = 1.0,
+        epsilon: float = 1e-08,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262.
+
+        Args:
+            gamma: Discount per action token.
+            epsilon: Added to the variance.
+        """
+
+    def reinforce_plus_plus_baseline(
+        self,
+        *,
+        epsilon: float = 1e-08,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return the baseline variant: R − R̄, which `group_centered` wrote as `advantage`, whitened over the batch's action tokens.
+
+        REINFORCE++, arXiv 2501.03262.
+
+        Args:
+            epsilon: Added to the variance.
+        """
+
+    def remax(
+        self,
+        *,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return R minus the reward of the same prompt's greedy response, (B,). ReMax, arXiv 2310.10505."""
+
+    def safe_rlhf(
+        self,
+        *,
+        threshold: float = 0.0,
+        learning_rate: float = 0.1,
+        multiplier: float = 1.0,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return (A_reward − λ·A_cost)/(1 + λ) per action token. Safe-RLHF, arXiv 2310.12773.
+
+        After each iteration λ rises by learning_rate·(mean of `cost` − threshold), kept ≥ 0.
+
+        Args:
+            threshold: The mean cost that is allowed.
+            learning_rate: Of λ.
+        """
+
+    def whiten(
+        self,
+        *,
+        epsilon: float = 1e-08,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return advantages of mean 0 and deviation 1 over the batch's action tokens, as PPO's implementations do to GAE.
+
+        Args:
+            epsilon: Added to the variance.
+        """
+
+    def __getattr__(self, name: str) -> Callable[..., Stage]: ...
+
+class ShapeNames:
+    def adaptive_kl_penalty(
+        self,
+        *,
+        target: float,
+        gain: float = 0.1,
+        estimator: str = "k1",
+        coef: float = 0.05,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return `kl_penalty` with a coefficient that follows a mean KL. arXiv 1909.08593, section 2.2.
+
+        Args:
+            target: The mean KL to hold, in nats per row.
+            gain: Of the control.
+            estimator: Name of the KL estimator.
+        """
+
+    def advantage_kl_penalty(
+        self,
+        *,
+        coef: float,
+        estimator: str = "k1",
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return the row's `advantage` (B,) minus coef·KL(π, π_ref) summed from each action token to the row's end.
+
+        What a KL penalty per token adds to the return behind a baseline that has none, as in ReMax, arXiv 2310.10505.
+
+        Args:
+            coef: Of the penalty, at least 0.
+            estimator: Name of the KL estimator.
+        """
+
+    def covariance(
+        self,
+        *,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return (log π_old − its mean)·(A − its mean) per action token, the means over the batch's action tokens.
+
+        arXiv 2505.22617, at the policy that starts the update.
+        """
+
+    def highest_covariance(
+        self,
+        *,
+        fraction: float,
+        low: float | None = None,
+        high: float | None = None,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return 1 for the `fraction` of the batch's action tokens with the highest covariance, 0 for others.
+
+        arXiv 2505.22617: 2e-4 within (1, 5) for Clip-Cov, which draws at random there where this takes the highest so that nothing depends on a
+        draw; 2e-4 to 2e-3 without bounds for KL-Cov. At least one token and at most one bin (0.3% in value) too many are taken, and
+        none with a covariance of 1e-6 or less.
+
+        Args:
+            fraction: Share of the action tokens that is chosen.
+            low: Only tokens with a larger covariance count.
+            high: Only tokens with a smaller covariance count.
+        """
+
+    def kl_penalty(
+        self,
+        *,
+        coef: float,
+        estimator: str = "k1",
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return −coef·KL(π, π_ref) per action token, plus `reward` (B,) at the row's last one.
+
+        arXiv 1909.08593, equation 2, per token as in InstructGPT, arXiv 2203.02155. π is `old_log_probs` where a stage writes them
+        and the engine's `rollout_log_probs` otherwise.
+
+        Args:
+            coef: Of the penalty, at least 0.
+            estimator: Name of the KL estimator.
+        """
+
+    def overlong_exclude(
+        self,
+        *,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Do as `overlong_filter`, and leave the rows cut off out of their group's statistics; two masks (B,) float32."""
+
+    def overlong_filter(
+        self,
+        *,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return 0 for rows cut off at the length limit and 1 for others, (B,) float32, times a mask written before.
+
+        Overlong filtering, DAPO, arXiv 2503.14476, section 3.4: such rows leave the loss, and still count in their group.
+        """
+
+    def overlong_penalty(
+        self,
+        *,
+        max_response_tokens: int,
+        cache: int,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return `reward` with soft overlong punishment, (B,): 0 up to max − cache tokens, falling to −1 at max, −1 beyond.
+
+        DAPO, arXiv 2503.14476, equation 13.
+
+        Args:
+            max_response_tokens: The max, in action tokens.
+            cache: Action tokens over which the punishment grows.
+
+        Raises:
+            ValueError: Not 0 < cache ≤ max.
+        """
+
+    def row_kl_penalty(
+        self,
+        *,
+        coef: float,
+        estimator: str = "k1",
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row: the response is one action.
+
+        arXiv 1909.08593, equation 2, for estimators of one number per row, as in RLOO, arXiv 2402.14740.
+
+        Args:
+            coef: Of the penalty, at least 0.
+            estimator: Name of the KL estimator.
+        """
+
+    def safe_rlhf_kl_penalty(
+        self,
+        *,
+        coef: float,
+        estimator: str = "k1",
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Return rewards less half of the KL penalty, and costs plus half of it, per action token.
+
+        Safe-RLHF, arXiv 2310.12773: (reward − λ·cost)/(1 + λ) then holds the penalty coef/2 whatever λ is.
+
+        Args:
+            coef: Of the penalty, at least 0.
+            estimator: Name of the KL estimator.
+        """
+
+    def __getattr__(self, name: str) -> Callable[..., Stage]: ...
+
+class SelectNames:
+    def informative_groups(
+        self,
+        *,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Drop groups whose samples are all right or all wrong: they keep 0 < #correct < G.
+
+        Dynamic sampling, DAPO, arXiv 2503.14476, equation 11. `correct` (B,) is 1 for a right sample and 0 for a wrong one.
+        """
+
+    def informative_rewards(
+        self,
+        *,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Drop groups whose rewards (B,) are all equal, for rewards that do not say right or wrong."""
+
+    def __getattr__(self, name: str) -> Callable[..., Stage]: ...
+
+class DataNames:
+    def join_response(
+        self,
+        *,
+        id: str | None = None,
+        when: When = ...,
+        after: Sequence[str] = ...,
+    ) -> Stage:
+        """Join prompt ids and response ids, as one sequence per row; the response's tokens are the actions.
+
+        Returns tokens (int64), the mask of actions (bool), the lengths of each row's sequences (here one), and per row the number of
+        tokens and of action tokens, (B,) int64.
+        """
+
+    def __getattr__(self, name: str) -> Callable[..., Stage]: ...
+
+class LossNames:
+    def bradley_terry(self) -> dict[str, Any]:
+        """Return −log σ(s_chosen − s_rejected), (B,): one score and one loss per row, not per token.
+
+        Bradley and Terry 1952, as in InstructGPT, arXiv 2203.02155, equation 1. Aggregated with one token per row (offsets 0..B).
+        """
+
+    def cispo(
+        self,
+        *,
+        low: float = 1.0,
+        high: float = 4.0,
+    ) -> dict[str, Any]:
+        """Return −sg(clip(r, 1 − low, 1 + high))·A·log π: weights are clipped, no token loses its gradient.
+
+        MiniMax-M1, arXiv 2506.13585, which sets no lower bound (low = 1) and does not print its upper one; 1 + high = 5 is
+        from ScaleRL, arXiv 2510.13786.
+
+        Args:
+            low: How far a ratio may fall below 1.
+            high: How far a ratio may rise above 1.
+        """
+
+    def clip(
+        self,
+        *,
+        low: float = 0.2,
+        high: float = 0.2,
+        dual: float | None = None,
+    ) -> dict[str, Any]:
+        """Return −min(r·A, clip(r, 1 − low, 1 + high)·A), and with `dual` c where A < 0 at most −c·A.
+
+        PPO, arXiv 1707.06347, equation 7; high > low is Clip-Higher, DAPO, arXiv 2503.14476, equation 10 (0.2 and 0.28); dual clip,
+        arXiv 1912.09729.
+
+        Args:
+            low: How far a ratio may fall below 1.
+            high: How far a ratio may rise above 1.
+            dual: The c of dual clip, above 1.
+        """
+
+    def clip_cov(
+        self,
+        *,
+        low: float = 0.2,
+        high: float = 0.2,
+    ) -> dict[str, Any]:
+        """Return the clipped surrogate, with no gradient from tokens of high covariance (1 in `high_covariance`, (N,)).
+
+        Clip-Cov, arXiv 2505.22617.
+
+        Args:
+            low: How far a ratio may fall below 1.
+            high: How far a ratio may rise above 1.
+        """
+
+    def decoupled(
+        self,
+        *,
+        low: float = 0.2,
+        high: float = 0.2,
+        cap: float = 5.0,
+        over_cap: Literal["clamp", "mask"] = "clamp",
+    ) -> dict[str, Any]:
+        """Return −w·min(u·A, clip(u, 1 − low, 1 + high)·A) with u = π/π_prox and w = π_prox/π_behaviour.
+
+        AReaL, arXiv 2505.24298. π_prox is `old_log_probs`, recomputed under the weights that start the update, and
+        π_behaviour what sampled.
+
+        Args:
+            low: How far a ratio may fall below 1.
+            high: How far a ratio may rise above 1.
+            cap: The largest w.
+            over_cap: What happens to a token with a larger one: `clamp` w, or `mask` the token.
+        """
+
+    def distillation(self) -> dict[str, Any]:
+        """Return −sg(log π_teacher − log π)·log π on the student's own tokens: its gradient is that of the reverse KL.
+
+        On-policy distillation, arXiv 2306.13649. The teacher is the flow's reference.
+        """
+
+    def dpo(
+        self,
+        *,
+        beta: float = 0.1,
+    ) -> dict[str, Any]:
+        """Return −log σ(β·(Σ log π/π_ref of the chosen − Σ log π/π_ref of the rejected)), the row's at each of its tokens.
+
+        DPO, arXiv 2305.18290, equation 7.
+
+        Args:
+            beta: β, which holds π near π_ref: the larger, the nearer.
+        """
+
+    def dppo_tv(
+        self,
+        *,
+        delta: float = 0.15,
+    ) -> dict[str, Any]:
+        """Return −(π/μ)·A, 0 where A > 0 and π − μ > delta, or A < 0 and π − μ < −delta; μ is the rollout policy.
+
+        The trust region is in total variation, so that rare tokens may change by large ratios. DPPO, arXiv 2602.04879.
+
+        Args:
+            delta: How far the probability of a sampled token may move.
+        """
+
+    def gmpo(
+        self,
+        *,
+        low: float = 0.4,
+        high: float = 0.4,
+    ) -> dict[str, Any]:
+        """Return −A·(Π of the row's clipped ratios)^(1/|o|), the same number at each of the row's tokens.
+
+        GMPO, arXiv 2507.20673. A row's A is the mean over its tokens.
+
+        Args:
+            low: Where A < 0 a log-ratio is clipped to at least −low.
+            high: Where A > 0 a log-ratio is clipped to at most high.
+        """
+
+    def gspo(
+        self,
+        *,
+        low: float = 0.0003,
+        high: float = 0.0004,
+    ) -> dict[str, Any]:
+        """Return −min(s·A, clip(s, 1 − low, 1 + high)·A) with s = exp(mean over the row of log r), in token form.
+
+        GSPO-token, arXiv 2507.18071, section 4.3: s_t = sg(s)·π/sg(π), whose value is s and whose gradient each token's own.
+
+        Args:
+            low: How far a ratio may fall below 1.
+            high: How far a ratio may rise above 1.
+        """
+
+    def kl_cov(
+        self,
+        *,
+        coef: float = 1.0,
+        estimator: str = "abs",
+    ) -> dict[str, Any]:
+        """Return −r·A, plus coef·KL(π_old, π) on tokens of high covariance (1 in `high_covariance`, (N,)).
+
+        KL-Cov, arXiv 2505.22617.
+
+        Args:
+            coef: Of the penalty on those tokens.
+            estimator: Name of the KL estimator.
+        """
+
+    def ptx(self) -> dict[str, Any]:
+        """Return −log π of pre-training text, added to a policy loss. PPO-ptx, InstructGPT, arXiv 2203.02155, equation 2."""
+
+    def reinforce(self) -> dict[str, Any]:
+        """Return −A·log π. Williams, "Simple statistical gradient-following algorithms", 1992."""
+
+    def sapo(
+        self,
+        *,
+        tau_positive: float = 1.0,
+        tau_negative: float = 1.05,
+    ) -> dict[str, Any]:
+        """Return −(4/τ)·σ(τ(r − 1))·A: a gate that closes smoothly, with τ by the sign of A. SAPO, arXiv 2511.20347.
+
+        Args:
+            tau_positive: τ where A > 0.
+            tau_negative: τ elsewhere.
+        """
+
+    def sft(self) -> dict[str, Any]:
+        """Return −log π of given tokens: REINFORCE with every advantage 1."""
+
+    def value(
+        self,
+        *,
+        clip: float | None = 0.2,
+    ) -> dict[str, Any]:
+        """Return ½·max((V − R)², (clip(V, V_old ± clip) − R)²) per action token, (N,); without `clip` ½·(V − R)².
+
+        PPO as its authors implemented it, arXiv 1707.06347. The metrics hold the moments that explained variance is made of.
+
+        Args:
+            clip: How far V may move from V_old.
+        """
+
+    def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]: ...
+
+class KlNames:
+    def abs(
+        self,
+        *,
+        coef: float,
+    ) -> dict[str, Any]:
+        """Return |log(π/π_ref)|, (N,)."""
+
+    def k1(
+        self,
+        *,
+        coef: float,
+    ) -> dict[str, Any]:
+        """Return log(π/π_ref), (N,): unbiased, of either sign, and with a gradient that is 0 in expectation."""
+
+    def k2(
+        self,
+        *,
+        coef: float,
+    ) -> dict[str, Any]:
+        """Return ½·(log π/π_ref)², (N,): biased in value, unbiased in gradient."""
+
+    def k3(
+        self,
+        *,
+        coef: float,
+    ) -> dict[str, Any]:
+        """Return π_ref/π − log(π_ref/π) − 1, (N,): unbiased and never negative. GRPO, arXiv 2402.03300, equation 4."""
+
+    def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]: ...
+
+class CorrectionNames:
+    def masked(
+        self,
+        *,
+        level: Literal["token", "sequence", "geometric"] = "token",
+        low: float = 0.5,
+        high: float = 2.0,
+    ) -> dict[str, Any]:
+        """Return ρ where low ≤ ρ ≤ high and 0 elsewhere, (N,): masked importance sampling, IcePop at level `token`.
+
+        Args:
+            level: What ρ is taken over: `token`, `sequence` or `geometric`.
+            low: The smallest ρ that counts.
+            high: The largest ρ that counts.
+        """
+
+    def sequence_rejection(
+        self,
+        *,
+        level: Literal["token", "sequence", "geometric"] = "geometric",
+        low: float = 0.5,
+        high: float = 2.0,
+    ) -> dict[str, Any]:
+        """Return 1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows whose engine and trainer disagree are left out, others kept as they are.
+
+        Args:
+            level: What ρ is taken over: `sequence` or `geometric`.
+            low: The smallest ρ that counts.
+            high: The largest ρ that counts.
+
+        Raises:
+            ValueError: `level` is `token`, which would reject tokens and not sequences.
+        """
+
+    def truncated(
+        self,
+        *,
+        level: Literal["token", "sequence", "geometric"] = "token",
+        cap: float = 2.0,
+    ) -> dict[str, Any]:
+        """Return min(ρ, cap), (N,): truncated importance sampling.
+
+        Args:
+            level: What ρ is taken over: `token`, `sequence` or `geometric`.
+            cap: The largest weight.
+        """
+
+    def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]: ...
+
+advantage: AdvantageNames
+shape: ShapeNames
+select: SelectNames
+data: DataNames
+loss: LossNames
+kl: KlNames
+correction: CorrectionNames

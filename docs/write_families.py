@@ -1,0 +1,80 @@
+"""Writes braidrl/flow/families.pyi from what is registered: python docs/write_families.py"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from pathlib import Path
+
+from braidrl.flow import families
+from braidrl.flow.stages import RegisteredNames
+
+PAGE = Path(inspect.getfile(families)).with_suffix(".pyi")
+HEAD = '''"""What `families.py` offers, for editors and type checkers; written by `docs/write_families.py`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from braidrl.flow.stage import Stage, When
+'''
+
+
+def page() -> str:
+    """Return the whole stub."""
+    found = {name: family for name, family in vars(families).items() if isinstance(family, RegisteredNames)}
+    classes = [class_of(name, family) for name, family in found.items()]
+    return HEAD + "".join(classes) + "\n" + "".join(f"{name}: {class_name(name)}\n" for name in found)
+
+
+def class_name(family: str) -> str:
+    """Return the name of the class that a family has in the stub."""
+    return f"{family.capitalize()}Names"
+
+
+def class_of(name: str, family: RegisteredNames) -> str:
+    """Return the class of a family, with a method for each name; a name of a user's own is any function."""
+    methods = [method(entry, family) for entry in family.registered if belongs(entry, family)]
+    returns = annotated(family.signature(next(iter(family.registered))).return_annotation)
+    own = f"    def __getattr__(self, name: str) -> Callable[..., {returns}]: ...\n"
+    return f"\nclass {class_name(name)}:\n{''.join(methods)}{own}"
+
+
+def belongs(name: str, family: RegisteredNames) -> bool:
+    """Return False for what another program has registered, and for names such as `k3+`, which are no attributes."""
+    return name.isidentifier() and family.registered[name].function.__module__.startswith("braidrl.")
+
+
+def method(name: str, family: RegisteredNames) -> str:
+    """Return one entry as a method, with its docstring."""
+    signature = family.signature(name)
+    parameters = [
+        f"        {parameter.name}: {annotated(parameter.annotation)}{default_of(parameter)},\n"
+        for parameter in signature.parameters.values()
+    ]
+    given = f"\n        self,\n        *,\n{''.join(parameters)}    " if parameters else "self"
+    doc = inspect.getdoc(getattr(family, name)) or ""
+    lines = [f"        {line}".rstrip() + "\n" for line in doc.splitlines()]
+    end = '        """\n' if len(lines) > 1 else ""
+    text = "".join(lines)[8:] if end else doc + '"""\n'
+    return f'    def {name}({given}) -> {annotated(signature.return_annotation)}:\n        """{text}{end}\n'
+
+
+def default_of(parameter: inspect.Parameter) -> str:
+    """Return what stands behind a parameter's type: its default where that is a plain value."""
+    if parameter.default is parameter.empty:
+        return ""
+    if isinstance(parameter.default, str):
+        return f" = {json.dumps(parameter.default)}"
+    return f" = {parameter.default!r}" if isinstance(parameter.default, int | float | None) else " = ..."
+
+
+def annotated(annotation: object) -> str:
+    """Return a type as the stub writes it."""
+    return re.sub(
+        r"\b(typing|collections\.abc|braidrl\.flow\.stage)\.", "", inspect.formatannotation(annotation)
+    ).replace("'", '"')
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
