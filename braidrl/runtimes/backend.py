@@ -7,7 +7,7 @@ run ──read, run, record, save──▶ Backend: all four
 T is the backend's table: the rows themselves, a rank's shard of them, or handles to where they are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -20,7 +20,7 @@ from braidrl.flow.selecting import Selection
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.generating.early_stop import Needless, Segment
-from braidrl.runtimes.saving.row_store import Origin
+from braidrl.runtimes.saving.row_store import Origin, RowText
 
 T = TypeVar("T")
 
@@ -77,6 +77,12 @@ class SerialBackend(Backend[T], Protocol[T]):
 
     def train(self, stage: Stage, table: T, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Make one optimizer step for each list of row positions, or copy a role's weights where the stage has no loss."""
+
+    def columns(self, table: T) -> Collection[str] | None:
+        """Return the names of the columns that the rows have; None for a rank that has no row to tell by."""
+
+    def texts(self, table: T) -> list[RowText]:
+        """Return the prompt and response of each row, in the order of rows; a rank's own rows where each rank has its own."""
 
     def take(self, table: T, positions: Sequence[int]) -> T:
         """Return the named rows, in the order given."""

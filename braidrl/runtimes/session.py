@@ -21,11 +21,13 @@ from typing import Any, cast
 from braidrl.cluster.world import World
 from braidrl.config import Config
 from braidrl.data.rows import Rows
-from braidrl.errors import UserError
+from braidrl.errors import UserError, suggest
 from braidrl.flow import Kind, Stage
+from braidrl.flow.columns import read_names
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.lookup import FAMILIES
 from braidrl.flow.roles import Role
+from braidrl.flow.signatures import ROLE_TYPES
 from braidrl.flow.stages import stage_family
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress, silent_progress
@@ -35,6 +37,7 @@ from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.flow import resolve
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
 from braidrl.runtimes.prepare.sizes import memory_to_take, with_fitting_sizes
+from braidrl.runtimes.saving.row_store import RowText
 from braidrl.runtimes.start import RunContext, start_backend
 
 Table = Any
@@ -69,7 +72,7 @@ class Session(AbstractContextManager["Session"]):
         self.controller = SerialController(config, self.prepared.flow, self.backend)
         self.iteration = self.version = 0
         self.sums = Sums()
-        self.trained = False
+        self.trained = self.closed = False
 
     def __getattr__(self, role: str) -> "SessionRole | SessionFamily":
         """`session.actor`, `session.critic`, `session.advantage`, ... Raises AttributeError for a role that the flow does not have."""
@@ -87,6 +90,7 @@ class Session(AbstractContextManager["Session"]):
 
     def prompts(self, groups: int | None = None) -> Table:
         """Return the next prompts as rows, one per sample; `trainer.prompts_per_step` of them by default. Begins an iteration."""
+        self._check_open()
         self.publish()
         self.iteration += 1
         self.sums = Sums()
@@ -102,8 +106,12 @@ class Session(AbstractContextManager["Session"]):
 
         Returns:
             The rows with what the stage writes; those that a `select` stage keeps; the same rows for an update.
+
+        Raises:
+            UserError: No row is left, a column that the stage reads is not there, its role has no model, or the session is closed.
         """
         stage = resolve(stage, self.config)
+        self._check(stage, rows)
         if stage.kind is Kind.TRAIN:
             self._train(stage, rows)
             return rows
@@ -116,12 +124,32 @@ class Session(AbstractContextManager["Session"]):
         groups = self.index(rows)["group"].tolist()
         return self.backend.take(rows, [i for i, group in enumerate(groups) if group not in dropped])
 
-    def _train(self, stage: Stage, rows: Table) -> None:
-        if is_optimized(stage) and stage.role not in self.prepared.flow.trained_roles:
+    def _check(self, stage: Stage, rows: Table) -> None:
+        """Raise UserError for a stage that cannot run on these rows."""
+        self._check_open()
+        if not len(rows):
             raise UserError(
-                f"{stage.role} has no optimizer: the flow {self.prepared.flow.name} does not train it; "
-                f"it trains {', '.join(self.prepared.flow.trained_roles) or 'nothing'}"
+                f"{stage.name} got no rows: a selection dropped them all; go on with the next `session.prompts()`"
             )
+        flow, modelled = self.prepared.flow, self.prepared.roles()
+        if stage.kind in (Kind.GENERATE, Kind.INFER, Kind.TRAIN) and stage.role not in modelled:
+            raise UserError(
+                f"{stage.name}: {stage.role} has no model in the flow {flow.name}; there are {', '.join(modelled)}"
+            )
+        if is_optimized(stage) and stage.role not in flow.trained_roles:
+            raise UserError(
+                f"{stage.role} has no optimizer: the flow {flow.name} does not train it; "
+                f"it trains {', '.join(flow.trained_roles) or 'nothing'}"
+            )
+        columns = self.backend.columns(rows)
+        if columns is not None:
+            read_names(stage, dict.fromkeys(columns, "session"), ())
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise UserError("the session is closed; what runs stages stands inside `with Session(config) as session:`")
+
+    def _train(self, stage: Stage, rows: Table) -> None:
         table = self.controller.ordered(rows)
         self.backend.train(stage, table, self.controller.updates(table, self.iteration), self.iteration, self.sums)
         self.trained = True
@@ -157,7 +185,13 @@ class Session(AbstractContextManager["Session"]):
 
     def index(self, rows: Table) -> Rows:
         """Return the index columns (rewards, lengths, ...), waited for."""
+        self._check_open()
         return self.backend.index(rows)
+
+    def texts(self, rows: Table) -> list[RowText]:
+        """Return each row's `prompt` and `response` as text, in the order of rows; under distributed of the rank's own rows."""
+        self._check_open()
+        return self.backend.texts(rows)
 
     def save(self, folder: Path) -> None:
         """Write every trained role as a Hugging Face directory."""
@@ -165,6 +199,7 @@ class Session(AbstractContextManager["Session"]):
         self.backend.save(folder)
 
     def close(self) -> None:
+        self.closed = True
         self.backend.close()
         if self.joined is not None:
             self.joined.close()
@@ -184,6 +219,9 @@ class SessionRole:
         """Return what makes and runs the role's stage of that name, or calls that method of the class that `roles.ROLE.methods` names."""
         make = getattr(Role(self.name), method, None)
         if make is None:
+            own = self.session.config.roles.get(self.name)
+            if own is None or own.methods is None:
+                raise UserError(f"{self.name} has no stage {method!r}. {suggest(method, ROLE_TYPES)}")
             return partial(self.session.call, self.name, method)
         return lambda rows, **settings: self.session.run(make(**settings), rows)
 

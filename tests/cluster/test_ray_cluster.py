@@ -150,7 +150,7 @@ def test_ctrl_c_saves_and_leaves_no_process_and_no_port(workshop: Workshop, mark
     assert (run / "checkpoints" / "latest").is_file()
     assert_nothing_is_left(mark, ports)
     spans = read_trace(run)
-    assert {span.worker for span in spans} == {"actor+reference-0"}
+    assert {span.worker for span in spans} == {"actor+reference-0", "controller"}
     assert {span.stage for span in spans} >= {"actor.generate", "reward.verify", "reference.log_probs", "actor.update"}
 
 

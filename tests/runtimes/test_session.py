@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,45 @@ def test_roles_that_are_not_there_or_not_trained_are_refused(workshop: Workshop)
         rows = session.actor.generate(session.prompts())
         with pytest.raises(UserError, match="reference has no optimizer: the flow grpo does not train it"):
             session.reference.update(rows, loss=loss.clip())
+
+
+@pytest.mark.parametrize("runtime", ["eager", "hybrid"])
+def test_rows_can_be_read_as_text_and_a_mistake_says_what_is_missing(
+    workshop: Workshop, warm_cluster: WarmCluster, runtime: str
+) -> None:
+    with Session(workshop.config(**settings(runtime))) as session:
+        prompts = session.prompts()
+        asked = session.texts(prompts)
+        assert len(asked) == 16 and all(text.prompt.endswith("=") and text.response == "" for text in asked)
+        rows = session.actor.generate(prompts)
+        texts, index = session.texts(rows), session.index(rows)
+        assert [text.prompt for text in texts] == [text.prompt for text in asked]
+        # The tests' tokenizer has a token for each character.
+        assert all(
+            0 < len(t.response) <= n for t, n in zip(texts, index["action_tokens"].tolist(), strict=True) if t.response
+        )
+        assert any(text.response for text in texts)
+        none = session.backend.take(rows, [])
+        for mistake, message in (
+            (
+                lambda: session.advantage.group_normalized(rows),
+                "stage advantage.group_normalized reads 'reward', which",
+            ),
+            (lambda: session.actor.log_probs(prompts), "stage actor.log_probs reads 'tokens', which no earlier stage"),
+            (
+                lambda: session.actor.update(none, loss=loss.clip()),
+                "actor.update got no rows: a selection dropped them all",
+            ),
+            (
+                lambda: session.reward.score(rows),
+                "reward.score: reward has no model in the flow grpo; there are actor, ",
+            ),
+            (lambda: session.actor.generat(rows), "actor has no stage 'generat'. Did you mean 'generate'?"),
+        ):
+            with pytest.raises(UserError, match=re.escape(message)):
+                mistake()
+    with pytest.raises(UserError, match="the session is closed"):
+        session.actor.log_probs(rows)
 
 
 def test_runtimes_without_one_loop_are_refused(workshop: Workshop) -> None:

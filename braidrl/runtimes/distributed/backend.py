@@ -9,7 +9,7 @@ rank 1   its prompts ──generate──▶ its rows ──verify──▶ its 
 What is said of a row in a few numbers (its index columns) every rank knows of every row; its payload lies on one rank.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from braidrl.runtimes.distributed.shard import Shard, ShardExchange, columns_of,
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.interrupts import Interrupts
-from braidrl.runtimes.saving.row_store import Admission, HeldOut, Origin, RowStore, with_added
+from braidrl.runtimes.saving.row_store import Admission, HeldOut, Origin, RowStore, RowText, with_added
 from braidrl.transfer.data_buffer import balanced_owners, equal_shares
 
 
@@ -133,6 +133,12 @@ class DistributedBackend:
 
     def index(self, table: Shard) -> Rows:
         return table.index
+
+    def columns(self, table: Shard) -> Collection[str] | None:
+        return [*table.index, *table.payload] if len(table.mine) else None
+
+    def texts(self, table: Shard) -> list[RowText]:
+        return self.store.row_texts(table.rows)
 
     def take(self, table: Shard, positions: Sequence[int]) -> Shard:
         return table.take(positions)

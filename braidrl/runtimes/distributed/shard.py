@@ -41,6 +41,10 @@ class Shard:
     payload: Rows
     rank: int
 
+    def __len__(self) -> int:
+        """Return the number of rows on all ranks."""
+        return len(self.owner)
+
     @property
     def mine(self) -> Tensor:
         """Return the positions of this rank's rows."""

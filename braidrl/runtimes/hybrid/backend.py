@@ -6,7 +6,7 @@ reference pool          ├── log_probs ──┤
 critic pool                        ├── values ──┤                          ├─ update ─┤
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -31,6 +31,7 @@ from braidrl.models.objective import UpdateCounts, with_group_tokens
 from braidrl.models.role_settings import layout_of
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path
+from braidrl.observe.trace import TraceWriter
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import Needless, Segment
@@ -41,7 +42,7 @@ from braidrl.runtimes.hybrid.handles import READ, Handle, Output, columns_read
 from braidrl.runtimes.hybrid.messages import unpack_index
 from braidrl.runtimes.hybrid.pool_worker import method_class
 from braidrl.runtimes.saving.background import check_written
-from braidrl.runtimes.saving.row_store import Admission, Origin, divided
+from braidrl.runtimes.saving.row_store import TEXT_COLUMNS, Admission, Origin, RowText, divided
 from braidrl.transfer.protocols import Mesh, Registration, registered
 
 
@@ -55,6 +56,7 @@ class HybridBackend(StageDispatch):
         home: WorkerGroup,
         executor: StageExecutor,
         resources: ExitStack,
+        trace: TraceWriter | None = None,
     ) -> None:
         """Take what `start_hybrid_backend` has started.
 
@@ -64,8 +66,9 @@ class HybridBackend(StageDispatch):
             home: The group that reads data and writes rows to files.
             executor: Computes on index columns; it holds no role.
             resources: What `close` ends.
+            trace: Of the driver.
         """
-        super().__init__(groups, home, executor)
+        super().__init__(groups, home, executor, trace)
         self.loader, self.resources = loader, resources
         self.distinct = list(dict.fromkeys(groups.values()))
         self.training: list[Output] = []
@@ -115,7 +118,9 @@ class HybridBackend(StageDispatch):
         return {name: float(total) for name, total in self._totals(output, *self._place(stage, table)).items()}
 
     def select(self, stage: Stage, table: Handle) -> dict[int, str]:
-        return dropped(stage, self.index(table))
+        index = self.index(table)
+        with self._traced(stage, table, max(output.iteration for output in table.outputs)):
+            return dropped(stage, index)
 
     def train(self, stage: Stage, table: Handle, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Begin every optimizer step; `publish` waits for them."""
@@ -192,6 +197,19 @@ class HybridBackend(StageDispatch):
         """Wait for all that was begun, and compute what was deferred."""
         self._wait(table.outputs)
         return table.index
+
+    def columns(self, table: Handle) -> Collection[str]:
+        return table.columns
+
+    def texts(self, table: Handle) -> list[RowText]:
+        """Have each rank say the rows that it generated."""
+        self.index(table)
+        group, parts = where_made(table)
+        answers = group.wait(group.call("texts", [table.take(rows) for rows in parts], reads=TEXT_COLUMNS))
+        said: dict[int, RowText] = {}
+        for rows, answer in zip(parts, answers, strict=True):
+            said |= {row: RowText(*text) for row, text in zip(rows, answer.result, strict=True)}
+        return [said[row] for row in range(len(table))]
 
     def take(self, table: Handle, positions: Sequence[int]) -> Handle:
         return table.take(positions)

@@ -8,16 +8,18 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from braidrl.data.packing import balanced_partition, in_turn
-from braidrl.data.rows import Rows
+from braidrl.data.rows import Column, Rows
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.compute import summed
 from braidrl.observe.metrics import Sums
+from braidrl.observe.trace import Done, TraceWriter, traced
 from braidrl.placement.pools import GENERATE
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.group import WorkerGroup
@@ -30,8 +32,14 @@ Partition = Sequence[Sequence[int]]
 class StageDispatch:
     """Begins stages on the worker groups, and waits for them. Every role has a group; what has no other place runs at `home`."""
 
-    def __init__(self, groups: Mapping[str, WorkerGroup], home: WorkerGroup, executor: StageExecutor) -> None:
-        self.groups, self.home, self.executor = groups, home, executor
+    def __init__(
+        self,
+        groups: Mapping[str, WorkerGroup],
+        home: WorkerGroup,
+        executor: StageExecutor,
+        trace: TraceWriter | None = None,
+    ) -> None:
+        self.groups, self.home, self.executor, self.trace = groups, home, executor, trace
         self.keys = itertools.count()
         self.forgotten: deque[tuple[WorkerGroup, int, int]] = deque()
 
@@ -74,12 +82,19 @@ class StageDispatch:
         stage, table = output.stage, output.table
         assert table is not None
         group, parts = self._place(stage, table)
-        columns = self.executor.run(stage, table.index, Sums()) if group is None else {}
+        columns: Mapping[str, Column] = {}
+        if group is None:
+            with self._traced(stage, table, output.iteration):
+                columns = self.executor.run(stage, table.index, Sums())
         if columns and all(isinstance(column, Tensor) for column in columns.values()):
             output.index, output.table = Rows(columns), None
         else:
             totals = self._totals(output, group, parts) if stage.scope is Scope.BATCH else None
             self._begin(output, group, parts, "execute", totals)
+
+    def _traced(self, stage: Stage, table: Handle, iteration: int) -> AbstractContextManager[Done]:
+        """Record what the driver itself computes."""
+        return traced(self.trace, "compute", stage.name, iteration, rows=len(table))
 
     def _totals(self, output: Output, group: WorkerGroup | None, parts: Partition) -> dict[str, Tensor]:
         """Return what a stage adds up over all rows, each part where it lies."""

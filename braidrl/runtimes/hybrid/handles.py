@@ -221,6 +221,12 @@ class Handle:
                 segments.append((places, output.index.take(rows[places])))
         return merged_rows(len(self), segments)
 
+    @property
+    def columns(self) -> set[str]:
+        """Return the names of the columns that the rows have, or get by what is under way."""
+        found = {name for output in self.outputs for name in (*output.stage.writes, *output.payload)}
+        return found | {name for output in self.outputs if output.index is not None for name in output.index}
+
     def take(self, positions: Sequence[int]) -> "Handle":
         """Return the rows at these positions, in the order given."""
         rows = self.rows[:, torch.as_tensor(positions, dtype=torch.int64)]

@@ -13,6 +13,7 @@ from braidrl.data.loader import Admissions
 from braidrl.errors import UserError
 from braidrl.models.role_settings import inference_layouts, layout_of
 from braidrl.observe.progress import Progress
+from braidrl.observe.trace import TraceWriter
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.backend import HybridBackend
@@ -67,7 +68,10 @@ def start_hybrid_backend(
         flow = prepared.flow if train else prepared.evaluation
         executor = StageExecutor(config, flow, (), prepared.tokenizer, None, progress)
         roles = {role: group for group in groups for role in group.pool.roles}
-        return HybridBackend(admissions, roles, home, executor, resources.pop_all())
+        trace = TraceWriter(folder, "controller") if folder else None
+        if trace is not None:
+            resources.callback(trace.close)
+        return HybridBackend(admissions, roles, home, executor, resources.pop_all(), trace)
 
 
 def start_groups(cluster: RayCluster, pools: Sequence[Pool]) -> list[WorkerGroup]:

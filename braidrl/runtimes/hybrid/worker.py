@@ -36,7 +36,7 @@ from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.hybrid.handles import Answer, Common, Numbers, Part, assemble, columns_read
 from braidrl.runtimes.hybrid.messages import PoolExchange, pack, pack_index, unpack
 from braidrl.runtimes.hybrid.pool_worker import PoolWorker
-from braidrl.runtimes.saving.row_store import Origin, with_added
+from braidrl.runtimes.saving.row_store import TEXT_COLUMNS, Origin, with_added
 from braidrl.transfer.protocols import register
 
 FETCHED_ROWS = 256
@@ -183,6 +183,12 @@ class HybridWorker(PoolWorker):
         rows = with_added(self._rows_of(part, None), self._rows_of(added, None))
         if len(rows):
             self.rows.record(part_path(path, self.spec.rank), rows)
+
+    @register(protocol="ALL_TO_ALL")
+    def texts(self, part: Part) -> Answer:
+        """Return prompts and responses of rows as text, for whoever asks to read them."""
+        rows = self._rows_of(part, TEXT_COLUMNS)
+        return Answer(result=[list(text) for text in self.rows.row_texts(rows)])
 
     def keep(self, path: Path, part: Part) -> None:
         """Write rows into a checkpoint, as this rank's part of a folder, beside another call."""

@@ -5,7 +5,7 @@ training data, held-out sets, recordings, checkpoints ──make──▶ rows �
 Where several processes have a run's rows, each reads and writes its share of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +31,18 @@ class RankShare(NamedTuple):
 
 
 ALL = RankShare()
+
+
+TEXT_COLUMNS = frozenset(("prompt", "tokens", "action_mask"))
+"""What the texts of a row are made of."""
+
+
+class RowText(NamedTuple):
+    """A row as people read it."""
+
+    prompt: str
+    response: str
+    """Without special tokens; empty before the row is generated."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +126,16 @@ class RowStore:
                 own = equal_share(len(files), *share)
                 return Rows.cat([unpack_rows(file.read_bytes()) for file in files[own.start : own.stop]])
 
+    def row_texts(self, rows: Rows) -> list[RowText]:
+        """Return each row's prompt and response as text."""
+        prompts = [self.tokenizer.decode(rows["prompt"][i].tolist()) for i in range(len(rows))]
+        said = responses(rows, self.tokenizer) if "tokens" in rows else [""] * len(rows)
+        return [RowText(*texts) for texts in zip(prompts, said, strict=True)]
+
     def record(self, path: Path, rows: Rows) -> None:
         """Write rows with their texts, to be read by people and replayed."""
-        prompts = [self.tokenizer.decode(rows["prompt"][i].tolist()) for i in range(len(rows))]
-        write_rollouts(path, rows, prompts, responses(rows, self.tokenizer))
+        texts = self.row_texts(rows)
+        write_rollouts(path, rows, [text.prompt for text in texts], [text.response for text in texts])
 
     def save(self, path: Path, rows: Rows) -> None:
         """Write rows as a checkpoint holds them."""
@@ -143,6 +161,14 @@ class RowsBackend:
     def index(self, table: Rows) -> Rows:
         """Return the index columns."""
         return table.index
+
+    def columns(self, table: Rows) -> Collection[str]:
+        """Return the names of its columns."""
+        return list(table)
+
+    def texts(self, table: Rows) -> list[RowText]:
+        """Return each row's prompt and response as text."""
+        return self.store.row_texts(table)
 
     def record(self, path: Path, table: Rows, final: Rows) -> None:
         """Write a parquet file of the rows, with the columns that later stages added."""

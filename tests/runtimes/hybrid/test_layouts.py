@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from braidrl.observe.trace import read_trace
 from braidrl.runtimes.generating.residency import GIB
 from braidrl.runtimes.run import TrainingRun
 from tests.invariants.traces import assert_same, trace
@@ -60,3 +61,5 @@ def test_ranks_of_a_pool_that_decode_together_select_what_one_process_selects(
     with TrainingRun(hybrid(workshop, "selected", SELECTED, "colocate", rollout=rollout)) as run:
         run.train()
     assert_same(trace(run.folder), trace(workshop.run("alone", **SELECTED)))
+    driven = {span.stage for span in read_trace(run.folder) if span.worker == "controller"}
+    assert driven >= {"select.informative_groups", "advantage.group_normalized"}
