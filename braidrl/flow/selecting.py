@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 
 SURPLUS = "surplus"
@@ -32,6 +33,8 @@ class Verdict:
 
     reason: str | None = None
     version: int = 0
+    scores: tuple[float, float] | None = None
+    """The lowest and the highest score of its rows, for the message that ends a run without a kept group."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class GroupSelector:
     """Groups of this batch that were decided."""
     barren: dict[str, int] = field(default_factory=dict)
     """Groups dropped since one was last kept, by reason."""
+    barren_scores: tuple[float, float] | None = None
+    """The lowest and the highest score in these groups."""
     judged: int = -1
     """The largest group number that `barren` has counted."""
     admitted: int = -1
@@ -270,10 +275,13 @@ class GroupSelector:
     @staticmethod
     def restored(state: Mapping[str, Any]) -> "GroupSelector":
         """Return what `state` describes."""
-        verdicts = {group: Verdict(**verdict) for group, verdict in state["verdicts"]}
+        verdicts = {
+            group: Verdict(**{**verdict, "scores": tuple(verdict["scores"]) if verdict.get("scores") else None})
+            for group, verdict in state["verdicts"]
+        }
         changed = {"waiting": dict(state["waiting"]), "verdicts": verdicts, "expired": tuple(state["expired"])}
-        observed = state.get("observed")
-        return GroupSelector(**{**state, **changed, "observed": tuple(observed) if observed else None})
+        pairs = {name: tuple(state[name]) for name in ("observed", "barren_scores") if state.get(name)}
+        return GroupSelector(**{**state, **changed, **pairs})
 
     def _in_time(self, wanted: int) -> int:
         """Return how many of the wanted groups may be begun: with unfinished ones as many as can be trained on in time."""
@@ -318,7 +326,7 @@ class GroupSelector:
             self.admitted = returned[0] - 1
             self.judged = min(self.judged, self.admitted)
         if self.surplus == "drop":
-            self.barren = {}
+            self.barren, self.barren_scores = {}, None
 
     def _judge(self) -> None:
         """Count groups in the order of their numbers, so that the end of a hopeless run does not depend on arrival."""
@@ -331,9 +339,13 @@ class GroupSelector:
             reason = self.verdicts[group].reason
             if reason == UNFINISHED:
                 continue
-            self.barren = {} if reason is None else {**self.barren, reason: self.barren.get(reason, 0) + 1}
+            if reason is None:
+                self.barren, self.barren_scores = {}, None
+                continue
+            self.barren = {**self.barren, reason: self.barren.get(reason, 0) + 1}
+            self.barren_scores = wider(self.barren_scores, self.verdicts[group].scores)
             if sum(self.barren.values()) >= self.epoch_groups:
-                raise UserError(nothing_to_learn(self.barren))
+                raise UserError(nothing_to_learn(self.barren, self.barren_scores))
 
 
 def groups_to_abort(under_way: Iterable[int], decided: Mapping[int, bool], wanted: int) -> list[int]:
@@ -362,11 +374,37 @@ GRADED = (
 )
 
 
-def nothing_to_learn(dropped: Mapping[str, int]) -> str:
-    """Return why an epoch without a kept group ends the run, and what to change."""
+def scores_by_group(index: Rows) -> dict[int, tuple[float, float]]:
+    """Return the lowest and the highest score of each group's rows; nothing for rows without scores."""
+    found: dict[int, tuple[float, float]] = {}
+    if "score" in index:
+        for group, score in zip(index["group"].tolist(), index["score"].tolist(), strict=True):
+            low, high = found.get(group, (score, score))
+            found[group] = min(low, score), max(high, score)
+    return found
+
+
+def wider(known: tuple[float, float] | None, more: tuple[float, float] | None) -> tuple[float, float] | None:
+    """Return the range that covers two ranges, of which either may be missing."""
+    if known is None or more is None:
+        return known or more
+    return min(known[0], more[0]), max(known[1], more[1])
+
+
+def nothing_to_learn(dropped: Mapping[str, int], scores: tuple[float, float] | None = None) -> str:
+    """Return why an epoch without a kept group ends the run, and what to change.
+
+    Args:
+        dropped: Number of groups by reason.
+        scores: The lowest and the highest score in them.
+    """
     counts = ", ".join(f"{reason.replace('_', ' ')}: {count}" for reason, count in sorted(dropped.items()))
+    seen = ""
+    if scores is not None:
+        low, high = scores
+        seen = f"; every score was {low:.4g}" if low == high else f"; scores from {low:.4g} to {high:.4g}"
     return (
-        f"selection dropped every one of {sum(dropped.values())} groups in a row, a whole epoch ({counts}): "
+        f"selection dropped every one of {sum(dropped.values())} groups in a row, a whole epoch ({counts}{seen}): "
         "a group whose answers all have the same score teaches nothing; use prompts that the model sometimes gets right, "
         f"raise rollout.samples_per_prompt, or check reward.verify against a few answers{GRADED if 'all wrong' in counts else ''}"
     )

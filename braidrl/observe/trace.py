@@ -108,6 +108,7 @@ class BusySpan:
     reported: float
     """Up to when it has been told of."""
     rows: int = 0
+    tokens: int = 0
     seconds: float = 0.0
     sums: Sums = field(default_factory=Sums)
 
@@ -117,13 +118,14 @@ class BusySpan:
 
 
 class WorkerTrace(TraceWriter):
-    """The trace of a worker that is either busy with a piece of work or waits for one."""
+    """The trace of a worker that waits for work where it has none; pieces of work may overlap."""
 
     def __init__(self, run: Path, worker: str, role: str) -> None:
         """Begin without work; `role` is what the worker's spans are shown under."""
         super().__init__(run, worker)
         self._role = role
         self._idle_since: float | None = None
+        self._under_way = 0
 
     @contextmanager
     def busy(
@@ -145,25 +147,37 @@ class WorkerTrace(TraceWriter):
 
     def begin(self, stage: str, iteration: int, version: int | None = None) -> BusySpan:
         """Begin a piece of work; with it the waiting before it has ended."""
-        now = self.now()
-        if stage and self._idle_since is not None and now - self._idle_since > WAITING_WORTH_S:
-            self._note(BusySpan(stage, iteration, version, self._idle_since, self._idle_since), now, "waiting")
+        now, idle = self.now(), self._idle_since
+        if idle is not None and now - idle > WAITING_WORTH_S:
+            self._note(BusySpan(stage, iteration, version, idle, idle), now, "waiting")
+        self._idle_since = None
+        self._under_way += 1
         return BusySpan(stage, iteration, version, now, now)
 
-    def count(self, span: BusySpan, stage: str, rows: int) -> dict[str, Any]:
-        """Return a report on rows that are done while the span goes on, with the seconds since the last such report."""
+    def count(self, span: BusySpan, stage: str, rows: int, tokens: int) -> dict[str, Any]:
+        """Return a report on rows that are done while the span goes on, with the seconds since the last such report.
+
+        Args:
+            span: Whose rows they are.
+            stage: As the queue calls it.
+            rows: How many.
+            tokens: Of all of them.
+        """
         span.rows += rows
+        span.tokens += tokens
         before, span.reported = span.reported, self.now()
         return {"stage": stage, "seconds": span.reported - before, "sums": []}
 
     def end(self, span: BusySpan) -> None:
-        """End a span of work; waiting begins."""
-        self._idle_since = self.now()
-        self._note(span, self._idle_since, "busy")
+        """End a span of work; with the last that is under way waiting begins."""
+        end = self.now()
+        self._under_way -= 1
+        self._idle_since = None if self._under_way else end
+        self._note(span, end, "busy")
 
     def _note(self, span: BusySpan, end: float, state: State) -> None:
         about = (self.worker, self._role, span.stage, span.iteration)
-        self.record(Span(*about, span.start, end, span.rows, version=span.version, state=state))
+        self.record(Span(*about, span.start, end, span.rows, span.tokens, span.version, state))
 
 
 def shortened(uids: Sequence[Any], most: int = 8) -> str:

@@ -15,7 +15,7 @@ from braidrl.errors import BadUpdate
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import update_plan
 from braidrl.flow.compute import State, initial_states, next_state, with_state
-from braidrl.flow.selecting import SURPLUS, UNFINISHED, GroupSelector, Verdict
+from braidrl.flow.selecting import SURPLUS, UNFINISHED, GroupSelector, Verdict, scores_by_group
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.backend import IterationResult, Position, SerialBackend, T, needed
 from braidrl.runtimes.generating.early_stop import Segment, segment_of
@@ -149,9 +149,13 @@ class SerialController(Generic[T]):
                     )
                 else:
                     table = self.backend.run(stage, table, iteration, sums)
-        oldest = oldest_versions(self.backend.index(table)) if table is not None else {}
+        index = self.backend.index(table) if table is not None else Rows({})
+        oldest, scores = oldest_versions(index), scores_by_group(index)
         partial = self.config.rollout.tokens_per_iteration is not None
-        verdicts = {group: Verdict(reasons.get(group), v if partial else version) for group, v in oldest.items()}
+        verdicts = {
+            group: Verdict(reasons.get(group), v if partial else version, scores.get(group))
+            for group, v in oldest.items()
+        }
         return table, verdicts | {group: Verdict(SURPLUS, version) for group in gone}
 
     def begun(self, count: int) -> T:

@@ -266,15 +266,21 @@ class StreamSchedule:
         self.decided = True
         return lease
 
-    def select(self, number: int, now: float, reasons: dict[int, str | None]) -> Lease:
-        """Note a select stage's verdicts (None keeps) on the groups of a lease. Raises LeaseLost."""
+    def select(
+        self,
+        number: int,
+        now: float,
+        reasons: dict[int, str | None],
+        scores: Mapping[int, tuple[float, float]] | None = None,
+    ) -> Lease:
+        """Note a select stage's verdicts (None keeps) on the groups of a lease, and scores of dropped ones. Raises LeaseLost."""
         lease = self.tasks.acknowledge(number, now)
         name = lease.task.stage
         self.tasks.write(name, [row for row in lease.rows if reasons[row[1]] is None])
         for group, reason in reasons.items():
             if reason is not None or name == self.selects[-1]:
                 version = min(self.versions[row] for row in self.rows_of[group])
-                self.sampling.decide({group: Verdict(reason, version)})
+                self.sampling.decide({group: Verdict(reason, version, (scores or {}).get(group))})
         self._assign()
         self.decided = True
         return lease

@@ -154,12 +154,12 @@ def test_an_epoch_that_brings_nothing_ends_with_the_explanation() -> None:
     for start in (0, 16, 32, 48):
         assert sampling.next_wave() == 16
         sampling.admit(range(start, start + 16))
-        wave = {group: Verdict("all_wrong") for group in range(start, start + 16)}
+        wave = {group: Verdict("all_wrong", scores=(0.1, group / 100)) for group in range(start, start + 16)}
         if start < 48:
             sampling.decide(wave)
     with pytest.raises(
         UserError,
-        match=r"every one of 64 groups in a row, a whole epoch \(all wrong: 64\).*algorithm.dynamic_sampling=rewards",
+        match=r"every one of 64 groups in a row, a whole epoch \(all wrong: 64; scores from 0.1 to 0.63\).*dynamic_sampling=rewards",
     ):
         sampling.decide(wave)
 

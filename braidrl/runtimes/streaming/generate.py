@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from braidrl.data.rows import Column, FinishReason, Rows
+from braidrl.data.rows import Column, FinishReason, Rows, tokens_of
 from braidrl.flow import Stage
+from braidrl.flow.compute import of_namespace
 from braidrl.flow.readiness import Uid
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.observe.metrics import Sums
@@ -89,10 +90,10 @@ class GenerateLoop:
         self.last: dict[Uid, asyncio.Task[Ended]] = {}
         """Of each row the response that was begun last: an engine draws one at a time."""
         self.ended: list[int] = []
-        self.span: BusySpan | None = None
-        """The stretch of time in which the engine has had rows."""
+        self.spans: dict[str, BusySpan] = {}
+        """Of each stage the stretch of time in which the engine has had rows of it."""
         self.crowd = 0
-        """The most rows that it has had at once in it."""
+        """The most rows that it has had at once since it had none."""
 
     def run(self) -> None:
         """Generate until the run ends."""
@@ -143,8 +144,8 @@ class GenerateLoop:
         task = asyncio.create_task(self._after(self.last.get(uid), generate(engine, stage, row)))
         task.add_done_callback(lambda _: self._note_end(lease))
         self.flight[lease], self.last[uid] = Flight(work, row, task), task
-        if self.span is None:
-            self.span, self.crowd = self.context.trace.begin(work.stage, work.iteration, self.version), 0
+        if work.stage not in self.spans:
+            self.spans[work.stage] = self.context.trace.begin(work.stage, work.iteration, self.version)
         self.crowd = max(self.crowd, len(self.flight))
 
     async def _after(self, before: asyncio.Task[Ended] | None, generate: Coroutine[Any, Any, Ended]) -> Ended:
@@ -187,10 +188,11 @@ class GenerateLoop:
         self._forget(ended)
 
     def _write(self, stage: Stage, leases: Sequence[int], rows: Rows, ended: Sequence[Ended], unfinished: bool) -> None:
-        assert self.span is not None, "the engine has had rows"
         sums, usage = Sums(), self.generation.usage
         columns = self._columns(stage, rows, [one.result for one in ended], sums)
-        report = self.context.trace.count(self.span, stage.name, len(rows))
+        # A row that goes on later counts when it has ended.
+        tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
+        report = self.context.trace.count(self.spans[stage.name], stage.name, len(rows), tokens)
         drawn = [one.drawn for one in ended]
         usage.decoded(stage, drawn, self.engine.slots, report["seconds"], sums, self.crowd)
         usage.note_memory(stage, sums)
@@ -218,9 +220,10 @@ class GenerateLoop:
             flight = self.flight.pop(lease)
             if self.last.get(flight.uid) is flight.task:
                 del self.last[flight.uid]
-        if self.span is not None and not self.flight:
-            self.context.trace.end(self.span)
-            self.span = None
+        left = {flight.work.stage for flight in self.flight.values()}
+        for stage in self.spans.keys() - left:
+            self.context.trace.end(self.spans.pop(stage))
+        self.crowd = self.crowd if self.flight else 0
 
     # Weights
 

@@ -14,7 +14,7 @@ from braidrl.flow.batches import Sizes
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.compute import State, initial_states, next_state
 from braidrl.flow.readiness import Uid, waits_for
-from braidrl.flow.selecting import GroupSelector, Selection
+from braidrl.flow.selecting import GroupSelector, Selection, scores_by_group
 from braidrl.transfer.queue.requests import Answer
 from braidrl.transfer.queue.samplers import Sampler
 from braidrl.transfer.queue.table import Block, StoredPart, Table
@@ -233,8 +233,11 @@ class Stream:
 
     def select(self, number: int, reasons: Mapping[int, str | None], now: float) -> list[int]:
         """Note a select stage's verdicts by group; return the lease's number if it was lost."""
+        held = self.schedule.tasks.leases.held.get(number)
+        lost = [uid for uid in held.rows if reasons[uid[1]] is not None] if held else []
+        scores = scores_by_group(self.read(held.task.stage, lost)[0]) if held and lost else {}
         try:
-            self.schedule.select(number, now, dict(reasons))
+            self.schedule.select(number, now, dict(reasons), scores)
         except LeaseLost:
             return [number]
         return []

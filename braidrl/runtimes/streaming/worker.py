@@ -24,7 +24,7 @@ from braidrl.config import StreamingConfig
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame
 from braidrl.data.packing import balanced_partition
-from braidrl.data.rows import Rows
+from braidrl.data.rows import Rows, tokens_of
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import trained_on
@@ -186,6 +186,7 @@ class StageLoop:
         with self._busy(stage, work, places) as span:
             rows = self._rows(stage, work, places)
             columns = self.context.executor.run(stage, rows, span.sums) if rows is not None else {}
+            span.tokens = tokens_of(rows) if rows is not None else 0
             if columns and rows is not None:
                 written.append(write_columns(self.context.data, rows.uids(), columns))
                 totals = {name: float(total) for name, total in summed(stage, rows).items()} if stage.state else {}
@@ -222,6 +223,7 @@ class StageLoop:
             if places or self._divided:
                 bar = Bar(stage.name, len(places), 0.0, self.context.progress.advanced)
                 rows = work.rows(places) if places else Rows({})
+                span.tokens = tokens_of(rows)
                 _, rows = self.context.executor.update(stage, work.index, rows)
                 losses = self.context.executor.forward_backward(stage, rows, span.sums, bar)
         totals = self.losses.setdefault(stage.name, {})

@@ -323,7 +323,7 @@ def test_an_epoch_that_brings_nothing_is_the_same_error_as_in_one_process(worksh
     verify = {"verify": [{"name": f"{workshop.folder}/verifiers.py:always_wrong"}]}
     with (
         in_process(workshop, "barren", **sections_of("dapo"), reward=verify) as run,
-        pytest.raises(UserError, match="selection dropped every one of 24 groups in a row"),
+        pytest.raises(UserError, match=r"dropped every one of 24 groups in a row.*all wrong: 24; every score was -1"),
     ):
         run.train()
 
@@ -374,6 +374,13 @@ def test_evaluation_is_the_same_as_in_one_process(workshop: Workshop) -> None:
         assert {n: other[n] for n in line if n.startswith("eval/")} == {
             n: v for n, v in line.items() if n.startswith("eval/")
         }
+    # Before the first step, and after the second and the third, 5 prompts with 2 samples.
+    spans = [span for span in read_trace(theirs) if span.state == "busy"]
+    rows = {
+        stage: sum(span.rows for span in spans if span.stage == stage)
+        for stage in ("evaluation.generate", "actor.generate")
+    }
+    assert rows == {"evaluation.generate": 30, "actor.generate": 48}
 
 
 def wait_until_gone(pids: list[int], limit_s: float = 15.0) -> None:
@@ -402,6 +409,7 @@ def test_a_run_that_is_interrupted_or_killed_leaves_no_process_no_memory_and_no_
     if sent is signal.SIGINT:
         steps = len(read_metrics(workshop.folder / name))
         assert (workshop.folder / name / "checkpoints" / "latest").read_text() == f"step-{steps}\n"
+        assert (workshop.folder / name / "report.html").is_file()
 
 
 def test_every_worker_leaves_a_trace_of_what_it_did(workshop: Workshop) -> None:
@@ -412,6 +420,11 @@ def test_every_worker_leaves_a_trace_of_what_it_did(workshop: Workshop) -> None:
     for stage in ("actor.generate", "reward.verify", "reference.log_probs"):
         assert sum(span.rows for span in busy if span.stage == stage) == 3 * 16
     assert sum(span.rows for span in busy if span.stage == "actor.update") == 3 * 16 * 2
+    trained = sum(line["tokens/trained"] for line in read_metrics(run))
+    tokens = {
+        stage: sum(span.tokens for span in busy if span.stage == stage) for stage in ("actor.generate", "actor.update")
+    }
+    assert tokens == {"actor.generate": trained, "actor.update": 2 * trained}
     assert any(span.state == "waiting" for span in spans)
     assert {span.version for span in busy if span.stage == "actor.generate"} == {0, 1, 2}
 
