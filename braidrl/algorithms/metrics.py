@@ -56,13 +56,19 @@ def mean_where(indicated: Tensor, share: Tensor) -> Tensor:
 
 
 def group_shares(correct: Tensor, reward: Tensor, group: Tensor) -> dict[str, Tensor]:
-    """Return shares of groups all right, all wrong, and with equal rewards, which teach a group's estimator nothing."""
+    """Return the share of groups with equal rewards, which teach a group's estimator nothing, and its parts all right and all wrong.
+
+    Args:
+        correct: 1 for a right sample and 0 for a wrong one, (B,).
+        reward: R, (B,).
+        group: Number of each row's prompt, (B,) int64.
+    """
     groups = Groups.of(group)
-    right, size = groups.sums((correct > 0).long()), groups.sizes()
+    right, size, equal = groups.sums((correct > 0).long()), groups.sizes(), ~groups.varies(reward)
     return {
-        "all_correct_fraction": share_of(right == size),
-        "all_wrong_fraction": share_of(right == 0),
-        "no_signal_fraction": share_of(~groups.varies(reward)),
+        "all_correct_fraction": share_of((right == size) & equal),
+        "all_wrong_fraction": share_of((right == 0) & equal),
+        "no_signal_fraction": share_of(equal),
     }
 
 

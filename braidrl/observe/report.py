@@ -39,11 +39,11 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
     "What it writes": (
         Picture("Response length", ("response/length_mean",), "tokens"),
         Picture("Cut off at the length limit", ("response/truncated_fraction",), "share of responses"),
-        Picture("Groups without a signal", (r"groups/all_.+_fraction",), "share of prompts"),
+        Picture("Groups without a signal", (r"groups/(all_.+|no_signal)_fraction",), "share of prompts"),
     ),
     "How training goes": (
         Picture("Entropy", ("actor/entropy",), "nats per token"),
-        Picture("Log-probability of sampled tokens", ("actor/log_prob_mean",), "mean over action tokens"),
+        Picture("Log-probability of trained tokens", ("actor/log_prob_mean",), "mean over action tokens"),
         Picture("KL from the old policy", ("actor/kl_old",), "nats per token"),
         Picture("Clipped tokens", ("actor/clip_fraction",), "share of action tokens"),
         Picture("Gradient norm", ("actor/grad_norm",), "before clipping"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from braidrl.algorithms.metrics import effective_sample_share, explained_variance, group_shares, mean_where
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import UserError
-from braidrl.flow import Flow
+from braidrl.flow import Flow, Kind
 from braidrl.models.objective import trained_rows
 from braidrl.observe.metrics import FAILURE, REQUIRED_KEYS, Sums
 from braidrl.placement.memory import in_units
@@ -62,9 +62,12 @@ def step_metrics(
         metrics["cost/mean"] = mean_of(batch, "cost")
     metrics["tokens/trained"] = total_of(trained_rows(batch), "length") if "length" in batch else 0
     metrics["throughput/tokens_per_second"] = total_of(batch, "length") / seconds
-    metrics["staleness/max"] = int(version - batch["version"].min()) if "version" in batch and len(batch) else 0
     if "version" in batch and len(batch):
+        metrics["staleness/max"] = int(version - batch["version"].min())
         metrics["staleness/on_policy_share"] = float((batch["version"] == version).double().mean())
+    if not any(stage.kind is Kind.GENERATE for stage in flow.stages):
+        # Given responses were drawn by no policy that this one could have left.
+        metrics["actor/kl_old"] = None
     return {name: clean(value) for name, value in metrics.items()}
 
 
@@ -98,7 +101,7 @@ def with_derived(metrics: dict[str, float]) -> dict[str, float]:
 def generated_metrics(index: Rows) -> dict[str, float | int | None]:
     """Return what the responses look like."""
     if "finish_reason" not in index:
-        return {"tokens/generated": 0}
+        return {}
     lengths = index["action_tokens"].double()
     return {
         "response/length_mean": float(lengths.mean()),

@@ -58,6 +58,15 @@ def test_shares_of_groups_count_prompts_and_not_rows(batch: tuple[list[float], l
     assert result["no_signal_fraction"].item() == pytest.approx(statistics.fmean(len(set(g)) == 1 for g in of_group))
 
 
+def test_wrong_answers_of_different_rewards_are_a_signal() -> None:
+    shares = metrics.group_shares(floats([0, 0, 0, 0]), floats([0.2, 0.4, 0.3, 0.3]), torch.tensor([1, 1, 2, 2]))
+    assert {name: share.item() for name, share in shares.items()} == {
+        "all_correct_fraction": 0.0,
+        "all_wrong_fraction": 0.5,
+        "no_signal_fraction": 0.5,
+    }
+
+
 @given(grouped(successes))
 def test_avg_at_k_is_the_mean_over_prompts(batch: tuple[list[float], list[int]]) -> None:
     correct, groups = batch

@@ -15,6 +15,7 @@ from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import rollout_path, write_rollouts
 from braidrl.observe.samples import MOST_STEPS, Sample, best_and_worst, over_time, sample_groups, spread
 from tests.observe.made_up import STAGES, make_run, metrics_of
+from tests.tiny import Workshop
 
 EVIL = "<script>alert('owned')</script></pre>&amp; 7"
 
@@ -124,6 +125,25 @@ def test_a_run_with_one_step_one_evaluation_or_none_has_a_report(tmp_path: Path)
     writer.close()
     write_rollouts(rollout_path(tmp_path, 1), Rows({}), [], [])
     assert "1 step, " in write_report(tmp_path).read_text()
+
+
+def test_a_run_that_generates_nothing_shows_no_curve_of_rollouts(workshop: Workshop) -> None:
+    supervised = workshop.run(
+        "sft", flow="sft", rollout={"samples_per_prompt": 1}, trainer={"steps": 1, "rows_per_update": 4}
+    )
+    html = report(supervised)
+    drawn = "".join(re.findall(r"<figcaption>.*?</figcaption>", html, re.DOTALL))
+    assert "loss/actor" in drawn and "tokens/trained" in drawn
+    for title in (
+        "Reward",
+        "Response length",
+        "Groups without a signal",
+        "Staleness",
+        "KL from",
+        "Clipped",
+        "generated",
+    ):
+        assert title not in drawn, title
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
