@@ -26,9 +26,9 @@ A configuration is a YAML file, `key=value` arguments with dots, or both, of whi
 
 Every key but `flow` and `model` has a default. An unknown key is an error that names the nearest known one. What a run used, defaults
 included, is in its folder as `config.yaml`. `NAME` below is a name of your own, `N` a place in a list, from 0. Short
-forms: a path for a source, a name for a verifier, one of either in place of a list. Paths are relative to the folder that the
-command runs in; a function in a file, `file.py:name`, is looked for beside the configuration first. This page is written by
-`docs/write_configuration.py`.
+forms: a path for a source, a name for a verifier, one of either in place of a list. A relative path in a file (a model, data, a flow,
+or a function, `file.py:name`) is looked for beside that file first, and then in the folder that the command runs in; one in an argument,
+and `output`, are of the latter. This page is written by `docs/write_configuration.py`.
 """
 ALGORITHM = """
 ## algorithm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -68,16 +69,23 @@ def test_a_configuration_may_be_overrides_alone(workshop: Workshop, braid: Any) 
     assert (run / "report.html").is_file()
 
 
-def test_functions_in_files_are_found_beside_the_configuration_from_any_folder(
+def test_models_data_and_functions_in_files_are_found_beside_the_configuration_from_any_folder(
     workshop: Workshop, braid: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workshop.folder / "mine.py").write_text("def small(response: str) -> bool:\n    return len(response) < 9\n")
+    near = {path: os.path.relpath(path, workshop.folder) for path in (workshop.model, workshop.data)}
     config = workshop.config_file(
-        "beside", reward={"verify": [{"name": "mine.py:small", "weight": 0.5}]}, trainer={"steps": 1}
+        "beside",
+        model=near[workshop.model],
+        data={"train": [{"path": near[workshop.data]}]},
+        reward={"verify": [{"name": "mine.py:small", "weight": 0.5}]},
+        trainer={"steps": 1},
     )
     monkeypatch.chdir(tmp_path)
     braid("train", config)
-    assert run_config(workshop.folder / "beside").reward.verify[0].name == f"{workshop.folder / 'mine.py'}:small"
+    used = run_config(workshop.folder / "beside")
+    assert used.reward.verify[0].name == f"{workshop.folder / 'mine.py'}:small"
+    assert (used.model, used.data.train[0].path) == (workshop.model, workshop.data)
 
 
 def test_a_breakpoint_in_a_verifier_stops_there_when_rewards_have_no_process(workshop: Workshop) -> None:

@@ -3,6 +3,8 @@
 file ──YAML──▶ tree ◀── key=value        tree ──checked──▶ Config
 """
 
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from pydantic import BaseModel, ValidationError
 from braidrl.config.config import Config
 from braidrl.errors import UserError, suggest
 from braidrl.importing import relative_to
+
+READ_FROM = re.compile(r"model|roles\.[^.]+\.model|data\.(train|ptx|eval\.[^.]+)(\.path)?|rollout\.servers\.folder")
+"""Keys of what a run reads, which is looked for beside the file that names it."""
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = (), **defaults: Any) -> Config:
@@ -43,7 +48,8 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), **defaul
 def read_tree(path: Path) -> dict[str, Any]:
     """Return the keys and values of a YAML file. Raises UserError where it has none.
 
-    A function in a file, `file.py:name`, is looked for beside the YAML file first, and in the current folder then.
+    A model, data, a flow, and a function in a file, `file.py:name`, are looked for beside the YAML file first, and in the current
+    folder then.
     """
     if not path.is_file():
         raise UserError(f"no configuration file {path}")
@@ -56,13 +62,20 @@ def read_tree(path: Path) -> dict[str, Any]:
     return dict(found_beside(path.parent, tree))
 
 
-def found_beside(folder: Path, value: Any) -> Any:
-    """Return a part of a tree, in which files of functions that lie in a folder have absolute paths."""
+def found_beside(folder: Path, value: Any, place: str = "") -> Any:
+    """Return a part of a tree, in which what lies in a folder has an absolute path; `place` is the part's dotted key."""
     if isinstance(value, dict):
-        return {name: found_beside(folder, part) for name, part in value.items()}
+        return {
+            name: found_beside(folder, part, f"{place}.{name}" if place else str(name)) for name, part in value.items()
+        }
     if isinstance(value, list):
-        return [found_beside(folder, part) for part in value]
-    return relative_to(folder, value) if isinstance(value, str) else value
+        return [found_beside(folder, part, place) for part in value]
+    if not isinstance(value, str):
+        return value
+    is_path = READ_FROM.fullmatch(place) or (place == "flow" and value.endswith((".yaml", ".yml")))
+    if is_path and (folder / value).exists():
+        return os.path.abspath(folder / value)
+    return relative_to(folder, value)
 
 
 def lay_over(tree: dict[str, Any], over: dict[str, Any]) -> None:

@@ -50,7 +50,10 @@ def check_source(source: SourceConfig) -> None:
             f"{path}: files of the kind {path.suffix!r} are not read; give a .jsonl, .json or .parquet file, or a folder of them"
         )
     if not path.is_file():
-        raise UserError(f"no data file {path}; give the path of a .jsonl, .json or .parquet file, or of a folder")
+        where = "" if path.is_absolute() else f", neither beside the configuration nor in {Path.cwd()}"
+        raise UserError(
+            f"no data file {path}{where}; give the path of a .jsonl, .json or .parquet file, or of a folder"
+        )
     if source.subset is not None or source.split is not None:
         raise UserError(f"{path} is one file, without subsets and splits; remove `subset` and `split` of this source")
 
