@@ -110,7 +110,7 @@ CONFIGURATION = {
     "placement=everywhere": r"no placement is called 'everywhere'. Known: colocate",
     "roles.critc.learning_rate=1e-5": r"roles.critc: flow grpo has no model of this role. Known: actor, reference",
     "trainer.surplus=keep": r"trainer.surplus=keep .* write trainer.max_staleness=1 or trainer.surplus=drop",
-    "data.train=none.jsonl": r"no data file none.jsonl; give the path of a .jsonl, .json or .parquet file, or of a folder",
+    "data.train=none.jsonl": r"no data file none.jsonl, neither beside the configuration nor in /.*; give the path of a",
     "data.train=none.csv": r"none.csv: files of the kind '.csv' are not read; give a .jsonl, .json or .parquet file",
     "data.eval.test=none.jsonl": r"no data file none.jsonl",
     "data.train.convert=gsm": r"'data.train.convert=gsm': 'train' holds a value",
@@ -184,6 +184,33 @@ def test_a_model_that_cannot_be_trained_is_named_before_it_loads(
         refusal("train", config, f"model={other}", *dry)
         == f"model: {other} is a GPT2Model, which is not supported; use Qwen2, Qwen3 or Llama"
     )
+
+
+def test_a_run_whose_every_trajectory_fails_ends_with_the_first_failure(workshop: Workshop, refusal: Refusal) -> None:
+    (workshop.folder / "broken.py").write_text("def board(texts, example):\n    raise KeyError('no board')\n")
+    config = workshop.config_file(rollout={"environment": "broken.py:board"}, reward={"max_failed_steps": 2})
+    found = refusal("train", config)
+    assert (
+        found.startswith("step 2: every trajectory of 2 steps in a row came to nothing. The first: ")
+        and "no board" in found
+    )
+
+
+def test_what_this_machine_lacks_ends_a_run_in_one_line_and_is_said_by_a_dry_run(
+    workshop: Workshop, refusal: Refusal, command: Braid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    bare = workshop.folder / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    config = workshop.config_file(rollout={"engine": "vllm", "python": str(bare)})
+    missing = f"rollout.engine=vllm: {bare} has no package vllm; name an interpreter that has it by rollout.python, or see docs/rollout.md"
+    assert refusal("train", config) == missing
+    assert "is no interpreter that can be run" in refusal("train", config, "rollout.python=/nowhere/python")
+    code, shown, errors = command("train", config, "--dry-run", "device=cuda")
+    assert code == 0, errors
+    said = [line for line in shown.splitlines() if line.startswith("here the run would end: ")]
+    assert len(said) == 2 and "device=cuda: torch sees no CUDA device here" in said[0] and said[1].endswith(missing)
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])
@@ -324,14 +351,18 @@ def test_debug_shows_where_a_mistake_was_noticed(workshop: Workshop, command: Br
         command("--debug", "train", workshop.config_file(), "trainer.stepz=3")
 
 
-@pytest.mark.parametrize(("verifier", "reason"), [("always_wrong", "all wrong"), ("always_right", "all correct")])
+@pytest.mark.parametrize(
+    ("verifier", "reason", "score"), [("always_wrong", "all wrong", -1), ("always_right", "all correct", 1)]
+)
 def test_a_reward_that_is_always_the_same_ends_dynamic_sampling_with_that_explanation(
-    workshop: Workshop, refusal: Refusal, verifier: str, reason: str
+    workshop: Workshop, refusal: Refusal, verifier: str, reason: str, score: int
 ) -> None:
     data = write_jsonl(workshop.folder / "few.jsonl", sums(10))
     reward = {"verify": f"{workshop.folder}/verifiers.py:{verifier}"}
     found = refusal("train", workshop.config_file(flow="dapo", reward=reward), f"data.train={data}")
-    assert f"dropped every one of 10 groups in a row, a whole epoch ({reason}: 10)" in found, found
+    assert f"dropped every one of 10 groups in a row, a whole epoch ({reason}: 10; every score was {score})" in found, (
+        found
+    )
     assert "whose answers all have the same score teaches nothing" in found and "check reward.verify" in found
 
 

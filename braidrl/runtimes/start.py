@@ -24,7 +24,7 @@ from braidrl.runtimes.eager import EagerBackend
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.engines import own_engines
 from braidrl.runtimes.interrupts import Interrupts
-from braidrl.runtimes.prepare.checks import check_device
+from braidrl.runtimes.prepare.checks import check_machine
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.streaming.groups import check_streaming
 from braidrl.runtimes.streaming.program import StreamingProgram
@@ -158,7 +158,7 @@ def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, pla
         )
     check_partial_responses(config, flow)
     if not planned:
-        check_device(config)
+        check_machine(config)
     devices = device_count(config.device)
     if config.runtime == "eager" and devices is not None and not (planned and devices == 0):
         own_devices(devices, own_engines(config), config.rollout.tensor)

@@ -22,7 +22,7 @@ OFFLOADED = "cuda/checks.py:test_what_is_offloaded_leaves_the_device_and_the_hos
 PLANNED = "placement/plan/test_search.py:test_mixed_kinds_put_each_set_on_one_kind"
 
 COVERED = {
-    "runtimes/prepare/checks.py:check_device": "test_bad_input.py:test_a_mistake_in_the_configuration_is_named",
+    "runtimes/prepare/checks.py:lacking": "test_bad_input.py:test_a_mistake_in_the_configuration_is_named",
     "algorithms/ragged.py:Ragged.__post_init__": RECIPES,
     "algorithms/ragged.py:Ragged.take": RECIPES,
     "cluster/devices.py:choose_device": RECIPES,

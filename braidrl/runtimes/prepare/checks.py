@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from braidrl.models.role_settings import (
     model_path,
     own_settings,
 )
+from braidrl.observe.tracker_logins import missing_login
 from braidrl.observe.trackers import TRACKERS, check_installed
 from braidrl.placement.pools import NAMES as PLACEMENTS
 from braidrl.placement.pools import Pool
@@ -76,13 +79,44 @@ def check_names(config: Config) -> None:
         check_installed(tracker.name)
 
 
-def check_device(config: Config) -> None:
-    """Raise UserError for CUDA where this machine computes and has none; machines of a cluster see for themselves."""
+def check_machine(config: Config) -> None:
+    """Raise UserError for the first thing that this machine lacks."""
+    for line in lacking(config):
+        raise UserError(line)
+
+
+def lacking(config: Config) -> list[str]:
+    """Return a line for each thing that this machine lacks, where it computes; machines of a cluster see for themselves."""
+    lines = [line for tracker in config.trackers if (line := missing_login(tracker))]
     elsewhere = config.cluster.launcher == "ray" or config.cluster.address or "RAY_ADDRESS" in os.environ
-    if config.device == "cuda" and not elsewhere and not device_count(config.device):
-        raise UserError(
+    if elsewhere:
+        return lines
+    if config.device == "cuda" and not device_count(config.device):
+        lines.append(
             "device=cuda: torch sees no CUDA device here; write device=auto or device=cpu, or look at what `braid doctor` says"
         )
+    if config.rollout.engine == "vllm" and not has_package("vllm", config.rollout.python):
+        lines.append(
+            f"rollout.engine=vllm: {config.rollout.python or sys.executable} has no package vllm; name an interpreter that has it by "
+            "rollout.python, or see docs/rollout.md"
+        )
+    if config.runtime == "hybrid" and not has_package("ray"):
+        lines.append("runtime=hybrid needs Ray, which is not installed; run `pip install 'braidrl[ray]'`")
+    return lines
+
+
+def has_package(name: str, python: Path | None = None) -> bool:
+    """Return whether an interpreter, by default this one, has a package; nothing is imported. Raises UserError for no interpreter."""
+    if python is None:
+        return importlib.util.find_spec(name) is not None
+    asked = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
+    try:
+        return (
+            subprocess.run([str(python.expanduser()), "-c", asked], stdin=subprocess.DEVNULL, check=False).returncode
+            == 0
+        )
+    except OSError:
+        raise UserError(f"rollout.python: {python} is no interpreter that can be run") from None
 
 
 def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:

@@ -14,6 +14,7 @@ from braidrl.models.role_settings import usual_max_tokens
 from braidrl.placement.memory import CACHE, ENGINE, GIB, INFERENCE, Footprint, asleep, assets, footprint, in_units, peak
 from braidrl.placement.residency import Asset, needed_assets, residency_plan, sizes_during
 from braidrl.runtimes.generating.engines import generation_layout, pools_ranks
+from braidrl.runtimes.prepare.checks import lacking, without_effect
 from braidrl.runtimes.prepare.devices import DeviceGroup, device_groups, device_table
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import Prepared, prepare
@@ -87,7 +88,8 @@ def show(
         if moved:
             names = ", ".join(f"{asset.role} {asset.part}" for asset in moved)
             console.print(f"waits in host memory while other roles need the room: {names}", soft_wrap=True)
-    for line in [*device_lines(device_table(prepared)), *chosen, *batch_lines(config)]:
+    here = [f"here the run would end: {line}" for line in lacking(config)]
+    for line in [*device_lines(device_table(prepared)), *chosen, *without_effect(config), *batch_lines(config), *here]:
         console.print(line, soft_wrap=True)
 
 

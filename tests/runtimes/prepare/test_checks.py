@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from braidrl.config import parse_config
-from braidrl.runtimes.prepare.checks import without_effect
+from braidrl.runtimes.prepare.checks import lacking, without_effect
 from tests.tiny import Workshop
 
 
@@ -32,6 +33,25 @@ def test_a_setting_that_a_runtime_does_not_use_is_named_in_a_line(
 ) -> None:
     lines = without_effect(parse_config(workshop.tree(**sections)))
     assert [line.startswith(words) for line, words in zip(lines, expected, strict=True)] == [True] * len(expected)
+
+
+def test_a_tracker_without_a_login_is_said_in_a_line(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    config = parse_config(workshop.tree(trackers=["tensorboard", "wandb"]))
+    (line,) = lacking(config)
+    assert line.startswith(
+        "trackers=wandb: there is no login for api.wandb.ai; run `wandb login`, set WANDB_API_KEY, or"
+    )
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    assert lacking(config) == []
+    monkeypatch.setenv("WANDB_BASE_URL", "https://metrics.example.org:8080")
+    assert "no login for metrics.example.org" in lacking(config)[0]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert lacking(config) == []
 
 
 def test_a_run_says_so_before_its_first_step(workshop: Workshop, capfd: pytest.CaptureFixture[str]) -> None:
