@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 import braidrl.flow
 from braidrl.cli import app
+from braidrl.data.rows import FinishReason
 from braidrl.flow.recipes import load_flow
 from braidrl.observe.metrics import REQUIRED_KEYS, read_metrics
+from braidrl.observe.rollouts import rollout_path
 from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verifiers import VERIFIERS
+from braidrl.rollout.episodes.endpoint import MOST_STOPS, UNSUPPORTED, USUAL
 from braidrl.rollout.episodes.environments import environments
 from tests.tiny import ROOT, Workshop, load_module
 
@@ -22,7 +27,7 @@ DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 
 
-@pytest.mark.parametrize("name", ["write_configuration", "write_catalogue", "write_messages"])
+@pytest.mark.parametrize("name", ["write_configuration", "write_catalogue", "write_messages", "write_families"])
 def test_a_page_made_from_the_code_is_what_its_script_writes(name: str) -> None:
     script = load_module(DOCS / f"{name}.py")
     assert script.PAGE.read_text() == script.page(), f"run: python docs/{name}.py"
@@ -48,6 +53,31 @@ def test_the_metrics_page_explains_every_key_that_a_run_writes(workshop: Worksho
         for key in re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)
     ]
     assert not {name for name in written if not any(re.fullmatch(pattern, name) for pattern in patterns)}
+
+
+def test_the_page_of_recorded_rollouts_has_every_column_and_finish_reason(workshop: Workshop) -> None:
+    page = (DOCS / "recorded-rollouts.md").read_text()
+    named = set(re.findall(r"`([A-Za-z_.]+)`", "".join(line for line in page.splitlines() if line.startswith("| `"))))
+    several = {"verify": [f"{workshop.folder}/verifiers.py:starts_even", "gsm8k"]}
+    written = set()
+    for name, more in (("ppo", {"algorithm": {"reward": "verify"}}), ("dapo", {"reward": several})):
+        run = workshop.run(name, flow=name, trainer={"steps": 1}, **more)
+        written |= set(pq.read_schema(rollout_path(run, 1)).names)
+    patterns = [re.escape(name).replace("NAME", ".+").replace("INTO", ".+") for name in named]
+    assert not {name for name in written if not any(re.fullmatch(pattern, name) for pattern in patterns)}
+    assert all(f"| {reason.value} | `{reason.name}` |" in page for reason in FinishReason)
+
+
+def test_the_readmes_install_has_what_its_runtimes_and_data_need() -> None:
+    (extras,) = re.findall(r"pip install -c constraints.txt -e '\.\[(.*?)\]'", (ROOT / "README.md").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [package for extra in extras.split(",") for package in project["optional-dependencies"][extra]]
+    assert {re.split("[^a-z]", package)[0] for package in asked} == {"datasets", "ray"}
+
+
+def test_the_endpoints_page_has_every_field_that_is_refused() -> None:
+    page = (DOCS / "endpoint.md").read_text()
+    assert all(f"`{name}`" in page for name in (*UNSUPPORTED, *USUAL)) and f"up to {MOST_STOPS}" in page
 
 
 def test_every_verifier_and_command_is_named_where_one_looks_for_it() -> None:
