@@ -92,12 +92,8 @@ def test_rows_can_be_read_as_text_and_a_mistake_says_what_is_missing(
         asked = session.texts(prompts)
         assert len(asked) == 16 and all(text.prompt.endswith("=") and text.response == "" for text in asked)
         rows = session.actor.generate(prompts)
-        texts, index = session.texts(rows), session.index(rows)
+        texts = session.texts(rows)
         assert [text.prompt for text in texts] == [text.prompt for text in asked]
-        # The tests' tokenizer has a token for each character.
-        assert all(
-            0 < len(t.response) <= n for t, n in zip(texts, index["action_tokens"].tolist(), strict=True) if t.response
-        )
         assert any(text.response for text in texts)
         none = session.backend.take(rows, [])
         for mistake, message in (
