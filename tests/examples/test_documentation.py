@@ -19,8 +19,9 @@ from braidrl.observe.metrics import REQUIRED_KEYS, read_metrics
 from braidrl.observe.rollouts import rollout_path
 from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verifiers import VERIFIERS
-from braidrl.rollout.episodes.endpoint import MOST_STOPS, UNSUPPORTED, USUAL
+from braidrl.rollout.episodes.endpoint import PROTOCOLS
 from braidrl.rollout.episodes.environments import environments
+from braidrl.rollout.episodes.openai_api import LIMITS, MOST_STOPS, UNSUPPORTED, USUAL
 from tests.tiny import ROOT, Workshop, load_module
 
 DOCS = ROOT / "docs"
@@ -77,7 +78,8 @@ def test_the_readmes_install_has_what_its_runtimes_and_data_need() -> None:
 
 def test_the_endpoints_page_has_every_field_that_is_refused() -> None:
     page = (DOCS / "endpoint.md").read_text()
-    assert all(f"`{name}`" in page for name in (*UNSUPPORTED, *USUAL)) and f"up to {MOST_STOPS}" in page
+    assert all(f"`{name}`" in page for name in (*UNSUPPORTED, *USUAL, *LIMITS)) and f"up to {MOST_STOPS}" in page
+    assert all(f"`POST {path}`" in page for path in PROTOCOLS)
 
 
 def test_every_verifier_and_command_is_named_where_one_looks_for_it() -> None:
