@@ -134,7 +134,7 @@ class Session(AbstractContextManager["Session"]):
         flow, modelled = self.prepared.flow, self.prepared.roles()
         if stage.kind in (Kind.GENERATE, Kind.INFER, Kind.TRAIN) and stage.role not in modelled:
             raise UserError(
-                f"{stage.name}: {stage.role} has no model in the flow {flow.name}; there are {', '.join(modelled)}"
+                f"{stage.name}: {stage.role} has no model in the flow {flow.name}; use {', '.join(modelled)}, or another flow"
             )
         if is_optimized(stage) and stage.role not in flow.trained_roles:
             raise UserError(
@@ -147,7 +147,7 @@ class Session(AbstractContextManager["Session"]):
 
     def _check_open(self) -> None:
         if self.closed:
-            raise UserError("the session is closed; what runs stages stands inside `with Session(config) as session:`")
+            raise UserError("the session is closed; write what runs stages inside `with Session(config) as session:`")
 
     def _train(self, stage: Stage, rows: Table) -> None:
         table = self.controller.ordered(rows)

@@ -108,7 +108,7 @@ def test_rows_can_be_read_as_text_and_a_mistake_says_what_is_missing(
             ),
             (
                 lambda: session.reward.score(rows),
-                "reward.score: reward has no model in the flow grpo; there are actor, ",
+                "reward.score: reward has no model in the flow grpo; use actor, ",
             ),
             (lambda: session.actor.generat(rows), "actor has no stage 'generat'. Did you mean 'generate'?"),
         ):
