@@ -118,12 +118,32 @@ def needed(generated: Rows, outcome: Selection, surplus: str) -> Rows:
 
 
 class Position(NamedTuple):
-    """What a checkpoint holds beside the weights: the states of loader and selection, tables of surplus rows, states of stages."""
+    """What a checkpoint holds beside the weights: the states of loader and selection, tables of surplus rows, states of stages.
+
+    `begun` are the batches that come next and were begun by older weights; who does not know of them begins them again.
+    """
 
     loader: dict[str, Any]
     sampling: dict[str, Any]
     surplus: list[Any]
     stages: dict[str, State]
+    begun: Sequence["BegunBatch"] = ()
+
+
+@dataclass(frozen=True)
+class BegunBatch:
+    """The batch of an iteration whose rows are drawn before the weights are there that it is trained on.
+
+    `table` is the batch where it is recorded, and `left_out` the index columns of rows that were generated for it and dropped: each a
+    table, or the file that holds it in a checkpoint. `after` is where the run stands between this batch and the next one.
+    """
+
+    iteration: int
+    table: Any
+    left_out: Any
+    outcome: Selection
+    reports: list[dict[str, Any]]
+    after: Position
 
 
 class Controller(Protocol[T]):
@@ -153,6 +173,9 @@ class Controller(Protocol[T]):
 
     def position(self) -> Position:
         """Return where a run resumes from after the last finished iteration."""
+
+    def begun_ahead(self) -> list[BegunBatch]:
+        """Wait until rows are drawn that older weights have begun, and return their batches; a checkpoint keeps no older weights."""
 
     def restore(self, position: Position) -> None:
         """Go on from a checkpoint's position; its weights are loaded by the backend afterwards."""

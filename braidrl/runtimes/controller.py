@@ -17,7 +17,7 @@ from braidrl.flow.batches import update_plan
 from braidrl.flow.compute import State, initial_states, next_state, with_state
 from braidrl.flow.selecting import SURPLUS, UNFINISHED, GroupSelector, Verdict, scores_by_group
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.backend import IterationResult, Position, SerialBackend, T, needed
+from braidrl.runtimes.backend import BegunBatch, IterationResult, Position, SerialBackend, T, needed
 from braidrl.runtimes.generating.early_stop import Segment, segment_of
 from braidrl.runtimes.generating.partial import to_the_end
 
@@ -74,6 +74,10 @@ class SerialController(Generic[T]):
     def position(self) -> Position:
         kept = [*self.surplus, *self.unfinished]
         return Position(self.loader.state(), self.sampling.state(), kept, dict(self.states))
+
+    def begun_ahead(self) -> list[BegunBatch]:
+        """Return no batches: each begins when the one before it is over."""
+        return []
 
     def run_with_state(self, stage: Stage, table: T, iteration: int, sums: Sums) -> tuple[T, State]:
         """Return the table with the stage's columns, and the stage's state for the next iteration; empty for most stages."""

@@ -5,6 +5,7 @@ configuration ──prepare──▶ flow, data, models ──▶ each step: run
 
 import time
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def _save(self, state: RunState) -> None:
         if self.saved_step != state.step:
-            self.checkpoints.save(state, self.backend)
+            self.checkpoints.save(replace(state, begun=self.controller.begun_ahead()), self.backend)
             self.saved_step = state.step
 
     def _restore(self, checkpoint: tuple[Path, RunState]) -> None:
@@ -257,7 +258,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.step = self.saved_step = state.step
         self.version = state.version
         surplus = [self.backend.read(Surplus(path)) for path in state.surplus]
-        self.controller.restore(Position(state.loader, state.sampling, surplus, state.stages))
+        self.controller.restore(Position(state.loader, state.sampling, surplus, state.stages, state.begun))
         self.backend.load(folder, state.version)
 
 

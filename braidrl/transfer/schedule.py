@@ -115,6 +115,37 @@ class StreamSchedule:
             self._goes_on_in(group, self.opened + 1)
         self._decide_generated(self.going_on)
 
+    def put_back(self, versions: Mapping[Uid, int]) -> None:
+        """Let the next batch of a checkpoint be known, whose rows, of these versions, have come through the recorded stages."""
+        self.opened += 1
+        batch = self.batches[self.opened] = TrainingBatch.planned(self.flow, self.sizes, self.opened)
+        uids = sorted(versions, key=lambda uid: uid[1:])
+        self._be_born(uids, self.opened)
+        self.versions.update(versions)
+        for uid in uids:
+            self.rows_of.setdefault(uid[1], []).append(uid)
+        for place, group in enumerate(dict.fromkeys(uid[1] for uid in uids)):
+            self._join_group(batch, group, place, place)
+        batch.is_known = True
+        for stage in self.flow.stages[: self.flow.recorded_stages]:
+            written = self.tasks.written[stage.name]
+            self._leave_out(stage.name, [uid for uid in uids if uid not in written])
+
+    def older_batches(self) -> list[int]:
+        """Return the batches from the next one to the last that is open or known and has rows which older weights have begun."""
+        begun = (self._begun_with(group) for group in self.iteration_of)
+        older = [
+            iteration
+            for iteration, version in zip(self.iteration_of.values(), begun, strict=True)
+            if iteration <= self.opened and version is not None and version < self.published
+        ]
+        return list(range(self.published + 1, max(older, default=0) + 1))
+
+    def is_drawn(self, iteration: int) -> bool:
+        """Return whether all rows of a batch have come through the stages at whose end they are recorded."""
+        batch = self.batches[iteration]
+        return all(self._is_through(stage.name, batch) for stage in self.flow.stages[: self.flow.recorded_stages])
+
     # Admission
 
     def groups_wanted(self, engine_version: int) -> int:
@@ -394,20 +425,24 @@ class StreamSchedule:
     def _join(self, batch: TrainingBatch) -> None:
         """Let groups join a batch that are sure to be in it, and updates that are sure to be theirs."""
         for group, least, largest in self.sampling.members():
-            uids = self.rows_of[group]
-            if group not in batch.joined:
-                batch.joined[group] = False
-                batch.uids += uids
-                self.iteration_of[group] = batch.iteration
-                for stage in self.flow.stages:
-                    if stage.kind is not Kind.TRAIN:
-                        self.tasks.move(Consumer(stage.name), uids, (batch.iteration, 1))
-                self._skip(self.flow.stages[len(self.segment) :], uids)
-            if not batch.joined[group] and (numbers := batch.sure_updates(least, largest)) is not None:
-                batch.joined[group] = True
-                for consumer, uid, table in batch.enter_updates(uids, numbers):
-                    self.tasks.move(consumer, [uid], table)
+            self._join_group(batch, group, least, largest)
         self._hold_back(batch.iteration)
+
+    def _join_group(self, batch: TrainingBatch, group: int, least: int, largest: int) -> None:
+        """Let a group be in a batch, and in updates if they are the same for every place from `least` to `largest`."""
+        uids = self.rows_of[group]
+        if group not in batch.joined:
+            batch.joined[group] = False
+            batch.uids += uids
+            self.iteration_of[group] = batch.iteration
+            for stage in self.flow.stages:
+                if stage.kind is not Kind.TRAIN:
+                    self.tasks.move(Consumer(stage.name), uids, (batch.iteration, 1))
+            self._skip(self.flow.stages[len(self.segment) :], uids)
+        if not batch.joined[group] and (numbers := batch.sure_updates(least, largest)) is not None:
+            batch.joined[group] = True
+            for consumer, uid, table in batch.enter_updates(uids, numbers):
+                self.tasks.move(consumer, [uid], table)
 
     def _expected(self, groups: Sequence[int]) -> dict[int, Sequence[int]]:
         """Return for each iteration those of the next groups that it should need: their rows must be young enough for it."""

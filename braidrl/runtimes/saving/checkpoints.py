@@ -8,16 +8,17 @@ step N + 2 ◀──error?───┘
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from braidrl.config import Config
 from braidrl.errors import UserError, first_line
+from braidrl.flow.selecting import Selection
 from braidrl.models.checkpoint import Write
-from braidrl.runtimes.backend import Backend
+from braidrl.runtimes.backend import Backend, BegunBatch, Position
 from braidrl.runtimes.saving.background import TROUBLES, BackgroundWriter, write
 from braidrl.runtimes.saving.folders import (
     begin_whole,
@@ -35,13 +36,14 @@ from braidrl.runtimes.saving.manifest import MANIFEST, damage, write_manifest
 
 FORMAT = 2
 """Since 2 a checkpoint has a manifest, which is checked; 1 is read as it is."""
+LEFT_OUT = "-left-out"
 
 
 @dataclass(frozen=True)
 class RunState:
     """The run after `step` complete iterations; the same under every runtime.
 
-    `surplus` are tables of the backend, or the files that hold them in a checkpoint.
+    `surplus` are tables of the backend, or the files that hold them in a checkpoint, and so are the tables of batches that are `begun`.
     """
 
     step: int
@@ -50,6 +52,7 @@ class RunState:
     sampling: dict[str, Any]
     surplus: list[Any] = field(default_factory=list)
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
+    begun: Sequence[BegunBatch] = field(default_factory=list)
 
 
 class Checkpoints:
@@ -85,13 +88,13 @@ class Checkpoints:
         path = checkpoint_folder(self.run, state.step)
         if not self.first:
             parts = backend.copy_for_saving(partial_path(path))
-            save_surplus(path, state, backend)
+            save_rows(path, state, backend)
             self._writing.begin(parts)
             return
         partial = begin_whole(path)
         with discarded_on_error(partial):
             parts = backend.copy_for_saving(partial)
-            save_surplus(partial, state, backend)
+            save_rows(partial, state, backend)
             write_state(partial, state)
         self._writing.begin([lambda: self._finish(path, parts, state.step)])
 
@@ -121,27 +124,37 @@ def save_checkpoint(run: Path, state: RunState, backend: Backend[Any], keep_last
     """
     if not write:
         backend.save(partial_path(checkpoint_folder(run, state.step)))
-        save_surplus(checkpoint_folder(run, state.step), state, backend)
+        save_rows(checkpoint_folder(run, state.step), state, backend)
         return
     with whole_folder(checkpoint_folder(run, state.step)) as folder:
         backend.save(folder)
-        save_surplus(folder, state, backend)
+        save_rows(folder, state, backend)
         write_state(folder, state)
         write_manifest(folder)
     finish_checkpoint(run, state.step, keep_last)
 
 
-def save_surplus(folder: Path, state: RunState, backend: Backend[Any]) -> None:
-    """Put the rows that no batch has had room for into a checkpoint."""
+def save_rows(folder: Path, state: RunState, backend: Backend[Any]) -> None:
+    """Put the rows that no batch has had room for, and those of batches that are begun, into a checkpoint."""
     for number, table in enumerate(state.surplus):
         backend.save_rows(surplus_path(folder, number), table)
+    for number, batch in enumerate(state.begun):
+        backend.save_rows(begun_path(folder, number), batch.table)
+        backend.save_rows(begun_path(folder, number, LEFT_OUT), batch.left_out)
+        for other, table in enumerate(batch.after.surplus):
+            backend.save_rows(begun_path(folder, number, f"-surplus-{other}"), table)
 
 
 def write_state(folder: Path, state: RunState) -> None:
     """Write counters and states into a checkpoint."""
     plain = {"format": FORMAT, "step": state.step, "version": state.version, "surplus": len(state.surplus)}
     parts = {"loader": state.loader, "sampling": state.sampling, "stages": state.stages}
-    (folder / "state.json").write_text(json.dumps({**plain, **parts}))
+    begun = [
+        {"iteration": batch.iteration, "outcome": asdict(batch.outcome), "reports": batch.reports}
+        | {"loader": batch.after.loader, "sampling": batch.after.sampling, "surplus": len(batch.after.surplus)}
+        for batch in state.begun
+    ]
+    (folder / "state.json").write_text(json.dumps({**plain, **parts, "begun": begun}))
 
 
 def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
@@ -186,9 +199,23 @@ def load_checkpoint(folder: Path) -> tuple[Path, RunState]:
     if state.get("format") not in (1, FORMAT):
         raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads 1 and {FORMAT}")
     surplus = [surplus_path(folder, number) for number in range(state["surplus"])]
+    begun = [begun_batch(folder, number, known) for number, known in enumerate(state.get("begun", []))]
     return folder, RunState(
-        state["step"], state["version"], state["loader"], state["sampling"], surplus, state.get("stages", {})
+        state["step"], state["version"], state["loader"], state["sampling"], surplus, state.get("stages", {}), begun
     )
+
+
+def begun_batch(folder: Path, number: int, known: Mapping[str, Any]) -> BegunBatch:
+    """Return a batch that was begun before a checkpoint, with the files of its tables and what the checkpoint's state has of it."""
+    surplus = [begun_path(folder, number, f"-surplus-{other}") for other in range(known["surplus"])]
+    after = Position(known["loader"], known["sampling"], surplus, {})
+    outcome = Selection(**{name: v if name == "dropped" else tuple(v) for name, v in known["outcome"].items()})
+    table, left_out = begun_path(folder, number), begun_path(folder, number, LEFT_OUT)
+    return BegunBatch(known["iteration"], table, left_out, outcome, known["reports"], after)
+
+
+def begun_path(folder: Path, number: int, part: str = "") -> Path:
+    return folder / f"begun-{number}{part}.rows"
 
 
 def surplus_path(folder: Path, number: int) -> Path:

@@ -17,6 +17,7 @@ from braidrl.flow import Flow, Stage
 from braidrl.flow.batches import Sizes
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
+from braidrl.runtimes.backend import BegunBatch
 from braidrl.runtimes.saving.background import check_written
 from braidrl.runtimes.saving.row_store import Origin, Recording, RowsBackend, RowStore, Surplus
 from braidrl.runtimes.streaming.control import ControlPlane
@@ -53,6 +54,8 @@ class StreamingBackend(RowsBackend):
         self.evaluating: Stream | None = None
         self.restored: tuple[dict[str, Any], list[Rows]] = {}, []
         """The selection state and the rows of a checkpoint whose weights are about to be loaded."""
+        self.begun: list[BegunBatch] = []
+        """Its batches that are begun."""
         self.counted_bytes = 0
 
     def read(self, origin: Origin) -> Rows:
@@ -95,6 +98,8 @@ class StreamingBackend(RowsBackend):
         self._carry_out({"do": "load", "folder": str(folder.resolve()), "version": version})
         with self.control.changed:
             self.stream.resume(version, *self.restored, self.control.data.write_rows)
+            for batch in self.begun:
+                self.stream.put_back(batch, self.control.data.write_rows)
             self.control.loading.target = self.control.allowed = version
         self.control.notify()
 

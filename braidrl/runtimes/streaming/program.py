@@ -8,6 +8,7 @@ loader ──admit──▶ queue ◀──take, done── workers
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from braidrl.config import Config
@@ -18,14 +19,14 @@ from braidrl.flow import Flow
 from braidrl.flow.batches import Sizes, admissible, check_update_size
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
-from braidrl.runtimes.backend import IterationResult, Position, needed
+from braidrl.runtimes.backend import BegunBatch, IterationResult, Position, needed
 from braidrl.runtimes.prepare.setup import Prepared
-from braidrl.runtimes.saving.row_store import Admission
+from braidrl.runtimes.saving.row_store import Admission, Surplus
 from braidrl.runtimes.streaming.backend import LOOK_EVERY_S, StreamingBackend
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.groups import Group, check_streaming, most_out, older_groups, samplers_of, worker_groups
 from braidrl.runtimes.streaming.processes import Processes, worker_launcher
-from braidrl.runtimes.streaming.stream import IterationRecord, Report, Stream
+from braidrl.runtimes.streaming.stream import IterationRecord, Report, Stream, versions_of
 from braidrl.transfer.loading import LoadingSchedule
 from braidrl.transfer.queue.client import assembled
 from braidrl.transfer.queue.owner import StorageNode
@@ -119,12 +120,59 @@ class StreamingProgram:
             begun = self.opening.get(following) or self._current()
         return begun._replace(stages=self.stream.states_before(following))
 
+    def begun_ahead(self) -> list[BegunBatch]:
+        """Wait until rows are drawn that older weights have begun, and return their batches; what newer ones begin goes on."""
+        stream, loading = self.stream, self.control.loading
+        with self.progress.stage("generation") as bar:
+            while True:
+                with self.control.changed:
+                    numbers = stream.begun()
+                    if loading.target >= stream.schedule.published and all(map(stream.schedule.is_drawn, numbers)):
+                        return [self._begun(number) for number in numbers]
+                    self._show(bar)
+                self._admit()
+                self.wait()
+
+    def _begun(self, number: int) -> BegunBatch:
+        """Return a batch whose rows have come through the recorded stages, as a checkpoint keeps it."""
+        stream = self.stream
+        uids, record = stream.schedule.batches[number].uids, stream.record_of(number)
+        table = assembled(self.control.data, *stream.content(uids, stream.recorded_writers))
+        names = [name for name in table.index if all(name in rows for rows in record.generated)]
+        left_out = Rows.cat([rows.only(names) for rows in record.generated])
+        recorded = {stage.name for stage in stream.flow.stages[: stream.flow.recorded_stages]}
+        reports = [report for report in record.reports if report["stage"] in recorded]
+        assert record.outcome is not None, "its groups are known"
+        after = self.opening.get(number + 1) or self._current()
+        return BegunBatch(number, table, left_out, record.outcome, reports, after)
+
     def restore(self, position: Position) -> None:
         """Go on from a checkpoint's loader, selection, surplus rows and stages' states; `load` says after which iteration."""
-        self.loader.restore(position.loader)
-        self.backend.restored = position.sampling, position.surplus
+        begun = self._usable(position.begun)
+        befores = [position, *(batch.after for batch in begun)]
+        self.opening = {batch.iteration: before for batch, before in zip(begun, befores, strict=False)}
+        last = befores[-1]
+        self.loader.restore(last.loader)
+        self.backend.restored = last.sampling, last.surplus
+        self.backend.begun = begun
         known = self.stream.states.values
         known |= {name: dict(state) for name, state in position.stages.items() if name in known}
+
+    def _usable(self, begun: Sequence[BegunBatch]) -> list[BegunBatch]:
+        """Return batches of a checkpoint with their rows, up to one that is too old for a run that was given less staleness."""
+        found: list[BegunBatch] = []
+        for batch in begun:
+            table, left_out, *surplus = (
+                self.store.make(Surplus(path)) for path in (batch.table, batch.left_out, *batch.after.surplus)
+            )
+            after = batch.after._replace(surplus=surplus)
+            oldest = min(versions_of(table))
+            if batch.iteration > self.stream.schedule.sizes.iterations or not admissible(
+                batch.iteration, oldest, self.stream.schedule.sizes.max_staleness
+            ):
+                break
+            found.append(replace(batch, table=table, left_out=left_out, after=after))
+        return found
 
     def wait(self) -> None:
         """Wait until something changes at the queue, or shortly; raise what a worker, or the queue itself, has raised."""

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from braidrl.data.codec import encode
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.flow import Flow, Kind, Stage
@@ -15,6 +17,7 @@ from braidrl.flow.columns import ADMISSION
 from braidrl.flow.compute import State, initial_states, next_state
 from braidrl.flow.readiness import Uid, waits_for
 from braidrl.flow.selecting import GroupSelector, Selection, scores_by_group
+from braidrl.runtimes.backend import BegunBatch
 from braidrl.transfer.queue.requests import Answer
 from braidrl.transfer.queue.samplers import Sampler
 from braidrl.transfer.queue.table import Block, StoredPart, Table
@@ -126,16 +129,38 @@ class Stream:
         return [self.content(uids, writers[was]) for was, uids in ended.items() if uids]
 
     def restore(self, rows: Rows, block: Block | None) -> None:
-        """Put surplus rows of a checkpoint back as if their stages had written them here."""
-        uids = rows.uids()
-        segment = self.schedule.segment
-        checks = next((s.name for s in segment if s.type == "verify"), ADMISSION)
+        """Put rows of a checkpoint back as if their stages had written them here."""
+        uids, recorded = rows.uids(), self.flow.stages[: self.flow.recorded_stages]
+        checks = next((s.name for s in recorded if s.type == "verify"), ADMISSION)
         last: dict[str, str] = {name: ADMISSION if name in BORN_WITH else checks for name in rows}
-        for stage in segment:
+        for stage in recorded:
             last.update(dict.fromkeys((name for name in stage.writes if name in rows), stage.name))
         for writer in dict.fromkeys(last.values()):
             part = rows.only([name for name, chosen in last.items() if chosen == writer])
             self._write(writer, uids, part.index, block, tuple(part.payload))
+
+    def begun(self) -> list[int]:
+        """Return the batches that a checkpoint keeps: older weights have begun them, and what it does not keep is drawn again.
+
+        None of flows where a stage changes something for good, or waits for its turn, before rows are recorded, and none where rows
+        may be set aside: a checkpoint has all that are in work then.
+        """
+        recorded = self.flow.stages[: self.flow.recorded_stages]
+        waits = any(
+            s.state or s.kind is Kind.TRAIN or (s.kind is Kind.INFER and s.role in self.flow.changed_roles)
+            for s in recorded
+        )
+        return [] if waits or self.sets_aside else self.schedule.older_batches()
+
+    def put_back(self, batch: BegunBatch, put: Put) -> None:
+        """Let the next batch be one of a checkpoint, whose payload `put` lays down where workers can read it."""
+        rows: Rows = batch.table
+        self.schedule.put_back(dict(zip(rows.uids(), versions_of(rows), strict=True)))
+        record = self.record_of(self.schedule.opened)
+        record.outcome, record.reports = batch.outcome, list(batch.reports)
+        record.generated = [batch.left_out] if len(batch.left_out) else []
+        self.restore(rows, put(rows))
+        self._note_lengths(rows.uids(), rows.index)
 
     def read(self, stage: str, uids: Sequence[Uid]) -> tuple[Rows, list[dict[str, Any]]]:
         """Return what a stage works on: index columns, and where the payload that it declares lies."""
@@ -352,8 +377,19 @@ def unfinished_rows(rows: Rows) -> dict[Uid, UnfinishedRow]:
 
 def oldest(part: StoredPart) -> dict[Uid, int]:
     """Return the `version` column of what a generate stage wrote, in whatever namespace; nothing of other stages."""
-    name = next((name for name in part.index if name.rsplit(".", 1)[-1] == "version"), None)
+    name = next(filter(is_version, part.index), None)
     return dict(zip(part.rows, part.index[name].tolist(), strict=True)) if name else {}
+
+
+def versions_of(rows: Rows) -> list[int]:
+    """Return the oldest version that has generated each row."""
+    versions: list[int] = torch.stack([rows[name] for name in rows.index if is_version(name)]).amin(0).tolist()
+    return versions
+
+
+def is_version(name: str) -> bool:
+    """Return whether a column says which version has generated rows, in whatever namespace."""
+    return name.rsplit(".", 1)[-1] == "version"
 
 
 class StageStates:

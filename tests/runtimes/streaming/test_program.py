@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -18,7 +19,7 @@ from braidrl.errors import UserError, WorkerError
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import read_trace
 from braidrl.runtimes.run import TrainingRun
-from braidrl.runtimes.saving.folders import run_config
+from braidrl.runtimes.saving.folders import read_state, run_config
 from braidrl.runtimes.streaming.backend import StreamingBackend
 from braidrl.transfer.queue.owner import remove_abandoned
 from braidrl.transfer.queue.storage import PREFIX, shared_folder
@@ -349,16 +350,32 @@ def test_a_run_begun_in_one_process_goes_on_as_a_stream(workshop: Workshop, eage
     assert_same(eager("dapo"), first)
 
 
-def test_a_stale_run_with_surplus_resumes_with_every_row_still_trained_once(workshop: Workshop) -> None:
-    stale = {"max_staleness": 1, "surplus": "keep", "prompts_per_step": 2, "rows_per_update": 8}
-    first = stream(workshop, "resumed-stale", "dapo", steps=3, trainer=stale)
-    config = run_config(first)
-    trainer = config.trainer.model_copy(update={"steps": 6})
-    with TrainingRun(config.model_copy(update={"trainer": trainer}), resume=first) as run:
+@pytest.mark.parametrize(
+    ("flow", "stale"),
+    [
+        ("dapo", {"max_staleness": 1, "surplus": "keep", "prompts_per_step": 2}),
+        pytest.param("dapo", {"max_staleness": 1, "rows_per_update": 8}, marks=pytest.mark.soak),
+        pytest.param("grpo", {"max_staleness": 2}, marks=pytest.mark.soak),
+        pytest.param("ppo", {"max_staleness": 1}, marks=pytest.mark.soak),
+    ],
+)
+def test_a_stale_run_goes_on_from_a_checkpoint_with_the_rows_that_older_weights_had_begun(
+    workshop: Workshop, flow: str, stale: dict[str, Any]
+) -> None:
+    name = f"begun-{flow}-{'-'.join(map(str, stale.values()))}"
+    settings = {"checkpoint_every": 2, "keep_checkpoints": 9, **stale}
+    quiet = stream(workshop, f"{name}-quiet", flow, trainer=settings)
+    again = workshop.folder / name
+    shutil.copytree(quiet, again)
+    (again / "checkpoints" / "latest").write_text("step-2\n")
+    begun = read_state(again / "checkpoints" / "step-2")["begun"]
+    assert [batch["iteration"] for batch in begun] == list(range(3, 3 + stale["max_staleness"]))
+    with TrainingRun(run_config(again), resume=again) as run:
         run.train()
-    uids = [uid for step in range(1, 7) for uid in recorded(first, step).uids()]
-    assert len(uids) == len(set(uids)) == 6 * 8
-    assert max(line["staleness/max"] for line in read_metrics(first)) <= 1
+    assert_same(quiet, again)
+    uids = [uid for step in range(1, 6) for uid in recorded(again, step).uids()]
+    assert len(uids) == len(set(uids)) == 5 * len(recorded(again, 1))
+    assert max(line["staleness/max"] for line in read_metrics(again)) == stale["max_staleness"]
 
 
 def test_evaluation_is_the_same_as_in_one_process(workshop: Workshop) -> None:
