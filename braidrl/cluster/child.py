@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from braidrl.cluster.process import BEAT, BEAT_S, Failure, Outcome
 from braidrl.cluster.silence import named
 from braidrl.errors import BadUpdate, LostPeers, UserError, no_room
+from braidrl.observe.working import WORK
 
 FAILED = 1
 SPEAKING = threading.Lock()
@@ -61,13 +62,14 @@ def serve(connection: Connection) -> NoReturn:
 
 
 def beat(connection: Connection) -> None:
-    """Say each second that this process lives, as long as its starter reads it."""
+    """Say each second that this process lives, and if its work does not come further, as long as its starter reads it."""
     with contextlib.suppress(OSError):
         while True:
             time.sleep(BEAT_S)
             with SPEAKING:
                 if select.select((), [connection], (), 0)[1]:
-                    connection.send_bytes(BEAT)
+                    stall = WORK.stalled()
+                    connection.send_bytes(json.dumps(stall).encode() if stall else BEAT)
 
 
 def function_of(name: str) -> Callable[..., Any]:

@@ -36,6 +36,7 @@ from braidrl.cluster.groups import LOOPBACK
 from braidrl.cluster.process import BEAT, END_LIMIT_S, Outcome, Process, ProcessSpec, default_threads, environment_of
 from braidrl.cluster.silence import has_ended, keep_stack
 from braidrl.errors import WorkerError
+from braidrl.observe.working import Stall
 from braidrl.placement.pools import Pool
 
 BOOT = """
@@ -47,6 +48,8 @@ getattr(importlib.import_module(module), function)(descriptor)
 """
 BOOT_ELSEWHERE = BOOT.replace("sys.path[:] = path", "sys.path += [place for place in path if place not in sys.path]")
 """For the interpreter of another environment, whose own packages come first."""
+STALL = b"["
+"""Begins what a process says of work that does not come further; its last word is an object."""
 LOOK_EVERY_S = 0.02
 STARTING = threading.Lock()
 """Held while a copy of the fork server starts: threads would hide the main module from each other."""
@@ -61,6 +64,7 @@ class LocalProcess(Process):
         self.name, self.connection, self._pid = name, connection, pid
         self._outcome: Outcome | None = None
         self._heard, self._silent = time.monotonic(), ""
+        self._stall: Stall | None = None
         self.hung_up = False
         """True once nothing can come any more."""
 
@@ -82,17 +86,24 @@ class LocalProcess(Process):
         try:
             while self._outcome is None and not self.connection.closed and self.connection.poll():
                 message, self._heard = self.connection.recv_bytes(), time.monotonic()
-                if message != BEAT:
+                self._stall = Stall(*json.loads(message)) if message.startswith(STALL) else None
+                if message != BEAT and self._stall is None:
                     self._outcome = Outcome.decode(message)
         except (EOFError, OSError):
             self.hung_up = True
         return self._outcome
 
     def end_if_silent(self, limit_s: float, folder: Path | None = None) -> bool:
-        silence = 0.0 if self.outcome or not self.alive else time.monotonic() - self._heard
-        if silence <= limit_s:
+        if self.outcome or not self.alive:
             return False
-        self._silent = f"said nothing for {silence:.0f} s and was killed{keep_stack(self.pid, self.name, folder)}"
+        silence, stall = time.monotonic() - self._heard, self._stall
+        if silence > limit_s:
+            what = f"said nothing for {silence:.0f} s"
+        elif stall is not None and stall.seconds > limit_s:
+            what = f"made no progress in {stall.name} for {stall.seconds:.0f} s, where {stall.usual:.1f} s were the longest of late,"
+        else:
+            return False
+        self._silent = f"{what} and was killed{keep_stack(self.pid, self.name, folder)}"
         self.kill()
         return True
 

@@ -179,10 +179,10 @@ class Process(ABC):
 
     @abstractmethod
     def end_if_silent(self, limit_s: float, folder: Path | None = None) -> bool:
-        """Kill it where nothing was heard of it for too long, which `describe_end` says then.
+        """Kill it where nothing was heard of it, or of progress in its work, for too long, which `describe_end` says then.
 
         Args:
-            limit_s: How long, in seconds.
+            limit_s: How long, in seconds; for progress ten times the longest stretch without any of late where that is more.
             folder: The run's, for its stack.
 
         Returns:

@@ -27,6 +27,7 @@ from braidrl.cluster.devices import own_devices
 from braidrl.cluster.groups import join_group
 from braidrl.errors import LostPeers, first_line
 from braidrl.models.parallel.replicated import DataParallel
+from braidrl.observe.working import WORK
 
 HEAR_EVERY_S = 0.02
 """How often a rank looks for what is new; in between it is told nothing."""
@@ -121,7 +122,8 @@ class World:
         self._note(where)
         start = time.monotonic()
         try:
-            yield where
+            with WORK.waiting():
+                yield where
         except RuntimeError as error:
             if isinstance(error, LostPeers):
                 raise

@@ -87,7 +87,8 @@ class ClusterConfig(Section):
     start_limit_s: float = Field(300.0, gt=0)
     """Seconds for workers to start and load their models."""
     silence_s: float = Field(60.0, gt=0)
-    """Seconds after which a process that is stopped, or says nothing, is named and killed; another gets its work, or the run ends."""
+    """Seconds after which a process that is stopped, or says nothing, is named and killed; another gets its work, or the run ends. So is
+    one whose work does not come further for so long, and for ten times the longest that it took of late to come further."""
     wait_limit_s: float = Field(3600.0, gt=0)
     """Seconds without a word from a worker after which the run ends."""
 

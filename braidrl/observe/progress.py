@@ -17,6 +17,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from braidrl.observe.working import WORK
+
 SHOW_AFTER = 2.0
 REDRAW_EVERY = 0.1
 PLAIN_EVERY = 10.0
@@ -43,6 +45,7 @@ class Bar:
         self.tokens += tokens
         self.in_flight = self.in_flight if in_flight is None else in_flight
         self.total_rows = self.total_rows if total_rows is None else total_rows
+        WORK.advanced()
         self._changed()
 
     def count(self) -> str:

@@ -17,6 +17,7 @@ from braidrl.flow.batches import update_plan
 from braidrl.flow.compute import State, initial_states, next_state, with_state
 from braidrl.flow.selecting import SURPLUS, UNFINISHED, GroupSelector, Verdict, scores_by_group
 from braidrl.observe.metrics import Sums
+from braidrl.observe.working import WORK
 from braidrl.runtimes.backend import BegunBatch, IterationResult, Position, SerialBackend, T, needed
 from braidrl.runtimes.generating.early_stop import Segment, segment_of
 from braidrl.runtimes.generating.partial import to_the_end
@@ -221,7 +222,8 @@ class SerialController(Generic[T]):
     @contextmanager
     def timed(self, stage: Stage) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with WORK.on(stage.name):
+            yield
         self.seconds[stage.name] += time.perf_counter() - start
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from braidrl.cluster.groups import background_group, connect_store, join_group, mesh_of, subgroup
 from braidrl.cluster.world import World
 from braidrl.errors import LostPeers, UserError
+from braidrl.observe.working import WORK
 
 
 def words(world: World, task: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +71,16 @@ def echo(arguments: dict[str, Any]) -> Any:
             own = subprocess.Popen(["sleep", "60"])
             Path(arguments["path"]).write_text(str(own.pid))
             time.sleep(60)
+        case "stall":
+            stall_in_work()
     return {"told": arguments["how"]}
+
+
+def stall_in_work() -> None:
+    """Does three pieces of work and hangs in the fourth."""
+    for seconds in (0.0, 0.0, 0.0, 60.0):
+        with WORK.on("score"):
+            time.sleep(seconds)
 
 
 def left_alone(arguments: dict[str, Any]) -> None:

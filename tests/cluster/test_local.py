@@ -54,6 +54,17 @@ def test_a_process_whose_starter_hangs_up_cleans_up_and_ends(start: Start, tmp_p
     assert (tmp_path / "note").read_text() == "alone"
 
 
+def test_a_process_that_lives_and_does_not_come_further_is_named_with_its_stack(tmp_path: Path) -> None:
+    process = from_server(spec("stall"))
+    wait_until(lambda: process.end_if_silent(0.5, tmp_path))
+    said, _, stack = process.describe_end().partition("; its stack is in ")
+    process.close()
+    assert said.startswith("made no progress in score for ") and said.endswith(
+        "were the longest of late, and was killed"
+    )
+    assert "in stall_in_work" in Path(stack).read_text()
+
+
 def test_what_a_fresh_process_has_started_is_killed_with_it(tmp_path: Path) -> None:
     process = spawn(spec("sleep", tmp_path / "note"))
     wait_until(lambda: (tmp_path / "note").exists() and (tmp_path / "note").read_text() != "")

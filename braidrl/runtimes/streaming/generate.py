@@ -23,6 +23,7 @@ from braidrl.flow.readiness import Uid
 from braidrl.models.parallel.replicated import DataParallel
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import BusySpan
+from braidrl.observe.working import WORK, PieceOfWork
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.engine import Engine
 from braidrl.rollout.episodes.player import Episode
@@ -91,6 +92,7 @@ class GenerateLoop:
         """Of each row the response that was begun last: an engine draws one at a time."""
         self.ended: list[int] = []
         self.spans: dict[str, BusySpan] = {}
+        self.pieces: dict[str, PieceOfWork] = {}
         """Of each stage the stretch of time in which the engine has had rows of it."""
         self.crowd = 0
         """The most rows that it has had at once since it had none."""
@@ -146,6 +148,7 @@ class GenerateLoop:
         self.flight[lease], self.last[uid] = Flight(work, row, task), task
         if work.stage not in self.spans:
             self.spans[work.stage] = self.context.trace.begin(work.stage, work.iteration, self.version)
+            self.pieces[work.stage] = WORK.begin(work.stage)
         self.crowd = max(self.crowd, len(self.flight))
 
     async def _after(self, before: asyncio.Task[Ended] | None, generate: Coroutine[Any, Any, Ended]) -> Ended:
@@ -183,6 +186,7 @@ class GenerateLoop:
         for (name, unfinished), leases in alike.items():
             flights = [self.flight[lease] for lease in leases]
             results = [flight.task.result() for flight in flights]
+            WORK.advanced()
             rows = Rows.cat([flight.row for flight in flights])
             await asyncio.to_thread(self._write, self.context.stage(name), leases, rows, results, unfinished)
         self._forget(ended)
@@ -223,6 +227,7 @@ class GenerateLoop:
         left = {flight.work.stage for flight in self.flight.values()}
         for stage in self.spans.keys() - left:
             self.context.trace.end(self.spans.pop(stage))
+            WORK.end(self.pieces.pop(stage))
         self.crowd = self.crowd if self.flight else 0
 
     # Weights

@@ -15,6 +15,7 @@ from braidrl.cluster.devices import choose_device
 from braidrl.cluster.groups import connect_store, join_group, open_store
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import END_LIMIT_S, Failure, Launcher, Process, ProcessSpec
+from braidrl.cluster.ranks import tell
 from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.cluster.silence import mute_after
 from braidrl.cluster.world import World
@@ -123,7 +124,8 @@ class Processes:
         settings = self.config.streaming
         silent = self.control.silent(settings.lease_s + settings.wait_s)
         for member in self.members:
-            member.process.end_if_silent(mute_after(self.config.cluster.silence_s), self.folder)
+            if member.process.end_if_silent(mute_after(self.config.cluster.silence_s), self.folder):
+                tell(f"{member.process.name} {member.process.describe_end()}")
             if member.process.alive and member.holder in silent:
                 member.process.kill()
             if member.process.alive and member.is_late(self.control):

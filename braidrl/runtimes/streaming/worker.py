@@ -37,6 +37,7 @@ from braidrl.models.weights.weight_index import gather_weight_index
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.observe.trace import BusySpan, WorkerTrace
+from braidrl.observe.working import WORK
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.saving.background import BackgroundWriter
 from braidrl.runtimes.streaming.groups import Group
@@ -144,7 +145,12 @@ class StageLoop:
         return is_optimized(stage) and self.context.executor.objective(stage).needs_group_tokens
 
     def _do(self, work: WorkItem) -> None:
-        self.world.at(str(work.message.get("stage", work.kind)))
+        place = str(work.message.get("stage", work.kind))
+        self.world.at(place)
+        with WORK.on(f"{place} ({work.kind})"):
+            self._act(work)
+
+    def _act(self, work: WorkItem) -> None:
         if work.kind == "rows":
             stage = self.context.stage(work.stage)
             act = {Kind.TRAIN: self._forward_backward, Kind.SELECT: self._select}.get(stage.kind, self._forward)
