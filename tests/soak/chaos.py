@@ -1,9 +1,9 @@
 """Runs under faults that a seed draws: killed and frozen processes, garbage on sockets, damaged checkpoints; `make chaos` prints a table.
 
-each fault: a run ──at a random moment──▶ the fault ──▶ it goes on, or ends in a line ──resume──▶ the end
+a run ──at a random moment──▶ a fault ──▶ it goes on, or ends in a line ──resume──▶ the next fault, of each kind one ──▶ the end
             metrics, rows and leftovers are compared with an undisturbed run's
 
-    python -m tests.soak.chaos --faults 8 --seed 3 --runtimes eager distributed streaming hybrid --file faults.jsonl
+    python -m tests.soak.chaos --faults 20 --seed 3 --runtimes eager distributed streaming stale --file faults.jsonl
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,12 @@ from braidrl.runtimes.saving.folders import checkpoints_of
 from tests.leftovers import family, listening
 from tests.tiny import Workshop, braid, metrics_agree, recorded, sums, write_jsonl, write_model
 
-STEPS, SILENCE_S, LIMIT_S, RESUMES = 8, 5.0, 240.0, 4
+STEPS, SILENCE_S, LIMIT_S, RESUMES = 30, 5.0, 240.0, 4
 RUNTIMES: dict[str, dict[str, Any]] = {
     "eager": {"rollout": {"engines": 1}},
     "distributed": {"runtime": "distributed", "workers": 2},
     "streaming": {"runtime": "streaming", "streaming": {"workers": {"actor.generate": 2, "actor": 2}}},
+    "stale": {"runtime": "streaming", "streaming": {"workers": {"actor.generate": 2}}, "trainer": {"max_staleness": 1}},
     "hybrid": {"runtime": "hybrid", "workers": 2},
 }
 
@@ -57,7 +58,7 @@ class Row:
 
 
 class Chaos:
-    """A workshop, the undisturbed run of each runtime, and the draw of faults."""
+    """A workshop, the undisturbed runs, and the draw of faults."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         data = write_jsonl(folder / "train.jsonl", sums(24))
@@ -69,58 +70,50 @@ class Chaos:
 
     def config(self, name: str, runtime: str) -> Path:
         trainer = {"steps": STEPS, "checkpoint_every": 2, "deterministic": True, "keep_checkpoints": 3}
+        trainer |= RUNTIMES[runtime].get("trainer", {})
         cluster = {"silence_s": SILENCE_S, "wait_limit_s": 60}
-        more = {"trainer": trainer, "cluster": cluster, "dtype": "float64", "trackers": [], **RUNTIMES[runtime]}
+        more = {**RUNTIMES[runtime], "trainer": trainer, "cluster": cluster, "dtype": "float64", "trackers": []}
         return self.workshop.config_file(name, **more)
 
     def run(self, *arguments: Any) -> subprocess.Popen[str]:
         return braid(*arguments, folder=self.workshop.folder)
 
     def reference(self, runtime: str) -> Path:
-        """Return the undisturbed run of a runtime, which is made once."""
-        if runtime not in self.undisturbed:
-            process = self.run("train", self.config(f"quiet-{runtime}", runtime))
+        """Return the undisturbed run, which is made once: one in one process for all runtimes that train what was just drawn."""
+        kind = runtime if "trainer" in RUNTIMES[runtime] else "eager"
+        if kind not in self.undisturbed:
+            process = self.run("train", self.config(f"quiet-{kind}", kind))
             _, said = process.communicate(timeout=LIMIT_S)
             assert process.returncode == 0, said
-            self.undisturbed[runtime] = self.workshop.folder / f"quiet-{runtime}"
-        return self.undisturbed[runtime]
+            self.undisturbed[kind] = self.workshop.folder / f"quiet-{kind}"
+        return self.undisturbed[kind]
 
-    def one(self, number: int, runtime: str, fault: str) -> Row:
-        """Make one run with one fault, resume it until it is through, and compare."""
-        draw, reference = random.Random(f"{self.seed}/{number}"), self.reference(runtime)
-        folder, begun = self.workshop.folder / f"fault-{number}", time.monotonic()
-        process = self.run("train", self.config(folder.name, runtime))
-        seen, resumes, victim, troubles = set(descendants(process.pid)), 0, "", list[str]()
+    def one(self, first: int, runtime: str) -> list[Row]:
+        """Make one run that meets a fault of each kind, in an order that is drawn, and compare it; trouble is counted for each of them."""
+        draw, reference = random.Random(f"{self.seed}/{first}"), self.reference(runtime)
+        disturbed, met, troubles = Disturbed(self, f"faults-{first}", runtime), list[Row](), list[str]()
+        begun = time.monotonic()
         try:
-            wait_for(folder, draw.randrange(EARLIEST.get(fault, 0), STEPS - 1), process)
-            time.sleep(draw.random())
-            seen |= set(descendants(process.pid))
-            victim = FAULTS[fault](draw, process, folder)
-            while True:
-                code, said = self.ended(process, seen)
-                troubles += [f"a traceback: {said[-300:]!r}"] if "Traceback" in said else []
-                if code == 0 or resumes == RESUMES:
+            for fault in draw.sample(list(FAULTS), len(FAULTS)):
+                if not disturbed.until(disturbed.moment_for(fault, draw)):
                     break
-                resumes += 1
-                there = (folder / "config.yaml").exists()
-                again = ("--resume", folder, "--newest-whole") if there else (self.config(folder.name, runtime),)
-                process = self.run("train", *again)
-            troubles += [f"did not come through: {said[-300:]!r}"] if code else self.compared(folder, reference)
+                time.sleep(draw.random())
+                disturbed.look()
+                victim, resumes = FAULTS[fault](draw, disturbed.process, disturbed.folder), disturbed.resumes
+                met.append(Row(self.seed, first + len(met), runtime, fault, victim, resumes, 0.0, ""))
+            disturbed.until(lambda: False)
+            troubles += self.compared(disturbed.folder, reference)
         except (subprocess.TimeoutExpired, AssertionError) as error:
-            troubles.append(f"hung or ended too soon: {str(error)[:200]}")
+            troubles.append(f"hung or ended too soon: {str(error)[:300]}")
         finally:
-            process.kill()
-        troubles += self.leftovers(seen)
-        return Row(self.seed, number, runtime, fault, victim, resumes, time.monotonic() - begun, "; ".join(troubles))
-
-    def ended(self, process: subprocess.Popen[str], seen: set[int]) -> tuple[int, str]:
-        limit = time.monotonic() + LIMIT_S
-        while process.poll() is None and time.monotonic() < limit:
-            seen |= set(descendants(process.pid))
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.2)
-        _, said = process.communicate(timeout=10)
-        return process.returncode, said
+            disturbed.process.kill()
+        trouble = "; ".join([*troubles, *disturbed.troubles, *self.leftovers(disturbed.seen)])
+        ends = [*(row.resumes for row in met[1:]), disturbed.resumes]
+        seconds = (time.monotonic() - begun) / max(1, len(met))
+        return [
+            replace(row, resumes=end - row.resumes, seconds=seconds, trouble=trouble)
+            for row, end in zip(met, ends, strict=bool(met))
+        ]
 
     def compared(self, folder: Path, reference: Path) -> list[str]:
         """Return what differs from the undisturbed run: lines of metrics, rows of each step."""
@@ -140,11 +133,67 @@ class Chaos:
         return found
 
 
-def wait_for(folder: Path, steps: int, process: subprocess.Popen[str]) -> None:
-    path, limit = folder / "metrics.jsonl", time.monotonic() + LIMIT_S
-    while steps and (not path.is_file() or path.read_text().count("\n") < steps):
-        assert process.poll() is None and time.monotonic() < limit, "the run ended before its fault"
-        time.sleep(0.02)
+class Disturbed:
+    """A run that meets faults, and is resumed when it has ended before its time."""
+
+    def __init__(self, chaos: Chaos, name: str, runtime: str) -> None:
+        self.chaos, self.folder = chaos, chaos.workshop.folder / name
+        self.config = chaos.config(name, runtime)
+        self.process = chaos.run("train", self.config)
+        self.seen, self.resumes, self.troubles = set[int](), 0, list[str]()
+        self.fruitless = 0
+        """How often it was resumed since it made a step."""
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps are written down."""
+        path = self.folder / "metrics.jsonl"
+        return path.read_text().count("\n") if path.is_file() else 0
+
+    def look(self) -> None:
+        """Note the processes of the run."""
+        self.seen |= set(descendants(self.process.pid))
+
+    def moment_for(self, fault: str, draw: random.Random) -> Callable[[], bool]:
+        """Return whether it is time for a fault: a step or two from now, or as soon as the run has been resumed."""
+        steps, resumes = max(self.steps + draw.randrange(1, 3), EARLIEST.get(fault, 0)), self.resumes
+        soon = draw.random() < 0.5 and fault not in EARLIEST
+
+        def is_time() -> bool:
+            there = fault != "damage" or len(checkpoints_of(self.folder)) > 1
+            return there and (self.steps >= steps or (soon and self.resumes > resumes))
+
+        return is_time
+
+    def until(self, is_time: Callable[[], bool]) -> bool:
+        """Wait for a moment; return False where the run is through before. Raises AssertionError where it hangs, or does not get on."""
+        limit, steps = time.monotonic() + LIMIT_S, self.steps
+        while not is_time():
+            assert time.monotonic() < limit, "it hangs"
+            self.look()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if self.process.wait(0.05) == 0:
+                    self.said()
+                    return False
+                self.fruitless = 0 if self.steps > steps else self.fruitless
+                self.resume()
+                limit, steps = time.monotonic() + LIMIT_S, self.steps
+        return True
+
+    def said(self) -> str:
+        """Return what a process of the run that has ended has said; a traceback is trouble."""
+        _, said = self.process.communicate(timeout=10)
+        self.troubles += [f"a traceback: {said[-300:]!r}"] if "Traceback" in said else []
+        return said
+
+    def resume(self) -> None:
+        """Go on with the run that has ended."""
+        said = self.said()
+        self.resumes, self.fruitless = self.resumes + 1, self.fruitless + 1
+        assert self.fruitless <= RESUMES, f"did not come through: {said[-300:]!r}"
+        there = (self.folder / "config.yaml").exists()
+        again = ("--resume", self.folder, "--newest-whole") if there else (self.config,)
+        self.process = self.chaos.run("train", *again)
 
 
 def victim_of(draw: random.Random, process: subprocess.Popen[str]) -> int:
@@ -216,7 +265,7 @@ def full_disk(draw: random.Random, process: subprocess.Popen[str], folder: Path)
 FAULTS: dict[str, Callable[[random.Random, subprocess.Popen[str], Path], str]] = {
     "kill -9": kill, "freeze": freeze, "garbage": garbage, "damage": damage, "full disk": full_disk,
 }  # fmt: skip
-EARLIEST = {"garbage": 1, "damage": 5, "full disk": 1}
+EARLIEST = {"garbage": 1, "damage": 1, "full disk": 1}
 """After so many steps there is something to damage; processes are killed and stopped while they start, too."""
 DONE_TO = {"kill -9": "Killed", "freeze": "Frozen"}
 
@@ -259,7 +308,9 @@ def main() -> None:
     """Make the faults that the command names, and print a table; ends with 1 where anything was not as it must be."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=300)
-    parser.add_argument("--first", type=int, default=0, help="number of the first one, to go on with a seed")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first one, to go on with a seed: a multiple of the kinds"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further one is begun")
     parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=RUNTIMES)
@@ -270,16 +321,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="braid-chaos-") as folder:
         chaos = Chaos(Path(folder), given.seed)
         begun = time.monotonic()
-        for number in range(given.first, given.first + given.faults):
+        # Each run meets every kind of fault; the seed draws their order, the victims and the moments.
+        for number in range(given.first, given.first + given.faults, len(FAULTS)):
             if time.monotonic() - begun > given.seconds:
                 break
-            # Every runtime meets every kind of fault; the seed draws the victim and the moment.
-            turn, place = divmod(number, len(given.runtimes))
-            rows.append(chaos.one(number, given.runtimes[place], list(FAULTS)[turn % len(FAULTS)]))
-            print(table(rows[-1:]) if len(rows) == 1 else table(rows[-1:]).splitlines()[-1], flush=True)
+            made = chaos.one(number, given.runtimes[number // len(FAULTS) % len(given.runtimes)])
+            print("\n".join(table(made).splitlines()[2 if rows else 0 :]), flush=True)
+            rows += made
             if given.file:
                 with given.file.open("a") as lines:
-                    lines.write(json.dumps(asdict(rows[-1])) + "\n")
+                    lines.writelines(json.dumps(asdict(row)) + "\n" for row in made)
     seen = [Row(**json.loads(line)) for line in given.file.read_text().splitlines()] if given.file else rows
     bad = sum(bool(row.trouble) for row in rows)
     print(f"\nseed {given.seed}: {bad} of {len(rows)} not as they must be\n\n{summary(seen)}")
