@@ -1,14 +1,16 @@
 """What checks cost: a step of the arithmetic example with the sandbox and the watch, a checkpoint with its manifest; A B A B.
 
-    python -m benchmarks.checks        # on a quiet machine; writes benchmarks/results/checks.json
+    python -m benchmarks.checks                         # on a quiet machine; writes benchmarks/results/checks.json
+    python -m benchmarks.checks --rounds 1 --steps 3    # whether it runs; writes nothing
 
 Steps: `reward.sandbox=none` and a watch that never looks, against the defaults, each time a run of its own from the same start, a model
 that has imitated its teacher for some steps. Checkpoints: a model of 30 million parameters with its optimizer, with and without checksums,
-in one process in turn, each until it is on disk. It takes some minutes.
+in one process in turn, each until it is on disk. It takes some minutes: each round makes two runs.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import subprocess
@@ -28,7 +30,8 @@ from tests.tiny import TOKENIZER, Workshop, sums, write_jsonl
 
 RESULT = Path("benchmarks/results/checks.json")
 ARITHMETIC = Path("examples/arithmetic")
-ROUNDS, STEPS = 4, 10
+ROUNDS, STEPS, UNCOUNTED = 4, 6, 2
+"""Rounds, steps of each run, and how many of the first steps and checkpoints warm caches."""
 WITHOUT = ("reward.sandbox=none", "cluster.silence_s=86400")
 WITH = ("reward.sandbox=process", "cluster.silence_s=60")
 PREPARE = """
@@ -40,13 +43,19 @@ learn(Path(sys.argv[1]), 0, 50, ["trainer.steps=30"], ["trainer.steps=1", "evalu
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    given, begun = parser.parse_args(), time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
-        steps, saved = step_seconds(Path(place) / "arithmetic"), checkpoint_seconds(Path(place) / "checkpoints")
+        steps = step_seconds(Path(place) / "arithmetic", given.rounds, given.steps)
+        saved = checkpoint_seconds(Path(place) / "checkpoints", given.rounds)
     result = {
-        "benchmark": "checks", "date": datetime.date.today().isoformat(), "rounds": ROUNDS,
-        "step": compared(steps), "checkpoint": compared(saved),
+        "benchmark": "checks", "date": datetime.date.today().isoformat(), "rounds": given.rounds, "steps": given.steps,
+        "seconds": round(time.perf_counter() - begun), "step": compared(steps), "checkpoint": compared(saved),
     }  # fmt: skip
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    if (given.rounds, given.steps) == (ROUNDS, STEPS):
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
 
@@ -56,24 +65,24 @@ def compared(seconds: Mapping[str, list[float]]) -> dict[str, Any]:
     return {"without_s": without, "with_s": checked, "added": checked / without - 1, "every": dict(seconds)}
 
 
-def step_seconds(folder: Path) -> dict[str, list[float]]:
+def step_seconds(folder: Path, rounds: int, count: int) -> dict[str, list[float]]:
     """Return for each side the median seconds of a step of each of its runs, the sides in turn."""
     subprocess.run([sys.executable, "-c", PREPARE, str(folder.resolve())], cwd=ARITHMETIC, check=True)
     found: dict[str, list[float]] = {"without": [], "with": []}
-    for turn in range(ROUNDS):
+    for turn in range(rounds):
         for side, settings in (("without", WITHOUT), ("with", WITH)):
             name = f"{side}-{turn}"
             own = [
                 f"name={name}", f"output={folder}", f"model={folder}/warm-start-model", f"data.train={folder}/train.jsonl",
-                "data.eval={}", "evaluation.every=0", f"trainer.steps={STEPS}", "trainer.checkpoint_every=0",
+                "data.eval={}", "evaluation.every=0", f"trainer.steps={count}", "trainer.checkpoint_every=0",
             ]  # fmt: skip
             command = [sys.executable, "-m", "braidrl.cli", "train", str(ARITHMETIC / "config.yaml"), *own, *settings]
             subprocess.run(command, check=True, capture_output=True)
-            found[side].append(median(line["time/step"] for line in read_metrics(folder / name)[2:]))
+            found[side].append(median(line["time/step"] for line in read_metrics(folder / name)[UNCOUNTED:]))
     return found
 
 
-def checkpoint_seconds(folder: Path) -> dict[str, list[float]]:
+def checkpoint_seconds(folder: Path, rounds: int) -> dict[str, list[float]]:
     """Return for each side the seconds of each checkpoint, the sides in turn."""
     model = folder / "model"
     write_model(model)
@@ -84,13 +93,13 @@ def checkpoint_seconds(folder: Path) -> dict[str, list[float]]:
         run.train()
         checked = checkpoints.write_manifest
         sides: dict[str, Callable[[Path], None]] = {"without": lambda folder: None, "with": checked}
-        for turn in range(ROUNDS + 2):
+        for turn in range(rounds + UNCOUNTED):
             for side, write in sides.items():
                 checkpoints.write_manifest = write  # type: ignore[assignment]
                 begun = time.perf_counter()
                 run.checkpoints.save(run._snapshot(), run.backend)
                 run.checkpoints.wait()
-                if turn >= 2:  # the first ones find no memory in the file system's cache
+                if turn >= UNCOUNTED:  # the first ones find no memory in the file system's cache
                     found[side].append(time.perf_counter() - begun)
         checkpoints.write_manifest = checked
     return found
