@@ -80,6 +80,26 @@ def test_log_probs_of_the_next_batch_wait_for_the_version_that_it_is_trained_on(
     assert schedule.published == 2 and schedule.max_staleness_seen == 1
 
 
+def test_a_batch_that_was_begun_before_a_checkpoint_is_trained_as_it_would_have_been() -> None:
+    schedule, again = begin(PLAIN, staleness=1), begin(PLAIN, staleness=1)
+    admit(schedule, 0)
+    second = admit(schedule, 2)
+    work(schedule, "actor.generate")
+    lease = schedule.take("actor.generate", "engine", 0.0, 99.0, 1, engine_version=0)
+    assert lease is not None and schedule.older_batches() == [], "no version is older than the first"
+    finish_iteration(schedule)
+    assert schedule.older_batches() == [2] and not schedule.is_drawn(2)
+    schedule.acknowledge(lease.number, 0.0, 0)
+    work(schedule, "actor.generate")
+    assert schedule.is_drawn(2)
+    again.resume(1, schedule.sampling.settled(), {})
+    again.put_back(dict.fromkeys(second, 0))
+    assert again.older_batches() == [2] and again.is_drawn(2) and again.next_group == schedule.next_group
+    assert again.batches[2].updates == schedule.batches[2].updates
+    finish_iteration(again)
+    assert again.published == 2 and again.max_staleness_seen == 1 and not again.tasks.rows
+
+
 def test_admission_runs_ahead_by_the_allowed_staleness_and_no_further() -> None:
     on_policy, ahead = begin(PLAIN), begin(PLAIN, staleness=1)
     admit(on_policy, 0)
