@@ -100,7 +100,7 @@ class LocalProcess(Process):
         if silence > limit_s:
             what = f"said nothing for {silence:.0f} s"
         elif stall is not None and stall.seconds > limit_s:
-            what = f"made no progress in {stall.name} for {stall.seconds:.0f} s, where {stall.usual:.1f} s were the longest of late,"
+            what = f"{stall.said()},"
         else:
             return False
         self._silent = f"{what} and was killed{keep_stack(self.pid, self.name, folder)}"

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from braidrl.cluster.process import BEAT_S, END_LIMIT_S
+from braidrl.observe.working import WORK
 
 LOOKS = 6
 """How often a process is looked at within the time after which it counts as frozen."""
@@ -63,10 +64,16 @@ def keep_stack(process: int, name: str, folder: Path | None) -> str:
     stack = stack_of(process)
     if not stack or folder is None:
         return ""
-    path = folder / "stacks" / f"{name.replace(' ', '-').replace('/', '-')}-{process}.txt"
-    path.parent.mkdir(exist_ok=True)
+    path = stack_file(folder, name, process)
     path.write_text(stack)
     return f"; its stack is in {path}"
+
+
+def stack_file(folder: Path, name: str, process: int) -> Path:
+    """Return where in a run's folder a stack is kept."""
+    path = folder / "stacks" / f"{name.replace(' ', '-').replace('/', '-')}-{process}.txt"
+    path.parent.mkdir(exist_ok=True)
+    return path
 
 
 def descendants(process: int) -> dict[int, str]:
@@ -110,19 +117,20 @@ def was_named(process: int) -> bool:
 
 
 class FrozenWatch(AbstractContextManager["FrozenWatch"]):
-    """Kills what is stopped for too long among all that this process has started."""
+    """Kills what is stopped for too long among all that this process has started, and says where its own work does not come further."""
 
     def __init__(self, silence_s: float, say: Callable[[str], object], folder: Path | None = None) -> None:
         """Watch from a thread.
 
         Args:
             silence_s: how long a process may be stopped, in seconds.
-            say: told of each that was killed, in a line.
+            say: told of each that was killed, and of work here that makes no progress, in a line.
             folder: the run's, for stacks.
         """
         self.silence_s, self.say, self.folder = silence_s, say, folder
         self.killed: list[str] = []
         self._since: dict[int, float] = {}
+        self._told = False
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="frozen", daemon=True)
         self._thread.start()
@@ -139,6 +147,7 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
                 self._since.clear()  # this process was stopped itself, and perhaps with it all others
             looked = now
             self._look(now)
+            self._look_here()
 
     def _look(self, now: float) -> None:
         stopped = {process for process, state in descendants(os.getpid()).items() if state == "T"}
@@ -146,6 +155,21 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
         for process, since in list(self._since.items()):
             if now - since >= self.silence_s:
                 self._end(process, now - since)
+
+    def _look_here(self) -> None:
+        """Say once of each piece of work of this process, which nobody watches, that it makes no progress."""
+        stall = WORK.stalled()
+        if stall is None or stall.seconds < self.silence_s:
+            self._told = stall is not None and self._told
+        elif not self._told:
+            self._told = True
+            where = ""
+            if self.folder is not None:
+                path = stack_file(self.folder, stall.name, os.getpid())
+                with path.open("w") as file:
+                    faulthandler.dump_traceback(file)
+                where = f"; its stack is in {path}"
+            self.say(f"{stall.said()}{where}")
 
     def _end(self, process: int, seconds: float) -> None:
         name = name_of(process)

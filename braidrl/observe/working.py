@@ -27,6 +27,10 @@ class Stall(NamedTuple):
     seconds: float
     usual: float
 
+    def said(self) -> str:
+        """Return it in words."""
+        return f"made no progress in {self.name} for {self.seconds:.0f} s, where {self.usual:.1f} s were the longest of late"
+
 
 @dataclass
 class PieceOfWork:

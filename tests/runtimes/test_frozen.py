@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from braidrl.cluster.silence import FrozenWatch, descendants, has_ended, name_of
+from braidrl.observe.working import ENOUGH, WORK
 from tests.tiny import Workshop, braid, metrics_agree, wait_for_steps
 
 SILENCE_S = 3.0
@@ -108,6 +109,22 @@ def test_a_main_program_that_was_paused_loses_nothing(workshop: Workshop) -> Non
             process.kill()
     assert process.returncode == 0, said
     assert metrics_agree(workshop.folder / "run", undisturbed)
+
+
+def test_the_main_program_says_where_its_own_work_makes_no_progress(tmp_path: Path) -> None:
+    said: list[str] = []
+    for _ in range(ENOUGH):
+        with WORK.on("reward.verify"):
+            pass
+    with FrozenWatch(0.1, said.append, tmp_path), WORK.on("reward.verify"):
+        while not said:
+            time.sleep(0.01)
+        time.sleep(0.1)
+    (line,) = said
+    assert line.startswith(
+        "made no progress in reward.verify for 0 s, where 0.0 s were the longest of late; its stack is in "
+    )
+    assert "in test_the_main_program_says" in Path(line.partition("its stack is in ")[2]).read_text()
 
 
 def test_a_stopped_process_that_can_say_where_it_was_leaves_its_stack(tmp_path: Path) -> None:
