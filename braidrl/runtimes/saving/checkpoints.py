@@ -209,9 +209,9 @@ def begun_batch(folder: Path, number: int, known: Mapping[str, Any]) -> BegunBat
     """Return a batch that was begun before a checkpoint, with the files of its tables and what the checkpoint's state has of it."""
     surplus = [begun_path(folder, number, f"-surplus-{other}") for other in range(known["surplus"])]
     after = Position(known["loader"], known["sampling"], surplus, {})
-    outcome = Selection(**{name: v if name == "dropped" else tuple(v) for name, v in known["outcome"].items()})
+    fields: dict[str, Any] = {n: v if n == "dropped" else tuple(v) for n, v in known["outcome"].items()}
     table, left_out = begun_path(folder, number), begun_path(folder, number, LEFT_OUT)
-    return BegunBatch(known["iteration"], table, left_out, outcome, known["reports"], after)
+    return BegunBatch(known["iteration"], table, left_out, Selection(**fields), known["reports"], after)
 
 
 def begun_path(folder: Path, number: int, part: str = "") -> Path:
