@@ -64,7 +64,8 @@ class LocalProcess(Process):
         self.name, self.connection, self._pid = name, connection, pid
         self._outcome: Outcome | None = None
         self._heard, self._silent = time.monotonic(), ""
-        self._stall: Stall | None = None
+        self.stall: Stall | None = None
+        """What it said last of work that does not come further."""
         self.hung_up = False
         """True once nothing can come any more."""
 
@@ -86,8 +87,8 @@ class LocalProcess(Process):
         try:
             while self._outcome is None and not self.connection.closed and self.connection.poll():
                 message, self._heard = self.connection.recv_bytes(), time.monotonic()
-                self._stall = Stall(*json.loads(message)) if message.startswith(STALL) else None
-                if message != BEAT and self._stall is None:
+                self.stall = Stall(*json.loads(message)) if message.startswith(STALL) else None
+                if message != BEAT and self.stall is None:
                     self._outcome = Outcome.decode(message)
         except (EOFError, OSError):
             self.hung_up = True
@@ -96,11 +97,11 @@ class LocalProcess(Process):
     def end_if_silent(self, limit_s: float, folder: Path | None = None) -> bool:
         if self.outcome or not self.alive:
             return False
-        silence, stall = time.monotonic() - self._heard, self._stall
-        if silence > limit_s:
+        silence = time.monotonic() - self._heard
+        if self.stall is not None and self.stall.seconds > limit_s:
+            what = f"{self.stall.said()},"
+        elif silence > limit_s:
             what = f"said nothing for {silence:.0f} s"
-        elif stall is not None and stall.seconds > limit_s:
-            what = f"{stall.said()},"
         else:
             return False
         self._silent = f"{what} and was killed{keep_stack(self.pid, self.name, folder)}"

@@ -56,7 +56,8 @@ def test_a_process_whose_starter_hangs_up_cleans_up_and_ends(start: Start, tmp_p
 
 def test_a_process_that_lives_and_does_not_come_further_is_named_with_its_stack(tmp_path: Path) -> None:
     process = from_server(spec("stall"))
-    wait_until(lambda: process.end_if_silent(0.5, tmp_path))
+    wait_until(lambda: process.outcome is None and process.stall is not None and process.stall.seconds > 0.5)
+    assert process.end_if_silent(0.5, tmp_path)
     said, _, stack = process.describe_end().partition("; its stack is in ")
     process.close()
     assert said.startswith("made no progress in score for ") and said.endswith(
