@@ -25,7 +25,12 @@ class WorkerError(RuntimeError):
 
 
 class LostProcess(WorkerError):
-    """A process that a run cannot go on without is gone: the run can start again from its last checkpoint."""
+    """A process that a run cannot go on without is gone: the run can start again from its last checkpoint.
+
+    `restarts` says how often it has gone on so already, with the other processes.
+    """
+
+    restarts: int = 0
 
 
 class LostPeers(RuntimeError):

@@ -177,5 +177,8 @@ class Controller(Protocol[T]):
     def begun_ahead(self) -> list[BegunBatch]:
         """Wait until rows are drawn that older weights have begun, and return their batches; a checkpoint keeps no older weights."""
 
+    def begin_again(self) -> bool:
+        """Replace the lost processes that train and forget all rows, for a checkpoint to be restored; return False where this cannot be."""
+
     def restore(self, position: Position) -> None:
         """Go on from a checkpoint's position; its weights are loaded by the backend afterwards."""

@@ -80,6 +80,10 @@ class SerialController(Generic[T]):
         """Return no batches: each begins when the one before it is over."""
         return []
 
+    def begin_again(self) -> bool:
+        """Return that all processes begin again together."""
+        return False
+
     def run_with_state(self, stage: Stage, table: T, iteration: int, sums: Sums) -> tuple[T, State]:
         """Return the table with the stage's columns, and the stage's state for the next iteration; empty for most stages."""
         if not stage.state:

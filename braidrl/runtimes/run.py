@@ -4,7 +4,7 @@ configuration ──prepare──▶ flow, data, models ──▶ each step: run
 """
 
 import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,12 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         rollout_only: bool = False,
         newest_whole: bool = False,
         world: World | None = None,
+        restarts: int = 0,
     ) -> None:
         """Check everything that can be checked before a model loads. Raises UserError for what could not run.
 
         `world` are the ranks that run this together, each in a TrainingRun of its own; what is written once, the first one writes.
+        `restarts` says how often the run has started again by itself.
         """
         self.replay, self.rollout_only = replay, rollout_only
         if replay is not None:
@@ -74,6 +76,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.gaps, self.failed = GapWatch(config.rollout.max_log_prob_gap), FailureWatch(config.reward.max_failed_steps)
         self.step = self.version = 0
         self.saved_step: int | None = None
+        self.written = False
+        self.restarts = restarts
         self.checkpoints = Checkpoints(self.folder, config, self.world.first)
         self.good_enough = False
         with ExitStack() as resources:
@@ -124,19 +128,16 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def train(self) -> None:
         """Run to `trainer.steps`. On Ctrl-C the last complete step is saved, then KeyboardInterrupt goes on."""
-        trainer = self.config.trainer
         with self.interrupts.active():
             snapshot = self._snapshot()
             try:
                 self._begin()
-                while self.step < trainer.steps and not self.good_enough:
+                while not self.written:
                     snapshot = self._snapshot()
-                    self.checkpoints.check()
-                    self._one_step()
-                    if trainer.checkpoint_every and self.step % trainer.checkpoint_every == 0:
-                        self._save(self._snapshot())
-                self._save(self._snapshot())
-                self.checkpoints.wait()
+                    try:
+                        self._go_on()
+                    except LostProcess as error:
+                        self._bring_back(error)
             except KeyboardInterrupt:
                 if not self.interrupts.torn:
                     self._save(snapshot if snapshot.step == self.step else self._snapshot())
@@ -145,6 +146,42 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                     self.progress.print(f"saved step {self.step}; go on with: braid train --resume {self.folder}")
                 raise
         self._report()
+
+    def _go_on(self) -> None:
+        """Make a step, or after the last one the last checkpoint."""
+        trainer = self.config.trainer
+        if self.step >= trainer.steps or self.good_enough:
+            self._save(self._snapshot())
+            self.checkpoints.wait()
+            self.written = True
+            return
+        self.checkpoints.check()
+        self._one_step()
+        if trainer.checkpoint_every and self.step % trainer.checkpoint_every == 0:
+            self._save(self._snapshot())
+
+    def _bring_back(self, error: LostProcess) -> None:
+        """Go on from the newest whole checkpoint with the processes that are left. Raises `error` where there is none, or too often."""
+        error.restarts = self.restarts
+        checkpoint = (
+            resume_point(self.folder, newest_whole=True) if self.restarts < self.config.trainer.max_restarts else None
+        )
+        if checkpoint is None:
+            raise error
+        with self.interrupts.hold():
+            if not self.controller.begin_again():
+                raise error
+            self.restarts += 1
+            most = self.config.trainer.max_restarts
+            self.progress.print(
+                f"{error}; it starts again by itself, the others go on ({self.restarts} of trainer.max_restarts={most})"
+            )
+            with suppress(UserError):  # what was being written of a later step
+                self.checkpoints.wait()
+            self._restore(load_checkpoint(checkpoint))
+            if self.metrics:
+                self.metrics.close()
+                self.metrics = self._open_metrics(self.step)
 
     def _report(self) -> None:
         if self.metrics:
@@ -297,11 +334,11 @@ def train(config: Config, **options: Any) -> Path:
         try:
             if config.runtime == "distributed":
                 return Path(in_ranks(config, "braidrl.runtimes.run:train_rank", options))
-            with TrainingRun(config, **options) as run:
+            with TrainingRun(config, **options, restarts=restarts) as run:
                 run.train()
             return run.folder
         except LostProcess as error:
-            restarts += 1
+            restarts = 1 + max(restarts, error.restarts)
             if restarts > most:
                 raise
             tell(f"{error}; the run starts again by itself ({restarts} of trainer.max_restarts={most})")

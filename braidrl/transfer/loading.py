@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Way = Literal["end", "delayed", "rolling", "interrupt"]
+UNKNOWN = -(1 << 30)
+"""Stands for a version that is older than any."""
 FINISHED = 0.5
 """The share of its rows that an engine finishes before it loads in its turn; the others, whose ends may be far off, it sets down."""
 
@@ -53,6 +55,16 @@ class LoadingSchedule:
         """While True the target stays: an evaluation runs."""
         self.most_out_seen = 0
 
+    def forget(self) -> None:
+        """Note that no engine holds a version that counts: they take rows when they have loaded what `target` is set to, unpinned."""
+        self.target, self.pinned = UNKNOWN, True
+        self.engines = {name: HeldVersion(UNKNOWN) for name in self.engines}
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Return whether an engine holds no version that counts."""
+        return any(held.version == UNKNOWN for held in self.engines.values())
+
     @property
     def receives_ahead(self) -> bool:
         """Return whether engines receive a version in host memory while they generate with another one."""
@@ -70,7 +82,7 @@ class LoadingSchedule:
 
     def join(self, name: str) -> None:
         """Note an engine that is there, with version 0."""
-        self.engines[name] = HeldVersion()
+        self.engines[name] = HeldVersion(min(0, self.target))
 
     def leave(self, name: str) -> None:
         """Forget an engine."""

@@ -51,3 +51,5 @@ def test_a_lost_process_costs_no_word_of_the_user(workshop: Workshop, case: str)
             process.kill()
     assert process.returncode == 0 and said.count("starts again by itself") == 2, said
     assert metrics_agree(folder, quiet)
+    # Before the first checkpoint there is nothing for the others to go on with.
+    assert ("the others go on" in said) == (case == "streaming")

@@ -101,6 +101,7 @@ class StreamingBackend(RowsBackend):
             for batch in self.begun:
                 self.stream.put_back(batch, self.control.data.write_rows)
             self.control.loading.target = self.control.allowed = version
+            self.control.loading.pinned = False
         self.control.notify()
 
     def close(self) -> None:

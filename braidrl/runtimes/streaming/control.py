@@ -24,8 +24,10 @@ from braidrl.runtimes.streaming.weights import Copies, Versions
 from braidrl.transfer.loading import LoadingSchedule
 from braidrl.transfer.queue.requests import Answer, Holder, QueueController, Wait
 from braidrl.transfer.queue.storage import DataPlane
-from braidrl.transfer.queue.table import StoredPart
+from braidrl.transfer.queue.table import Block, StoredPart
 from braidrl.transfer.queue.tasks import Tasks
+
+OF_LEADERS = {"stepped", "given", "weights", "ordered"}
 
 
 @dataclass
@@ -60,6 +62,8 @@ class ControlPlane(QueueController):
         self.streams = [stream]
         self.holders: dict[str, WorkerHolder] = {}
         self.weights, self.copies, self.activity = Versions(exported), Copies(), Activity()
+        self.forgotten: list[Block] = []
+        """Weights that do not count any more, but may be read until every engine has loaded others."""
         self.allowed = 0
         """The last iteration whose optimizer steps may be made."""
         self.stepping: set[str] = set()
@@ -81,6 +85,8 @@ class ControlPlane(QueueController):
 
     def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
         """Answer one request, or let its sender wait. What is the user's mistake, and no worker's, ends the run."""
+        if request["request"] in OF_LEADERS and request["holder"] not in self.holders:
+            return {}, ()  # the last words of a trainer that was replaced
         try:
             return super().handle(request, frames)
         except UserError as error:
@@ -169,6 +175,9 @@ class ControlPlane(QueueController):
             self.activity.updates.add(f"weights/{update['role']}/update_seconds", update["seconds"])
         # A restarted engine may need the version that engines should have; what is older, only those who are loading it.
         self.data.free(self.weights.outdated(self.loading.wanted))
+        if self.forgotten and not self.loading.is_forgotten:
+            self.data.free(self.forgotten)
+            self.forgotten = []
         return {}, ()
 
     def on_received(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
@@ -232,6 +241,24 @@ class ControlPlane(QueueController):
             # Who has not said hello has written nothing.
             if gone is not None:
                 self.data.abandon(gone.address, holder, self._known_segments(gone.address))
+
+    def begin_again(self, stream: Stream) -> None:
+        """Forget all rows and weights; engines wait for the weights of the checkpoint that is about to be loaded."""
+        with self.changed:
+            # What workers say of rows that they have yet must name no lease of the new stream.
+            stream.schedule.tasks.leases.numbers = self.training.schedule.tasks.leases.numbers
+            for known in self.streams:
+                freed = known.table.evict(list(known.schedule.tasks.rows))
+                freed += [block for places in list(known.table.detached) for block in known.table.drop(places)]
+                self.data.free(freed)
+            self.forgotten += [*self.weights.blocks(), *self.copies.blocks()]
+            self.training, self.streams = stream, [stream]
+            self.weights, self.copies = Versions(self.exported), Copies()
+            self.loading.forget()
+            self.allowed, self.finished = 0, deque()
+            self.stepping.clear()
+            for holder in self.holders.values():
+                holder.orders.clear()
 
     def advance(self) -> None:
         """Decide everything that can be decided now: the end of selection, publications, and that engines may load."""

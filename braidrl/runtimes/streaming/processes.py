@@ -143,12 +143,19 @@ class Processes:
         if member.starts == RESTARTS:
             name = f"{killed.group.name} {killed.number}"
             raise WorkerError(f"{name} is gone for the {RESTARTS + 1}th time ({killed.process.describe_end()})")
-        for peer in peers:
-            self.control.fail(peer.holder)
-            peer.process.close(0.0)
-        for peer in peers:
-            peer.starts, peer.started = peer.starts + 1, time.monotonic()
-            peer.process = self._start(peer.group, peer.number, peer.starts)
+        self._start_again(peers)
+
+    def replace_trainers(self) -> None:
+        """Start every process again that trains, also those that are well: gradients of lost rows are in them."""
+        self._start_again([member for member in self.members if member.group.trained])
+
+    def _start_again(self, members: Sequence[Member]) -> None:
+        for member in members:
+            member.process.close(0.0)
+            self.control.fail(member.holder)
+        for member in members:
+            member.starts, member.started = member.starts + 1, time.monotonic()
+            member.process = self._start(member.group, member.number, member.starts)
 
     def _raise_failure(self, member: Member, peers: Sequence[Member]) -> None:
         """Raise what a process has raised; where it only lost its peers, what one of those raised, or nothing if one was killed."""

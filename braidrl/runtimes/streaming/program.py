@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from braidrl.config import Config
@@ -52,7 +53,8 @@ class StreamingProgram:
         check_streaming(config, flow)
         self.groups = worker_groups(config, flow, prepared.evaluation if config.data.evaluation_sources else None)
         self.loader, self.store, self.progress = loader, prepared.store(), progress
-        self.stream = Stream(flow, sizes_of(config, loader.epoch_size), samplers=samplers_of(config, flow))
+        self.new_stream = partial(Stream, flow, sizes_of(config, loader.epoch_size), samplers=samplers_of(config, flow))
+        self.stream = self.new_stream()
         self.opening: dict[int, Position] = {}
         """For each iteration that was begun and not finished, where the run stood just before."""
         self.seen = 0
@@ -145,6 +147,14 @@ class StreamingProgram:
         assert record.outcome is not None, "its groups are known"
         after = self.opening.get(number + 1) or self._current()
         return BegunBatch(number, table, left_out, record.outcome, reports, after)
+
+    def begin_again(self) -> bool:
+        """Replace the processes that train, and forget all rows; the others go on with what a checkpoint has."""
+        self.processes.replace_trainers()
+        self.stream, self.opening = self.new_stream(), {}
+        self.control.begin_again(self.stream)
+        self.backend.stream, self.backend.evaluating = self.stream, None
+        return True
 
     def restore(self, position: Position) -> None:
         """Go on from a checkpoint's loader, selection, surplus rows and stages' states; `load` says after which iteration."""
