@@ -10,6 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from braidrl.errors import UserError
+from braidrl.observe.working import WORK
 from braidrl.rollout.engine import EngineError, Load, WeightSource
 from braidrl.rollout.requests import Request, Response, Uid
 
@@ -99,6 +100,7 @@ class EngineReplica:
             try:
                 for finished in self.engine.step():
                     self._answer(finished)
+                WORK.advanced()
             except UserError as error:
                 self._fail(error)
             except EngineError as error:

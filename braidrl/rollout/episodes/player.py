@@ -20,6 +20,7 @@ import torch
 from braidrl.algorithms.random import hashed
 from braidrl.data.rows import Column, FinishReason, Rows
 from braidrl.errors import UserError
+from braidrl.observe.working import WORK
 from braidrl.rollout.engine import Engine
 from braidrl.rollout.episodes.environments import Environment, called
 from braidrl.rollout.episodes.trajectory import Trajectory, trajectory_columns
@@ -202,8 +203,9 @@ def tokenised(template: Callable[..., list[int]], *said: Any) -> list[int]:
 async def call_user(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
     """Call a user's function. Raises EnvironmentFailed for an exception and after the time limit."""
     try:
-        async with asyncio.timeout(timeout_s) as limit:
-            return await called(function, *arguments)
+        with WORK.waiting():
+            async with asyncio.timeout(timeout_s) as limit:
+                return await called(function, *arguments)
     except EnvironmentFailed:
         raise
     except Exception as error:

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.errors import UserError
+from braidrl.observe.working import WORK
 from braidrl.rollout.engine import EngineError, Load, WeightSource
 from braidrl.rollout.http.dialects import ReplyPart, ServerAnswer
 from braidrl.rollout.http.servers import GenerationServer
@@ -86,7 +87,8 @@ class HttpEngine:
         row = row_of(request, self.spec.tokenizer, self.spec.end_ids, self.spec.max_sequence_tokens)
         flight = self._flights[request.uid] = HttpRow(row)
         try:
-            return await self._generate(flight)
+            with WORK.waiting():
+                return await self._generate(flight)
         finally:
             del self._flights[request.uid]
 

@@ -17,6 +17,7 @@ from typing import Any
 from braidrl.cluster.local import LocalProcess, from_server, spawn
 from braidrl.cluster.process import ProcessSpec
 from braidrl.errors import UserError
+from braidrl.observe.working import WORK
 from braidrl.rollout.engine import EngineError, Load, WeightSource
 from braidrl.rollout.process.server import READY
 from braidrl.rollout.requests import Request, Response, Uid
@@ -80,7 +81,8 @@ class EngineProcess:
         number = next(self._numbers)
         self._rows[request.uid] = number
         try:
-            return response_of(await self._ask("submit", number, request=plain_request(request)))
+            with WORK.waiting():
+                return response_of(await self._ask("submit", number, request=plain_request(request)))
         except asyncio.CancelledError:
             if self._writer is not None:
                 self._send("abort", next(self._numbers), uid=request.uid)

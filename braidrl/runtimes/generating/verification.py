@@ -15,6 +15,7 @@ from braidrl.flow.columns import ADMISSION
 from braidrl.flow.signatures import SUMMED, in_namespace
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
+from braidrl.observe.working import WORK
 from braidrl.rewards.verify import CheckFailure, Pending, RuleRewards
 from braidrl.rollout.engine import RoleEngine
 from braidrl.rollout.episodes.trajectory import response_columns
@@ -48,7 +49,9 @@ class Checks:
         with self.progress.stage(stage.name, len(rows)) as bar:
             parts = []
             for part, pending in begun:
-                parts.append(part.only(IDENTITY).with_columns(pending.result()))
+                with WORK.waiting():  # checks have limits of their own
+                    found = pending.result()
+                parts.append(part.only(IDENTITY).with_columns(found))
                 bar.update(len(part))
                 for name, count in pending.failure_counts().items():
                     sums.add(f"reward/failures/{name}", count)

@@ -92,8 +92,9 @@ class GenerateLoop:
         """Of each row the response that was begun last: an engine draws one at a time."""
         self.ended: list[int] = []
         self.spans: dict[str, BusySpan] = {}
-        self.pieces: dict[str, PieceOfWork] = {}
         """Of each stage the stretch of time in which the engine has had rows of it."""
+        self.pieces: dict[str, PieceOfWork] = {}
+        """The same as work that has to come further."""
         self.crowd = 0
         """The most rows that it has had at once since it had none."""
 
