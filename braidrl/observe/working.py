@@ -42,7 +42,7 @@ class PieceOfWork:
 
 
 @dataclass
-class Work:
+class OwnWork:
     """All that one process does; pieces may be nested or in several threads, and a sign of progress counts for each of them."""
 
     clock: Callable[[], float] = time.monotonic
@@ -107,5 +107,5 @@ class Work:
         return None
 
 
-WORK = Work()
+WORK = OwnWork()
 """This process's."""

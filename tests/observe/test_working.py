@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from braidrl.observe.working import ENOUGH, TIMES, Stall, Work
+from braidrl.observe.working import ENOUGH, TIMES, OwnWork, Stall
 
 
 class Clock:
@@ -12,7 +12,7 @@ class Clock:
         return self.now
 
 
-def done(work: Work, clock: Clock, name: str, *stretches: float) -> None:
+def done(work: OwnWork, clock: Clock, name: str, *stretches: float) -> None:
     """A piece of work, with a sign of progress after each stretch."""
     with work.on(name):
         for seconds in stretches:
@@ -22,7 +22,7 @@ def done(work: Work, clock: Clock, name: str, *stretches: float) -> None:
 
 def test_work_is_stalled_after_ten_times_its_longest_stretch_without_progress() -> None:
     clock = Clock()
-    work = Work(clock)
+    work = OwnWork(clock)
     for _ in range(ENOUGH):
         done(work, clock, "update", 1.0, 3.0, 2.0)
     clock.now += 1000.0
@@ -38,7 +38,7 @@ def test_work_is_stalled_after_ten_times_its_longest_stretch_without_progress() 
 
 def test_work_without_a_history_may_take_as_long_as_it_takes() -> None:
     clock = Clock()
-    work = Work(clock)
+    work = OwnWork(clock)
     for _ in range(ENOUGH - 1):
         done(work, clock, "load", 1.0)
     with work.on("load"):
@@ -48,7 +48,7 @@ def test_work_without_a_history_may_take_as_long_as_it_takes() -> None:
 
 def test_a_piece_within_another_is_a_sign_of_progress_of_both() -> None:
     clock = Clock()
-    work = Work(clock)
+    work = OwnWork(clock)
     for _ in range(ENOUGH):
         done(work, clock, "inner", 1.0)
         done(work, clock, "outer", 2.0)
