@@ -11,6 +11,9 @@ import json
 import re
 from typing import Any
 
+MANY = 40
+"""Words from which on a response is not brief at all."""
+
 
 def said(response: str) -> tuple[str | None, str]:
     """Return the key and the text of a JSON object that holds one text and nothing else; where it is none, None and the response."""
@@ -21,6 +24,17 @@ def said(response: str) -> tuple[str | None, str]:
     return (key, text) if isinstance(text, str) else (None, response)
 
 
+def words_of(text: str) -> int:
+    """Return how many words a text has."""
+    return len(re.findall(r"[\w'-]+", text))
+
+
+def in_few_words(response: str) -> float:
+    """Return 1 for one word, less by `1 / MANY` for each word more, and 0 for none and from `MANY` words on."""
+    words = words_of(response)
+    return max(0.0, 1 - (words - 1) / MANY) if words else 0.0
+
+
 def in_json(response: str, metadata: dict[str, Any]) -> bool:
     """Return whether the whole response is a JSON object with the one key that was asked for."""
     return metadata["checks"].get("json", False) == said(response)[0]
@@ -28,7 +42,7 @@ def in_json(response: str, metadata: dict[str, Any]) -> bool:
 
 def in_words(response: str, metadata: dict[str, Any]) -> bool:
     """Return whether it says exactly as many words as were asked for."""
-    return len(re.findall(r"[\w'-]+", said(response)[1])) == metadata["checks"].get("words")
+    return words_of(said(response)[1]) == metadata["checks"].get("words")
 
 
 def in_capitals(response: str, metadata: dict[str, Any]) -> bool:

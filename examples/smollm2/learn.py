@@ -13,15 +13,15 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from braidrl.observe.metrics import read_metrics
 from examples.arithmetic.pages import Curve, curve, table, write_curves
 from examples.smollm2.fetch import fetch
+from examples.smollm2.preferences import prepare, recorded_responses
 from examples.smollm2.tasks import FOLDER, write_tasks
 
 HERE, PAGES = Path(__file__).parent, Path("docs/results")
@@ -46,6 +46,8 @@ class Page:
     text: str
     score: str
     ways: dict[str, Way]
+    prepare: Callable[[], None] | None = None
+    """Makes what the ways begin with, beside the model and the questions."""
 
 
 STUDIES = {
@@ -56,6 +58,7 @@ STUDIES = {
         "eval/held_out/avg@4",
         {
             "GRPO": Way("sums", seeds=(0, 1, 2)),
+            "DAPO": Way("sums_dapo"),
             "GRPO bfloat16": Way("sums", ("dtype=bfloat16", "trainer.max_tokens_per_device=4096")),
             "GRPO LoRA": Way(
                 "sums", ("trainer.lora={}", "trainer.learning_rate=4e-4", "trainer.max_tokens_per_device=4096")
@@ -69,6 +72,29 @@ STUDIES = {
         "eval/held_out/score_mean",
         {"GRPO": Way("told")},
     ),
+    "letters": Page(
+        "SmolLM2-135M-Instruct counts letters, in several tries",
+        "A question of reasoning-gym, through gem: how often a letter stands in a text. It may be answered four times, and is worth 1 the "
+        "first time and a quarter less with each try. Score: the mean worth of 48 questions that were not trained on.",
+        "eval/held_out/score_mean",
+        {"GRPO": Way("letters")},
+    ),
+    "products": Page(
+        "SmolLM2-135M-Instruct calls a calculator",
+        "Products of two numbers of two digits, which the model cannot tell by itself: it has to call a tool with the two numbers, read "
+        "the result and say it. Score: the share of right answers to 80 questions that were not trained on.",
+        "eval/held_out/avg@4",
+        {"GRPO": Way("products")},
+    ),
+    "brevity": Page(
+        "SmolLM2-135M-Instruct learns from preferences to be brief",
+        "Of eight responses of its own to a question, the shortest is preferred to the longest. DPO learns that from the pairs; PPO from a "
+        "reward model that has learned it from them, and never sees the rule. "
+        "Score: 1 for one word, less by a fortieth for each word more, about eight things that were not asked about in training.",
+        "eval/held_out/score_mean",
+        {"DPO": Way("brevity_dpo"), "PPO with the reward model": Way("brevity_ppo")},
+        prepare,
+    ),
 }
 
 
@@ -80,6 +106,8 @@ def main() -> None:
     fetch()
     write_tasks()
     page = STUDIES[arguments.study]
+    if page.prepare:
+        page.prepare()
     runs = {
         (name, seed): run(way, seed, f"{arguments.study}-{name}-{seed}".lower().replace(" ", "-"), arguments.overrides)
         for name, way in page.ways.items()
@@ -160,8 +188,7 @@ def samples(folder: Path) -> list[list[str]]:
 
 def first_responses(path: Path) -> dict[str, str]:
     """Return the first response to each question of an evaluation, by the question."""
-    recorded = pq.read_table(path, columns=["metadata", "response_text", "sample"]).to_pylist()
-    return {json.loads(row["metadata"])["prompt"]: row["response_text"] for row in recorded if row["sample"] == 0}
+    return {question: text for question, text, sample in recorded_responses(path) if sample == 0}
 
 
 def as_cell(text: str) -> str:

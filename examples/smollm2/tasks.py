@@ -27,6 +27,16 @@ salt, a clock, birds, the sun, a garden, paper, fire, a kitchen, snow, cats, a t
 stars, a dentist, books, a lamp, wool, a river, friends
 """
 WORDS = ("river", "stone", "window", "apple", "silver", "morning", "letter", "yellow")
+OPEN = (
+    "Say something about {}.",
+    "What do people like about {}?",
+    "What do you know about {}?",
+    "Tell a child about {}.",
+    "Why is there a story about {}?",
+    "What comes to your mind when you hear of {}?",
+)
+QUESTIONS = 800
+"""Of counting letters."""
 KEYS = ("answer", "reply", "text")
 
 Examples = list[dict[str, Any]]
@@ -68,6 +78,38 @@ def instructed(things: Iterable[str], source: random.Random) -> Examples:
     return examples
 
 
+def brevity(seed: int = 0, held_out: int = 8) -> tuple[Examples, Examples]:
+    """Return open questions about each thing, to train on and held out: about other things."""
+    source = random.Random(seed)
+    things = [thing.strip() for thing in THINGS.split(",")]
+    source.shuffle(things)
+    asked = [{"prompt": way.format(thing), "answer": ""} for thing in things for way in OPEN]
+    first = held_out * len(OPEN)
+    return asked[first:], asked[:first]
+
+
+def letters(held_out: int = 48) -> tuple[Examples, Examples]:
+    """Return numbers of questions of reasoning-gym, to train on and held out."""
+    asked = [{"prompt": f"question {seed}", "answer": "", "seed": seed} for seed in range(QUESTIONS)]
+    return asked[held_out:], asked[:held_out]
+
+
+def products(seed: int = 0) -> tuple[Examples, Examples]:
+    """Return products of two numbers of two digits, to train on and held out, each after two that were worked out with a calculator."""
+    pairs = list(product(range(11, 100), repeat=2))
+    random.Random(seed).shuffle(pairs)
+    shown = [message for a, b in ((12, 34), (57, 21)) for message in with_calculator(a, b)]
+    asked = [{"prompt": [*shown, with_calculator(a, b)[0]], "answer": str(a * b)} for a, b in pairs[:1000]]
+    return asked[HELD_OUT:], asked[:HELD_OUT]
+
+
+def with_calculator(a: int, b: int) -> list[dict[str, str]]:
+    """Return the messages of a product: the question, the call, what the tool says, and the answer."""
+    call = f'<tool_call>{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
+    said = [("user", f"What is {a} times {b}?"), ("assistant", call), ("tool", str(a * b)), ("assistant", str(a * b))]
+    return [{"role": role, "content": content} for role, content in said]
+
+
 def write(path: Path, examples: Iterable[dict[str, Any]]) -> None:
     """Write one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +118,8 @@ def write(path: Path, examples: Iterable[dict[str, Any]]) -> None:
 
 def write_tasks() -> None:
     """Write each task's questions to train on and held-out ones."""
-    for name, (trained, held_out) in {"sums": sums(), "told": told()}.items():
+    tasks = {"sums": sums(), "told": told(), "brevity": brevity(), "letters": letters(), "products": products()}
+    for name, (trained, held_out) in tasks.items():
         write(FOLDER / f"{name}.jsonl", trained)
         write(FOLDER / f"{name}_held_out.jsonl", held_out)
 

@@ -1,0 +1,44 @@
+"""Questions of reasoning-gym that may be answered more than once: how often a letter stands in a text.
+
+user       How many times does the letter "s" appear in the text: ...? Answer with \\boxed{number} and nothing else.
+assistant  \\boxed{2}
+user       That is not the number. Answer with another \\boxed{number}.
+assistant  \\boxed{4}
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from braidrl.rollout.episodes.environments import load_gem
+from braidrl.rollout.episodes.turns import Context, Observation
+from examples.smollm2.tasks import QUESTIONS
+
+TRIES = 4
+ASK = r"Answer with \boxed{number} and nothing else."
+SHOWN = 'How many times does the letter "e" appear in the text: "the day after"?'
+AGAIN = r"That is not the number. Answer with another \boxed{number}."
+
+
+@cache
+def questions() -> Any:
+    """Return gem's environment with all questions, which takes a second to make; a step judges the question that it was set to."""
+    return load_gem().make("rg:letter_counting", size=QUESTIONS, seed=0)
+
+
+class LetterCounting:
+    """Worth 1 for the right number at once, and a quarter less for each try before it."""
+
+    async def reset(self, example: dict[str, Any]) -> Context:
+        self.tries, self.question = 0, questions().ds[example["seed"]]
+        shown = {"role": "user", "content": f"{SHOWN} {ASK}"}, {"role": "assistant", "content": r"\boxed{2}"}
+        return [*shown, {"role": "user", "content": f"{self.question['question']} {ASK}"}]
+
+    async def step(self, text: str) -> Observation:
+        self.tries += 1
+        gym = questions()
+        gym.set_state({"idx": 0, "data": self.question})
+        if gym.step(text)[1] == 1:
+            return Observation(reward=1 - (self.tries - 1) / TRIES, done=True, correct=True)
+        return Observation(AGAIN, done=self.tries == TRIES, correct=False)
