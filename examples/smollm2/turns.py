@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from braidrl.rollout.episodes.environments import load_gem
+from braidrl.rollout.episodes.libraries.gem import load_gem
 from braidrl.rollout.episodes.turns import Context, Observation
 from examples.smollm2.tasks import QUESTIONS
 

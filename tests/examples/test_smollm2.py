@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import resource
 import subprocess
@@ -21,10 +22,10 @@ from braidrl.data.templates import PromptTemplate
 from braidrl.models.compute.attention import ATTENTION
 from braidrl.rollout.contract import all_of
 from braidrl.rollout.engine import ModelWeights
-from braidrl.rollout.episodes.turns import TurnTemplate
+from braidrl.rollout.episodes.turns import Observation, TurnTemplate
 from braidrl.rollout.requests import Request, SamplingParams
 from braidrl.runtimes.saving.export import export_model
-from examples.smollm2 import checks, tasks
+from examples.smollm2 import checks, preferences, tasks, turns
 from examples.smollm2.learn import peak_gib
 from tests.rollout.served import Served
 from tests.rollout.tiny import training_log_probs
@@ -103,6 +104,45 @@ def test_each_question_of_told_has_two_instructions_and_says_both_of_them() -> N
         assert len(one["checks"]) == 2
         for kind, value in one["checks"].items():
             assert written[kind].format(value) in one["prompt"]
+
+
+def test_of_the_responses_to_a_question_the_shortest_is_preferred_to_the_longest() -> None:
+    answered = [
+        ("a", "one two"),
+        ("b", "same size"),
+        ("a", "one"),
+        ("a", "  "),
+        ("b", "as this"),
+        ("a", "one two three"),
+    ]
+    assert preferences.pairs_of(answered) == [
+        {"prompt": "a", "chosen": "one", "rejected": "one two three", "answer": ""}
+    ]
+    assert [checks.in_few_words(text) for text in ("", "Bees.", "Bees fly.", "bee " * 41)] == [
+        0.0,
+        1.0,
+        1 - 1 / 40,
+        0.0,
+    ]
+
+
+def test_letters_are_counted_until_the_number_is_right_and_each_try_costs_a_quarter() -> None:
+    async def played(texts: list[str], number: int) -> list[Observation]:
+        environment = turns.LetterCounting()
+        context = await environment.reset({"seed": number})
+        assert turns.questions().ds[number]["question"] in context[-1]["content"]
+        return [await environment.step(text) for text in texts]
+
+    right = rf"\boxed{{{turns.questions().ds[5]['answer']}}}"
+    wrong = r"\boxed{777}"
+    first, *_, last = asyncio.run(played([wrong, wrong, right], 5))
+    assert (first.done, first.said) == (False, turns.AGAIN) and (last.done, last.reward, last.correct) == (
+        True,
+        0.5,
+        True,
+    )
+    over = asyncio.run(played([wrong] * turns.TRIES, 6))[-1]
+    assert (over.done, over.reward, over.correct) == (True, 0.0, False)
 
 
 def test_tasks_are_written_as_data_files_and_are_the_same_each_time(tmp_path: Path) -> None:
