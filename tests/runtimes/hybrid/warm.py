@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +9,6 @@ from typing import Any
 
 import ray
 import torch
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.ray_cluster import BEATS, RayCluster
@@ -65,8 +62,12 @@ class RehearsingWorker(HybridWorker):
 
     def close(self) -> None:
         super().close()
-        forget_groups()
         self.orders, self.rows_given = {}, []
+
+    def can_be_reused(self) -> bool:
+        """False once a model was divided: DTensor's caches know the process groups, which end with the backend."""
+        executor = getattr(self, "executor", None)
+        return executor is None or not any(worker.ranks.forward_is_collective for worker in executor.workers.values())
 
     def held(self) -> int:
         """Return how many calls' rows are kept here."""
@@ -89,14 +90,6 @@ def waited(stage: Stage, rows: Rows, sums: Sums, seconds: float) -> dict[str, Co
     time.sleep(seconds)
     counts = rows["action_mask"].with_values(rows["action_mask"].values.long()).row_sums()
     return {stage.writes[0]: Ragged.from_lengths(torch.zeros(int(counts.sum())), counts)}
-
-
-def forget_groups() -> None:
-    """Empty the caches in which DTensor keeps the process groups of models that were divided: they have ended with the backend."""
-    _clear_sharding_prop_cache()
-    for cache in gc.get_objects():
-        if isinstance(cache, functools._lru_cache_wrapper) and cache.__module__.startswith("torch.distributed."):
-            cache.cache_clear()
 
 
 class WarmCluster(RayCluster):
@@ -132,7 +125,11 @@ class WarmCluster(RayCluster):
         for actor in given:
             name = self.called.pop(actor)
             try:
+                reusable = ray.get(actor.can_be_reused.remote(), timeout=60)
                 ray.get(actor.close.remote(), timeout=60)
-                self.spare[name] = actor
+                if reusable:
+                    self.spare[name] = actor
+                else:
+                    ray.kill(actor)
             except ray.exceptions.RayError:
                 ray.kill(actor)
