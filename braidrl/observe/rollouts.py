@@ -40,6 +40,7 @@ DTYPES = CODEC_DTYPES | {"uint16": torch.uint16, "uint32": torch.uint32, "uint64
 
 
 def rollout_path(run: Path, step: int) -> Path:
+    """Return where the run in the folder `run` records the rows of the training step `step`."""
     return run / "rollouts" / f"step-{step}.parquet"
 
 
@@ -48,7 +49,7 @@ def evaluation_path(run: Path, name: str, step: int) -> Path:
 
 
 def recorded_steps(run: Path, evaluation: str | None = None) -> list[int]:
-    """List the training steps with recorded rows, or those of an evaluation set, ascending."""
+    """Return the training steps of the run in the folder `run` with recorded rows, or those of the set `evaluation`, ascending."""
     prefix = "" if evaluation is None else re.escape(f"eval-{evaluation}-")
     found = (re.fullmatch(rf"{prefix}step-(\d+)\.parquet", path.name) for path in (run / "rollouts").glob("*.parquet"))
     return sorted(int(match[1]) for match in found if match)

@@ -158,8 +158,8 @@ class SerialController(Generic[T]):
                     )
                 else:
                     table = self.backend.run(stage, table, iteration, sums)
-        index = self.backend.index(table) if table is not None else Rows({})
-        oldest, scores = oldest_versions(index), scores_by_group(index)
+        index = self.backend.index(table) if table is not None else None
+        oldest, scores = (oldest_versions(index), scores_by_group(index)) if index is not None else ({}, {})
         partial = self.config.rollout.tokens_per_iteration is not None
         verdicts = {
             group: Verdict(reasons.get(group), v if partial else version, scores.get(group))

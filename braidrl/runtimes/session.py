@@ -221,7 +221,10 @@ class SessionRole:
         if make is None:
             own = self.session.config.roles.get(self.name)
             if own is None or own.methods is None:
-                raise UserError(f"{self.name} has no stage {method!r}. {suggest(method, ROLE_TYPES)}")
+                raise UserError(
+                    f"{self.name} has no stage {method!r}. {suggest(method, ROLE_TYPES)} For a method of your own "
+                    f"write roles.{self.name}.methods=file.py:Class"
+                )
             return partial(self.session.call, self.name, method)
         return lambda rows, **settings: self.session.run(make(**settings), rows)
 

@@ -108,7 +108,7 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -
     if number != signal.SIGKILL:
         assert b"KeyboardInterrupt" in words
     assert_gone(tmp_path)
-    assert not ports & listening()
+    wait_until(lambda: not ports & listening())
 
 
 def assert_gone(folder: Path) -> None:

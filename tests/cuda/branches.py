@@ -62,6 +62,7 @@ UNCOVERED = {
     "models/cpu/native/building.py:address": "refuses what `in_memory` lets nobody ask for",
     "models/parallel/decoding.py:TensorRanks.all_reduce": NCCL,
     "rollout/divided/followers.py:_parts": NCCL,
+    "rollout/process/client.py:EngineProcess.start": "starts as a copy of the fork server on a CPU alone",
     "rollout/process/client.py:process_spec": "leaves a setting of vLLM for CPUs out",
     "rollout/vllm/engine.py:start": "leaves settings of vLLM for CPUs out",
     "rollout/vllm/transfer.py:calls_to_load": "vLLM's own transfer is for CUDA alone; what it is told is compared with the installed one",
