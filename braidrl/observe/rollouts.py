@@ -40,7 +40,12 @@ DTYPES = CODEC_DTYPES | {"uint16": torch.uint16, "uint32": torch.uint32, "uint64
 
 
 def rollout_path(run: Path, step: int) -> Path:
-    """Return where the run in the folder `run` records the rows of the training step `step`."""
+    """Return the file, or the folder of ranks' files, that a training step's rows are recorded in.
+
+    Args:
+        run: The run's folder.
+        step: From 1.
+    """
     return run / "rollouts" / f"step-{step}.parquet"
 
 
@@ -49,7 +54,12 @@ def evaluation_path(run: Path, name: str, step: int) -> Path:
 
 
 def recorded_steps(run: Path, evaluation: str | None = None) -> list[int]:
-    """Return the training steps of the run in the folder `run` with recorded rows, or those of the set `evaluation`, ascending."""
+    """Return the steps with recorded rows, ascending.
+
+    Args:
+        run: The run's folder.
+        evaluation: The evaluation set whose rows are meant; by default those of training.
+    """
     prefix = "" if evaluation is None else re.escape(f"eval-{evaluation}-")
     found = (re.fullmatch(rf"{prefix}step-(\d+)\.parquet", path.name) for path in (run / "rollouts").glob("*.parquet"))
     return sorted(int(match[1]) for match in found if match)
