@@ -11,7 +11,8 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import psutil
 
@@ -31,7 +32,15 @@ MIB = 1 << 20
 
 def main() -> None:
     """Train two steps of GRPO in this process, and write both figures."""
-    root = Path(mkdtemp())
+    with TemporaryDirectory() as folder:
+        result = compared(Path(folder))
+    file = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "plan_memory.json"
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    print(result)
+
+
+def compared(root: Path) -> dict[str, Any]:
+    """Return both figures in MiB, and the first over the second, of runs in a folder."""
     write_jsonl(root / "sums.jsonl", sums(80))
     # What a process takes without a model of any size: libraries that are loaded when first used among it.
     small = root / "small.yaml"
@@ -54,13 +63,10 @@ def main() -> None:
     with TrainingRun(config) as run:
         run.train()
     taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    result = {
+    return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"), "said_mib": round(said / MIB), "taken_mib": round(taken / MIB),
         "ratio": round(said / taken, 3),
     }  # fmt: skip
-    file = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "plan_memory.json"
-    file.write_text(json.dumps(result, indent=1) + "\n")
-    print(result)
 
 
 if __name__ == "__main__":
