@@ -92,7 +92,11 @@ def test_a_breakpoint_in_a_verifier_stops_there_when_rewards_have_no_process(wor
     (workshop.folder / "mine.py").write_text("def stops(response: str) -> bool:\n    breakpoint()\n    return True\n")
     config = workshop.config_file("debugged", reward={"verify": "mine.py:stops", "processes": 0}, trainer={"steps": 1})
     command = [sys.executable, "-m", "braidrl.cli", "train", str(config)]
-    said = subprocess.run(command, input="p 40 + 2\nc\n" * 100, capture_output=True, text=True, timeout=120)
+    # Ray, where another test has started it here, has put a debugger of its own into the environment.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONBREAKPOINT"}
+    said = subprocess.run(
+        command, input="p 40 + 2\nc\n" * 100, capture_output=True, text=True, timeout=120, env=environment
+    )
     assert said.returncode == 0, said.stderr
     assert (
         "stops()" in said.stdout
