@@ -10,6 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+# get_json_schema imports torch when it is first called: imported here once, and not again in the process of each trajectory.
+import torch  # noqa: F401
+from transformers.utils import get_json_schema
+
 from braidrl.rollout.episodes.environments import called
 from braidrl.rollout.episodes.tool_calls import ToolCall, call_id, parse_tool_calls
 from braidrl.rollout.episodes.turns import Context, Message, Observation
@@ -69,9 +73,6 @@ class ToolEnvironment(ToolTurns):
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
         """Take functions with type hints and a docstring that describes them and each argument (under `Args:`)."""
-        # Imported here: tools of another process come with their schemas, and need no transformers.
-        from transformers.utils import get_json_schema
-
         self._functions = {function.__name__: function for function in functions}
         super().__init__([get_json_schema(function) for function in functions])
 
