@@ -57,8 +57,9 @@ class RehearsingWorker(HybridWorker):
             return super().generate_needed(part, *arguments)
 
     def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> list[Numbers]:
+        found = super().fetch(key, rows, columns)  # Fails for a call of an earlier test that outlives its backend.
         self.rows_given.append(len(rows))
-        return super().fetch(key, rows, columns)
+        return found
 
     def close(self) -> None:
         super().close()
