@@ -89,8 +89,8 @@ class TrainerConfig(Section):
     """The last so many stay, older ones are removed."""
     max_restarts: int = Field(0, ge=0)
     """How often a run starts again by itself from its newest whole checkpoint, when a process is lost that it cannot go on without: a
-    rank, a trainer, a worker of hybrid. Under streaming only those that train are started again. What fails with an error of its own is
-    not tried again."""
+    rank, a trainer, a worker of hybrid. Under streaming only those that train are started again, and rows in the queue stay where that
+    checkpoint is of the last published version. What fails with an error of its own is not tried again."""
     deterministic: bool = False
     """Only deterministic kernels, so that a resumed run repeats the uninterrupted one to the bit."""
     surplus: Literal["drop", "keep"] = "drop"

@@ -9,6 +9,7 @@ T is the backend's table: the rows themselves, a rank's shard of them, or handle
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -146,6 +147,17 @@ class BegunBatch:
     after: Position
 
 
+class Restart(Enum):
+    """How a run that has lost a process starts again."""
+
+    WITH_ROWS = auto()
+    """Only what trains: the others go on, with all rows in work."""
+    FROM_CHECKPOINT = auto()
+    """Only what trains: the others go on when the checkpoint's position is restored, and rows are forgotten."""
+    OF_ALL = auto()
+    """All processes together."""
+
+
 class Controller(Protocol[T]):
     """Whoever drives an iteration from its prompts to published weights."""
 
@@ -177,8 +189,8 @@ class Controller(Protocol[T]):
     def begun_ahead(self) -> list[BegunBatch]:
         """Wait until rows are drawn that older weights have begun, and return their batches; a checkpoint keeps no older weights."""
 
-    def begin_again(self) -> bool:
-        """Replace the lost processes that train and forget all rows, for a checkpoint to be restored; return False where this cannot be."""
+    def begin_again(self, version: int) -> "Restart":
+        """Replace the lost processes that train, for a checkpoint of this version, whose weights are loaded by the backend afterwards."""
 
     def restore(self, position: Position) -> None:
         """Go on from a checkpoint's position; its weights are loaded by the backend afterwards."""

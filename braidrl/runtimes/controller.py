@@ -18,7 +18,7 @@ from braidrl.flow.compute import State, initial_states, next_state, with_state
 from braidrl.flow.selecting import SURPLUS, UNFINISHED, GroupSelector, Verdict, scores_by_group
 from braidrl.observe.metrics import Sums
 from braidrl.observe.working import WORK
-from braidrl.runtimes.backend import BegunBatch, IterationResult, Position, SerialBackend, T, needed
+from braidrl.runtimes.backend import BegunBatch, IterationResult, Position, Restart, SerialBackend, T, needed
 from braidrl.runtimes.generating.early_stop import Segment, segment_of
 from braidrl.runtimes.generating.partial import to_the_end
 
@@ -80,9 +80,9 @@ class SerialController(Generic[T]):
         """Return no batches: each begins when the one before it is over."""
         return []
 
-    def begin_again(self) -> bool:
+    def begin_again(self, version: int) -> Restart:
         """Return that all processes begin again together."""
-        return False
+        return Restart.OF_ALL
 
     def run_with_state(self, stage: Stage, table: T, iteration: int, sums: Sums) -> tuple[T, State]:
         """Return the table with the stage's columns, and the stage's state for the next iteration; empty for most stages."""

@@ -22,7 +22,7 @@ from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
 from braidrl.observe.samples import samples_of_step
 from braidrl.observe.trackers import TrackedRun, Trackers
-from braidrl.runtimes.backend import Position
+from braidrl.runtimes.backend import Position, Restart
 from braidrl.runtimes.distributed.launch import in_ranks
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
 from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
@@ -168,17 +168,22 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         )
         if checkpoint is None:
             raise error
+        folder, state = load_checkpoint(checkpoint)
         with self.interrupts.hold():
-            if not self.controller.begin_again():
+            restart = self.controller.begin_again(state.version)
+            if restart is Restart.OF_ALL:
                 raise error
             self.restarts += 1
             most = self.config.trainer.max_restarts
             self.progress.print(
                 f"{error}; it starts again by itself, the others go on ({self.restarts} of trainer.max_restarts={most})"
             )
+            if restart is Restart.WITH_ROWS:
+                self.backend.load(folder, state.version)
+                return
             with suppress(UserError):  # what was being written of a later step
                 self.checkpoints.wait()
-            self._restore(load_checkpoint(checkpoint))
+            self._restore((folder, state))
             if self.metrics:
                 self.metrics.close()
                 self.metrics = self._open_metrics(self.step)

@@ -342,10 +342,19 @@ class StreamSchedule:
     def stepped(self, stage: str) -> None:
         """Note that a step is made; after its last update a stage is through with the batch."""
         batch = self.batches[self.published + 1]
-        if batch.updates[stage]:
-            batch.updates[stage].pop(0)
+        batch.make_update(stage)
         if not batch.updates[stage]:
             self.trained[stage] = batch.iteration
+
+    def train_again(self) -> None:
+        """Forget what was trained towards the next version; those who held rows to train on have been given up."""
+        self.trained = dict.fromkeys(self.trained, self.published)
+        batch = self.batches.get(self.published + 1)
+        if batch is not None:
+            batch.take_back()
+            for consumer in self.tasks.tasks:
+                if consumer.stage in batch.updates:
+                    self.tasks.reopen(consumer, batch.uids)
 
     def due_publication(self) -> int | None:
         """Return the version to publish now, or None while a stage has rows of its batch, or steps, still to do."""

@@ -39,6 +39,8 @@ class TrainingBatch:
     is_known: bool = False
     """Whether all of its groups have joined."""
     updates: dict[str, list[PlannedUpdate]] = field(default_factory=dict)
+    made: dict[str, list[PlannedUpdate]] = field(default_factory=dict)
+    """Those that were made."""
     steps: int = 0
     """Optimizer steps of each stage with a loss."""
     plan: list[list[int]] = field(default_factory=list)
@@ -64,6 +66,17 @@ class TrainingBatch:
         batch.steps = len(steps)
         batch.updates |= {name: [PlannedUpdate(step.epoch, len(step.rows)) for step in steps] for name in optimized}
         return batch
+
+    def make_update(self, stage: str) -> None:
+        """Note that the next update of a train stage is made; one without a loss has none."""
+        if self.updates[stage]:
+            self.made.setdefault(stage, []).append(self.updates[stage].pop(0))
+
+    def take_back(self) -> None:
+        """Let all updates be made again."""
+        for stage, made in self.made.items():
+            self.updates[stage] = [*made, *self.updates[stage]]
+        self.made = {}
 
     def sure_updates(self, least: int, largest: int) -> list[list[int]] | None:
         """Return the updates of each row of a group, or None while they depend on which of these places it will have."""

@@ -192,6 +192,29 @@ def test_group_stages_take_whole_groups_even_where_a_lease_holds_fewer_rows() ->
     assert lease is not None and list(lease.rows) == uids[:2]
 
 
+def test_rows_are_trained_on_again_by_who_replaces_a_trainer_that_is_lost() -> None:
+    schedule = begin(PLAIN, staleness=1)
+    uids, second = admit(schedule, 0), admit(schedule, 2)
+    assert len(work(schedule, "actor.generate", most=4)) == 4 and len(work(schedule, "actor.generate", most=4)) == 4
+    work(schedule, "actor.log_probs")
+    planned = [list(update.rows) for update in schedule.batches[1].updates["actor.update"]]
+    assert sorted(work(schedule, "actor.update")) == sorted(planned[0])
+    schedule.stepped("actor.update")
+    lost = schedule.take("actor.update", "lost", 0.0, 1.0, 1)
+    assert lost is not None
+    schedule.fail_holder("lost")
+    schedule.train_again()
+    assert [update.rows for update in schedule.batches[1].updates["actor.update"]] == planned
+    for rows in planned:
+        assert schedule.due_steps() == []
+        assert sorted(work(schedule, "actor.update")) == sorted(rows)
+        schedule.stepped("actor.update")
+    assert schedule.due_publication() == 1 and schedule.publish().uids == uids
+    schedule.train_again()
+    finish_iteration(schedule)
+    assert schedule.published == 2 and not schedule.tasks.rows and {uid[1] for uid in second} == {2, 3}
+
+
 def test_inference_after_an_update_in_the_list_waits_for_it() -> None:
     """Its weights are those after the update: here of a reference that takes the actor's before it is asked."""
     follow = Stage("reference.update", "update", "reference", Signature(Kind.TRAIN, ()), {"source": "actor"})

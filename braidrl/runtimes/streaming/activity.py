@@ -24,6 +24,8 @@ class Activity:
     groups: dict[str, GroupActivity] = field(default_factory=dict)
     weight_bytes: int = 0
     """What engines have read of new weights."""
+    drawn_again: int = 0
+    """Rows that an engine had begun and that were forgotten with a trainer."""
     updates: Sums = field(default_factory=Sums)
     """How long each of them stood still to load new weights."""
     _noted: float | None = None
@@ -44,9 +46,10 @@ class Activity:
         self._noted, self._workers = now, list(workers)
 
     def told(self) -> Mapping[str, float]:
-        """Return the idle share of each group, the bytes of weights and the seconds of an update, since this was asked last."""
+        """Return what is summed, the idle share of each group and the seconds of an update, since this was asked last."""
         found = {f"streaming/idle/{name}": one.idle / one.seconds for name, one in self.groups.items() if one.seconds}
         found["streaming/weight_bytes"] = float(self.weight_bytes)
+        found["streaming/rows_drawn_again"] = float(self.drawn_again)
         found |= self.updates.means()
-        self.groups, self.weight_bytes, self.updates = {}, 0, Sums()
+        self.groups, self.weight_bytes, self.drawn_again, self.updates = {}, 0, 0, Sums()
         return found

@@ -15,6 +15,7 @@ from braidrl.data.rows import Rows
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Flow, Stage
 from braidrl.flow.batches import Sizes
+from braidrl.flow.readiness import Uid
 from braidrl.models.checkpoint import Write
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.backend import BegunBatch
@@ -52,10 +53,12 @@ class StreamingBackend(RowsBackend):
         self.evaluation, self.control, self.processes = evaluation, control, processes
         self.stream, self.wait, self.admit_refills, self.resources = control.training, wait, admit_refills, resources
         self.evaluating: Stream | None = None
-        self.restored: tuple[dict[str, Any], list[Rows]] = {}, []
-        """The selection state and the rows of a checkpoint whose weights are about to be loaded."""
+        self.restored: tuple[dict[str, Any], list[Rows]] | None = {}, []
+        """The selection state and the rows of a checkpoint whose weights are about to be loaded; None where all rows are still there."""
         self.begun: list[BegunBatch] = []
         """Its batches that are begun."""
+        self.forgotten: set[Uid] = set()
+        """Rows that engines had begun when a trainer was lost, and that are not kept."""
         self.counted_bytes = 0
 
     def read(self, origin: Origin) -> Rows:
@@ -94,15 +97,28 @@ class StreamingBackend(RowsBackend):
         return [partial(self._written, *given) for given in self._give({"do": "tell"}).items()]
 
     def load(self, folder: Path, version: int) -> None:
-        """Have every role that changes loaded; generation goes on with these weights, and the queue after iteration `version`."""
-        self._carry_out({"do": "load", "folder": str(folder.resolve()), "version": version})
+        """Have every role that changes loaded; generation goes on with these weights, and the queue after iteration `version`.
+
+        Where all rows are still there engines have, or load, that version anyway.
+        """
+        known = self.restored is None
+        self._carry_out({"do": "load", "folder": str(folder.resolve()), "version": None if known else version})
         with self.control.changed:
-            self.stream.resume(version, *self.restored, self.control.data.write_rows)
-            for batch in self.begun:
-                self.stream.put_back(batch, self.control.data.write_rows)
-            self.control.loading.target = self.control.allowed = version
-            self.control.loading.pinned = False
+            if self.restored is not None:
+                self._resume(version, *self.restored)
+            self.control.unloaded = frozenset()
         self.control.notify()
+
+    def _resume(self, version: int, sampling: dict[str, Any], tables: list[Rows]) -> None:
+        """Put the rows of a checkpoint into the queue, and count those that are drawn again."""
+        self.stream.resume(version, sampling, tables, self.control.data.write_rows)
+        for batch in self.begun:
+            self.stream.put_back(batch, self.control.data.write_rows)
+        self.control.loading.target = self.control.allowed = version
+        self.control.loading.pinned = False
+        schedule = self.stream.schedule
+        self.control.activity.drawn_again += len(self.forgotten - {*schedule.versions, *schedule.set_aside_rows})
+        self.forgotten = set()
 
     def close(self) -> None:
         """Tell all workers that the run is over, and leave no process, segment or port behind."""

@@ -68,6 +68,8 @@ class ControlPlane(QueueController):
         """The last iteration whose optimizer steps may be made."""
         self.stepping: set[str] = set()
         """Train stages whose step is under way."""
+        self.unloaded: frozenset[str] = frozenset()
+        """Groups that get no rows before they have loaded a checkpoint."""
         self.refused: UserError | None = None
         """Why the run cannot go on, where that is the user's to change: selection kept nothing for a whole epoch."""
         self.finished: deque[IterationRecord] = deque()
@@ -115,7 +117,8 @@ class ControlPlane(QueueController):
         if (weights := self._weights_for(holder.name)) is not None:
             return {**weights, "lost": lost}, ()
         version, lags = self.loading.version_of(holder.name), self.loading.lags(holder.name)
-        for name in request["stages"] if self.loading.takes_rows(holder.name) else ():
+        takes_rows = self.loading.takes_rows(holder.name) and holder.group not in self.unloaded
+        for name in request["stages"] if takes_rows else ():
             for stream in self.streams:
                 # An evaluation speaks of one version alone.
                 if name in stream.stages and not (lags and stream.during is not None):
@@ -241,6 +244,20 @@ class ControlPlane(QueueController):
             # Who has not said hello has written nothing.
             if gone is not None:
                 self.data.abandon(gone.address, holder, self._known_segments(gone.address))
+
+    def train_again(self, version: int) -> bool:
+        """Have what is trained towards the version after this one trained again, with all rows as they are.
+
+        Returns False, with nothing changed, where this is not the last version of which there are weights.
+        """
+        with self.changed:
+            if not self.training.schedule.published == version >= self.weights.newest:
+                return False
+            self.training.train_again()
+            self.data.free(self.copies.blocks())
+            self.copies, self.allowed = Copies(), version
+            self.stepping.clear()
+            return True
 
     def begin_again(self, stream: Stream) -> None:
         """Forget all rows and weights; engines wait for the weights of the checkpoint that is about to be loaded."""

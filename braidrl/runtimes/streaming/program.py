@@ -20,7 +20,7 @@ from braidrl.flow import Flow
 from braidrl.flow.batches import Sizes, admissible, check_update_size
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
-from braidrl.runtimes.backend import BegunBatch, IterationResult, Position, needed
+from braidrl.runtimes.backend import BegunBatch, IterationResult, Position, Restart, needed
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.saving.row_store import Admission, Surplus
 from braidrl.runtimes.streaming.backend import LOOK_EVERY_S, StreamingBackend
@@ -148,13 +148,22 @@ class StreamingProgram:
         after = self.opening.get(number + 1) or self._current()
         return BegunBatch(number, table, left_out, record.outcome, reports, after)
 
-    def begin_again(self) -> bool:
-        """Replace the processes that train, and forget all rows; the others go on with what a checkpoint has."""
+    def begin_again(self, version: int) -> Restart:
+        """Replace the processes that train. Rows are kept where the checkpoint is of the last published version, and else forgotten.
+
+        Rows that weights drew which are newer than the checkpoint's would be trained by a run that has not made those weights.
+        """
+        self.control.unloaded = frozenset(group.name for group in self.groups if group.trained)
         self.processes.replace_trainers()
+        if self.control.train_again(version):
+            self.backend.restored = None
+            return Restart.WITH_ROWS
+        with self.control.changed:
+            self.backend.forgotten = {uid for _, uid in self.stream.schedule.begun}
         self.stream, self.opening = self.new_stream(), {}
         self.control.begin_again(self.stream)
         self.backend.stream, self.backend.evaluating = self.stream, None
-        return True
+        return Restart.FROM_CHECKPOINT
 
     def restore(self, position: Position) -> None:
         """Go on from a checkpoint's loader, selection, surplus rows and stages' states; `load` says after which iteration."""

@@ -128,6 +128,12 @@ class Stream:
         writers = {True: [ADMISSION, stage], False: [ADMISSION, DRAWN]}
         return [self.content(uids, writers[was]) for was, uids in ended.items() if uids]
 
+    def train_again(self) -> None:
+        """Forget what was trained towards the next version, and what its trainers have told of it."""
+        self.schedule.train_again()
+        record = self.record_of(self.schedule.published + 1)
+        record.reports = [told for told in record.reports if self.flow[told["stage"]].kind is not Kind.TRAIN]
+
     def restore(self, rows: Rows, block: Block | None) -> None:
         """Put rows of a checkpoint back as if their stages had written them here."""
         uids, recorded = rows.uids(), self.flow.stages[: self.flow.recorded_stages]

@@ -390,6 +390,13 @@ class Tasks:
         for row in rows:
             self.tasks[name].finish(row)
 
+    def reopen(self, name: Any, rows: Iterable[Row]) -> None:
+        """Let those rows be done again that a task is done with: what it made of them was lost."""
+        task = self.tasks[name]
+        for row in rows:
+            if row in task.lease and task.lease[row] is None:
+                task.reopen(row)
+
     def move(self, name: Any, rows: Iterable[Row], table: Any) -> None:
         """Put rows of one task into another table."""
         for row in rows:

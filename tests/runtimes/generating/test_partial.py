@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import run_config
+from braidrl.runtimes.streaming.backend import StreamingBackend
+from braidrl.transfer.queue.tasks import Lease
 from tests.invariants.traces import assert_same, merged, trace
+from tests.runtimes.streaming.test_program import kill_when_it_holds_rows
 from tests.tiny import Workshop, metrics_agree, recorded, sums, write_jsonl, write_model
 
 STEPS = 5
@@ -147,8 +151,23 @@ def check_each_row(run: Path, steps: int) -> int:
 
 
 def test_streaming_sets_rows_aside_and_another_runtime_goes_on_with_them(workshop: Workshop) -> None:
+    """Though an engine is killed with rows that others have begun."""
     sections = merged(SECTIONS, {"trainer": {"steps": 2}, "rollout": {"tokens_per_iteration": 4}})
-    first = workshop.run("streamed", runtime="streaming", **sections)
+    killed = list[int]()
+    with TrainingRun(workshop.config("streamed", runtime="streaming", **sections)) as streamed:
+        backend, first = streamed.backend, streamed.folder
+        assert isinstance(backend, StreamingBackend)
+
+        def goes_on(lease: Lease) -> bool:
+            return any(row in backend.stream.schedule.set_aside_rows for row in lease.rows)
+
+        killer = Thread(
+            target=kill_when_it_holds_rows, args=(backend, "actor.generate", killed), kwargs={"chosen": goes_on}
+        )
+        killer.start()
+        streamed.train()
+        killer.join()
+        assert [m.starts for m in backend.processes.members if m.group.name == "actor.generate"] == [1]
     state = json.loads((first / "checkpoints" / "step-2" / "state.json").read_text())
     assert state["sampling"]["pending"] and state["surplus"]
     config = run_config(first)

@@ -11,10 +11,11 @@ def test_a_group_is_idle_for_the_share_of_its_workers_time_without_rows() -> Non
     activity = Activity()
     activity.note(10.0, [("actor.generate", True), ("actor.generate", False), ("actor", False)])
     activity.note(12.0, [("actor.generate", True), ("actor.generate", True), ("actor", True)])
-    activity.weight_bytes += 5
+    activity.weight_bytes, activity.drawn_again = 5, 3
     activity.note(14.0, [])
+    sums = {"streaming/weight_bytes": 5.0, "streaming/rows_drawn_again": 3.0}
     assert activity.told() == pytest.approx(
-        {"streaming/idle/actor.generate": 0.25, "streaming/idle/actor": 0.5, "streaming/weight_bytes": 5.0}
+        {"streaming/idle/actor.generate": 0.25, "streaming/idle/actor": 0.5, **sums}
     )
     activity.note(20.0, [])
-    assert activity.told() == {"streaming/weight_bytes": 0.0}, "nobody was there"
+    assert activity.told() == dict.fromkeys(sums, 0.0), "nobody was there"

@@ -19,10 +19,11 @@ from braidrl.errors import UserError, WorkerError
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import read_trace
 from braidrl.runtimes.run import TrainingRun
-from braidrl.runtimes.saving.folders import read_state, run_config
+from braidrl.runtimes.saving.folders import checkpoint_folder, latest_checkpoint, read_state, run_config
 from braidrl.runtimes.streaming.backend import StreamingBackend
 from braidrl.transfer.queue.owner import remove_abandoned
 from braidrl.transfer.queue.storage import PREFIX, shared_folder
+from braidrl.transfer.queue.tasks import Lease
 from tests.invariants.traces import assert_usage_is_told
 from tests.leftovers import family, listening
 from tests.runtimes.turns import PLAYED
@@ -240,14 +241,16 @@ def in_process(workshop: Workshop, name: str, **sections: Any) -> TrainingRun:
 
 
 def kill_when_it_holds_rows(
-    program: StreamingBackend, group: str, killed: list[int], sent: int = signal.SIGKILL
-) -> None:
-    """Kills a worker at a moment when it has rows that it has not given back."""
+    program: StreamingBackend, group: str, killed: list[int], sent: int = signal.SIGKILL,
+    chosen: Callable[[Lease], bool] = lambda lease: True,
+) -> None:  # fmt: skip
+    """Kills a worker at a moment when it has rows, of a lease that is chosen, that it has not given back."""
     while not killed:
         with program.control.changed:
             for member in program.processes.members:
                 held = program.stream.schedule.tasks.leases.held.values()
-                if member.group.name == group and any(lease.holder == member.holder for lease in held):
+                own = (lease for lease in held if lease.holder == member.holder)
+                if member.group.name == group and any(map(chosen, own)):
                     pid = member.process.pid
                     os.kill(pid, sent)
                     killed.append(pid)
@@ -255,22 +258,32 @@ def kill_when_it_holds_rows(
         time.sleep(0.001)
 
 
-def test_workers_killed_amid_a_batch_cost_no_row_and_no_step(workshop: Workshop, eager: Callable[..., Path]) -> None:
-    killed: dict[str, list[int]] = {group: [] for group in ("actor.generate", "compute", "reference")}
-    with in_process(workshop, "killed", **sections_of("grpo")) as run:
+def test_workers_and_a_trainer_killed_amid_a_batch_cost_no_row_and_no_step(
+    workshop: Workshop, eager: Callable[..., Path]
+) -> None:
+    """The trainer dies while the last checkpoint is of the last published version: then rows in the queue are kept."""
+    killed: dict[str, list[int]] = {group: [] for group in ("actor.generate", "compute", "reference", "actor")}
+    with in_process(
+        workshop, "killed", **sections_of("grpo", trainer={"checkpoint_every": 1, "max_restarts": 1})
+    ) as run:
         backend = run.backend
         assert isinstance(backend, StreamingBackend)
 
+        def is_saved(lease: Lease) -> bool:
+            return latest_checkpoint(run.folder) == checkpoint_folder(run.folder, backend.stream.schedule.published)
+
         def kill_one_of_each() -> None:
             for group, pids in killed.items():
-                kill_when_it_holds_rows(backend, group, pids)
+                held = is_saved if group == "actor" else lambda lease: True
+                kill_when_it_holds_rows(backend, group, pids, chosen=held)
 
         killer = threading.Timer(0.0, kill_one_of_each)
         killer.start()
         run.train()
         killer.join()
-        assert {m.group.name: m.starts for m in backend.processes.members} == {**dict.fromkeys(killed, 1), "actor": 0}
-    assert all(len(pids) == 1 for pids in killed.values())
+        assert {m.group.name: m.starts for m in backend.processes.members} == dict.fromkeys(killed, 1)
+    assert all(len(pids) == 1 for pids in killed.values()) and run.restarts == 1
+    assert all(line["streaming/rows_drawn_again"] == 0 for line in read_metrics(run.folder))
     assert_same(eager("grpo"), run.folder)
 
 
