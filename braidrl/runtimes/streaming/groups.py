@@ -6,6 +6,7 @@ actor, critic     the model of a role that changes: its inference and its update
 reference         a frozen role's model: workers that know nothing of each other, or the ranks of a layout that divides it
 """
 
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.models.role_settings import inference_layout_key, inference_layouts, layout_key, layout_of
 from braidrl.placement.pools import Pool
+from braidrl.rollout.engine import ENGINES
 from braidrl.runtimes.generating.engines import with_engines
 from braidrl.transfer.older_groups import older_places
 from braidrl.transfer.queue.samplers import Sampler, sampler_named
@@ -126,6 +128,7 @@ def check_streaming(config: Config, flow: Flow) -> None:
     for group in groups:
         check_group(group, config, flow)
     most_out(config, groups)
+    check_hand_over(config)
     older_groups(config)
     samplers_of(config, flow)
 
@@ -169,6 +172,20 @@ def most_out(config: Config, groups: Sequence[Group]) -> int:
             f"streaming.share_out={share:g} of {engines} engines is none; write streaming.share_out={math.ceil(1000 / engines) / 1000:g}"
         )
     return int(share * engines)
+
+
+def check_hand_over(config: Config) -> None:
+    """Raise UserError where rows are to be set down at a token and an engine of the user's own ends none early."""
+    way, engine = config.streaming.weights, config.rollout.engine
+    if way in ("end", "delayed") or engine in ENGINES or config.rollout.python is not None:
+        return
+    made = ENGINES.find(engine)
+    abort = getattr(made, "abort", None)
+    if inspect.isclass(made) and (abort is None or getattr(abort, "__isabstractmethod__", False)):
+        raise UserError(
+            f"streaming.weights={way} sets rows down at a token, and {engine} has no method abort that hands over what they have; "
+            "write streaming.weights=end, or give it one"
+        )
 
 
 def check_group(group: Group, config: Config, flow: Flow) -> None:

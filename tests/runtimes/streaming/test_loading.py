@@ -29,6 +29,11 @@ LONG: dict[str, Any] = {
     },
 }  # fmt: skip
 """Responses of many lengths: when a version is published, rows of the next batch are under way."""
+WITHOUT_ABORT = """
+class ToTheEnd:
+    def __init__(self, spec): ...
+    async def submit(self, request): ...
+"""
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +169,17 @@ def test_without_staleness_every_way_gives_what_eager_gives(workshop: Workshop, 
             {"weights": "rolling", "share_out": 0.2, "workers": {"actor.generate": 4}},
             "streaming.share_out=0.2 of 4 engines is none; write streaming.share_out=0.25",
         ),
+        (
+            {"weights": "interrupt"},
+            "engines.py:ToTheEnd has no method abort .*; write streaming.weights=end, or give it",
+        ),
     ],
 )
 def test_turns_that_no_engine_could_take_are_refused_before_anything_starts(
     workshop: Workshop, streaming: dict[str, Any], message: str
 ) -> None:
+    (workshop.folder / "engines.py").write_text(WITHOUT_ABORT)
+    engine = f"{workshop.folder}/engines.py:ToTheEnd" if streaming["weights"] == "interrupt" else "embedded"
     with pytest.raises(UserError, match=message) as caught:
-        TrainingRun(workshop.config("refused", runtime="streaming", streaming=streaming))
-    assert "\n" not in str(caught.value)
+        TrainingRun(workshop.config("refused", runtime="streaming", streaming=streaming, rollout={"engine": engine}))
+    assert "\n" not in str(caught.value) and not (workshop.folder / "refused").exists()
