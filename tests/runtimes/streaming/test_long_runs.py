@@ -15,9 +15,10 @@ import pytest
 
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.saving.folders import latest_checkpoint, read_state
 from braidrl.runtimes.streaming.backend import StreamingBackend
 from braidrl.transfer.queue.storage import PREFIX, shared_folder
-from tests.tiny import Workshop, recorded, sums, write_jsonl, write_model
+from tests.tiny import Workshop, braid, recorded, sums, wait_for_steps, write_jsonl, write_model
 
 pytestmark = pytest.mark.soak
 
@@ -48,13 +49,12 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(folder, write_model(folder / "model", "qwen2"), write_jsonl(folder / "train.jsonl", sums(64)))
 
 
-def run_of(
-    workshop: Workshop, name: str, weights: str, steps: int = STEPS, tokens: int = 40, budget: int | None = None,
-    every: int = 0,
-) -> TrainingRun:  # fmt: skip
+def sections_of(
+    workshop: Workshop, weights: str, steps: int = STEPS, tokens: int = 40, budget: int | None = None, every: int = 1
+) -> dict[str, Any]:
     """A flow that selects and has a reference, with two engines and one version of staleness, or where rows are set aside two."""
     (workshop.folder / "watched.yaml").write_text(FLOW)
-    sections: dict[str, Any] = {
+    return {
         "flow": str(workshop.folder / "watched.yaml"), "runtime": "streaming",
         "rollout": {"max_response_tokens": tokens, "samples_per_prompt": SAMPLES, "tokens_per_iteration": budget},
         # A model that learns would soon have no group left to select.
@@ -65,7 +65,6 @@ def run_of(
         },
         "streaming": {"weights": weights, "workers": {"actor.generate": 2}},
     }  # fmt: skip
-    return TrainingRun(workshop.config(name, **sections))
 
 
 class Watched:
@@ -99,7 +98,8 @@ class Watched:
 
 @pytest.mark.parametrize("weights", ["end", "interrupt"])
 def test_shared_memory_is_flat_over_two_hundred_iterations(workshop: Workshop, weights: str) -> None:
-    with run_of(workshop, f"flat-{weights}", weights, LONG, tokens=8) as run:
+    sections = sections_of(workshop, weights, LONG, tokens=8, every=0)
+    with TrainingRun(workshop.config(f"flat-{weights}", **sections)) as run:
         assert isinstance(run.backend, StreamingBackend)
         watched = Watched(run.backend)
         try:
@@ -139,7 +139,8 @@ class Killer(threading.Thread):
 def test_whichever_workers_are_killed_every_row_is_trained_once_or_counted(
     workshop: Workshop, weights: str, budget: int | None, seed: int
 ) -> None:
-    with run_of(workshop, f"killed-{weights}-{budget}-{seed}", weights, budget=budget, every=1) as run:
+    sections = sections_of(workshop, weights, budget=budget)
+    with TrainingRun(workshop.config(f"killed-{weights}-{budget}-{seed}", **sections)) as run:
         assert isinstance(run.backend, StreamingBackend)
         killer = Killer(run.backend, seed)
         killer.start()
@@ -154,6 +155,28 @@ def test_whichever_workers_are_killed_every_row_is_trained_once_or_counted(
     if budget is not None:
         rows = [row for step in range(1, STEPS + 1) for row in recorded(run.folder, step)["rollout_versions"].tolist()]
         assert any(len(set(versions)) > 1 for versions in rows), "rows were set aside and have gone on"
+
+
+@pytest.mark.parametrize("budget", list(STALENESS))
+@pytest.mark.parametrize("weights", WAYS)
+def test_a_run_whose_main_program_is_killed_goes_on_with_exact_counts(
+    workshop: Workshop, weights: str, budget: int | None
+) -> None:
+    name, chance = f"main-{weights}-{budget}", random.Random(f"{weights}/{budget}")
+    folder = workshop.folder / name
+    process = braid("train", workshop.config_file(name, **sections_of(workshop, weights, budget=budget)))
+    wait_for_steps(folder, 3, process)
+    time.sleep(chance.uniform(0, 0.5))
+    process.kill()
+    process.communicate()
+    again = braid("train", "--resume", folder)
+    _, said = again.communicate(timeout=300)
+    assert again.returncode == 0, said
+    last = latest_checkpoint(folder)
+    assert last is not None
+    sampling = read_state(last)["sampling"]
+    ahead = {*sampling["pending"], *(group for group, _ in sampling["waiting"])}
+    check_account(folder, sampling["admitted"] + 1, ahead, STALENESS[budget])
 
 
 def check_account(folder: Path, admitted: int, ahead: set[int], staleness: int) -> None:
