@@ -12,16 +12,15 @@ from typing import NamedTuple
 
 from braidrl.flow.batches import Sizes, admissible, check_staleness, trained_on
 from braidrl.flow.flow import ADMISSION, Flow, is_optimized
-from braidrl.flow.readiness import Consumer, Uid, waits_for, weights_wait_for
+from braidrl.flow.readiness import Consumer, Uid, waits_for
 from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict
 from braidrl.flow.stage import Kind, Scope, Stage
 from braidrl.transfer.older_groups import begun_too_many, waiting_groups
 from braidrl.transfer.queue.samplers import FIRST_IN, Candidate, Sampler
 from braidrl.transfer.queue.tasks import Lease, Tasks
 from braidrl.transfer.training_batch import TrainingBatch
+from braidrl.transfer.training_schedule import OWN_VERSION, Taken, TrainingSchedule
 
-OWN_VERSION = 2
-"""Added to the number of a table whose rows only an engine with the batch's own version may begin."""
 SET_ASIDE = 4
 """The number of a table whose rows go on once the batch of their iteration is open."""
 
@@ -33,7 +32,7 @@ class UnfinishedRow(NamedTuple):
     has_ended: bool
 
 
-class StreamSchedule:
+class StreamSchedule(TrainingSchedule):
     """What is decided in streaming, over all rows in work.
 
     A stage, or an epoch of one that trains, is a task. Its rows lie in the table (iteration, 0) while their batch is open, then in
@@ -46,16 +45,14 @@ class StreamSchedule:
 
     def __init__(self, flow: Flow, sizes: Sizes, samplers: Mapping[str, Sampler] | None = None) -> None:
         """Begin a run; `samplers` are those of stages that do not take the oldest rows first."""
-        self.flow, self.sizes, self.samplers = flow, sizes, samplers or {}
-        self.tasks = tasks_of(flow, sizes.epochs)
+        super().__init__(flow, tasks_of(flow, sizes.epochs))
+        self.sizes, self.samplers = sizes, samplers or {}
         self.tasks.facts = self._facts
         self.sampling = sizes.sampling()
-        self.weights_wait = weights_wait_for(flow)
         self.generating = [stage.name for stage in flow.stages if stage.kind is Kind.GENERATE]
         self.selects = [stage.name for stage in flow.stages if stage.kind is Kind.SELECT]
         self.segment = flow.stages[: flow.recorded_stages] if sizes.sets_aside else flow.sampling_segment
         """The stages that run for groups of which it is not known whether they are in the batch."""
-        self.batches: dict[int, TrainingBatch] = {}
         self.rows_of: dict[int, list[Uid]] = {}
         self.iteration_of: dict[int, int] = {}
         """Of each group: the batch that it was admitted for, then the one that it is in."""
@@ -71,9 +68,7 @@ class StreamSchedule:
         """Groups with rows that were set aside in an earlier batch, or in the open one."""
         self.ending: set[int] = set()
         """Those of them whose rows are drawn to their ends since the open batch lacks them."""
-        self.trained = {stage.name: 0 for stage in flow.stages if stage.kind is Kind.TRAIN}
-        """The last iteration that each train stage is through with."""
-        self.published = self.opened = 0
+        self.opened = 0
         self.horizon = 1
         """How many batches groups are admitted for: the open one, and those after it for which engines may begin rows."""
         self.is_open = self.decided = False
@@ -140,11 +135,6 @@ class StreamSchedule:
             if iteration <= self.opened and version is not None and version < self.published
         ]
         return list(range(self.published + 1, max(older, default=0) + 1))
-
-    def is_drawn(self, iteration: int) -> bool:
-        """Return whether all rows of a batch have come through the stages at whose end they are recorded."""
-        batch = self.batches[iteration]
-        return all(self._is_through(stage.name, batch) for stage in self.flow.stages[: self.flow.recorded_stages])
 
     # Admission
 
@@ -320,89 +310,20 @@ class StreamSchedule:
         """Free what a worker that is gone has held."""
         self.tasks.give_up(self.tasks.leases.of(holder))
 
-    def turn(self, name: str) -> int:
-        """Return the first iteration that a stage is not through with; one with a state does the rows of no later one."""
-        iteration = self.published + 1
-        while (batch := self.batches.get(iteration)) is not None and self._is_through(name, batch):
-            iteration += 1
-        return iteration
-
-    # Training
-
-    def due_steps(self) -> list[str]:
-        """Return the train stages that shall make their next optimizer step.
-
-        Every row of it is in, and whoever needs the weights is through. A train stage without a loss is due when its turn has come.
-        """
-        batch = self.batches.get(self.published + 1)
-        if batch is None:
-            return []
-        return [name for name in batch.updates if not self._is_through(name, batch) and self._is_due(name, batch)]
-
-    def stepped(self, stage: str) -> None:
-        """Note that a step is made; after its last update a stage is through with the batch."""
-        batch = self.batches[self.published + 1]
-        batch.make_update(stage)
-        if not batch.updates[stage]:
-            self.trained[stage] = batch.iteration
-
-    def train_again(self) -> None:
-        """Forget what was trained towards the next version; those who held rows to train on have been given up."""
-        self.trained = dict.fromkeys(self.trained, self.published)
-        batch = self.batches.get(self.published + 1)
-        if batch is not None:
-            batch.take_back()
-            for consumer in self.tasks.tasks:
-                if consumer.stage in batch.updates:
-                    self.tasks.reopen(consumer, batch.uids)
-
-    def due_publication(self) -> int | None:
-        """Return the version to publish now, or None while a stage has rows of its batch, or steps, still to do."""
-        batch = self.batches.get(self.published + 1)
-        if batch is None:
-            return None
-        return batch.iteration if all(self._is_through(stage.name, batch) for stage in self.flow.stages) else None
-
     def publish(self) -> TrainingBatch:
         """Publish the due version; its batch is over and its rows are forgotten."""
-        self.published += 1
-        batch = self.batches.pop(self.published)
+        batch = super().publish()
         self._forget(dict.fromkeys(uid[1] for uid in batch.uids))
         return batch
 
-    def _is_due(self, name: str, batch: TrainingBatch) -> bool:
-        if not all(self._is_through(before, batch) for before in self.weights_wait[name]):
-            return False
-        left = batch.updates[name]
-        if not left:
-            return batch.is_known
-        undone = self.tasks.tasks[Consumer(name, left[0].epoch)].undone[batch.iteration, 1 + len(left)]
-        return left[0].is_whole and not undone
-
-    def _is_through(self, name: str, batch: TrainingBatch) -> bool:
-        """Return whether a stage has done, or leaves out, all rows of a batch."""
-        if name in self.trained:
-            return self.trained[name] >= batch.iteration or name not in batch.updates
-        undone = self.tasks.tasks[Consumer(name)].undone
-        return batch.is_known and not undone[batch.iteration, 1] and not undone[batch.iteration, 1 + OWN_VERSION]
-
-    def _table_for(
-        self, stage: Stage, engine_version: int | None
-    ) -> tuple[Consumer, tuple[int, int], Sequence[Uid]] | None:
+    def _table_for(self, stage: Stage, engine_version: int | None) -> Taken | None:
         """Return the task of a stage, the table to take from, and the rows of the update or batch that this is if all are known."""
-        consumer, coming = Consumer(stage.name), self.batches.get(self.published + 1)
         if stage.kind is Kind.TRAIN:
-            if coming is None or not coming.updates.get(stage.name):
-                return None
-            left = coming.updates[stage.name]
-            rows = left[0].rows if left[0].is_whole else ()
-            return Consumer(stage.name, left[0].epoch), (coming.iteration, 1 + len(left)), rows
-        ready = self.tasks.tasks[consumer].ready
+            return self.update_to_take(stage)
         if stage.scope is Scope.BATCH or stage.state:
-            known = [batch for batch in self.batches.values() if batch.is_known]
-            batches = [b for b in known if not stage.state or b.iteration == self.turn(stage.name)]
-            complete = (b for b in batches if len(ready.get((b.iteration, 1), ())) in self._taken_at_once(stage, b))
-            return next(((consumer, (b.iteration, 1), b.uids) for b in complete), None)
+            return self.batch_to_take(stage)
+        consumer = Consumer(stage.name)
+        ready = self.tasks.tasks[consumer].ready
         # What comes after the selection is done for rows of a batch alone.
         after = self.segment and stage not in self.segment
         tables = sorted(
@@ -410,16 +331,9 @@ class StreamSchedule:
         )
         # Inference with weights that change belongs to the version that the batch is trained on, and to its place in the list.
         if stage.kind is Kind.INFER and stage.role in self.flow.changed_roles:
-            tables = [table for table in tables if table[0] == self.published + 1]
-            before = self.weights_wait[stage.name]
-            if before and (coming is None or not all(self._is_through(name, coming) for name in before)):
-                return None
+            has_weights = self.has_its_weights(stage)
+            tables = [table for table in tables if has_weights and table[0] == self.published + 1]
         return (consumer, tables[0], ()) if tables else None
-
-    def _taken_at_once(self, stage: Stage, batch: TrainingBatch) -> range:
-        """Return how many rows, or groups, of a batch must be ready for a stage to take some."""
-        rows = len(batch.uids)
-        return range(rows, rows + 1) if stage.scope is Scope.BATCH else range(1, rows + 1)
 
     def _facts(self, uid: Uid) -> Candidate:
         group = uid[1]
