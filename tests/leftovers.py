@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 
 import psutil
+
+from braidrl.cluster.silence import descendants
 
 
 def listening(processes: Iterable[int] | None = None) -> set[int]:
@@ -19,6 +22,17 @@ def listening(processes: Iterable[int] | None = None) -> set[int]:
 
 
 def family(process: int | None = None) -> list[int]:
-    """A process, by default this one, and all that it has started."""
+    """A process and all that it has started; by default this one, without the Ray cluster that tests share.
+
+    That starts and ends workers at any time.
+    """
     root = psutil.Process(process or os.getpid())
-    return [root.pid, *(child.pid for child in root.children(recursive=True))]
+    children = [child for child in root.children() if process or not is_rays(child)]
+    return [root.pid, *(each for child in children for each in (child.pid, *descendants(child.pid)))]
+
+
+def is_rays(process: psutil.Process) -> bool:
+    """Whether a process is one of those that a Ray cluster consists of."""
+    with suppress(psutil.NoSuchProcess):
+        return any("/ray/" in word for word in process.cmdline())
+    return False

@@ -35,7 +35,7 @@ ARITHMETIC = ROOT / "examples" / "arithmetic"
 
 def load_module(path: Path) -> ModuleType:
     """A Python file outside the package, as a module under its own name."""
-    if path.stem not in sys.modules:
+    if getattr(sys.modules.get(path.stem), "__file__", None) != str(path):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec and spec.loader
         module = importlib.util.module_from_spec(spec)

@@ -361,7 +361,7 @@ def saved_and_loaded(world: World, model: str, layouts: list[dict[str, Any]], fo
         load_worker(worker, Path(folder, "saved"))
         found[f"loaded under {layout} from {layouts[0]}"] = differences(
             one_step(worker, mine, 2), alone(model, steps=2), mine
-        )
+        ) + not_divided(worker, world.size)
         single = DecoderWorker("actor", config_of(model, layout, "float32"), True, world.data_parallel)
         save_worker(single, Path(folder, f"export-{number}"), world.first)
     return found

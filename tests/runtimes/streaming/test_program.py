@@ -413,7 +413,7 @@ def test_evaluation_is_the_same_as_in_one_process(workshop: Workshop) -> None:
     assert rows == {"evaluation.generate": 30, "actor.generate": 48}
 
 
-def wait_until_gone(pids: list[int], limit_s: float = 15.0) -> None:
+def wait_until_gone(pids: list[int], limit_s: float = 60.0) -> None:
     deadline = time.monotonic() + limit_s
     while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, f"processes {alive} are still there"
