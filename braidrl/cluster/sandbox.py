@@ -5,7 +5,8 @@ worker ──fork──▶ supervisor: namespaces ──fork──▶ code: its 
                             ◀── answers, at most answer_bytes each ──
 
 The code sees no process but its own, so that it can neither signal nor trace another, and holds no socket. It speaks over two pipes, which
-nothing that it executes inherits and which are of this one call or trajectory: no other's result can be forged.
+nothing that it executes inherits and which are of this one call or trajectory: no other's result can be forged. Each process that it
+starts waits until its supervisor has counted it.
 """
 
 import asyncio
@@ -24,6 +25,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from braidrl.cluster.fork_gate import LIBC, ForkGate, Start, hold_back_starts, send_listener
+
 Message = dict[str, Any]
 LOAD_LIMIT_S = 120.0
 """Limit for starting Python and importing the code on a busy machine; the time limit of a call begins after it."""
@@ -36,6 +39,8 @@ FILE_BYTES = 64 << 20
 SCRATCH = b"size=256m"
 """How much it may write in all where it has files of its own, in /dev/shm."""
 OPEN_FILES = 256
+THREADS = 16
+"""How many threads it may have for each process that it may have."""
 PRINTED_BYTES = 4096
 """How much of what was printed is shown."""
 LOOK_EVERY_S = 0.02
@@ -48,7 +53,6 @@ NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x08000000 | NEW_MOUNTS
 """Of users, processes, semaphores and shared memory, mounts."""
 MS_PRIVATE, MS_RECURSIVE, MS_RESTRICTED = 1 << 18, 1 << 14, 0b1110
 PR_SET_DEATH_SIGNAL, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVILEGES = 1, 4, 38
-LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class SandboxLimits:
     memory_bytes: int
     """Address space of each of its processes, and memory of all together."""
     processes: int
+    """At a time; of threads `THREADS` times as many."""
     answer_bytes: int = 1 << 16
     """A longer answer is none."""
 
@@ -174,15 +179,20 @@ class SandboxedCode:
         self.answers, answers = os.pipe()
         self.printed = os.memfd_create("printed")
         self.unread = bytearray()
+        gate, sender = socket.socketpair()
         self.process = os.fork()
         if self.process == 0:
             try:
-                confine({requests, answers}, self.printed, limits, self.isolated)
+                confine({requests, answers, sender.fileno()}, self.printed, limits, self.isolated)
+                send_listener(sender, hold_back_starts() if self.isolated else [])
                 serve(requests, answers)
             finally:
                 os._exit(1)
         os.close(requests)
         os.close(answers)
+        sender.close()
+        with gate:
+            self.gate = ForkGate(gate)
         flags = fcntl.fcntl(self.requests, fcntl.F_GETFL)
         fcntl.fcntl(self.requests, fcntl.F_SETFL, flags | os.O_NONBLOCK)
 
@@ -193,18 +203,24 @@ class SandboxedCode:
         """Wait for a descriptor; return False, with `failure` set, where the code takes too much or nobody waits for it any more."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while not self.failure:
-            if any(select.select(readable, writable, [], look_every_s)):
+            read, written, _ = select.select([*readable, *self.gate.listeners], writable, [], look_every_s)
+            if written or any(end in read for end in readable):
                 return True
             if deadline is not None and time.monotonic() > deadline:
                 self.failure = {"failure": "timeout", "detail": f"no answer within {self.limits.seconds:g} s"}
             elif self.abandoned():
                 self.failure = {"failure": "died", "detail": "nobody waits for it"}
-            elif self.isolated and (taken := excess(self._processes(), self.limits)):
+            elif self.isolated and (taken := self._excess()):
                 self.failure = {"failure": "died", "detail": taken}
         return False
 
-    def _processes(self) -> set[str]:
-        return processes_of(self.process, self.mounted, self.limits.processes)
+    def _excess(self) -> str:
+        """Return what the code has too much of, or nothing; a process or thread that it is about to start is allowed then."""
+        start = self.gate.next_start()
+        taken = excess(processes_of(self.process, self.mounted, self.limits.processes), self.limits, start)
+        if start and not taken:
+            self.gate.allow(start)
+        return taken
 
     def ask(self, request: bytes) -> bool:
         """Send the code a part of a request, or all of it; return whether it took it."""
@@ -341,15 +357,25 @@ def processes_of(code: int, mounted: int, most: int) -> set[str]:
     return found
 
 
-def excess(processes: set[str], limits: SandboxLimits) -> str:
-    """Return what the code's processes have too much of, or nothing."""
-    if len(processes) > limits.processes:
+def excess(processes: set[str], limits: SandboxLimits, start: Start | None) -> str:
+    """Return what the code's processes have too much of, or nothing.
+
+    Args:
+        processes: Their numbers.
+        limits: What they may have.
+        start: One more that is about to begin.
+    """
+    if len(processes) + (start is not None and not start.is_thread) > limits.processes:
         return f"it started more than {limits.processes} processes"
-    own = 0
+    own, threads = 0, int(start is not None)
     for process in processes:
+        with contextlib.suppress(OSError):
+            threads += os.stat(f"/proc/{process}/task").st_nlink - 2  # its folders, but two
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{process}/statm") as file:
             _, resident, shared, *_ = map(int, file.read().split())
             own += (resident - shared) * PAGE_BYTES
+    if threads > THREADS * limits.processes:
+        return f"it started more than {THREADS * limits.processes} threads"
     return f"its processes took more than {limits.memory_bytes / 2**30:g} GiB" if own > limits.memory_bytes else ""
 
 

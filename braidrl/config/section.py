@@ -34,4 +34,4 @@ class SandboxConfig(Section):
     memory_gib: float = Field(4.0, gt=0)
     """Address space of each of its processes in the sandbox, and memory of all of them."""
     max_processes: int = Field(64, ge=1)
-    """How many processes it may have at a time in the sandbox."""
+    """How many processes it may have at a time in the sandbox, and sixteen times as many threads; whoever starts more is ended."""

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -27,6 +28,33 @@ def bombs_with_forks(metadata: dict) -> bool:
             os.fork()
         except OSError:
             time.sleep(0.01)
+    return True
+
+
+def starts_fifteen(metadata: dict) -> bool:
+    for _ in range(15):
+        if os.fork() == 0:
+            time.sleep(60)
+    return True
+
+
+def starts_sixteen(metadata: dict) -> bool:
+    """Start one more, which ends at once."""
+    starts_fifteen(metadata)
+    if os.fork() == 0:
+        os._exit(0)
+    return True
+
+
+def starts_a_hundred_threads(metadata: dict) -> bool:
+    for _ in range(100):
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    return True
+
+
+def starts_three_hundred_threads(metadata: dict) -> bool:
+    for _ in range(3):
+        starts_a_hundred_threads(metadata)
     return True
 
 
@@ -129,7 +157,8 @@ def spins(metadata: dict) -> bool:
 ATTACKS = {
     function.__name__: function
     for function in (
-        bombs_with_forks, takes_ten_gigabytes, takes_it_in_many_processes, prints_a_gigabyte, returns_a_gigabyte,
+        bombs_with_forks, starts_fifteen, starts_sixteen, starts_a_hundred_threads, starts_three_hundred_threads,
+        takes_ten_gigabytes, takes_it_in_many_processes, prints_a_gigabyte, returns_a_gigabyte,
         kills_the_run, traces_the_run, reads_the_environment, forges_results, leaves_a_daemon, opens_a_socket, reads_the_home, spins,
     )
 }  # fmt: skip

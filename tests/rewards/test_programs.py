@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,26 @@ ATTACKS = {
     "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', 'braid-program-left'],"
     " start_new_session=True)\nopen('/none')": ("exception", "FileNotFoundError"),
 }  # fmt: skip
+
+
+AROUND = 5
+"""Processes of a sandbox beside those of the code: bubblewrap's two, the worker, its supervisor, and one that is starting."""
+
+
+@contextmanager
+def counted_processes() -> Iterator[list[int]]:
+    """Count the processes below this one, some times a second."""
+    counts, over = [0], threading.Event()
+
+    def count() -> None:
+        while not over.wait(0.1):
+            counts.append(len(psutil.Process().children(recursive=True)))
+
+    counting = threading.Thread(target=count)
+    counting.start()
+    yield counts
+    over.set()
+    counting.join()
 
 
 @pytest.fixture(autouse=True)
@@ -120,8 +142,12 @@ def test_two_hundred_at_once(aimed: list[str]) -> None:
     rounds = -(-200 // len(aimed))
     rows = [each for attack in aimed for each in (attack, DOUBLE)] * rounds
     begun = time.monotonic()
-    check_attacked(outcomes(rows, params={"seconds": 1}, processes=4), rounds)
-    print(f"{len(rows)} rows, every second one an attack, in {time.monotonic() - begun:.0f} s")
+    with counted_processes() as counts:
+        check_attacked(outcomes(rows, params={"seconds": 1}, processes=2), rounds)
+    print(
+        f"{len(rows)} rows, every second one an attack, in {time.monotonic() - begun:.0f} s; at most {max(counts)} processes"
+    )
+    assert max(counts) <= 2 * (64 + AROUND)
 
 
 @pytest.mark.parametrize("settings", [{"sandbox": "process"}, {"sandbox": "none"}, {"processes": 0}])

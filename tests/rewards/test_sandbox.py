@@ -91,6 +91,17 @@ def test_many_processes_may_not_take_more_memory_than_one() -> None:
     assert first.correct and second.correct
 
 
+def test_no_process_and_no_thread_begins_beyond_the_limit() -> None:
+    words = ["starts_fifteen", "starts_sixteen", "starts_a_hundred_threads", "starts_three_hundred_threads"]
+    found = outcomes(words, RewardConfig(timeout_s=30, max_processes=16))
+    assert [one.detail for one in found] == [
+        "",
+        "it started more than 16 processes",
+        "",
+        "it started more than 256 threads",
+    ]
+
+
 def test_other_verifiers_and_their_workers_cannot_be_killed() -> None:
     verifier, before = resolve(BY_NAME), set(psutil.Process().children(recursive=True))
 
