@@ -130,12 +130,14 @@ def dotted(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def assigned(node: ast.stmt, owner: str = "") -> Iterator[tuple[str, ast.expr]]:
-    """Yield the names, or attributes of `owner`, that a statement gives a value or adds one to; of a loop, what it goes through."""
+def assigned(node: ast.AST, owner: str = "") -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names, or attributes of `owner`, that a statement or := gives a value or adds one to; of a loop, what it goes through."""
     match node:
         case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
             pairs = list(zip(targets, values, strict=False))
         case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value):
+            pairs = [(target, value)]
+        case ast.NamedExpr(target=target, value=value):
             pairs = [(target, value)]
         case ast.For(target=target, iter=value) | ast.AugAssign(target=target, value=value):
             pairs = [(target, value)]
@@ -155,7 +157,7 @@ def values_of(function: Function) -> dict[str, list[ast.expr]]:
     """Return what each name of a function is given."""
     values: dict[str, list[ast.expr]] = {}
     for node in ast.walk(function):
-        for name, value in assigned(node) if isinstance(node, ast.stmt) else ():
+        for name, value in assigned(node):
             values.setdefault(name, []).append(value)
     return values
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,65 @@ def test_a_tracker_without_a_login_is_said_in_a_line(
     monkeypatch.setenv("WANDB_BASE_URL", "https://metrics.example.org:8080")
     assert "no login for metrics.example.org" in lacking(config)[0]
     monkeypatch.setenv("WANDB_MODE", "offline")
+    assert lacking(config) == []
+
+
+def test_swanlab_without_a_login_is_said_in_a_line(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SWANLAB_API_KEY", "SWANLAB_MODE", "SWANLAB_API_HOST", "SWANLAB_SAVE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SWANLAB_ROOT", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = parse_config(workshop.tree(trackers=["swanlab"]))
+    assert lacking(config) == [
+        "trackers=swanlab: there is no login for api.swanlab.cn; run `swanlab login`, set SWANLAB_API_KEY, or write "
+        "SWANLAB_MODE=offline to keep its files here"
+    ]
+    (tmp_path / ".netrc").write_text("machine https://api.swanlab.cn login https://swanlab.cn password secret\n")
+    assert lacking(config) == []
+    monkeypatch.setenv("SWANLAB_API_HOST", "https://metrics.example.org")
+    assert "no login for metrics.example.org" in lacking(config)[0]
+    (tmp_path / "config.yaml").write_text("api_key: secret\n")
+    assert lacking(config) == []
+    (tmp_path / "config.yaml").unlink()
+    assert lacking(parse_config(workshop.tree(trackers=[{"name": "swanlab", "params": {"mode": "local"}}]))) == []
+
+
+class Guarded(BaseHTTPRequestHandler):
+    """A server that knows one user, as MLflow's does."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.headers.get("Authorization") == "Basic bWU6c2VjcmV0" else 401)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_a_server_of_mlflow_that_does_not_answer_or_refuses_is_said_in_a_line(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("USERNAME", "PASSWORD", "TOKEN", "AUTH", "AWS_SIGV4"):
+        monkeypatch.delenv(f"MLFLOW_TRACKING_{name}", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = parse_config(workshop.tree(trackers=["mlflow"]))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Guarded) as server:
+        uri = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        (line,) = lacking(config)
+        assert line.startswith(f"trackers=mlflow: {uri} refuses this login (401); set MLFLOW_TRACKING_USERNAME and")
+        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
+        assert lacking(config) == []
+        server.shutdown()
+        serving.join()
+    (line,) = lacking(config)
+    assert line.startswith(f"trackers=mlflow: nothing answers at {uri} (") and "start `mlflow server` there, or" in line
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     assert lacking(config) == []
 
 
