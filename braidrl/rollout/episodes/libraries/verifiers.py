@@ -21,7 +21,7 @@ def check_verifiers(name: str) -> None:
     """Raise UserError where the package is not installed."""
     if importlib.util.find_spec("verifiers") is None:
         raise UserError(
-            f"environment verifiers:{name} needs verifiers; install it with `pip install 'verifiers>=0.1.14,<0.3'`, where versions collide "
+            f"environment verifiers:{name} needs verifiers; install it with `pip install 'verifiers>=0.1.14,<0.4'`, where versions collide "
             "into an environment of its own, whose interpreter is rollout.environment.python"
         )
 
@@ -44,7 +44,7 @@ def agent(name: str, settings: Mapping[str, Any]) -> Callable[[str, dict[str, An
     datasets.disable_progress_bars()
     if not hasattr(verifiers, "load_environment"):
         raise UserError(
-            f"environment verifiers:{name}: verifiers {verifiers.__version__} has no load_environment; install 'verifiers>=0.1.14,<0.3'"
+            f"environment verifiers:{name}: verifiers {verifiers.__version__} has no load_environment; install 'verifiers>=0.1.14,<0.4'"
         )
     if name.endswith(".py"):
         environment = import_function(f"{name}:load_environment")(**settings)
