@@ -11,14 +11,19 @@ import psutil
 from braidrl.cluster.silence import descendants
 
 
-def listening(processes: Iterable[int] | None = None) -> set[int]:
-    """Ports that these processes listen on; without `processes` those of the whole machine."""
+def open_sockets(processes: Iterable[int] | None = None) -> set[tuple[str, int]]:
+    """Addresses and ports that these processes listen on; without `processes` those of the whole machine."""
     chosen = None if processes is None else set(processes)
     return {
-        connection.laddr.port
+        (connection.laddr.ip, connection.laddr.port)
         for connection in psutil.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN and (chosen is None or connection.pid in chosen)
     }
+
+
+def listening(processes: Iterable[int] | None = None) -> set[int]:
+    """Ports of `open_sockets`."""
+    return {port for _, port in open_sockets(processes)}
 
 
 def family(process: int | None = None) -> list[int]:

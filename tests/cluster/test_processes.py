@@ -14,10 +14,11 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from braidrl.cluster.groups import LOOPBACK
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.errors import LostPeers, UserError, WorkerError
-from tests.leftovers import family, listening
+from tests.leftovers import family, listening, open_sockets
 
 ROOT = Path(__file__).parent.parent.parent
 LAUNCH = """
@@ -97,18 +98,20 @@ def test_a_function_that_is_not_there_is_named() -> None:
         run_ranks("tests.cluster.ranks:no_such_function", {}, 1, 200.0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGKILL]
+)
 def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -> None:
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCH, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE)
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
-    ports = listening(family(launcher.pid))
-    assert ports, "the store at which the ranks met"
+    opened = open_sockets(family(launcher.pid))
+    assert opened and {host for host, _ in opened} == {LOOPBACK}, "the store at which the ranks met"
     launcher.send_signal(number)
     _, words = launcher.communicate(timeout=200)
     if number != signal.SIGKILL:
         assert b"KeyboardInterrupt" in words
     assert_gone(tmp_path)
-    wait_until(lambda: not ports & listening())
+    wait_until(lambda: not opened & open_sockets())
 
 
 def assert_gone(folder: Path) -> None:

@@ -12,10 +12,11 @@ import pytest
 from braidrl.cluster.silence import descendants, name_of
 from tests.tiny import Workshop, braid, metrics_agree, wait_for_steps
 
-CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "streaming": ({"runtime": "streaming", "streaming": {"workers": {"actor": 2}}}, "actor-1"),
-    "distributed": ({"runtime": "distributed", "workers": 2}, "rank 0"),
-    "hybrid": ({"runtime": "hybrid", "workers": 2}, "ray::HybridWork"),
+CASES: dict[str, tuple[dict[str, Any], str, tuple[int, ...]]] = {
+    # A run's settings, whom to kill, and after which steps.
+    "streaming": ({"runtime": "streaming", "streaming": {"workers": {"actor": 2}}}, "actor-1", (1, 6)),
+    "distributed": ({"runtime": "distributed", "workers": 2}, "rank 0", (4,)),
+    "hybrid": ({"runtime": "hybrid", "workers": 2}, "ray::HybridWork", (1, 6)),
 }
 
 
@@ -35,7 +36,7 @@ def kill(run: int, victim: str, known: list[int]) -> int:
     "case", [pytest.param(case, marks=pytest.mark.soak if "ray" in str(CASES[case]) else ()) for case in CASES]
 )
 def test_a_lost_process_costs_no_word_of_the_user(workshop: Workshop, case: str) -> None:
-    settings, victim = CASES[case]
+    settings, victim, moments = CASES[case]
     trainer = {"steps": 14, "checkpoint_every": 2, "deterministic": True}
     sections: dict[str, Any] = {**settings, "trackers": [], "dtype": "float64"}
     quiet = workshop.run("quiet", **{**sections, "runtime": "eager", "trainer": trainer, "streaming": {}})
@@ -43,13 +44,13 @@ def test_a_lost_process_costs_no_word_of_the_user(workshop: Workshop, case: str)
     config = workshop.config_file(**sections, trainer={**trainer, "max_restarts": 2})
     with braid("train", config, folder=workshop.folder) as process:
         try:
-            for steps in (1, 6):
+            for steps in moments:
                 wait_for_steps(folder, steps, process)
                 killed.append(kill(process.pid, victim, killed))
             _, said = process.communicate(timeout=180)
         finally:
             process.kill()
-    assert process.returncode == 0 and said.count("starts again by itself") == 2, said
+    assert process.returncode == 0 and said.count("starts again by itself") == len(moments), said
     assert metrics_agree(folder, quiet)
     # Before the first checkpoint there is nothing for the others to go on with.
     assert ("the others go on" in said) == (case == "streaming")

@@ -17,17 +17,11 @@ import pytest
 from braidrl.cluster.groups import LOOPBACK, interface_of, open_store
 from braidrl.runtimes.run import TrainingRun
 from braidrl.transfer.queue.transport import Connection
-from tests.leftovers import family
+from tests.leftovers import family, open_sockets
 from tests.tiny import ROOT, Workshop, braid, metrics_agree, wait_for_steps
 
 
-def open_ports(process: int | None = None) -> set[tuple[str, int]]:
-    """Where a process and all that it has started listen."""
-    pids = set(family(process))
-    found = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN and c.pid in pids]
-    return {(each.laddr.ip, each.laddr.port) for each in found}
-
-
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "more", [{"runtime": "distributed", "workers": 2}, {"runtime": "streaming", "streaming": {"workers": {"actor": 2}}}]
 )
@@ -36,17 +30,17 @@ def test_a_run_of_this_machine_listens_on_loopback_alone(workshop: Workshop, mor
     with braid("train", config, folder=workshop.folder) as process:
         try:
             wait_for_steps(workshop.folder / "run", 2, process)
-            seen = open_ports(process.pid)
+            seen = open_sockets(family(process.pid))
         finally:
             process.kill()
     assert seen and {address for address, _ in seen} == {LOOPBACK}, seen
 
 
 def test_a_store_listens_on_the_address_that_it_is_given() -> None:
-    before = open_ports()
+    before = open_sockets(family())
     store = open_store(LOOPBACK, 5.0)
     store.set("a", "b")
-    assert open_ports() - before == {(LOOPBACK, store.port)} and store.get("a") == b"b"
+    assert open_sockets(family()) - before == {(LOOPBACK, store.port)} and store.get("a") == b"b"
     assert interface_of(LOOPBACK) == "lo" and interface_of("203.0.113.1") == ""
 
 
@@ -95,12 +89,12 @@ def memory() -> int:
 def test_what_strangers_forge_replay_garble_or_blow_up_changes_nothing_in_a_run(
     workshop: Workshop, count: int, steps: int
 ) -> None:
-    """To every socket on which any process of the run listens: the queue, its memory, the ranks' store and their own."""
+    """To every socket on which any process of the run listens: the queue, its memory, the ranks' store and their own; all on loopback."""
     sections: dict[str, Any] = {
         "runtime": "streaming", "streaming": {"workers": {"actor": 2}}, "dtype": "float64", "trainer": {"steps": steps},
     }  # fmt: skip
     quiet = workshop.run("quiet", **sections)
-    mine = open_ports()
+    mine = open_sockets(family())
     with TrainingRun(workshop.config("flooded", **sections)) as run:
         program: Any = run.controller
         while not set(program.processes.trainers()) <= set(program.control.holders):
@@ -111,8 +105,9 @@ def test_what_strangers_forge_replay_garble_or_blow_up_changes_nothing_in_a_run(
         program.control.fail("recorded")
         (recording := workshop.folder / "recording").write_bytes(hello)
         first = program.server.address.removeprefix("tcp://")
-        others = sorted({f"{host}:{port}" for host, port in open_ports() - mine} - {first})
-        assert len(others) >= 3, others
+        opened = open_sockets(family()) - mine
+        others = sorted({f"{host}:{port}" for host, port in opened} - {first})
+        assert len(others) >= 3 and {host for host, _ in opened} == {LOOPBACK}, opened
         command = [sys.executable, "-m", "tests.runtimes.strangers", str(count), str(recording), first, *others]
         before = memory()
         with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}) as stranger:

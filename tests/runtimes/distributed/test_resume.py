@@ -65,7 +65,7 @@ def test_a_distributed_run_that_is_interrupted_goes_on_exactly_under_either_runt
     path = shop.folder / "interrupted.yaml"
     path.write_text(yaml.safe_dump(tree(shop, "interrupted", runtime="distributed", workers=2)))
     process = braid("train", path)
-    wait_for_steps(run, 2, process)
+    wait_for_steps(run, 1, process)
     ranks = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     _, words = process.communicate(timeout=240)
