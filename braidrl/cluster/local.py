@@ -255,6 +255,9 @@ def _main_module_hidden() -> Iterator[None]:
 
 def _copied(connection: Connection, environment: Mapping[str, str], threads: int | None, main: str) -> None:
     gc.freeze()  # What the server has imported is no garbage, and to look for some there would copy its memory.
+    # As in a fresh interpreter: with the server's own method each lock of a library (tqdm's) gets a name, of which Python's resource
+    # tracker keeps account, and a tracker that was killed and came back prints a traceback for each name that it does not know.
+    multiprocessing.set_start_method(None, force=True)
     os.setsid()
     os.environ.update(environment)
     if threads is not None:  # OpenMP has read its variable when the fork server imported torch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -73,7 +74,8 @@ def echo(arguments: dict[str, Any]) -> Any:
             time.sleep(60)
         case "stall":
             stall_in_work()
-    return {"told": arguments["how"]}
+    # Semaphores with names have to be unlinked by someone when their process is killed; a library's locks have none.
+    return {"told": arguments["how"], "lock": multiprocessing.RLock()._semlock.name}  # type: ignore[attr-defined]
 
 
 def stall_in_work() -> None:

@@ -32,7 +32,7 @@ def test_what_a_process_returns_or_raises_is_its_outcome(start: Start) -> None:
     for process in processes.values():
         process.close()
     assert ends == ["exit status 0", "exit status 1", "exit status 1", "killed by signal 9"]
-    assert outcomes["return"] and outcomes["return"].result == {"told": "return"}
+    assert outcomes["return"] and outcomes["return"].result == {"told": "return", "lock": None}
     assert outcomes["refuse"] and outcomes["refuse"].failure == Failure("user", "write something else")
     assert outcomes["raise"] and (failure := outcomes["raise"].failure)
     assert failure.message.startswith("echo-0 failed: ZeroDivisionError: no such luck\nTraceback")
