@@ -1,6 +1,6 @@
 """Runs under faults that a seed draws: killed and frozen processes, garbage on sockets, damaged checkpoints; `make chaos` prints a table.
 
-a run ──at a random moment──▶ a fault ──▶ it goes on, or ends in a line ──resume──▶ the next fault, of each kind one ──▶ the end
+a run ──at a random moment──▶ a fault ──▶ it goes on, or ends in a line ──resume──▶ the next fault, of each kind two ──▶ the end
             metrics, rows and leftovers are compared with an undisturbed run's
 
     python -m tests.soak.chaos --faults 20 --seed 3 --runtimes eager distributed streaming stale --file faults.jsonl
@@ -14,6 +14,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,7 +33,9 @@ from braidrl.runtimes.saving.folders import checkpoints_of
 from tests.leftovers import family, listening
 from tests.tiny import Workshop, braid, metrics_agree, recorded, sums, write_jsonl, write_model
 
-STEPS, SILENCE_S, LIMIT_S, RESUMES = 30, 5.0, 240.0, 4
+STEPS, SILENCE_S, LIMIT_S, RESUMES, LOOK_S = 40, 5.0, 240.0, 4, 0.1
+OF_EACH = 2
+"""How many faults of each kind a run meets: to start one costs more than all its steps."""
 RUNTIMES: dict[str, dict[str, Any]] = {
     "eager": {"rollout": {"engines": 1}},
     "distributed": {"runtime": "distributed", "workers": 2},
@@ -61,12 +64,11 @@ class Chaos:
     """A workshop, the undisturbed runs, and the draw of faults."""
 
     def __init__(self, folder: Path, seed: int) -> None:
+        """Work in a folder: undisturbed runs that an earlier call has left there are not made again."""
         data = write_jsonl(folder / "train.jsonl", sums(24))
         self.workshop, self.seed = Workshop(folder, write_model(folder / "model"), data), seed
-        self.memory = folder / "memory"
-        self.memory.mkdir()
+        self.memory = Path(tempfile.mkdtemp(prefix="memory-", dir=folder))
         os.environ["BRAID_SHARED_MEMORY"] = str(self.memory)
-        self.undisturbed: dict[str, Path] = {}
 
     def config(self, name: str, runtime: str) -> Path:
         trainer = {"steps": STEPS, "checkpoint_every": 2, "deterministic": True, "keep_checkpoints": 3}
@@ -81,20 +83,21 @@ class Chaos:
     def reference(self, runtime: str) -> Path:
         """Return the undisturbed run, which is made once: one in one process for all runtimes that train what was just drawn."""
         kind = runtime if "trainer" in RUNTIMES[runtime] else "eager"
-        if kind not in self.undisturbed:
-            process = self.run("train", self.config(f"quiet-{kind}", kind))
+        folder = self.workshop.folder / f"quiet-{kind}"
+        if not (folder / "report.html").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            process = self.run("train", self.config(folder.name, kind))
             _, said = process.communicate(timeout=LIMIT_S)
             assert process.returncode == 0, said
-            self.undisturbed[kind] = self.workshop.folder / f"quiet-{kind}"
-        return self.undisturbed[kind]
+        return folder
 
     def one(self, first: int, runtime: str) -> list[Row]:
-        """Make one run that meets a fault of each kind, in an order that is drawn, and compare it; trouble is counted for each of them."""
+        """Make one run that meets faults of each kind, in an order that is drawn, and compare it; trouble is counted for each of them."""
         draw, reference = random.Random(f"{self.seed}/{first}"), self.reference(runtime)
-        disturbed, met, troubles = Disturbed(self, f"faults-{first}", runtime), list[Row](), list[str]()
+        disturbed, met, troubles = Disturbed(self, f"{runtime}-{self.seed}-{first}", runtime), list[Row](), list[str]()
         begun = time.monotonic()
         try:
-            for fault in draw.sample(list(FAULTS), len(FAULTS)):
+            for fault in draw.sample(list(FAULTS) * OF_EACH, len(FAULTS) * OF_EACH):
                 if not disturbed.until(disturbed.moment_for(fault, draw)):
                     break
                 time.sleep(draw.random())
@@ -172,7 +175,7 @@ class Disturbed:
             assert time.monotonic() < limit, "it hangs"
             self.look()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                if self.process.wait(0.05) == 0:
+                if self.process.wait(LOOK_S) == 0:
                     self.said()
                     return False
                 self.fruitless = 0 if self.steps > steps else self.fruitless
@@ -309,23 +312,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=300)
     parser.add_argument(
-        "--first", type=int, default=0, help="number of the first one, to go on with a seed: a multiple of the kinds"
+        "--first",
+        type=int,
+        default=0,
+        help="number of the first one, to go on with a seed: a multiple of those of a run",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further one is begun")
     parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=RUNTIMES)
+    parser.add_argument("--folder", type=Path, help="kept with its undisturbed runs, which the next call uses again")
     parser.add_argument("--file", type=Path, help="to which each fault is added as a line of JSON, over many calls")
     parser.add_argument("--page", type=Path, help="in which the table of all faults of the file is written anew")
     given = parser.parse_args()
     rows = list[Row]()
     with tempfile.TemporaryDirectory(prefix="braid-chaos-") as folder:
-        chaos = Chaos(Path(folder), given.seed)
-        begun = time.monotonic()
+        chaos = Chaos(given.folder or Path(folder), given.seed)
+        begun, of_run = time.monotonic(), len(FAULTS) * OF_EACH
         # Each run meets every kind of fault; the seed draws their order, the victims and the moments.
-        for number in range(given.first, given.first + given.faults, len(FAULTS)):
+        for number in range(given.first, given.first + given.faults, of_run):
             if time.monotonic() - begun > given.seconds:
                 break
-            made = chaos.one(number, given.runtimes[number // len(FAULTS) % len(given.runtimes)])
+            made = chaos.one(number, given.runtimes[number // of_run % len(given.runtimes)])
             print("\n".join(table(made).splitlines()[2 if rows else 0 :]), flush=True)
             rows += made
             if given.file:
