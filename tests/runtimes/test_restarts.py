@@ -7,9 +7,11 @@ import signal
 import time
 from typing import Any
 
+import psutil
 import pytest
 
 from braidrl.cluster.silence import descendants, name_of
+from tests.runtimes.streaming.test_on_ray import RayNodes
 from tests.tiny import Workshop, braid, metrics_agree, wait_for_steps
 
 CASES: dict[str, tuple[dict[str, Any], str, tuple[int, ...]]] = {
@@ -54,3 +56,28 @@ def test_a_lost_process_costs_no_word_of_the_user(workshop: Workshop, case: str)
     assert metrics_agree(folder, quiet)
     # Before the first checkpoint there is nothing for the others to go on with.
     assert ("the others go on" in said) == (case == "streaming")
+
+
+@pytest.mark.soak
+def test_where_a_node_is_lost_the_run_goes_on_with_the_devices_that_remain(workshop: Workshop) -> None:
+    trainer = {"steps": 10, "checkpoint_every": 2, "deterministic": True}
+    sections: dict[str, Any] = {"trackers": [], "dtype": "float64", "runtime": "hybrid", "workers": 2}
+    quiet = workshop.run("quiet-nodes", **{**sections, "runtime": "eager", "trainer": trainer})
+    # The main program is on the first node, all workers on one of the others.
+    nodes = RayNodes(0, 2, 2)
+    sections["cluster"] = {"address": nodes.address}
+    config = workshop.config_file("nodes", **sections, trainer={**trainer, "max_restarts": 1})
+    with braid("train", config, folder=workshop.folder) as process:
+        try:
+            wait_for_steps(workshop.folder / "nodes", 4, process)
+            worker = next(pid for pid in descendants(nodes.process.pid) if name_of(pid).startswith("ray::HybridWork"))
+            node = psutil.Process(worker).parent()
+            assert node is not None and node.name() == "raylet"
+            node.kill()
+            _, said = process.communicate(timeout=180)
+        finally:
+            process.kill()
+            nodes.close()
+    assert process.returncode == 0 and said.count("starts again by itself") == 1, said
+    print([line for line in said.splitlines() if "starts again by itself" in line])
+    assert metrics_agree(workshop.folder / "nodes", quiet)

@@ -25,8 +25,8 @@ CLUSTER = """
 import sys
 from ray.cluster_utils import Cluster
 cluster = Cluster()
-for _ in range(2):
-    cluster.add_node(num_cpus=2, object_store_memory=80 << 20, include_dashboard=False)
+for cpus in sys.argv[1:]:
+    cluster.add_node(num_cpus=int(cpus), object_store_memory=80 << 20, include_dashboard=False)
 print(cluster.address, flush=True)
 sys.stdin.read()
 cluster.shutdown()
@@ -39,12 +39,12 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(folder, write_model(folder / "model", "qwen2"), write_jsonl(folder / "train.jsonl", sums(24)))
 
 
-class TwoNodes:
-    """A cluster whose nodes have room for two workers each; in a process of its own, as this one may have a cluster already."""
+class RayNodes:
+    """A cluster in a process of its own, as this one may have one already; `cpus` of each node, the head first."""
 
-    def __init__(self) -> None:
+    def __init__(self, *cpus: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", CLUSTER, *map(str, cpus)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
         # Ray speaks too; the address is the last word.
@@ -71,14 +71,14 @@ class TwoNodes:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[TwoNodes]:
-    nodes = TwoNodes()
+def cluster() -> Iterator[RayNodes]:
+    nodes = RayNodes(2, 2)
     yield nodes
     nodes.close()
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(cluster: TwoNodes) -> Iterator[None]:
+def nothing_is_left(cluster: RayNodes) -> Iterator[None]:
     """Fails a test after which an actor or memory is left on a node; the ports that actors listen on are theirs."""
     remove_abandoned(shared_folder())
     before = without_owner()
@@ -92,7 +92,7 @@ def nothing_is_left(cluster: TwoNodes) -> Iterator[None]:
 
 
 def test_on_two_nodes_with_a_worker_killed_amid_a_batch_the_result_is_eagers(
-    workshop: Workshop, cluster: TwoNodes
+    workshop: Workshop, cluster: RayNodes
 ) -> None:
     sections = sections_of("grpo", 3)
     path = workshop.config_file("ours", **cluster.run(**sections))
@@ -112,7 +112,7 @@ def test_on_two_nodes_with_a_worker_killed_amid_a_batch_the_result_is_eagers(
 
 
 @pytest.mark.soak
-def test_an_exception_on_a_node_ends_the_run_with_its_traceback(workshop: Workshop, cluster: TwoNodes) -> None:
+def test_an_exception_on_a_node_ends_the_run_with_its_traceback(workshop: Workshop, cluster: RayNodes) -> None:
     process = braid("train", workshop.config_file("faulty", **cluster.run(**faulty(workshop))))
     _, errors = process.communicate(timeout=280)
     assert process.returncode == 1, errors
@@ -122,7 +122,7 @@ def test_an_exception_on_a_node_ends_the_run_with_its_traceback(workshop: Worksh
 
 
 @pytest.mark.soak
-def test_ctrl_c_saves_and_leaves_nothing_on_any_node(workshop: Workshop, cluster: TwoNodes) -> None:
+def test_ctrl_c_saves_and_leaves_nothing_on_any_node(workshop: Workshop, cluster: RayNodes) -> None:
     process = braid("train", workshop.config_file("interrupted", **cluster.run(**sections_of("grpo", 1000))))
     wait_for_steps(workshop.folder / "interrupted", 2, process, 250)
     assert len(cluster.actors()) == 5, "four workers, and the server of the node beside the main program's"
@@ -133,7 +133,7 @@ def test_ctrl_c_saves_and_leaves_nothing_on_any_node(workshop: Workshop, cluster
     assert (workshop.folder / "interrupted" / "checkpoints" / "latest").read_text() == f"step-{steps}\n"
 
 
-def test_doctor_looks_from_both_nodes_and_names_what_each_does_not_see(cluster: TwoNodes, workshop: Workshop) -> None:
+def test_doctor_looks_from_both_nodes_and_names_what_each_does_not_see(cluster: RayNodes, workshop: Workshop) -> None:
     missing = workshop.folder / "nowhere.jsonl"
     process = braid(
         "doctor", "--cluster", f"model={workshop.model}", f"data.train={missing}", f"output={workshop.folder / 'shared'}",
