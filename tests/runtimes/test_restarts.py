@@ -79,5 +79,4 @@ def test_where_a_node_is_lost_the_run_goes_on_with_the_devices_that_remain(works
             process.kill()
             nodes.close()
     assert process.returncode == 0 and said.count("starts again by itself") == 1, said
-    print([line for line in said.splitlines() if "starts again by itself" in line])
     assert metrics_agree(workshop.folder / "nodes", quiet)

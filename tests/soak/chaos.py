@@ -145,7 +145,7 @@ class Disturbed:
         self.process = chaos.run("train", self.config)
         self.seen, self.resumes, self.troubles = set[int](), 0, list[str]()
         self.fruitless = 0
-        """How often it was resumed since it made a step."""
+        """How often it was resumed since the last fault, or since it made a step after that."""
 
     @property
     def steps(self) -> int:
@@ -170,7 +170,7 @@ class Disturbed:
 
     def until(self, is_time: Callable[[], bool]) -> bool:
         """Wait for a moment; return False where the run is through before. Raises AssertionError where it hangs, or does not get on."""
-        limit, steps = time.monotonic() + LIMIT_S, self.steps
+        limit, steps, self.fruitless = time.monotonic() + LIMIT_S, self.steps, 0
         while not is_time():
             assert time.monotonic() < limit, "it hangs"
             self.look()
