@@ -32,6 +32,8 @@ from tests.cuda.twin import CudaTwin, cuda_twin
 from tests.recipes.test_training import SETTINGS, placed
 from tests.recipes.tiny import make_config, write_data, write_decoder, write_scorer, write_texts
 
+LATER = ("dr_grpo", "grpo", "maxrl", "ppo", "ppo_ptx", "reinforce_plus_plus", "rloo")
+"""Recipes that do on the device what others here do; they are for soak."""
 SEEN: dict[str, set[str]] = {"waits": set(), "doubles": set()}
 
 
@@ -71,7 +73,7 @@ def run(folder: Path, output: Path, flow: str = "grpo", **changes: Any) -> dict[
     return read_metrics(train(make_config(folder, flow, **{**usual, **placed(folder, changes)})))[-1]
 
 
-@pytest.mark.parametrize("name", list(RECIPES))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.soak if n in LATER else ()) for n in RECIPES])
 def test_every_recipe_trains(name: str, folder: Path, tmp_path: Path, twin: CudaTwin) -> None:
     changes = {key: value for key, value in SETTINGS.get(name, {}).items() if key != "trainer__rows_per_update"}
     metrics = run(folder, tmp_path, name, **changes)

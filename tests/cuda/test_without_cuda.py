@@ -31,9 +31,11 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_runs_on_a_cuda_device_that_is_not_there(device: Path) -> None:
+@pytest.mark.parametrize("which", ["not soak", pytest.param("soak", marks=pytest.mark.soak)])
+def test_runs_on_a_cuda_device_that_is_not_there(device: Path, which: str) -> None:
+    unused = ["-p", "no:cacheprovider", "-p", "no:xdist", "--noconftest"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "--noconftest", "tests/cuda/checks.py"],
+        [sys.executable, "-m", "pytest", *unused, "-m", which, "tests/cuda/checks.py"],
         cwd=ROOT, env={**os.environ, "LD_PRELOAD": str(device), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
