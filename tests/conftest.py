@@ -42,17 +42,17 @@ FORK_SERVER.set_forkserver_preload(
         *(f"transformers.models.{name}.modeling_{name}" for name in MODELS), "tests.tiny",
     ]
 )  # fmt: skip
-# By how long they take, the longest first: where several processes share the files they begin with these, so that no process is left
-# with a long one at the end.
+# By how long they take, the longest first, after one of those that need Ray: where several processes share the files they begin with
+# these, so that no process is left with a long one at the end.
 LONGEST = (
-    "rollout/test_served_engines.py", "examples/test_smollm2.py", "models/parallel/test_layouts.py",
-    "runtimes/streaming/test_program.py", "invariants/test_one_flow_one_result.py", "invariants/test_resume_is_exact.py",
-    "rollout/http/test_engine.py", "cluster/test_devices.py", "rollout/vllm/test_workers.py", "examples/test_placements.py",
-    "runtimes/generating/test_engines.py", "runtimes/prepare/test_plan.py", "models/weights/test_table_2.py",
-    "cuda/test_without_cuda.py", "runtimes/test_frozen.py", "runtimes/hybrid/test_traffic.py", "runtimes/test_session.py",
-    "placement/plan/test_search.py", "test_hub.py", "cluster/test_ray_ranks.py", "runtimes/hybrid/test_layouts.py",
-    "rollout/divided/test_processes.py", "runtimes/streaming/test_loading.py", "cluster/test_ray_cluster.py",
-    "examples/test_plugins.py", "runtimes/test_layouts.py", "runtimes/generating/test_partial.py",
+    "cluster/test_ray_cluster.py", "invariants/test_one_flow_one_result.py", "runtimes/streaming/test_program.py",
+    "runtimes/streaming/test_on_ray.py", "rollout/http/test_engine.py", "cuda/test_without_cuda.py", "runtimes/prepare/test_plan.py",
+    "models/parallel/test_layouts.py", "invariants/test_resume_is_exact.py", "rollout/episodes/test_sandboxed.py",
+    "runtimes/test_frozen.py", "rollout/vllm/test_workers.py", "rollout/episodes/test_libraries.py", "runtimes/saving/test_full_disk.py",
+    "rollout/test_served_engines.py", "test_hub.py", "runtimes/test_restarts.py", "runtimes/streaming/test_engines.py",
+    "runtimes/saving/test_checkpoints.py", "tools/test_docs_site.py", "models/weights/test_table_2.py", "runtimes/test_layouts.py",
+    "runtimes/prepare/test_dry_run.py", "examples/test_smollm2.py", "runtimes/streaming/test_loading.py", "examples/test_plugins.py",
+    "runtimes/distributed/test_resume.py", "cluster/test_processes.py",
 )  # fmt: skip
 settings.register_profile("suite", deadline=None, max_examples=50)
 settings.load_profile("suite")
@@ -64,11 +64,19 @@ def pytest_configure(config: pytest.Config) -> None:
         forkserver.ensure_running()
 
 
+@pytest.hookimpl(tryfirst=True)  # Before xdist reads the groups.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the files that take longest first, in a process that shares them with others."""
+    """Put the files that take longest first, in a process that shares them with others; one process takes all that need Ray."""
     if hasattr(config, "workerinput"):
         places = {f"tests/{file}": place for place, file in enumerate(LONGEST)}
-        items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+        items.sort(key=lambda item: places.get(file_of(item), len(places)))
+        on_ray = {file_of(item) for item in items if "ray_cluster" in getattr(item, "fixturenames", ())}
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group("ray" if file_of(item) in on_ray else file_of(item)))
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 @pytest.fixture(scope="session")
