@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
-# Many tests wait for processes to start: two files of tests at a time keep two cores busy. Those that need Ray share one cluster.
+# Many tests wait for processes to start: two files of tests at a time keep two cores busy.
 TEST_PROCESSES ?= 2
 
 .PHONY: demo demo-smollm2 test same docs vllm environments trackers lint format soak chaos bench gpu clean
@@ -35,7 +35,7 @@ format: .venv/installed
 test: .venv/installed
 	-$(MAKE) --keep-going --jobs 3 --output-sync=target lint vllm environments
 	$(MAKE) lint
-	$(BIN)/pytest -m "not soak" -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
+	$(BIN)/pytest -m "not soak" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # The documentation as a site, in build/site; a warning is an error.
 docs: .venv/installed

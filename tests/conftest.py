@@ -42,8 +42,8 @@ FORK_SERVER.set_forkserver_preload(
         *(f"transformers.models.{name}.modeling_{name}" for name in MODELS), "tests.tiny",
     ]
 )  # fmt: skip
-# By how long they take, the longest first, after one of those that need Ray: where several processes share the files they begin with
-# these, so that no process is left with a long one at the end.
+# By how long they take, the longest first: where several processes share the files they begin with these, so that no process is left
+# with a long one at the end.
 LONGEST = (
     "cluster/test_ray_cluster.py", "invariants/test_one_flow_one_result.py", "runtimes/streaming/test_program.py",
     "runtimes/streaming/test_on_ray.py", "rollout/http/test_engine.py", "cuda/test_without_cuda.py", "runtimes/prepare/test_plan.py",
@@ -64,19 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
         forkserver.ensure_running()
 
 
-@pytest.hookimpl(tryfirst=True)  # Before xdist reads the groups.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the files that take longest first, in a process that shares them with others; one process takes all that need Ray."""
+    """Put the files that take longest first, in a process that shares them with others."""
     if hasattr(config, "workerinput"):
         places = {f"tests/{file}": place for place, file in enumerate(LONGEST)}
-        items.sort(key=lambda item: places.get(file_of(item), len(places)))
-        on_ray = {file_of(item) for item in items if "ray_cluster" in getattr(item, "fixturenames", ())}
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group("ray" if file_of(item) in on_ray else file_of(item)))
-
-
-def file_of(item: pytest.Item) -> str:
-    return item.nodeid.partition("::")[0]
+        items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
 @pytest.fixture(scope="session")
