@@ -10,6 +10,7 @@ signal has stopped is seen by the kernel's word, whoever has started it: Ray's o
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 import threading
 import time
@@ -25,8 +26,8 @@ LOOKS = 6
 ASLEEP_S = 5.0
 """So much later than it meant to a watch looks again that was stopped itself, and not only slow."""
 STACK = "braid-stack"
-STACK_S = 0.5
-"""How long a process may take to write down its stack."""
+STACK_S = 2.0
+"""How long a process may take to write down its stack, on a busy machine."""
 COMM_BYTES = 15
 """The kernel keeps so much of a process's name."""
 
@@ -49,14 +50,27 @@ def stack_of(process: int) -> str:
         held = next((fd for fd in Path(f"/proc/{process}/fd").iterdir() if STACK in os.readlink(fd)), None)
         if held is None:
             return ""
+        deaf = holding_back(process, signal.SIGUSR1)
         for number in (signal.SIGUSR1, signal.SIGCONT):
             os.kill(process, number)
         limit = time.monotonic() + STACK_S
-        while time.monotonic() < limit and not held.stat().st_size:
+        # While a thread handles a signal it holds back a second one of the kind.
+        while time.monotonic() < limit and (not held.stat().st_size or holding_back(process, signal.SIGUSR1) - deaf):
             time.sleep(0.01)
         os.kill(process, signal.SIGSTOP)
         return held.read_text()
     return ""
+
+
+def holding_back(process: int, number: signal.Signals) -> set[str]:
+    """Return the threads of a process that a signal would have to wait for."""
+    found = set()
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            (mask,) = re.findall(r"SigBlk:\t(\w+)", (thread / "status").read_text())
+            if int(mask, 16) >> (number - 1) & 1:
+                found.add(thread.name)
+    return found
 
 
 def keep_stack(process: int, name: str, folder: Path | None) -> str:

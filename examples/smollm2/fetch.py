@@ -49,7 +49,11 @@ def fetch(folder: Path = FOLDER, console: Console | None = None) -> Path:
         with console.status("writing the weights in float32 (540 MB)"):
             whole = Path(work) / "model"
             convert(Path(work), whole)
-        whole.rename(folder)
+        try:
+            whole.rename(folder)
+        except OSError:  # Another process may have written it meanwhile.
+            if not (folder / "config.json").exists():
+                raise
     return folder
 
 
