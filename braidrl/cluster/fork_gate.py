@@ -75,7 +75,7 @@ def filter_of(kind: Architecture) -> bytes:
 def hold_back_starts() -> list[int]:
     """Have the kernel ask before this process, or whatever it starts, starts anything; return the descriptor that it asks at.
 
-    None where the kernel does not do that (before Linux 5.5, or on a processor that is not listed here). Nothing can undo it.
+    The list is empty where the kernel does not do that (before Linux 5.5, or on a processor that is not listed here). Nothing can undo it.
     """
     kind = ARCHITECTURES.get(platform.machine())
     if kind is None:

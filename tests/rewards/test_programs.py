@@ -57,9 +57,11 @@ def counted_processes() -> Iterator[list[int]]:
 
     counting = threading.Thread(target=count)
     counting.start()
-    yield counts
-    over.set()
-    counting.join()
+    try:
+        yield counts
+    finally:
+        over.set()
+        counting.join()
 
 
 @pytest.fixture(autouse=True)

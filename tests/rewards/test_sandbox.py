@@ -49,8 +49,11 @@ def starts_can_be_held_back() -> bool:
     """Try it in a process of its own, since nothing can undo it."""
     child = os.fork()
     if child == 0:
-        LIBC.prctl(PR_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-        os._exit(0 if hold_back_starts() else 1)
+        try:
+            LIBC.prctl(PR_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+            os._exit(0 if hold_back_starts() else 1)
+        finally:
+            os._exit(2)
     return os.waitpid(child, 0)[1] == 0
 
 
