@@ -40,7 +40,8 @@ from braidrl.observe.working import Stall
 from braidrl.placement.pools import Pool
 
 BOOT = """
-import importlib, json, sys
+import gc, importlib, json, sys
+gc.set_threshold(10_000)  # Most of what is imported stays: Python need not look for garbage so often.
 descriptor, module, function, path, name = json.loads(sys.argv[1])
 open("/proc/self/comm", "w").write(name)
 sys.path[:] = path
