@@ -1,29 +1,49 @@
-"""Ports that processes listen on: after a run none of its own may be left."""
+"""Sockets that processes listen on: after a run none of its own may be left."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
 from braidrl.cluster.silence import descendants
 
+STATE, INODE, LISTEN = 3, 9, "0A"
+"""Columns of the kernel's table of TCP sockets, and how it writes the state of one that listens."""
 
-def open_sockets(processes: Iterable[int] | None = None) -> set[tuple[str, int]]:
-    """Addresses and ports that these processes listen on; without `processes` those of the whole machine."""
-    chosen = None if processes is None else set(processes)
+
+def open_sockets(processes: Iterable[int]) -> set[tuple[str, int]]:
+    """Addresses and ports that these processes listen on."""
+    chosen = set(processes)
     return {
         (connection.laddr.ip, connection.laddr.port)
         for connection in psutil.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN and (chosen is None or connection.pid in chosen)
+        if connection.status == psutil.CONN_LISTEN and connection.pid in chosen
     }
 
 
 def listening(processes: Iterable[int] | None = None) -> set[int]:
-    """Ports of `open_sockets`."""
-    return {port for _, port in open_sockets(processes)}
+    """Inodes of the sockets that these processes listen on; without `processes` those of the whole machine.
+
+    A port that a run has left may be another program's a moment later; an inode is not given to another socket so soon.
+    """
+    tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
+    sockets = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    found = {int(fields[INODE]) for fields in sockets if fields[STATE] == LISTEN}
+    return found if processes is None else found & {inode for process in processes for inode in sockets_of(process)}
+
+
+def sockets_of(process: int) -> Iterator[int]:
+    """Yield the inode of each socket that a process has open."""
+    with suppress(OSError):
+        for entry in Path(f"/proc/{process}/fd").iterdir():
+            with suppress(OSError):
+                kind, _, inode = os.readlink(entry).partition(":")
+                if kind == "socket":
+                    yield int(inode.strip("[]"))
 
 
 def family(process: int | None = None) -> list[int]:

@@ -106,12 +106,13 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
     opened = open_sockets(family(launcher.pid))
     assert opened and {host for host, _ in opened} == {LOOPBACK}, "the store at which the ranks met"
+    sockets = listening(family(launcher.pid))
     launcher.send_signal(number)
     _, words = launcher.communicate(timeout=200)
     if number != signal.SIGKILL:
         assert b"KeyboardInterrupt" in words
     assert_gone(tmp_path)
-    wait_until(lambda: not opened & open_sockets())
+    wait_until(lambda: not sockets & listening())
 
 
 def assert_gone(folder: Path) -> None:

@@ -120,20 +120,20 @@ def worker_processes(name: str) -> list[int]:
     return [p for p in marked(name) if b"HybridWorker" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
-def assert_nothing_is_left(mark: str, ports: set[int]) -> None:
-    """No process of those that were marked, nor any of the ports that they have listened on."""
+def assert_nothing_is_left(mark: str, sockets: set[int]) -> None:
+    """No process of those that were marked, nor any of the sockets that they have listened on."""
     assert eventually(lambda: not marked(mark)), marked(mark)
-    assert ports and not ports & listening()
+    assert sockets and not sockets & listening()
 
 
 @pytest.mark.soak
 def test_a_run_that_ends_well_leaves_no_process_and_no_port(workshop: Workshop, mark: str) -> None:
     process = start(workshop, 2, steps=3)
     wait_for_steps(workshop.folder / "run", 1, process, STARTED)
-    ports = listening(marked(mark))
+    sockets = listening(marked(mark))
     _, errors = process.communicate(timeout=STARTED)
     assert process.returncode == 0, errors
-    assert_nothing_is_left(mark, ports)
+    assert_nothing_is_left(mark, sockets)
 
 
 @pytest.mark.soak
@@ -142,13 +142,13 @@ def test_ctrl_c_saves_and_leaves_no_process_and_no_port(workshop: Workshop, mark
     run = workshop.folder / "run"
     wait_for_steps(run, 2, process, STARTED)
     assert len(worker_processes(mark)) == 1
-    ports = listening(marked(mark))
+    sockets = listening(marked(mark))
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=ENDED)
     assert process.returncode == 130, errors
     assert "go on with: braid train --resume" in errors
     assert (run / "checkpoints" / "latest").is_file()
-    assert_nothing_is_left(mark, ports)
+    assert_nothing_is_left(mark, sockets)
     spans = read_trace(run)
     assert {span.worker for span in spans} == {"actor+reference-0", "controller"}
     assert {span.stage for span in spans} >= {"actor.generate", "reward.verify", "reference.log_probs", "actor.update"}
@@ -157,9 +157,9 @@ def test_ctrl_c_saves_and_leaves_no_process_and_no_port(workshop: Workshop, mark
 def test_a_killed_worker_ends_the_run_and_leaves_no_process_and_no_port(workshop: Workshop, mark: str) -> None:
     process = start(workshop, 2)
     wait_for_steps(workshop.folder / "run", 1, process, STARTED)
-    ports = listening(marked(mark))
+    sockets = listening(marked(mark))
     os.kill(worker_processes(mark)[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=ENDED)
     assert process.returncode == 1, errors
     assert ("actor+reference rank" in errors and "died in" in errors) or "failed in" in errors
-    assert_nothing_is_left(mark, ports)
+    assert_nothing_is_left(mark, sockets)

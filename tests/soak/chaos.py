@@ -30,7 +30,7 @@ import psutil
 from braidrl.cluster.ray_cluster import NEEDED
 from braidrl.cluster.silence import descendants, has_ended, name_of
 from braidrl.runtimes.saving.folders import checkpoints_of
-from tests.leftovers import family, listening
+from tests.leftovers import family, open_sockets
 from tests.tiny import Workshop, braid, metrics_agree, recorded, sums, write_jsonl, write_model
 
 STEPS, SILENCE_S, LIMIT_S, RESUMES, LOOK_S = 40, 5.0, 240.0, 4, 0.1
@@ -235,7 +235,7 @@ def freeze(draw: random.Random, process: subprocess.Popen[str], folder: Path) ->
 
 def garbage(draw: random.Random, process: subprocess.Popen[str], folder: Path) -> str:
     """Send noise to every port of the run."""
-    ports = sorted(listening(family(process.pid)))
+    ports = sorted({port for _, port in open_sockets(family(process.pid))})
     for _ in range(300):
         for port in ports:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=0.2) as line:

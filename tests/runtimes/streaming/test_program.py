@@ -76,9 +76,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 def nothing_is_left() -> Iterator[None]:
     """Fails a test after which a port or memory is left of a run that has ended; other runs on this machine are let be."""
     remove_abandoned(shared_folder())
-    before, ports = without_owner(), listening(family())
+    before, sockets = without_owner(), listening(family())
     yield
-    assert listening(family()) <= ports
+    assert listening(family()) <= sockets
     assert not [path for path in Path("/proc/self/fd").iterdir() if PREFIX in os.path.realpath(path)]
     assert remove_abandoned(shared_folder()) == []
     assert without_owner() <= before
@@ -429,13 +429,13 @@ def test_a_run_that_is_interrupted_or_killed_leaves_no_process_no_memory_and_no_
     process = braid("train", path)
     wait_for_steps(workshop.folder / name, 2, process)
     workers = family(process.pid)[1:]
-    ports = listening([process.pid, *workers])
-    assert len(workers) >= 4 and ports
+    sockets = listening([process.pid, *workers])
+    assert len(workers) >= 4 and sockets
     process.send_signal(sent)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status, errors
     wait_until_gone(workers)
-    assert not ports & listening()
+    assert not sockets & listening()
     if sent is signal.SIGINT:
         steps = len(read_metrics(workshop.folder / name))
         assert (workshop.folder / name / "checkpoints" / "latest").read_text() == f"step-{steps}\n"
