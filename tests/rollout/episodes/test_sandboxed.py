@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from braidrl.cluster.untrusted import bubblewrap
 from braidrl.config import EnvironmentConfig
 from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError
@@ -125,7 +125,7 @@ def test_an_agent_that_attacks_or_hangs_ends_its_own_row() -> None:
     assert (spinning.failure, spinning.turns, killing.failure) == ("timeout", 1, "RuntimeError")
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+@pytest.mark.skipif(bubblewrap() is None, reason="bubblewrap is not installed")
 def test_with_bubblewrap_an_agent_reaches_its_endpoint_and_nothing_else() -> None:
     secret = Path.home() / f".braid-secret-{os.getpid()}"
     secret.write_text("hush")
