@@ -13,7 +13,7 @@ from typing import Literal
 from braidrl.flow import Kind
 from braidrl.models.parallel.layout import ParallelLayout
 from braidrl.models.role_settings import slots_of, usual_max_tokens
-from braidrl.placement.memory import CACHE, ENGINE, Deployment, EngineUse, assets, role_memory
+from braidrl.placement.memory import CACHE, ENGINE, Deployment, EngineUse, assets, at_once, role_memory
 from braidrl.placement.plan.devices import USABLE, NodeGroup
 from braidrl.placement.plan.layouts import activations, divisors, layouts
 from braidrl.placement.plan.problem import Model, Problem
@@ -40,9 +40,9 @@ class Choice:
         return sum(cost.seconds for cost in self.costs.values())
 
     @cached_property
-    def bytes(self) -> int:
-        """Return the bytes that stay on a device."""
-        return sum(self.resident.values())
+    def peak(self) -> int:
+        """Return the most bytes that it takes of a device at a time, with what it works with."""
+        return at_once([self.resident], self.working)
 
     @cached_property
     def largest(self) -> int:

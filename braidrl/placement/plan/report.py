@@ -11,12 +11,12 @@ from rich.table import Table
 from braidrl.models.parallel.layout import AXES, ParallelLayout
 from braidrl.observe.timeline import timeline_page
 from braidrl.observe.trace import Span
+from braidrl.placement.memory import in_units
 from braidrl.placement.plan.choices import Choice
 from braidrl.placement.plan.problem import Problem
 from braidrl.placement.plan.rates import Cost
 from braidrl.placement.plan.search import Plan
 
-GIB = 1 << 30
 SHOWN = 0.005
 """Stages with less than this share of an iteration are left out of reasons."""
 
@@ -53,7 +53,7 @@ def plans_table(problem: Problem, plans: Sequence[Plan]) -> Table:
         runtime = plan.runtime + (f", staleness {plan.staleness}" if plan.staleness else "")
         lines.add_row(
             str(number), runtime, plan.name, f"{plan.seconds:,.3g}", f"{tokens_per_second(problem, plan):,.1f}",
-            f"{max(one.memory for one in plan.sets) / GIB:,.2f} GiB", bound(plan),
+            in_units(max(one.memory for one in plan.sets)), bound(plan),
         )  # fmt: skip
     return lines
 
@@ -82,7 +82,8 @@ def roles_table(plan: Plan) -> Table:
     lines = table("roles of plan 1", ("role", "devices", "layout", "micro-batch", "engine", "memory"), range(0))
     for one in plan.sets:
         for name, choice in one.roles.items():
-            memory = f"{(choice.bytes + choice.working) / GIB:,.2f} GiB"
+            # Where not everything has room, some of it is put away while others work.
+            memory = in_units(min(choice.peak, one.memory))
             where = f"{one.devices} x {one.group.kind}"
             lines.add_row(name, where, spelled(choice), micro_batch(choice), engine(choice), memory)
     return lines

@@ -84,11 +84,11 @@ class StreamingSearch:
         """Return a worker group on so many devices, as quick as memory lets it be."""
         room = self.problem.kind(group).memory * USABLE
         options = self.choices.of_role(member.role, group, devices, member.part)
-        fitting = [one for one in options if one.bytes + one.working <= room]
+        fitting = [one for one in options if one.peak <= room]
         if not fitting:
             return None
         choice = min(fitting, key=lambda one: one.busy)
-        return SetChoice(group, devices, {member.name: choice}, choice.costs, choice.bytes + choice.working)
+        return SetChoice(group, devices, {member.name: choice}, choice.costs, choice.peak)
 
     def plan(self, sets: Sequence[SetChoice], staleness: int) -> Plan:
         """Return the plan of these groups, timed by the streaming schedule in virtual time."""

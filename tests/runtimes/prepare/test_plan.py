@@ -27,7 +27,7 @@ from braidrl.placement.plan.configured import predicted
 from braidrl.placement.plan.named import NAMES, like
 from braidrl.placement.plan.overlay import overlay_of
 from braidrl.placement.plan.rates import read_rates
-from braidrl.placement.plan.report import spans_of
+from braidrl.placement.plan.report import plans_table, roles_table, spans_of
 from braidrl.runtimes.prepare.dry_run import dry_run
 from braidrl.runtimes.prepare.plan import Wanted, best_plans, calibrated, plan, problem_of
 from braidrl.runtimes.run import TrainingRun
@@ -62,6 +62,13 @@ def test_every_plan_is_a_configuration_that_holds_what_the_plan_says(workshop: W
         counted = sorted(peak(footprints) for _, footprints in groups)
         assert planned == pytest.approx(counted, rel=0.1)
         assert predicted(problem_of(settings, Wanted("1x4xcpu"))).seconds == pytest.approx(found.seconds, rel=0.1)
+
+
+def test_a_role_that_is_alone_takes_the_memory_that_its_plan_takes(workshop: Workshop) -> None:
+    problem = problem_of(workshop.config(algorithm={"kl_coef": 0}), Wanted("1x2xcpu", max_staleness=1))
+    for found in best_plans(problem, Wanted("1x2xcpu", max_staleness=1)):
+        (whole,), roles = plans_table(problem, [found]).columns[5].cells, list(roles_table(found).columns[5].cells)
+        assert roles == [whole] if len(roles) == 1 else whole in roles
 
 
 def test_the_plan_for_one_core_trains_as_it_is(workshop: Workshop) -> None:
