@@ -21,7 +21,8 @@ from braidrl.placement.plan.devices import kind_named
 
 SIDE = 2048
 NUMBERS = 1 << 26
-REPEATS = 7
+REPEATS, SECONDS = 7, 0.3
+"""How often each thing is timed at least, and for how long: beside other programs few of many times are undisturbed."""
 DTYPES = ("float32", "bfloat16", "float64")
 
 
@@ -37,6 +38,11 @@ class DeviceRates:
     def times(self, share: float) -> "DeviceRates":
         """Return the rates of so many devices, or of a share of one."""
         return DeviceRates({name: rate * share for name, rate in self.operations.items()}, self.bandwidth * share)
+
+    def or_more(self, other: "DeviceRates") -> "DeviceRates":
+        """Return the higher of each rate, of two measurements of one machine: other programs only take from what it can do."""
+        operations = {name: max(rate, other.operations.get(name, 0.0)) for name, rate in self.operations.items()}
+        return DeviceRates(operations, max(self.bandwidth, other.bandwidth))
 
 
 def own_rates(device: torch.device, threads: int) -> DeviceRates | None:
@@ -62,14 +68,15 @@ def kept_rates() -> DeviceRates | None:
     return DeviceRates(known["operations"], known["bandwidth"]) if known["machine"] == machine() else None
 
 
-def keep_rates(rates: DeviceRates) -> Path:
-    """Write down what was measured of all cores; return where."""
-    path = rates_file()
+def keep_rates(rates: DeviceRates) -> DeviceRates:
+    """Write down what was measured of all cores, or earlier where that was more; return what is kept."""
+    path, earlier = rates_file(), kept_rates()
+    rates = rates.or_more(earlier) if earlier else rates
     path.parent.mkdir(parents=True, exist_ok=True)
     known = {"machine": machine(), "operations": dict(rates.operations), "bandwidth": rates.bandwidth}
     with whole_file(path) as unfinished:
         unfinished.write_text(json.dumps(known, indent=1))
-    return path
+    return rates
 
 
 def rates_file() -> Path:
@@ -106,8 +113,8 @@ def measured_rates(side: int = SIDE, numbers: int = NUMBERS) -> DeviceRates:
 def shortest(work: Callable[[], Any]) -> float:
     """Return the least seconds of several times, since what disturbs only adds to it."""
     work()
-    times = []
-    for _ in range(REPEATS):
+    times: list[float] = []
+    while len(times) < REPEATS or sum(times) < SECONDS:
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)

@@ -59,6 +59,13 @@ def test_a_process_has_its_share_of_what_was_measured(kept: Path) -> None:
     assert [path.name for path in kept.parent.iterdir()] == ["rates.json"]
 
 
+def test_what_was_measured_beside_other_programs_takes_nothing_from_what_is_known(kept: Path) -> None:
+    disturbed = DeviceRates({"float32": 1e11, "bfloat16": 9.5e11}, 1e10)
+    both = DeviceRates({"float32": 8e11, "bfloat16": 9.5e11}, 4e10)
+    assert keep_rates(MEASURED) == MEASURED
+    assert keep_rates(disturbed) == kept_rates() == both
+
+
 def test_what_another_machine_has_measured_in_the_same_home_folder_does_not_count(kept: Path) -> None:
     keep_rates(MEASURED)
     kept.write_text(json.dumps({**json.loads(kept.read_text()), "machine": [96, "another processor"]}))
@@ -67,6 +74,7 @@ def test_what_another_machine_has_measured_in_the_same_home_folder_does_not_coun
 
 def test_measuring_finds_rates_of_every_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "REPEATS", 2)
+    monkeypatch.setattr(machine, "SECONDS", 0.0)
     found = measured_rates(64, 1 << 16)
     assert set(found.operations) == {"float32", "bfloat16", "float64"}
     assert all(1e6 < rate < 1e16 for rate in (*found.operations.values(), found.bandwidth))

@@ -108,3 +108,5 @@ def test_the_terminal_shows_shares_the_most_memory_and_the_seconds_of_weight_upd
     }  # fmt: skip
     told = "MFU 43%  bandwidth 50%  memory 3.00 GiB  weights 0.25 s"
     assert summary(metrics) == f"step 3  {told}"
+    metrics["utilisation/operations/actor.update"] = 1.12
+    assert "MFU 112% (more than `braid doctor` measured)  bandwidth 50%" in summary(metrics)

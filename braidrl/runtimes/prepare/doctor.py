@@ -15,12 +15,12 @@ from braidrl.cluster.process import usable_cores
 from braidrl.importing import PACKAGES, version_of
 from braidrl.models.compute.attention import ATTENTION, PackedSequences
 from braidrl.models.compute.log_probs import linear_log_probs
-from braidrl.placement.machine import keep_rates, measured_rates
+from braidrl.placement.machine import keep_rates, measured_rates, rates_file
 from braidrl.placement.pools import Pool
 
 LEAST_DISK = 1 << 30
 RATES_SIDE, RATES_NUMBERS = 1024, 1 << 24
-"""Sizes with which rates are measured in a second."""
+"""Sizes with which rates are measured in two seconds."""
 
 
 def examine(say: Callable[[str], None]) -> bool:
@@ -52,12 +52,11 @@ def rates_line() -> str:
     before = torch.get_num_threads()
     torch.set_num_threads(usable_cores())
     try:
-        rates = measured_rates(RATES_SIDE, RATES_NUMBERS)
+        rates = keep_rates(measured_rates(RATES_SIDE, RATES_NUMBERS))
     finally:
         torch.set_num_threads(before)
-    path = keep_rates(rates)
     each = ", ".join(f"{rate / 1e9:,.0f} billion {name} operations/s" for name, rate in rates.operations.items())
-    return f"{usable_cores()} cores reach {each} and {rates.bandwidth / 1e9:,.0f} GB/s; kept in {path}"
+    return f"{usable_cores()} cores reach {each} and {rates.bandwidth / 1e9:,.0f} GB/s; kept in {rates_file()}"
 
 
 def trains(say: Callable[[str], None]) -> bool:
