@@ -1,7 +1,7 @@
 """Requests to an engine and its responses: plain values, the same for every engine; and how a row continues elsewhere or later."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -67,6 +67,9 @@ class Request:
     """Tokens that this row drew in earlier turns: their random numbers are not used again."""
     continues: int = 0
     """Tokens at the prompt's end that are the beginning of this very response: a stop text may begin among them."""
+    on_token: Callable[[int, int], None] | None = None
+    """Called in the engine's event loop with each token's number in the response, from 0 on, and its id, as soon as the engine knows it.
+    A row that another engine begins again draws the same tokens again."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a prompt that is not a non-empty row of ids."""

@@ -66,7 +66,7 @@ def plain_request(request: Request) -> Message:
     return {
         "uid": request.uid, "prompt": _bytes(request.prompt), "sampling": asdict(request.sampling),
         "purpose": request.purpose, "stage": request.stage, "first_draw": request.first_draw,
-        "continues": request.continues,
+        "continues": request.continues, "followed": request.on_token is not None,
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,13 @@ def test_engines_in_processes_keep_the_contract(
 ) -> None:
     served.run(served.engine.update_weights(0, ModelWeights(MODEL)))
     served.run(check(subject(served)))  # type: ignore[arg-type]
+
+
+def test_who_follows_a_row_is_told_of_each_token_before_its_response(served: Served) -> None:
+    told: list[tuple[int, int]] = []
+    (request, *_) = requests(subject(served), 1)
+    finished = served.run(served.engine.submit(replace(request, on_token=lambda *token: told.append(token))))
+    assert told == list(enumerate(finished.tokens.tolist()))
 
 
 def test_log_probs_after_each_of_20_updates_are_those_of_the_trainer(served: Served) -> None:

@@ -104,7 +104,7 @@ class SlotBatch:
         slots = set(ended.nonzero().flatten().tolist())
         if self._watched:
             ids = tokens.tolist()
-            slots.update(slot for slot, row in self._watched.items() if row.completes_stop_text(ids[slot]))
+            slots.update(slot for slot, row in self._watched.items() if row.take(ids[slot]))
         return sorted(slots)
 
     def take(self, slots: Sequence[int], aborted: bool = False) -> list[Response]:
@@ -185,7 +185,7 @@ class SlotBatch:
         self._active = self._states.first(top)
         self._sampling = self._active.batch_sampling([row.request.sampling for row in self.rows.values()])
         self._longest = max((row.length(self._steps) for row in self.rows.values()), default=0) - self._steps
-        self._watched = {slot: row for slot, row in self.rows.items() if row.stop_texts}
+        self._watched = {slot: row for slot, row in self.rows.items() if row.is_followed}
 
     def _touched(self) -> Iterator[Tensor]:
         yield from (self._states.current, self._states.position, self._cache.store)

@@ -14,7 +14,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,8 +38,10 @@ BODY_BYTES = 64 << 20
 """A longer request is answered with 413."""
 PROTOCOLS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES}
 """By the path below a session's."""
-WORD_EVERY_S = 10.0
-"""How often a client that waits for events is told that its turn is under way."""
+WORD_EVERY_S, UNDER_WAY = 10.0, ": the turn is under way\n\n"
+"""How often a client that waits for events is told that its turn is under way, and how."""
+UNFINISHED = "\ufffd"
+"""What a decoder writes for bytes that are no character yet."""
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "length"}
 
 
@@ -58,6 +60,36 @@ class EndpointSession:
     finish_reason: FinishReason = FinishReason.STOP
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a turn, since a row's tokens are ordered."""
+
+
+class SpokenTurn:
+    """A turn under way, as its client is told of it: its tokens when they are drawn, and what of their text has been sent."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
+        self.name, self.pieces = "", list[str]()
+        self.came = asyncio.Event()
+        self._decode, self._stops = decode, stops
+        self._tokens: list[int] = []
+        self._text, self._told, self._from, self._read = "", 0, 0, 0
+
+    def hear(self, number: int, token: int) -> None:
+        """Note a token; those that another engine draws again are known."""
+        if number == len(self._tokens):
+            self._tokens.append(token)
+            self.came.set()
+
+    def has_more(self) -> bool:
+        """Add what can be told of the text now to the pieces; returns False where that is nothing."""
+        self.came.clear()
+        # Decoded with the tokens before them, since a decoder may treat the first token of a text differently.
+        before, now = (self._decode(self._tokens[self._from : end]) for end in (self._read, len(self._tokens)))
+        if not now.endswith(UNFINISHED):
+            self._text += now[len(before) :]
+            self._from, self._read = self._read, len(self._tokens)
+        piece = before_stop(self._text, self._stops, to_come=True)[self._told :]
+        self._told += len(piece)
+        self.pieces += [piece] if piece else []
+        return bool(piece)
 
 
 class Endpoint:
@@ -149,18 +181,20 @@ class Endpoint:
         try:
             body = await body_of(http)
             asked = protocol.read(body if isinstance(body, dict) else {})
-            turn = asyncio.ensure_future(self._turn(session, asked))
+            # What may be a call of a tool is told when it is whole.
+            spoken = SpokenTurn(self.template.text, asked.stops) if asked.stream and not asked.tools else None
+            turn = asyncio.ensure_future(self._turn(session, asked, spoken))
             if asked.stream:
-                return await streamed(http, protocol, asked, turn)
+                return await streamed(http, protocol, asked, turn, spoken or SpokenTurn(self.template.text, ()))
             return web.json_response(protocol.whole(asked, await turn))
         except UserError as error:
             return failed(400, str(error))
         except EngineError as error:
             return failed(503, str(error))
 
-    async def _turn(self, session: EndpointSession, asked: TurnRequest) -> TurnReply:
+    async def _turn(self, session: EndpointSession, asked: TurnRequest, spoken: SpokenTurn | None) -> TurnReply:
         async with session.lock:
-            return await self._complete(session, asked)
+            return await self._complete(session, asked, spoken)
 
     async def _models(self, http: web.Request) -> web.Response:
         if http.match_info["name"] not in self._sessions:
@@ -173,7 +207,7 @@ class Endpoint:
         }
         return web.json_response(one if "model" in http.match_info else {"object": "list", "data": [one]})
 
-    async def _complete(self, session: EndpointSession, asked: TurnRequest) -> TurnReply:
+    async def _complete(self, session: EndpointSession, asked: TurnRequest, spoken: SpokenTurn | None) -> TurnReply:
         trajectory = session.trajectory
         if asked.previous is not None:
             if asked.previous not in session.responses:
@@ -190,29 +224,33 @@ class Endpoint:
             raise UserError(f"{len(context)} tokens leave no room in a sequence of {self.max_sequence_tokens}")
         limit = min(asked.limit or self.sampling.max_tokens, room)
         sampling = replace(self.sampling, max_tokens=limit, stop=(*self.sampling.stop, *asked.stops))
+        name = f"{session_name(trajectory.uid)}-{session.turns + 1}"
+        if spoken is not None:
+            spoken.name = name
         finished = await self.engine.submit(
             Request(
                 trajectory.uid, torch.tensor(context), sampling,
-                self.purpose, self.stage, first_draw=trajectory.action_tokens,
+                self.purpose, self.stage, first_draw=trajectory.action_tokens, on_token=spoken.hear if spoken else None,
             )
         )  # fmt: skip
         # only now: a client that repeats a request which failed must find the row as it was
         trajectory.append(ids, opens=opens)
         trajectory.append(finished.tokens.tolist(), log_probs=finished.log_probs, versions=finished.versions)
         session.turns, session.finish_reason = session.turns + 1, finished.finish_reason
-        return self._said(session, asked, REASONS[finished.finish_reason], len(context), len(finished.tokens))
+        return self._said(session, asked, name, REASONS[finished.finish_reason], (len(context), len(finished.tokens)))
 
-    def _said(self, session: EndpointSession, asked: TurnRequest, reason: str, prompt: int, sampled: int) -> TurnReply:
+    def _said(
+        self, session: EndpointSession, asked: TurnRequest, name: str, reason: str, counts: tuple[int, int]
+    ) -> TurnReply:
         """Return the turn that was drawn last, and remember the conversation up to it."""
         text = before_stop(self.template.text(session.trajectory.last_turn, asked.tools), asked.stops)
         message = reply(text, bool(asked.tools))
-        name = f"{session_name(session.trajectory.uid)}-{session.turns}"
         if asked.prompt is not None:
             session.said, session.text = [], asked.prompt + text
         else:
             session.said, session.text = [*asked.messages, message], ""
             session.responses[name] = session.said
-        return TurnReply(name, message, "tool_calls" if "tool_calls" in message else reason, prompt, sampled)
+        return TurnReply(name, message, "tool_calls" if "tool_calls" in message else reason, *counts)
 
     def _context(self, session: EndpointSession, asked: TurnRequest) -> tuple[list[int], bool]:
         """Return the token ids to append before the reply, and whether they open a new sequence."""
@@ -228,29 +266,44 @@ class Endpoint:
 
 
 async def streamed(
-    http: web.Request, protocol: Protocol, asked: TurnRequest, turn: "asyncio.Future[TurnReply]"
+    http: web.Request, protocol: Protocol, asked: TurnRequest, turn: "asyncio.Future[TurnReply]", spoken: SpokenTurn
 ) -> web.StreamResponse:
-    """Send a turn as events when it is over, and before that every some seconds that it is under way.
+    """Send a turn as events while it is spoken, or every some seconds that it is under way, and the rest when it is over.
 
     Raises UserError or EngineError where the turn fails before anything was sent.
     """
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
-        while not (await asyncio.wait((turn,), timeout=WORD_EVERY_S))[0]:
-            if not answer.prepared:
-                await answer.prepare(http)
-            await answer.write(b": the turn is under way\n\n")
+        while not await ended_or_came(turn, spoken.came):
+            came = spoken.came.is_set()
+            if spoken.has_more():
+                await write(answer, http, protocol.more(asked, spoken.name, spoken.pieces))
+            elif not came:
+                await write(answer, http, (UNDER_WAY,))
         error = turn.exception()
-        if not answer.prepared:
-            if error is not None:
-                raise error
-            await answer.prepare(http)
-        events = [event({"error": {"message": str(error)}})] if error else protocol.events(asked, turn.result())
-        for each in events:
-            await answer.write(each.encode())
+        if error is not None and not answer.prepared:
+            raise error
+        failure = [event({"error": {"message": str(error)}})]
+        await write(answer, http, failure if error else protocol.events(asked, turn.result(), spoken.pieces))
     except ConnectionError:  # the client has gone; what was drawn for it belongs to its row
         await asyncio.wait((turn,))
     return answer
+
+
+async def ended_or_came(turn: "asyncio.Future[TurnReply]", came: asyncio.Event) -> bool:
+    """Return whether the turn is over, once it is, or a token came, or after some seconds."""
+    coming = asyncio.ensure_future(came.wait())
+    await asyncio.wait((turn, coming), timeout=WORD_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+    coming.cancel()
+    return turn.done()
+
+
+async def write(answer: web.StreamResponse, http: web.Request, events: Iterable[str]) -> None:
+    """Send events, behind the head of the answer."""
+    for each in events:
+        if not answer.prepared:
+            await answer.prepare(http)
+        await answer.write(each.encode())
 
 
 def bare(message: Message) -> Message:
@@ -277,9 +330,14 @@ async def body_of(http: web.Request) -> Any:
         raise UserError(f"the body is not JSON: {type(error).__name__}: {error}") from error
 
 
-def before_stop(text: str, stops: Sequence[str]) -> str:
-    """Return a reply without the stop text that ended it; its tokens, which were drawn, are trained on."""
+def before_stop(text: str, stops: Sequence[str], to_come: bool = False) -> str:
+    """Return a reply without the stop text that ended it; its tokens, which were drawn, are trained on.
+
+    With `to_come` more follows, and what may be the beginning of a stop text is left out too.
+    """
     ends = [place for stop in stops if (place := text.find(stop)) >= 0]
+    if to_come and not ends:
+        ends = [len(text) - n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
     return text[: min(ends)] if ends else text
 
 

@@ -1,7 +1,8 @@
 """What clients of OpenAI's API send and are sent, as pure functions: chat completions, completions and responses, whole or as events.
 
 body ──read──▶ TurnRequest ──a turn of the row──▶ TurnReply ──whole──▶ JSON
-                                                     ──events──▶ server-sent events, when the turn is over
+                                │                    ──events──▶ server-sent events, the rest of them when the turn is over
+                                └── text so far ──────more───▶ server-sent events
 """
 
 import json
@@ -82,7 +83,10 @@ class Protocol:
     read: Callable[[Mapping[str, Any]], TurnRequest]
     """Raises UserError for what is not served here."""
     whole: Callable[[TurnRequest, TurnReply], dict[str, Any]]
-    events: Callable[[TurnRequest, TurnReply], Iterator[str]]
+    more: Callable[[TurnRequest, str, Sequence[str]], Iterator[str]]
+    """Called with the turn's name and all pieces of its text so far: the events that add the last piece."""
+    events: Callable[[TurnRequest, TurnReply, Sequence[str]], Iterator[str]]
+    """Called with the pieces that were sent: the events that add what is missing, and end the turn."""
 
 
 def read_common(body: Mapping[str, Any], **own: Any) -> TurnRequest:
@@ -181,19 +185,28 @@ def chat_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def chat_events(asked: TurnRequest, answered: TurnReply) -> Iterator[str]:
-    """Yield a chat completion as chunks."""
-    head = {"id": answered.name, "object": "chat.completion.chunk", "created": int(time.time()), "model": asked.model}
+def chunk_of(asked: TurnRequest, name: str, *choices: Mapping[str, Any], **more: Any) -> str:
+    """Return a chunk of a chat completion."""
+    head = {"id": name, "object": "chat.completion.chunk", "created": int(time.time()), "model": asked.model}
+    return event({**head, "choices": [{"index": 0, "finish_reason": None, **choice} for choice in choices], **more})
 
-    def chunk(delta: Mapping[str, Any], reason: str | None = None) -> str:
-        return event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
 
-    yield chunk({"role": "assistant", "content": answered.text})
+def chat_more(asked: TurnRequest, name: str, said: Sequence[str]) -> Iterator[str]:
+    """Yield the chunk with the last piece of a text."""
+    role = {"role": "assistant"} if len(said) == 1 else {}
+    yield chunk_of(asked, name, {"delta": {**role, "content": said[-1]}})
+
+
+def chat_events(asked: TurnRequest, answered: TurnReply, said: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the chunks of a chat completion that follow the pieces which were sent."""
+    name, rest = answered.name, answered.text[len("".join(said)) :]
+    if rest or not said:
+        yield from chat_more(asked, name, [*said, rest])
     for number, call in enumerate(answered.calls):
-        yield chunk({"tool_calls": [{"index": number, **call}]})
-    yield chunk({}, answered.reason)
+        yield chunk_of(asked, name, {"delta": {"tool_calls": [{"index": number, **call}]}})
+    yield chunk_of(asked, name, {"delta": {}, "finish_reason": answered.reason})
     if asked.counts:
-        yield event({**head, "choices": [], "usage": usage(answered)})
+        yield chunk_of(asked, name, usage=usage(answered))
     yield DONE
 
 
@@ -215,10 +228,19 @@ def completion_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def completion_events(asked: TurnRequest, answered: TurnReply) -> Iterator[str]:
-    """Yield a completion as chunks."""
+def completion_more(asked: TurnRequest, name: str, said: Sequence[str]) -> Iterator[str]:
+    """Yield the chunk with the last piece of a text."""
+    whole = completion_whole(asked, TurnReply(name, {"content": said[-1]}, "", 0, 0))
+    del whole["usage"]
+    whole["choices"][0]["finish_reason"] = None
+    yield event(whole)
+
+
+def completion_events(asked: TurnRequest, answered: TurnReply, said: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the chunks of a completion that follow the pieces which were sent."""
     whole = completion_whole(asked, answered)
     counts = whole.pop("usage")
+    whole["choices"][0]["text"] = answered.text[len("".join(said)) :]
     yield event(whole)
     if asked.counts:
         yield event({**whole, "choices": [], "usage": counts})
@@ -230,5 +252,5 @@ def event(data: Mapping[str, Any], kind: str | None = None) -> str:
     return (f"event: {kind}\n" if kind else "") + f"data: {json.dumps(data)}\n\n"
 
 
-CHAT = Protocol(read_chat, chat_whole, chat_events)
-COMPLETIONS = Protocol(read_completion, completion_whole, completion_events)
+CHAT = Protocol(read_chat, chat_whole, chat_more, chat_events)
+COMPLETIONS = Protocol(read_completion, completion_whole, completion_more, completion_events)

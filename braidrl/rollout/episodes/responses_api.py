@@ -4,7 +4,7 @@ input: message, function_call, function_call_output ──▶ messages          
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from braidrl.data.sources import Message
@@ -105,18 +105,41 @@ def items_of(answered: TurnReply) -> list[dict[str, Any]]:
     return items
 
 
-def response_events(asked: TurnRequest, answered: TurnReply) -> Iterator[str]:
-    """Yield a response as events, which are numbered."""
+def response_more(asked: TurnRequest, name: str, said: Sequence[str]) -> Iterator[str]:
+    """Yield the events with the last piece of a text; the first comes behind those that open the response and its message."""
+    if len(said) == 1:
+        yield from every_event(asked, TurnReply(name, {"content": said[0]}, "stop", 0, 0), said)[: sent(said)]
+    else:
+        place = {"item_id": f"{name}-text", "output_index": 0, "content_index": 0}
+        yield numbered(sent(said) - 1, "response.output_text.delta", {**place, "delta": said[-1], "logprobs": []})
+
+
+def response_events(asked: TurnRequest, answered: TurnReply, said: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the events of a response that follow the pieces which were sent."""
+    yield from every_event(asked, answered, said)[sent(said) :]
+
+
+def sent(said: Sequence[str]) -> int:
+    """Return how many events so many pieces of a text take: one each, behind the three that open the response and its message."""
+    return len(said) and 3 + len(said)
+
+
+def every_event(asked: TurnRequest, answered: TurnReply, said: Sequence[str]) -> list[str]:
+    """Return a response as events, which are numbered."""
     whole = response_whole(asked, answered)
     begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     last = "response.completed" if whole["status"] == "completed" else "response.incomplete"
-    found = [("response.created", {"response": begun}), *changes(whole["output"]), (last, {"response": whole})]
-    for number, (kind, data) in enumerate(found):
-        yield event({"type": kind, "sequence_number": number, **data}, kind)
+    found = [("response.created", {"response": begun}), *changes(whole["output"], said), (last, {"response": whole})]
+    return [numbered(number, kind, data) for number, (kind, data) in enumerate(found)]
 
 
-def changes(items: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of each item: it is there, it grows, it is done."""
+def numbered(number: int, kind: str, data: Mapping[str, Any]) -> str:
+    """Return an event of a response."""
+    return event({"type": kind, "sequence_number": number, **data}, kind)
+
+
+def changes(items: list[dict[str, Any]], said: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the events of each item: it is there, it grows, it is done. `said` are the pieces of a message's text, perhaps not all."""
     for number, item in enumerate(items):
         place = {"item_id": item["id"], "output_index": number}
         empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
@@ -125,7 +148,9 @@ def changes(items: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]
             (part,) = item["content"]
             place |= {"content_index": 0}
             yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
-            yield "response.output_text.delta", {**place, "delta": part["text"], "logprobs": []}
+            rest = part["text"][len("".join(said)) :]
+            for piece in (*said, rest) if rest or not said else said:
+                yield "response.output_text.delta", {**place, "delta": piece, "logprobs": []}
             yield "response.output_text.done", {**place, "text": part["text"], "logprobs": []}
             yield "response.content_part.done", {**place, "part": part}
         else:
@@ -137,4 +162,4 @@ def changes(items: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]
         yield "response.output_item.done", {"output_index": number, "item": item}
 
 
-RESPONSES = Protocol(read_response, response_whole, response_events)
+RESPONSES = Protocol(read_response, response_whole, response_more, response_events)

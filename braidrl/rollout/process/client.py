@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ class EngineProcess:
         self._listener: asyncio.Task[None] | None = None
         self._answers: dict[int | None, asyncio.Future[Any]] = {}
         self._rows: dict[Uid, int] = {}
+        self._followed: dict[int, Callable[[int, int], None]] = {}
+        """By the number of its message, who is told of a row's tokens."""
         self._recovering = asyncio.Lock()
         self._numbers = itertools.count()
         self._load = Load(spec.slots, 0, 0)
@@ -80,6 +83,8 @@ class EngineProcess:
     async def submit(self, request: Request) -> Response:
         number = next(self._numbers)
         self._rows[request.uid] = number
+        if request.on_token is not None:
+            self._followed[number] = request.on_token
         try:
             with WORK.waiting():
                 return response_of(await self._ask("submit", number, request=plain_request(request)))
@@ -89,6 +94,7 @@ class EngineProcess:
             raise
         finally:
             self._rows.pop(request.uid, None)
+            self._followed.pop(number, None)
 
     async def abort(self, uid: Uid) -> None:
         if uid not in self._rows:
@@ -185,6 +191,8 @@ class EngineProcess:
     def _hear(self, message: Message) -> None:
         if "load" in message:
             self._load = Load(*message["load"])
+        if "drawn" in message and message["of"] in self._followed:
+            self._followed[message["of"]](*message["drawn"])
         answer = self._answers.pop(message.get("id"), None)
         if answer is None or answer.done():
             return

@@ -7,7 +7,8 @@ run ──id, method, arguments──▶ Host ──▶ engine
 import asyncio
 import socket
 import sys
-from dataclasses import astuple
+from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,10 @@ class Host:
     async def _result(self, message: Message) -> Any:
         method = message["method"]
         if method == "submit":
-            return plain_response(await self.engine.submit(request_of(message["request"])))
+            request = request_of(message["request"])
+            if message["request"]["followed"]:
+                request = replace(request, on_token=partial(self._drew, message["id"]))
+            return plain_response(await self.engine.submit(request))
         if method == "abort":
             source, group, sample = message["uid"]
             return await self.engine.abort((source, group, sample))
@@ -111,6 +115,9 @@ class Host:
             return await self._update_weights(message)
         assert method in ("pause", "resume", "sleep", "wake", "recover"), method
         return await getattr(self.engine, method)()
+
+    def _drew(self, submitted: int, number: int, token: int) -> None:
+        self.say({"of": submitted, "drawn": (number, token)})
 
     async def _update_weights(self, message: Message) -> None:
         if "path" in message:

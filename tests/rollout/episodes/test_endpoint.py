@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,14 +16,15 @@ from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.episodes.agents import Agents
-from braidrl.rollout.episodes.endpoint import Endpoint
+from braidrl.rollout.episodes.endpoint import Endpoint, SpokenTurn
 from braidrl.rollout.episodes.player import Limits, episode_columns, failure_counts
 from braidrl.rollout.replica import EngineReplica
-from braidrl.rollout.requests import SamplingParams
+from braidrl.rollout.requests import Request, Response, SamplingParams
 from tests.rollout.episodes.chat import Recorder, Script, make_chat_tokenizer, make_rows, turn_template
 from tests.rollout.episodes.test_turns import engine_parts, packed_log_probs
 
 LIMITS = Limits(at_once=8, timeout_s=20, max_turns=8, max_sequence_tokens=400)
+USER = [{"role": "user", "content": "a b"}]
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 
 
@@ -270,6 +272,71 @@ async def streamed(url: str, path: str, key: str = "-", **body: Any) -> list[Any
             dict(line.split(": ", 1) for line in b.split("\n")) for b in (await response.text()).split("\n\n") if b
         ]
     return [(b.get("event"), b["data"] if b["data"] == "[DONE]" else json.loads(b["data"])) for b in blocks]
+
+
+class PausedAmidATurn(EngineReplica):
+    """Draws the rest of a turn when its client has some pieces of it."""
+
+    client_has_some: asyncio.Event
+
+    async def hold(self) -> None:
+        await self.pause()
+        await self.client_has_some.wait()
+        await self.resume()
+
+    async def submit(self, request: Request) -> Response:
+        def hear(number: int, token: int) -> None:
+            assert request.on_token is not None
+            request.on_token(number, token)
+            if number == 20:
+                self._holding = asyncio.ensure_future(self.hold())
+
+        return await super().submit(replace(request, on_token=hear))
+
+
+async def pieces(engine: PausedAmidATurn, url: str, path: str, **body: Any) -> list[str]:
+    """The pieces of a streamed turn's text."""
+    found, engine.client_has_some = [], asyncio.Event()
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"{url}/{path}", json={"stream": True, **body}) as response,
+    ):
+        async for line in response.content:
+            data = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+            (choice,) = data.get("choices") or [{}]
+            of_response = data.get("delta") if data.get("type") == "response.output_text.delta" else None
+            text = of_response or choice.get("text") or choice.get("delta", {}).get("content")
+            found += [text] if text else []
+            if len(found) == 2:
+                engine.client_has_some.set()
+    return found
+
+
+def test_a_turn_is_sent_piece_by_piece_while_the_engine_draws_it() -> None:
+    tokenizer, model = engine_parts("chatml")
+    engine, template = PausedAmidATurn(EmbeddedEngine(model, tokenizer, 16, 400)), turn_template(tokenizer)
+    asked = {"chat/completions": {"messages": USER}, "completions": {"prompt": "a b"}, "responses": {"input": "a b"}}
+
+    async def run() -> None:
+        async with Endpoint(engine, template, SamplingParams(max_tokens=40, ends=False), 400) as endpoint:
+            for number, (path, body) in enumerate(asked.items()):
+                url = endpoint.open((0, number, 0))
+                found = await asyncio.wait_for(pieces(engine, url, path, **body), 60)
+                session = await endpoint.close((0, number, 0))
+                assert "".join(found) == template.text(session.trajectory.last_turn)
+
+    asyncio.run(run())
+
+
+def test_a_piece_has_whole_characters_and_nothing_of_a_stop_text() -> None:
+    decode = turn_template(tokenizer := make_chat_tokenizer("chatml")).text
+    for text, told in (("né 🙂 a", "né 🙂 a"), ("né STOP x", "né "), ("a STO b S", "a STO b ")):
+        turn = SpokenTurn(decode, ["STOP"])
+        for number, token in enumerate(tokenizer.encode(text)):
+            turn.hear(number, token)
+            turn.hear(0, token)
+            turn.has_more()
+        assert "".join(turn.pieces) == told and len(turn.pieces) > 1
 
 
 CALL = 'so <tool_call>{"name": "look", "arguments": {"at": 3}}</tool_call>'
