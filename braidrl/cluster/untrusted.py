@@ -3,7 +3,9 @@
 settings ──spawn_untrusted──▶ process: imports the code ──fork──▶ sandbox: runs it
 """
 
+import functools
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,12 +66,30 @@ def limits_of(settings: SandboxConfig, seconds: float, answers: int = 1, answer_
 
 
 def check_bubblewrap(key: str, settings: SandboxConfig) -> None:
-    """Raise UserError where a section of the configuration asks for bubblewrap and it is not installed."""
-    if settings.sandbox == "bubblewrap" and bubblewrap() is None:
+    """Raise UserError where a section of the configuration asks for bubblewrap, and it is not installed or can start nothing here."""
+    if settings.sandbox != "bubblewrap":
+        return
+    if bubblewrap() is None:
         raise UserError(
             f"{key}.sandbox=bubblewrap: there is no command bwrap; install bubblewrap, or run `pip install 'braidrl[sandbox]'`, "
             f"or write {key}.sandbox=process"
         )
+    if reason := why_bubblewrap_fails():
+        raise UserError(
+            f"{key}.sandbox=bubblewrap: {reason}; run where users may have namespaces of their own (of containers few allow it), "
+            f"or write {key}.sandbox=process"
+        )
+
+
+@functools.cache
+def why_bubblewrap_fails() -> str:
+    """Return what bubblewrap says where it cannot start a process as `without_network_and_home` has it; nothing where it can."""
+    tried = subprocess.run(
+        [*without_network_and_home(sys.executable), sys.executable, "-I", "-c", ""],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+    said = tried.stderr.strip().splitlines() or [f"bwrap ends with {tried.returncode}"]
+    return said[-1] if tried.returncode else ""
 
 
 def bubblewrap() -> str | None:

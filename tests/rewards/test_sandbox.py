@@ -17,7 +17,7 @@ import pytest
 
 from braidrl.cluster.fork_gate import LIBC, hold_back_starts
 from braidrl.cluster.sandbox import PR_SET_NO_NEW_PRIVILEGES
-from braidrl.cluster.untrusted import bubblewrap
+from braidrl.cluster.untrusted import bubblewrap, why_bubblewrap_fails
 from braidrl.config import RewardConfig
 from braidrl.errors import UserError
 from braidrl.rewards.lanes import CallOutcome
@@ -44,6 +44,10 @@ STRICT = {"opens_a_socket": ("exception", "Error"), "reads_the_home": ("exceptio
 
 def namespaces_allowed() -> bool:
     return subprocess.run(["unshare", "-Urpf", "true"], capture_output=True).returncode == 0
+
+
+def bubblewrap_works() -> bool:
+    return bubblewrap() is not None and not why_bubblewrap_fails()
 
 
 def starts_can_be_held_back() -> bool:
@@ -138,8 +142,8 @@ def test_other_verifiers_and_their_workers_cannot_be_killed() -> None:
 
 @pytest.mark.parametrize("attack", STRICT)
 def test_with_bubblewrap_there_is_no_network_and_no_home(attack: str, tmp_path: Path) -> None:
-    if bubblewrap() is None:
-        pytest.skip("bubblewrap is not installed")
+    if not bubblewrap_works():
+        pytest.skip("there is no bubblewrap, or it can start nothing here")
     secret = Path.home() / f".braid-secret-{os.getpid()}"
     secret.write_text("hush")
     try:
@@ -159,6 +163,21 @@ def test_bubblewrap_that_is_not_there_is_said_in_a_line(monkeypatch: pytest.Monk
     said = r"no command bwrap; install bubblewrap, or run `pip install 'braidrl\[sandbox\]'`, or write reward\.sandbox=process"
     with pytest.raises(UserError, match=said):
         outcomes(["ok"], RewardConfig(sandbox="bubblewrap"))
+
+
+def test_bubblewrap_that_can_start_nothing_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    command = tmp_path / "bwrap"
+    command.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    why_bubblewrap_fails.cache_clear()
+    try:
+        with pytest.raises(
+            UserError, match=r"^reward\.sandbox=bubblewrap: bwrap: No permissions to create new namespace; run where"
+        ):
+            outcomes(["ok"], RewardConfig(sandbox="bubblewrap"))
+    finally:
+        why_bubblewrap_fails.cache_clear()
 
 
 def test_variables_that_are_named_pass_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:

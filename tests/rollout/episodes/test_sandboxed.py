@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 
-from braidrl.cluster.untrusted import bubblewrap
 from braidrl.config import EnvironmentConfig
 from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError
@@ -27,7 +26,7 @@ from braidrl.rollout.episodes.player import Episode, Episodes, Limits, failure_c
 from braidrl.rollout.episodes.sandboxed import EnvironmentHosts, observation_of
 from braidrl.rollout.episodes.turns import EnvironmentFailed
 from braidrl.rollout.requests import SamplingParams
-from tests.rewards.test_sandbox import MARK, namespaces_allowed, nothing_is_left  # noqa: F401 (a fixture of every test)
+from tests.rewards.test_sandbox import MARK, bubblewrap_works, namespaces_allowed, nothing_is_left  # noqa: F401 (a fixture of every test)
 from tests.rollout.episodes.chat import Script, make_chat_tokenizer, make_rows, turn_template
 
 pytestmark = pytest.mark.skipif(not namespaces_allowed(), reason="this system gives nobody namespaces of his own")
@@ -125,7 +124,7 @@ def test_an_agent_that_attacks_or_hangs_ends_its_own_row() -> None:
     assert (spinning.failure, spinning.turns, killing.failure) == ("timeout", 1, "RuntimeError")
 
 
-@pytest.mark.skipif(bubblewrap() is None, reason="bubblewrap is not installed")
+@pytest.mark.skipif(not bubblewrap_works(), reason="there is no bubblewrap, or it can start nothing here")
 def test_with_bubblewrap_an_agent_reaches_its_endpoint_and_nothing_else() -> None:
     secret = Path.home() / f".braid-secret-{os.getpid()}"
     secret.write_text("hush")
