@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,12 @@ def kill_when_it_holds_rows(
         time.sleep(0.001)
 
 
+def is_saved(run: TrainingRun, lease: Lease) -> bool:
+    """Whether a lease comes while the newest checkpoint is of the version that was published last."""
+    assert isinstance(run.backend, StreamingBackend)
+    return latest_checkpoint(run.folder) == checkpoint_folder(run.folder, run.backend.stream.schedule.published)
+
+
 def test_workers_and_a_trainer_killed_amid_a_batch_cost_no_row_and_no_step(
     workshop: Workshop, eager: Callable[..., Path]
 ) -> None:
@@ -269,12 +276,9 @@ def test_workers_and_a_trainer_killed_amid_a_batch_cost_no_row_and_no_step(
         backend = run.backend
         assert isinstance(backend, StreamingBackend)
 
-        def is_saved(lease: Lease) -> bool:
-            return latest_checkpoint(run.folder) == checkpoint_folder(run.folder, backend.stream.schedule.published)
-
         def kill_one_of_each() -> None:
             for group, pids in killed.items():
-                held = is_saved if group == "actor" else lambda lease: True
+                held = partial(is_saved, run) if group == "actor" else lambda lease: True
                 kill_when_it_holds_rows(backend, group, pids, chosen=held)
 
         killer = threading.Timer(0.0, kill_one_of_each)
@@ -299,15 +303,23 @@ def test_a_worker_that_hangs_is_replaced(workshop: Workshop, eager: Callable[...
     assert_same(eager("grpo"), run.folder)
 
 
-def test_the_death_of_a_trainer_ends_the_run_and_says_so(workshop: Workshop) -> None:
+def test_where_a_trainers_death_ends_the_run_in_a_line_the_resumed_run_is_the_untouched_one(
+    workshop: Workshop, eager: Callable[..., Path]
+) -> None:
     killed: list[int] = []
-    with in_process(workshop, "killed-trainer", **sections_of("grpo")) as run:
-        assert isinstance(run.backend, StreamingBackend)
-        killer = threading.Timer(0.0, kill_when_it_holds_rows, (run.backend, "actor", killed))
+    with in_process(workshop, "killed-trainer", **sections_of("ppo", trainer={"checkpoint_every": 1})) as run:
+        assert isinstance(run.backend, StreamingBackend) and run.config.trainer.max_restarts == 0
+        killer = threading.Timer(
+            0.0, kill_when_it_holds_rows, (run.backend, "actor", killed), {"chosen": partial(is_saved, run)}
+        )
         killer.start()
-        with pytest.raises(WorkerError, match=r"actor 0, which holds .* is gone \(killed by signal 9\)"):
+        with pytest.raises(WorkerError, match=r"^actor 0, which holds .* is gone \(killed by signal 9\).*$") as caught:
             run.train()
         killer.join()
+    assert "\n" not in str(caught.value) and 1 <= len(read_metrics(run.folder)) < 5
+    with TrainingRun(run_config(run.folder), resume=run.folder) as again:
+        again.train()
+    assert_same(eager("ppo"), run.folder)
 
 
 def faulty(workshop: Workshop) -> dict[str, Any]:
@@ -342,14 +354,11 @@ def test_an_epoch_that_brings_nothing_is_the_same_error_as_in_one_process(worksh
         run.train()
 
 
-@pytest.mark.parametrize("second", ["streaming", "eager"])
-def test_a_run_resumes_where_it_stopped_also_in_one_process(
-    workshop: Workshop, eager: Callable[..., Path], second: str
-) -> None:
-    first = stream(workshop, f"resumed-{second}", "ppo", steps=2)
+def test_a_run_goes_on_in_one_process_where_it_stopped(workshop: Workshop, eager: Callable[..., Path]) -> None:
+    first = stream(workshop, "resumed", "ppo", steps=2)
     config = run_config(first)
     trainer = config.trainer.model_copy(update={"steps": 5})
-    with TrainingRun(config.model_copy(update={"trainer": trainer, "runtime": second}), resume=first) as run:
+    with TrainingRun(config.model_copy(update={"trainer": trainer, "runtime": "eager"}), resume=first) as run:
         run.train()
     assert_same(eager("ppo"), first)
 
