@@ -210,15 +210,18 @@ class StreamingProgram:
             following = schedule.opened + 1
             if begins and not (may_begin and admissible(following, version, schedule.sizes.ahead)):
                 return
-            before = self._current() if begins else None
+            before, known = self._current() if begins else None, (schedule.opened, schedule.horizon)
             count = schedule.groups_wanted(version)
+            changed = count or known != (schedule.opened, schedule.horizon)
             if before is not None and schedule.is_open:
                 self.opening[following] = before
             self.loader.go_back(schedule.next_group)
             numbers = tuple(self.loader.advance(count))
         if count:
             self.control.admit(self.stream, self.store.make(Admission(numbers)))
-        self.control.change(lambda: None)
+        # A change wakes everybody who waits, this process too.
+        if changed:
+            self.control.change(lambda: None)
 
     def _current(self) -> Position:
         """Return the state of selection and loader between two batches, with the rows of kept surplus; what went ahead is done again.
