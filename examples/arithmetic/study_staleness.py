@@ -1,16 +1,21 @@
 """The study of staleness: what it costs and gains to generate with weights of before, in five ways.
 
-One seed after the other, each in every way: the page is written after each of them.
+One seed after the other, each in every way: the page is written after each of them. What a run found is kept in a file beside the page,
+so that a seed can be added to those whose runs are gone.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from statistics import fmean
 
-from pages import mean_curve, seconds, table
-from study import SCORE, Numbers, Study, Tree, final_scores, over_seeds
+from pages import Curve, curve, seconds, table
+from study import SCORE, Numbers, Study, Tree
 from study_runtimes import LATE_LEARNING_RATE
+
+from braidrl.observe.metrics import read_metrics
 
 ENGINES = 2
 SLOTS = 8
@@ -25,34 +30,72 @@ WAYS: dict[str, Tree] = {
 }
 
 
+@dataclass(frozen=True)
+class Result:
+    """What a way found with one seed, or with several of which only the mean is known."""
+
+    way: str
+    seeds: Sequence[int]
+    scores: Sequence[float]
+    """The last held-out score of each seed."""
+    steps: Sequence[int]
+    seconds: float
+    curve: Curve
+
+
 def staleness(study: Study) -> Numbers:
     """DAPO without staleness and with a version of it, over the seeds."""
-    found: Numbers = {}
-    for number in range(len(study.seeds)):
-        found = over(Study(study.folder, study.pages, study.quick, study.seeds[: number + 1]))
-    return found
+    file = study.pages / "staleness.json"
+    results = [Result(**kept) for kept in json.loads(file.read_text())] if file.is_file() and not study.quick else []
+    for seed in study.seeds:
+        for way in WAYS:
+            if not any(result.way == way and seed in result.seeds for result in results):
+                results.append(found(study, way, seed))
+                file.write_text(json.dumps([asdict(result) for result in results]) + "\n")
+        write_page(study, results)
+    return {way: over(results, way).curve[-1][1] for way in WAYS}
 
 
-def over(study: Study) -> Numbers:
-    """Every way over the study's seeds, and the page."""
-    rows, curves = [], {}
-    for name in WAYS:
-        runs = over_seeds(study, f"staleness-{name}", partial(under, study, name))
-        steps = " ".join(str(lines[-1]["step"]) for lines in runs)
-        rows.append([name, *final_scores(runs), steps, f"{fmean(map(seconds, runs)):.0f}"])
-        curves[name] = mean_curve(runs, SCORE)
+def found(study: Study, way: str, seed: int) -> Result:
+    """What a run of this seed found, which is made where it was not before."""
+    lines = read_metrics(study.run(f"staleness-{way}-{seed}", under(study, way, seed)))
+    points = curve(lines, SCORE)
+    return Result(way, [seed], [points[-1][1]], [lines[-1]["step"]], seconds(lines), points)
+
+
+def over(results: Sequence[Result], way: str) -> Result:
+    """What a way found with all of its seeds; seconds and the curve are their mean."""
+    own = [result for result in results if result.way == way]
+    each = [result for result in own for _ in result.seeds]
+    points = zip(*(result.curve for result in each), strict=True)
+    return Result(
+        way, [seed for result in own for seed in result.seeds], [score for result in own for score in result.scores],
+        [steps for result in own for steps in result.steps], fmean(result.seconds for result in each),
+        [(at[0][0], fmean(score for _, score in at)) for at in points],
+    )  # fmt: skip
+
+
+def write_page(study: Study, results: Sequence[Result]) -> None:
+    """A row and a curve for each way, over the seeds."""
+    ways = [over(results, way) for way in WAYS]
+    rows = [
+        [
+            way.way, f"{way.curve[-1][1]:.3f}", " ".join(f"{score:.2f}" for score in way.scores),
+            " ".join(map(str, way.steps)), f"{way.seconds:.0f}",
+        ]
+        for way in ways
+    ]  # fmt: skip
     text = (
         f"DAPO, 32 prompts with 8 responses per step, {ENGINES} processes that generate, {SLOTS} rows at once each. "
-        f"Seeds: {', '.join(map(str, study.seeds))}. All but the first are trained with rows of one "
+        f"Seeds: {', '.join(map(str, ways[0].seeds))}. All but the first are trained with rows of one "
         "version before, and learn at half the rate: with gradients that come a step late the full one overshoots.\n\n"
         + table(["way", "held-out avg@4, mean of seeds", "each seed", "steps", "seconds"], rows)
         + "\n"
-        + study.curves("staleness", "Held-out avg@4, mean of the seeds", curves)
+        + study.curves("staleness", "Held-out avg@4, mean of the seeds", {way.way: way.curve for way in ways})
         + f"\nPartial rollout sets a response aside after {TOKENS_PER_ITERATION} tokens for a batch, and begins rows without staleness. "
-        "Seconds grow with what else the machine does.\n"
+        "Seconds grow with what else the machine does. `staleness.json` keeps what each run found: a seed that is in it is not run again.\n"
     )
     study.page("staleness", "What staleness costs on sums", text)
-    return {name: points[-1][1] for name, points in curves.items()}
 
 
 def under(study: Study, name: str, seed: int) -> Tree:
