@@ -13,6 +13,8 @@ import argparse
 import json
 import os
 import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -127,24 +129,32 @@ def workload(kind: Kind, scale: Scale, flow: Flow) -> Workload:
     )  # fmt: skip
 
 
-def idle_share(spans: list[tuple[str, float, float]], start: float, end: float) -> float:
-    """Return the share of the time between two moments in which an engine had no row, on average; `spans` are (engine, start, end)."""
-    busy = 0.0
-    for engine in {name for name, *_ in spans}:
-        at = start
-        for _, first, last in sorted(span for span in spans if span[0] == engine):
-            first, last = max(first, at), min(last, end)
-            if last > first:
-                busy, at = busy + last - first, last
-    return 1 - busy / (ENGINES * (end - start))
+def busy_seconds(spans: Iterable[Span | SimulatedSpan], start: float, end: float) -> float:
+    """Return how long between two moments some of these spans went on."""
+    busy, at = 0.0, start
+    for first, last in sorted((span.start, span.end) for span in spans):
+        first, last = max(first, at), min(last, end)
+        if last > first:
+            busy, at = busy + last - first, last
+    return busy
 
 
-def steady(kind: Kind, ends: list[float], spans: list[tuple[str, float, float]]) -> dict[str, float]:
-    """Return seconds per iteration and idle share between the iterations that fill the pipeline and the last, in which it empties."""
-    start, end = ends[kind.filling - 1], ends[-2]
+def steady(kind: Kind, ends: Sequence[float], spans: Sequence[Span | SimulatedSpan]) -> dict[str, float]:
+    """Return what an iteration takes between those that fill the pipeline and the last, in which it empties.
+
+    `idle` is the share of the time in which an engine has no row; `training` are seconds in which trainers work.
+    """
+    start, end, iterations = ends[kind.filling - 1], ends[-2], len(ends) - 1 - kind.filling
+    work = [span for span in spans if getattr(span, "state", "busy") == "busy"]
+    of_engine = defaultdict(list)
+    for span in work:
+        if span.stage == "actor.generate":
+            of_engine[span.worker].append(span)
+    busy = sum(busy_seconds(own, start, end) for own in of_engine.values())
     return {
-        "seconds": (end - start) / (len(ends) - 1 - kind.filling),
-        "idle": idle_share(spans, start, end),
+        "seconds": (end - start) / iterations,
+        "idle": 1 - busy / (ENGINES * (end - start)),
+        "training": busy_seconds((span for span in work if span.stage == "actor.update"), start, end) / iterations,
     }
 
 
@@ -161,18 +171,14 @@ def measured(kind: Kind, scale: Scale) -> dict[str, float]:
     assert stale <= kind.staleness
     trained = [span for span in spans if span.stage == "actor.update" and span.state == "busy"]
     ends = [max(s.end for s in trained if s.iteration == k) for k in range(1, kind.iterations + 1)]
-    return steady(kind, ends, [(s.worker, s.start, s.end) for s in spans if is_generating(s)])
-
-
-def is_generating(span: Span | SimulatedSpan) -> bool:
-    return span.stage == "actor.generate" and getattr(span, "state", "busy") == "busy"
+    return steady(kind, ends, spans)
 
 
 def predicted(kind: Kind, scale: Scale) -> dict[str, float]:
     """Return what the simulator says."""
     flow = work.sleeping(work.SleepingParameters(in_turn=kind.in_turn, selects=kind.selects))
     result = Streaming(workload(kind, scale, flow)).simulate()
-    return steady(kind, result.ends, [(s.worker, s.start, s.end) for s in result.spans if is_generating(s)])
+    return steady(kind, result.ends, result.spans)
 
 
 def main() -> None:
