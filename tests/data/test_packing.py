@@ -65,7 +65,7 @@ def test_ranks_begin_with_their_heaviest_micro_batch() -> None:
 def test_8192_long_tailed_rows_on_256_ranks_are_even_and_quick() -> None:
     draw = random.Random(0)
     lengths = [min(32_768, int(draw.lognormvariate(7, 1.2))) + 1 for _ in range(8192)]
-    began = time.process_time()
+    began = time.thread_time()
     plan = plan_micro_batches(lengths, 256, 32_769)
-    assert time.process_time() - began < 2
+    assert time.thread_time() - began < 2
     assert imbalance(lengths, [[row for rows in rank for row in rows] for rank in plan]) < 1.01

@@ -60,10 +60,10 @@ def test_fewer_items_than_parts_leave_parts_empty() -> None:
 def test_8192_long_tailed_rows_on_256_ranks_are_even_and_quick() -> None:
     draw = random.Random(0)
     costs = [min(32_768, int(draw.lognormvariate(7, 1.2))) + 1 for _ in range(8192)]
-    began = time.process_time()
+    began = time.thread_time()
     free = balanced_partition(costs, 256)
     even = balanced_partition(costs, 256, equal_size=True)
-    assert time.process_time() - began < 2
+    assert time.thread_time() - began < 2
     assert imbalance(costs, free) < 1.001 and imbalance(costs, even) < 1.01
 
 

@@ -262,9 +262,9 @@ def test_delayed_loading_gains_less_than_rolling_because_engines_wait_for_each_o
 
 def test_a_thousand_iterations_take_seconds() -> None:
     work = Workload(GRPO, Sizes(1000, 4, 2, 8, max_staleness=1), lambda stage, uid: 1.0, workers={"actor.generate": 4})
-    began = time.process_time()
+    began = time.thread_time()
     account(work, simulate("streaming", work))
-    assert time.process_time() - began < 10
+    assert time.thread_time() - began < 10
 
 
 def test_a_flow_that_cannot_go_on_is_called_a_deadlock() -> None:

@@ -32,7 +32,7 @@ def children():
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
-def wait_until(holds, seconds=15.0):
+def wait_until(holds, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -42,7 +42,7 @@ def wait_until(holds, seconds=15.0):
 def test_a_row_that_hangs_raises_exits_or_kills_its_process_is_its_own_failure():
     words = ["ok", "hang", "ok", "raise", "no", "die", "ok", "exit", "spin", "ok"]
     before = children()
-    with RewardPool(RewardConfig(processes=2, timeout_s=0.5)) as pool:
+    with RewardPool(RewardConfig(processes=2, timeout_s=1.5)) as pool:
         verifier = own("by_word")
         outcomes = [f.result(60) for f in [pool.submit(completion(word), verifier) for word in words]]
     assert [o.failure for o in outcomes] == [
@@ -50,8 +50,8 @@ def test_a_row_that_hangs_raises_exits_or_kills_its_process_is_its_own_failure()
     ]  # fmt: skip
     assert [o.correct for o in outcomes if o.failure is None] == [True, True, False, True, True]
     assert "ValueError: no such luck (own_verifiers.py:" in outcomes[3].detail
-    assert "exit status 3" in outcomes[5].detail and "0.5 s" in outcomes[1].detail
-    assert children() == before
+    assert "exit status 3" in outcomes[5].detail and "1.5 s" in outcomes[1].detail
+    assert children() <= before
 
 
 def test_a_process_loads_neither_torch_nor_the_main_script():
@@ -102,7 +102,7 @@ def test_async_calls_wait_together_and_fail_apart(tmp_path):
 
 @pytest.mark.parametrize(("word", "failure"), [("block", "timeout"), ("die", "died")])
 def test_an_async_call_that_blocks_or_kills_the_shared_process_takes_no_other_along(word, failure):
-    with RewardPool(RewardConfig(processes=1, timeout_s=0.5)) as pool:
+    with RewardPool(RewardConfig(processes=1, timeout_s=1.5)) as pool:
         verifier = own("blocking")
         futures = [pool.submit(completion(w), verifier) for w in ["ok", "ok", word, "no", "ok"]]
         outcomes = [f.result(60) for f in futures]
@@ -120,7 +120,7 @@ def test_closing_ends_what_is_under_way_and_what_it_started():
         lambda: len(children() - before) == 5
     )  # two workers; a supervisor, the call and the sleeper that it started
     pool.close()
-    assert wait_until(lambda: children() == before)
+    assert wait_until(lambda: children() <= before)
     for call in (*calls, slow):
         with pytest.raises(CancelledError):
             call.result(1)
@@ -176,7 +176,7 @@ def test_without_processes_a_verifier_is_called_in_this_one_and_its_failure_is_a
     with RewardPool(RewardConfig(processes=0)) as pool:
         verifier = own("by_word")
         outcomes = [pool.submit(completion(word), verifier).result(0) for word in ("ok", "raise", "no")]
-        assert children() == before
+        assert children() <= before
         assert pool.submit(completion(str(os.getpid())), own("runs_in")).result(0).correct
     assert [outcome.failure for outcome in outcomes] == [None, "exception", None]
     assert [outcome.correct for outcome in (outcomes[0], outcomes[2])] == [True, False]

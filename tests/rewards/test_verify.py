@@ -100,7 +100,7 @@ def test_a_source_may_have_its_own_verifiers(tokenizer):
 
 def test_failed_checks_are_wrong_and_counted_by_reason(tokenizer):
     words = ["ok", "raise", "hang", "die", "raise", "ok"]
-    with rewards_of(tokenizer, [f"{OWN}:by_word", "exact"], wrong=-1.0, timeout_s=0.5, processes=2) as rewards:
+    with rewards_of(tokenizer, [f"{OWN}:by_word", "exact"], wrong=-1.0, timeout_s=1.5, processes=2) as rewards:
         pending = rewards.submit(rows_of(tokenizer, words, ["ok"] * 6))
         columns = pending.result()
     assert columns["score_by_word"].tolist() == [1.0, -1.0, -1.0, -1.0, -1.0, 1.0]
@@ -111,11 +111,11 @@ def test_failed_checks_are_wrong_and_counted_by_reason(tokenizer):
 
 def test_rows_are_checked_as_they_come_and_submitting_never_waits(tokenizer):
     verify = [f"{OWN}:remote", "exact"]
-    with rewards_of(tokenizer, verify) as rewards:
-        pending = [rewards.submit(rows_of(tokenizer, [word], ["ok"])) for word in ["ok", "no", "ok", "ok"]]
-        assert not pending[0].done(), "a process has to start for it"
+    with rewards_of(tokenizer, verify, timeout_s=600.0) as rewards:
+        words = ["hang", "ok", "no", "ok", "ok"]
+        hanging, *pending = [rewards.submit(rows_of(tokenizer, [word], ["ok"])) for word in words]
         assert [p.result()["correct"].item() for p in reversed(pending)] == [1.0, 1.0, 0.0, 1.0]
-        assert all(p.done() for p in pending)
+        assert all(p.done() for p in pending) and not hanging.done()
 
 
 def test_a_namespace_names_the_tokens_that_are_read_and_the_columns_that_are_written(tokenizer):

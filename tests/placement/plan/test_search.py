@@ -166,9 +166,9 @@ def test_mixed_kinds_put_each_set_on_one_kind(tmp_path: Path) -> None:
 def test_a_thousand_devices_are_planned_for_in_seconds(tmp_path: Path) -> None:
     model = write_sizes(tmp_path / "70b", 8192, 80, 64, 32000)
     asked = problem(model, cluster(128, 8, 640 * GIB, speed=5e14), rows=1024, response=1024, max_tokens_per_device=8192)
-    began = time.process_time()
+    began = time.thread_time()
     search = Search(asked)
     assert search.hybrid()
     assert search.considered.partitions == 15
     # Twice what it is allowed on a machine that does nothing else.
-    assert time.process_time() - began < 20
+    assert time.thread_time() - began < 20

@@ -16,12 +16,12 @@ from braidrl.rollout.weights.handles import LiveWeights, MappedWeights
 OPEN = Path("/proc/self/fd")
 
 
-def open_files() -> list[str]:
-    return [
+def open_files() -> set[str]:
+    return {
         name
         for number in os.listdir(OPEN)
         if (OPEN / number).exists() and "torch" in (name := os.readlink(OPEN / number))
-    ]
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -40,7 +40,7 @@ def test_mapped_tensors_are_those_that_were_shared(dtype: torch.dtype) -> None:
         assert len(json.dumps(plain)) < 200 * len(tensors), "handles, not numbers, travel"
     del found
     weights.finish()
-    assert open_files() == before, "what was shared is gone"
+    assert open_files() <= before, "what was shared is gone"
     assert {name: tensor.data_ptr() for name, tensor in tensors.items()} == places, "the trainer's storages stay"
 
 

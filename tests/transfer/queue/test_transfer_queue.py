@@ -108,7 +108,7 @@ def test_a_put_without_room_waits_and_names_who_holds_the_rows_when_its_limit_is
             batch = reader.get("train", 500)
             assert batch is not None
             reader.done(batch)
-        waiting.join(10)
+        waiting.join(60)
         assert not waiting.is_alive() and queue.usage()["rows"] == 2000
         with pytest.raises(QueueError, match="budget is 15000"):
             queue.put({"x": torch.zeros(9000)}, rows=list(range(9000)))
@@ -139,7 +139,7 @@ def test_a_writer_ten_times_as_fast_as_its_reader_stays_within_the_budget_and_no
 
 def test_a_consumer_that_dies_loses_its_rows_to_another() -> None:
     with (
-        TransferQueue.serve({"train": ["x"]}, lease_s=0.2) as queue,
+        TransferQueue.serve({"train": ["x"]}, lease_s=1.0) as queue,
         TransferQueue.connect(queue.address, "dead") as dead,
     ):
         queue.put({"x": torch.arange(4)}, rows=list(range(4)))
