@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 
 from braidrl.errors import UserError
 from braidrl.transfer.queue.storage_backends import open_storage
+from tests.tiny import free_port
 
 
 @pytest.fixture(scope="session")
@@ -26,9 +26,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("there is no redis-server, and apt-get cannot install one here")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     folder = tmp_path_factory.mktemp("redis")
     arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
     server = subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL)
@@ -42,4 +40,4 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             time.sleep(0.05)
     yield address
     server.terminate()
-    server.wait(10)
+    server.wait(60)

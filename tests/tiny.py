@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
@@ -191,7 +194,16 @@ def braid(*arguments: Any, folder: Path | None = None, prefix: str = "") -> subp
     )  # fmt: skip
 
 
-def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str], limit_s: float = 180) -> None:
+def free_port() -> int:
+    """Return a port of this machine for a server that is about to start, and that nobody else is given by the kernel meanwhile."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, max(first, 20_000))))
+            return int(found.getsockname()[1])
+
+
+def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str], limit_s: float = 400) -> None:
     """Returns as soon as so many steps are in the run's metrics, while the process goes on."""
     deadline = time.monotonic() + limit_s
     path = run / "metrics.jsonl"

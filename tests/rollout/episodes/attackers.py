@@ -45,7 +45,7 @@ def attack(name: str, metadata: dict[str, Any]) -> float:
             os.write(own_pipes()[1], answer + b"\n")
         os._exit(0)
     if name == "fills shared memory":
-        Path("/dev/shm/braid-left-behind").write_bytes(b"x" * 4096)
+        Path("/dev/shm", metadata["mark"]).write_bytes(b"x" * 4096)
         return 0.5
     return 0.5 + bool(name in ATTACKS and ATTACKS[name](metadata))
 

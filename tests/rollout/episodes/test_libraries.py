@@ -27,6 +27,7 @@ from braidrl.runtimes.run import train
 from examples.guess_number import demo as guess_number
 from examples.tool_arithmetic import demo, task
 from tests.rollout.episodes.chat import Script, make_chat_tokenizer, make_rows, turn_template
+from tests.tiny import free_port
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 OPENENV = EXAMPLES.parent / "build" / "environments-venv" / "bin" / "python"
@@ -105,8 +106,7 @@ def openenv_address() -> Iterator[str]:
     """The example's server, in the environment of its library."""
     if not OPENENV.parents[1].joinpath("installed").exists():
         pytest.skip("make environments has not installed openenv")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen([OPENENV, str(EXAMPLES / "guess_number" / "openenv_server.py"), str(port)])
     try:
         deadline = time.monotonic() + 120

@@ -101,7 +101,7 @@ def test_an_attack_is_its_own_rows_failure_and_costs_no_other_row_its_trajectory
         assert episode.finish_reason is FinishReason.ERROR and episode.turns == 2
     for name in ("fine", "fills shared memory"):
         assert (by_prompt[name].failure, by_prompt[name].score, by_prompt[name].turns) == (None, 1.0, 2)
-    assert not Path("/dev/shm/braid-left-behind").exists()
+    assert not Path("/dev/shm", MARK).exists()
 
 
 def test_tools_attack_themselves_alone() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +23,7 @@ from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Request, SamplingParams, Uid
 from braidrl.rollout.weights.shared_file import WeightFile
 from tests.rollout.served import LIMIT, vllm_python
-from tests.tiny import ROOT
+from tests.tiny import ROOT, free_port
 
 ARGUMENTS = (
     "--enforce-eager", "--dtype", "float32", "--max-model-len", str(LIMIT), "--max-num-seqs", "16",
@@ -36,13 +35,6 @@ SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(ROOT),
 }  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-    return port
 
 
 class VllmServer:
