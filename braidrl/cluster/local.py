@@ -8,6 +8,7 @@ starter ◀──connection──▶ process        whose end is the end of whoe
 """
 
 import contextlib
+import fcntl
 import gc
 import json
 import multiprocessing
@@ -40,7 +41,8 @@ from braidrl.observe.working import Stall
 from braidrl.placement.pools import Pool
 
 BOOT = """
-import gc, importlib, json, sys
+import ctypes, gc, importlib, json, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGCONT)  # PR_SET_PDEATHSIG: when the starter dies, one that was stopped goes on, and so can end.
 gc.set_threshold(10_000)  # Most of what is imported stays: Python need not look for garbage so often.
 descriptor, module, function, path, name = json.loads(sys.argv[1])
 open("/proc/self/comm", "w").write(name)
@@ -260,6 +262,7 @@ def _copied(connection: Connection, environment: Mapping[str, str], threads: int
     # tracker keeps account, and a tracker that was killed and came back prints a traceback for each name that it does not know.
     multiprocessing.set_start_method(None, force=True)
     os.setsid()
+    _go_on_without_starter()
     os.environ.update(environment)
     if threads is not None:  # OpenMP has read its variable when the fork server imported torch.
         torch.set_num_threads(threads)
@@ -271,7 +274,19 @@ def _copied(connection: Connection, environment: Mapping[str, str], threads: int
 def _forked(run: Callable[[Connection], None], connection: Connection, kept_by_starter: Sequence[int]) -> None:
     for descriptor in kept_by_starter:
         os.close(descriptor)
+    _go_on_without_starter()
     run(connection)
+
+
+def _go_on_without_starter() -> None:
+    """Have the kernel continue this process, should a signal have stopped it, when its starter is gone: stopped, it could not end."""
+    starter = multiprocessing.parent_process()
+    assert starter is not None, "a copy has a starter"
+    # The end of a pipe to which nothing is written any more. The parent is the fork server, which lives as long as its copies.
+    end = starter.sentinel
+    fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(end, fcntl.F_SETSIG, signal.SIGCONT)
+    fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 class LocalLauncher:
