@@ -55,6 +55,19 @@ class TrainingSchedule:
         undone = self.tasks.tasks[Consumer(name)].undone
         return batch.is_known and not undone[batch.iteration, 1] and not undone[batch.iteration, 1 + OWN_VERSION]
 
+    def rows_trained(self) -> tuple[int, int]:
+        """Return through how many rows the updates of the coming batch are, in all roles and epochs, and how many they will take."""
+        batch, done, planned = self.coming, 0, 0
+        if batch is None:
+            return done, planned
+        for name, left in batch.updates.items():
+            made = sum(update.size for update in batch.made.get(name, ()))
+            done, planned = done + made, planned + made + sum(update.size for update in left)
+            for number, update in zip(range(len(left), 0, -1), left, strict=True):
+                undone = self.tasks.tasks[Consumer(name, update.epoch)].undone
+                done += len(update.rows) - undone[batch.iteration, 1 + number]
+        return done, planned
+
     def due_steps(self) -> list[str]:
         """Return the train stages that shall make their next optimizer step.
 

@@ -59,10 +59,11 @@ def test_the_first_step_waits_until_old_log_probs_of_the_whole_batch_are_there()
     assert schedule.due_steps() == []
     for lease in leases[2:]:
         schedule.acknowledge(lease.number, 0.0)
-    assert schedule.due_steps() == ["actor.update"]
+    assert schedule.due_steps() == ["actor.update"] and schedule.rows_trained() == (2, 4)
     schedule.stepped("actor.update")
-    assert schedule.due_steps() == [] and schedule.due_publication() is None
+    assert schedule.due_steps() == [] and schedule.due_publication() is None and schedule.rows_trained() == (2, 4)
     assert sorted(work(schedule, "actor.update")) == sorted(set(uids) - set(update.rows))
+    assert schedule.rows_trained() == (4, 4)
     schedule.stepped("actor.update")
     assert schedule.due_publication() == 1
     assert schedule.publish().uids == uids and not schedule.tasks.rows

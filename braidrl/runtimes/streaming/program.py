@@ -94,12 +94,12 @@ class StreamingProgram:
     ) -> IterationResult[Rows]:
         """Wait until an iteration is published, and admit prompts meanwhile; `before_training` is called before its first step."""
         assert recorded is None and train, "checked when the run was set up"
-        with self.progress.stage("generation") as bar:
+        with self.progress.stage("generation") as generation, self.progress.stage("training") as training:
             while not self.control.finished:
                 self._admit()
                 with self.control.changed:
                     due = self.control.allowed < iteration and self.stream.schedule.due_steps()
-                    self._show(bar)
+                    self._show(generation, training)
                 if due:
                     before_training()
                     self.control.change(lambda: setattr(self.control, "allowed", iteration))
@@ -238,12 +238,15 @@ class StreamingProgram:
             surplus.append(Rows.cat(parts).ordered())
         return Position({**self.loader.state(), "admitted": sampling.admitted + 1}, sampling.state(), surplus, {})
 
-    def _show(self, bar: Bar) -> None:
-        """Show how many of the rows in work are generated, and how many engines have."""
+    def _show(self, generation: Bar, training: Bar | None = None) -> None:
+        """Show how many of the rows in work are generated, how many engines have, and how many are trained on."""
         schedule, seen = self.stream.schedule, self.control.seen_now()
-        bar.rows, rows = len(schedule.versions), sum(map(len, schedule.rows_of.values()))
-        bar.name = f"generation, from version {seen['streaming/oldest_version']:.0f} on"
-        bar.update(in_flight=int(seen["streaming/in_flight"]), total_rows=rows)
+        generation.rows, rows = len(schedule.versions), sum(map(len, schedule.rows_of.values()))
+        generation.name = f"generation, from version {seen['streaming/oldest_version']:.0f} on"
+        generation.update(in_flight=int(seen["streaming/in_flight"]), total_rows=rows)
+        if training is not None:
+            training.rows, planned = schedule.rows_trained()
+            training.update(total_rows=planned)
 
     def _unfinished(self, iteration: int) -> tuple[Rows, Rows]:
         """Return the batch of an iteration that trains, as it is recorded, and with the columns that its rows have by now."""

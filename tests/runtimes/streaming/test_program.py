@@ -43,6 +43,8 @@ from tests.tiny import (
 DIAMOND = str(Path(__file__).parents[1] / "diamond.yaml")
 LONGEST_FIRST = f"{Path(__file__).parents[3]}/examples/longest_first.py:longest_first"
 """A user's own sampler, in a file outside the package."""
+MANY = 2000
+"""More changes than a run of a few steps has, and fewer than a program makes in two seconds that looks without a pause."""
 TWO_EACH = {"actor.generate": 2, "compute": 2, "actor": 2}
 FLOWS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"kl_coef": 0.1}, "trainer": {"rows_per_update": 8, "epochs": 2}},
@@ -293,14 +295,16 @@ def test_workers_and_a_trainer_killed_amid_a_batch_cost_no_row_and_no_step(
 
 def test_a_worker_that_hangs_is_replaced(workshop: Workshop, eager: Callable[..., Path]) -> None:
     stopped: list[int] = []
-    with in_process(workshop, "hung", streaming={"lease_s": 2.0, "wait_s": 0.5}, **sections_of("grpo")) as run:
+    with in_process(workshop, "hung", streaming={"lease_s": 2.0, "wait_s": 0.5}, **sections_of("dapo")) as run:
         assert isinstance(run.backend, StreamingBackend)
         killer = threading.Timer(0.0, kill_when_it_holds_rows, (run.backend, "compute", stopped, signal.SIGSTOP))
         killer.start()
         run.train()
         killer.join()
+        # The main program, which waits for a batch meanwhile, must not wake everybody all the time.
+        assert run.backend.control.changes < MANY
         assert [m.starts for m in run.backend.processes.members if m.group.name == "compute"] == [1]
-    assert_same(eager("grpo"), run.folder)
+    assert_same(eager("dapo"), run.folder)
 
 
 def test_where_a_trainers_death_ends_the_run_in_a_line_the_resumed_run_is_the_untouched_one(
