@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from braidrl.errors import UserError, WorkerError, no_room
+from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
 
 app = typer.Typer(
     help="Reinforcement-learning post-training of language models.",
@@ -25,8 +26,6 @@ Overrides = Annotated[
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
-OBJECTS_BETWEEN_COLLECTIONS = 10_000
-"""Python's own number is 700, and with it the search for garbage takes a sixth of the time that importing torch and transformers takes."""
 
 
 @app.command()

@@ -37,13 +37,14 @@ from braidrl.cluster.groups import LOOPBACK
 from braidrl.cluster.process import BEAT, END_LIMIT_S, Outcome, Process, ProcessSpec, default_threads, environment_of
 from braidrl.cluster.silence import has_ended, keep_stack
 from braidrl.errors import WorkerError
+from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
 from braidrl.observe.working import Stall
 from braidrl.placement.pools import Pool
 
-BOOT = """
+BOOT = f"""
 import ctypes, gc, importlib, json, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGCONT)  # PR_SET_PDEATHSIG: when the starter dies, one that was stopped goes on, and so can end.
-gc.set_threshold(10_000)  # Most of what is imported stays: Python need not look for garbage so often.
+gc.set_threshold({OBJECTS_BETWEEN_COLLECTIONS})
 descriptor, module, function, path, name = json.loads(sys.argv[1])
 open("/proc/self/comm", "w").write(name)
 sys.path[:] = path

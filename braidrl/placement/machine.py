@@ -39,7 +39,7 @@ class DeviceRates:
         """Return the rates of so many devices, or of a share of one."""
         return DeviceRates({name: rate * share for name, rate in self.operations.items()}, self.bandwidth * share)
 
-    def or_more(self, other: "DeviceRates") -> "DeviceRates":
+    def maximum(self, other: "DeviceRates") -> "DeviceRates":
         """Return the higher of each rate, of two measurements of one machine: other programs only take from what it can do."""
         operations = {name: max(rate, other.operations.get(name, 0.0)) for name, rate in self.operations.items()}
         return DeviceRates(operations, max(self.bandwidth, other.bandwidth))
@@ -71,7 +71,7 @@ def kept_rates() -> DeviceRates | None:
 def keep_rates(rates: DeviceRates) -> DeviceRates:
     """Write down what was measured of all cores, or earlier where that was more; return what is kept."""
     path, earlier = rates_file(), kept_rates()
-    rates = rates.or_more(earlier) if earlier else rates
+    rates = rates.maximum(earlier) if earlier else rates
     path.parent.mkdir(parents=True, exist_ok=True)
     known = {"machine": machine(), "operations": dict(rates.operations), "bandwidth": rates.bandwidth}
     with whole_file(path) as unfinished:

@@ -69,19 +69,19 @@ class Row:
     """(first token, weights version) of each stretch of tokens."""
     stop_text_found: bool = False
     """True once the text holds one of the stop texts."""
-    taken: int = 0
-    """Calls of `take`."""
+    recorded: int = 0
+    """Tokens that `record_token` was given."""
 
     @property
     def is_followed(self) -> bool:
-        """Return whether `take` has to see each token as soon as it is drawn."""
+        """Return whether `record_token` must be given each token as soon as it is drawn."""
         return self.stop_texts is not None or self.request.on_token is not None
 
-    def take(self, token: int) -> bool:
-        """Note a token, the next one drawn; returns True when it completes a stop text."""
+    def record_token(self, token: int) -> bool:
+        """Record the next token that was drawn, and tell `Request.on_token`; returns True when it completes a stop text."""
         if self.request.on_token is not None:
-            self.request.on_token(self.request.continues + self.taken, token)
-        self.taken += 1
+            self.request.on_token(self.request.continues + self.recorded, token)
+        self.recorded += 1
         self.stop_text_found = self.stop_texts is not None and self.stop_texts.contains_stop_text(token)
         return self.stop_text_found
 

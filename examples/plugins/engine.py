@@ -66,7 +66,7 @@ class PlainEngine(SteppingEngine):
         flight.tokens.append(int(token))
         flight.log_probs.append(float(log_prob))
         self.tokens_generated += 1
-        stops = row.take(int(token)) or int(token) in row.stop_token_ids
+        stops = row.record_token(int(token)) or int(token) in row.stop_token_ids
         return stops or len(flight.tokens) == row.limit
 
     def abort(self, uid: Uid) -> Response:

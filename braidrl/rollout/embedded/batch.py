@@ -104,7 +104,7 @@ class SlotBatch:
         slots = set(ended.nonzero().flatten().tolist())
         if self._watched:
             ids = tokens.tolist()
-            slots.update(slot for slot, row in self._watched.items() if row.take(ids[slot]))
+            slots.update(slot for slot, row in self._watched.items() if row.record_token(ids[slot]))
         return sorted(slots)
 
     def take(self, slots: Sequence[int], aborted: bool = False) -> list[Response]:

@@ -62,32 +62,35 @@ class EndpointSession:
     """Held during a turn, since a row's tokens are ordered."""
 
 
-class SpokenTurn:
-    """A turn under way, as its client is told of it: its tokens when they are drawn, and what of their text has been sent."""
+class TurnStream:
+    """A turn that is sent to its client while it is drawn: its tokens, and the pieces of their text that may be sent."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
         self.name, self.pieces = "", list[str]()
-        self.came = asyncio.Event()
+        self.drawn = asyncio.Event()
         self._decode, self._stops = decode, stops
         self._tokens: list[int] = []
-        self._text, self._told, self._from, self._read = "", 0, 0, 0
+        self._text, self._sent, self._from, self._read = "", 0, 0, 0
 
-    def hear(self, number: int, token: int) -> None:
-        """Note a token; those that another engine draws again are known."""
+    def add_token(self, number: int, token: int) -> None:
+        """Add a token by its number in the response; one that another engine draws again is there already."""
         if number == len(self._tokens):
             self._tokens.append(token)
-            self.came.set()
+            self.drawn.set()
 
-    def has_more(self) -> bool:
-        """Add what can be told of the text now to the pieces; returns False where that is nothing."""
-        self.came.clear()
+    def add_piece(self) -> bool:
+        """Add a piece of the text that goes on where the last one ended: whole characters, and nothing that may begin a stop text.
+
+        Returns False where there is none yet.
+        """
+        self.drawn.clear()
         # Decoded with the tokens before them, since a decoder may treat the first token of a text differently.
         before, now = (self._decode(self._tokens[self._from : end]) for end in (self._read, len(self._tokens)))
         if not now.endswith(UNFINISHED):
             self._text += now[len(before) :]
             self._from, self._read = self._read, len(self._tokens)
-        piece = before_stop(self._text, self._stops, to_come=True)[self._told :]
-        self._told += len(piece)
+        piece = before_stop(self._text, self._stops, to_come=True)[self._sent :]
+        self._sent += len(piece)
         self.pieces += [piece] if piece else []
         return bool(piece)
 
@@ -182,19 +185,19 @@ class Endpoint:
             body = await body_of(http)
             asked = protocol.read(body if isinstance(body, dict) else {})
             # What may be a call of a tool is told when it is whole.
-            spoken = SpokenTurn(self.template.text, asked.stops) if asked.stream and not asked.tools else None
-            turn = asyncio.ensure_future(self._turn(session, asked, spoken))
+            stream = TurnStream(self.template.text, asked.stops) if asked.stream and not asked.tools else None
+            turn = asyncio.ensure_future(self._turn(session, asked, stream))
             if asked.stream:
-                return await streamed(http, protocol, asked, turn, spoken or SpokenTurn(self.template.text, ()))
+                return await streamed(http, protocol, asked, turn, stream or TurnStream(self.template.text, ()))
             return web.json_response(protocol.whole(asked, await turn))
         except UserError as error:
             return failed(400, str(error))
         except EngineError as error:
             return failed(503, str(error))
 
-    async def _turn(self, session: EndpointSession, asked: TurnRequest, spoken: SpokenTurn | None) -> TurnReply:
+    async def _turn(self, session: EndpointSession, asked: TurnRequest, stream: TurnStream | None) -> TurnReply:
         async with session.lock:
-            return await self._complete(session, asked, spoken)
+            return await self._complete(session, asked, stream)
 
     async def _models(self, http: web.Request) -> web.Response:
         if http.match_info["name"] not in self._sessions:
@@ -207,7 +210,7 @@ class Endpoint:
         }
         return web.json_response(one if "model" in http.match_info else {"object": "list", "data": [one]})
 
-    async def _complete(self, session: EndpointSession, asked: TurnRequest, spoken: SpokenTurn | None) -> TurnReply:
+    async def _complete(self, session: EndpointSession, asked: TurnRequest, stream: TurnStream | None) -> TurnReply:
         trajectory = session.trajectory
         if asked.previous is not None:
             if asked.previous not in session.responses:
@@ -225,12 +228,12 @@ class Endpoint:
         limit = min(asked.limit or self.sampling.max_tokens, room)
         sampling = replace(self.sampling, max_tokens=limit, stop=(*self.sampling.stop, *asked.stops))
         name = f"{session_name(trajectory.uid)}-{session.turns + 1}"
-        if spoken is not None:
-            spoken.name = name
+        if stream is not None:
+            stream.name = name
         finished = await self.engine.submit(
             Request(
                 trajectory.uid, torch.tensor(context), sampling,
-                self.purpose, self.stage, first_draw=trajectory.action_tokens, on_token=spoken.hear if spoken else None,
+                self.purpose, self.stage, first_draw=trajectory.action_tokens, on_token=stream.add_token if stream else None,
             )
         )  # fmt: skip
         # only now: a client that repeats a request which failed must find the row as it was
@@ -266,33 +269,33 @@ class Endpoint:
 
 
 async def streamed(
-    http: web.Request, protocol: Protocol, asked: TurnRequest, turn: "asyncio.Future[TurnReply]", spoken: SpokenTurn
+    http: web.Request, protocol: Protocol, asked: TurnRequest, turn: "asyncio.Future[TurnReply]", stream: TurnStream
 ) -> web.StreamResponse:
-    """Send a turn as events while it is spoken, or every some seconds that it is under way, and the rest when it is over.
+    """Send a turn as events as its tokens are drawn, else every `WORD_EVERY_S` that it is under way, and the rest when it is over.
 
     Raises UserError or EngineError where the turn fails before anything was sent.
     """
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
-        while not await ended_or_came(turn, spoken.came):
-            came = spoken.came.is_set()
-            if spoken.has_more():
-                await write(answer, http, protocol.more(asked, spoken.name, spoken.pieces))
-            elif not came:
+        while not await ended_or_drawn(turn, stream.drawn):
+            drawn = stream.drawn.is_set()
+            if stream.add_piece():
+                await write(answer, http, protocol.delta(asked, stream.name, stream.pieces))
+            elif not drawn:
                 await write(answer, http, (UNDER_WAY,))
         error = turn.exception()
         if error is not None and not answer.prepared:
             raise error
         failure = [event({"error": {"message": str(error)}})]
-        await write(answer, http, failure if error else protocol.events(asked, turn.result(), spoken.pieces))
+        await write(answer, http, failure if error else protocol.events(asked, turn.result(), stream.pieces))
     except ConnectionError:  # the client has gone; what was drawn for it belongs to its row
         await asyncio.wait((turn,))
     return answer
 
 
-async def ended_or_came(turn: "asyncio.Future[TurnReply]", came: asyncio.Event) -> bool:
+async def ended_or_drawn(turn: "asyncio.Future[TurnReply]", drawn: asyncio.Event) -> bool:
     """Return whether the turn is over, once it is, or a token came, or after some seconds."""
-    coming = asyncio.ensure_future(came.wait())
+    coming = asyncio.ensure_future(drawn.wait())
     await asyncio.wait((turn, coming), timeout=WORD_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
     coming.cancel()
     return turn.done()

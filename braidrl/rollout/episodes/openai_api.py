@@ -2,7 +2,7 @@
 
 body ──read──▶ TurnRequest ──a turn of the row──▶ TurnReply ──whole──▶ JSON
                                 │                    ──events──▶ server-sent events, the rest of them when the turn is over
-                                └── text so far ──────more───▶ server-sent events
+                                └── text so far ─────delta───▶ server-sent events
 """
 
 import json
@@ -83,8 +83,8 @@ class Protocol:
     read: Callable[[Mapping[str, Any]], TurnRequest]
     """Raises UserError for what is not served here."""
     whole: Callable[[TurnRequest, TurnReply], dict[str, Any]]
-    more: Callable[[TurnRequest, str, Sequence[str]], Iterator[str]]
-    """Called with the turn's name and all pieces of its text so far: the events that add the last piece."""
+    delta: Callable[[TurnRequest, str, Sequence[str]], Iterator[str]]
+    """Called with the turn's name and all pieces of its text so far: the events that send the last piece."""
     events: Callable[[TurnRequest, TurnReply, Sequence[str]], Iterator[str]]
     """Called with the pieces that were sent: the events that add what is missing, and end the turn."""
 
@@ -191,17 +191,17 @@ def chunk_of(asked: TurnRequest, name: str, *choices: Mapping[str, Any], **more:
     return event({**head, "choices": [{"index": 0, "finish_reason": None, **choice} for choice in choices], **more})
 
 
-def chat_more(asked: TurnRequest, name: str, said: Sequence[str]) -> Iterator[str]:
+def chat_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> Iterator[str]:
     """Yield the chunk with the last piece of a text."""
-    role = {"role": "assistant"} if len(said) == 1 else {}
-    yield chunk_of(asked, name, {"delta": {**role, "content": said[-1]}})
+    role = {"role": "assistant"} if len(pieces) == 1 else {}
+    yield chunk_of(asked, name, {"delta": {**role, "content": pieces[-1]}})
 
 
-def chat_events(asked: TurnRequest, answered: TurnReply, said: Sequence[str] = ()) -> Iterator[str]:
+def chat_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] = ()) -> Iterator[str]:
     """Yield the chunks of a chat completion that follow the pieces which were sent."""
-    name, rest = answered.name, answered.text[len("".join(said)) :]
-    if rest or not said:
-        yield from chat_more(asked, name, [*said, rest])
+    name, rest = answered.name, answered.text[len("".join(pieces)) :]
+    if rest or not pieces:
+        yield from chat_delta(asked, name, [*pieces, rest])
     for number, call in enumerate(answered.calls):
         yield chunk_of(asked, name, {"delta": {"tool_calls": [{"index": number, **call}]}})
     yield chunk_of(asked, name, {"delta": {}, "finish_reason": answered.reason})
@@ -228,19 +228,19 @@ def completion_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def completion_more(asked: TurnRequest, name: str, said: Sequence[str]) -> Iterator[str]:
+def completion_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> Iterator[str]:
     """Yield the chunk with the last piece of a text."""
-    whole = completion_whole(asked, TurnReply(name, {"content": said[-1]}, "", 0, 0))
+    whole = completion_whole(asked, TurnReply(name, {"content": pieces[-1]}, "", 0, 0))
     del whole["usage"]
     whole["choices"][0]["finish_reason"] = None
     yield event(whole)
 
 
-def completion_events(asked: TurnRequest, answered: TurnReply, said: Sequence[str] = ()) -> Iterator[str]:
+def completion_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] = ()) -> Iterator[str]:
     """Yield the chunks of a completion that follow the pieces which were sent."""
     whole = completion_whole(asked, answered)
     counts = whole.pop("usage")
-    whole["choices"][0]["text"] = answered.text[len("".join(said)) :]
+    whole["choices"][0]["text"] = answered.text[len("".join(pieces)) :]
     yield event(whole)
     if asked.counts:
         yield event({**whole, "choices": [], "usage": counts})
@@ -252,5 +252,5 @@ def event(data: Mapping[str, Any], kind: str | None = None) -> str:
     return (f"event: {kind}\n" if kind else "") + f"data: {json.dumps(data)}\n\n"
 
 
-CHAT = Protocol(read_chat, chat_whole, chat_more, chat_events)
-COMPLETIONS = Protocol(read_completion, completion_whole, completion_more, completion_events)
+CHAT = Protocol(read_chat, chat_whole, chat_delta, chat_events)
+COMPLETIONS = Protocol(read_completion, completion_whole, completion_delta, completion_events)

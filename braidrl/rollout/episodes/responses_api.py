@@ -105,31 +105,35 @@ def items_of(answered: TurnReply) -> list[dict[str, Any]]:
     return items
 
 
-def response_more(asked: TurnRequest, name: str, said: Sequence[str]) -> Iterator[str]:
+def response_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> Iterator[str]:
     """Yield the events with the last piece of a text; the first comes behind those that open the response and its message."""
-    if len(said) == 1:
-        yield from every_event(asked, TurnReply(name, {"content": said[0]}, "stop", 0, 0), said)[: sent(said)]
+    if len(pieces) == 1:
+        yield from every_event(asked, TurnReply(name, {"content": pieces[0]}, "stop", 0, 0), pieces)[
+            : events_sent(pieces)
+        ]
     else:
         place = {"item_id": f"{name}-text", "output_index": 0, "content_index": 0}
-        yield numbered(sent(said) - 1, "response.output_text.delta", {**place, "delta": said[-1], "logprobs": []})
+        yield numbered(
+            events_sent(pieces) - 1, "response.output_text.delta", {**place, "delta": pieces[-1], "logprobs": []}
+        )
 
 
-def response_events(asked: TurnRequest, answered: TurnReply, said: Sequence[str] = ()) -> Iterator[str]:
+def response_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] = ()) -> Iterator[str]:
     """Yield the events of a response that follow the pieces which were sent."""
-    yield from every_event(asked, answered, said)[sent(said) :]
+    yield from every_event(asked, answered, pieces)[events_sent(pieces) :]
 
 
-def sent(said: Sequence[str]) -> int:
+def events_sent(pieces: Sequence[str]) -> int:
     """Return how many events so many pieces of a text take: one each, behind the three that open the response and its message."""
-    return len(said) and 3 + len(said)
+    return len(pieces) and 3 + len(pieces)
 
 
-def every_event(asked: TurnRequest, answered: TurnReply, said: Sequence[str]) -> list[str]:
+def every_event(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str]) -> list[str]:
     """Return a response as events, which are numbered."""
     whole = response_whole(asked, answered)
     begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     last = "response.completed" if whole["status"] == "completed" else "response.incomplete"
-    found = [("response.created", {"response": begun}), *changes(whole["output"], said), (last, {"response": whole})]
+    found = [("response.created", {"response": begun}), *changes(whole["output"], pieces), (last, {"response": whole})]
     return [numbered(number, kind, data) for number, (kind, data) in enumerate(found)]
 
 
@@ -138,8 +142,8 @@ def numbered(number: int, kind: str, data: Mapping[str, Any]) -> str:
     return event({"type": kind, "sequence_number": number, **data}, kind)
 
 
-def changes(items: list[dict[str, Any]], said: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of each item: it is there, it grows, it is done. `said` are the pieces of a message's text, perhaps not all."""
+def changes(items: list[dict[str, Any]], pieces: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the events of each item: it is there, it grows, it is done. `pieces` are the pieces of a message's text, perhaps not all."""
     for number, item in enumerate(items):
         place = {"item_id": item["id"], "output_index": number}
         empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
@@ -148,8 +152,8 @@ def changes(items: list[dict[str, Any]], said: Sequence[str]) -> Iterator[tuple[
             (part,) = item["content"]
             place |= {"content_index": 0}
             yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
-            rest = part["text"][len("".join(said)) :]
-            for piece in (*said, rest) if rest or not said else said:
+            rest = part["text"][len("".join(pieces)) :]
+            for piece in (*pieces, rest) if rest or not pieces else pieces:
                 yield "response.output_text.delta", {**place, "delta": piece, "logprobs": []}
             yield "response.output_text.done", {**place, "text": part["text"], "logprobs": []}
             yield "response.content_part.done", {**place, "part": part}
@@ -162,4 +166,4 @@ def changes(items: list[dict[str, Any]], said: Sequence[str]) -> Iterator[tuple[
         yield "response.output_item.done", {"output_index": number, "item": item}
 
 
-RESPONSES = Protocol(read_response, response_whole, response_more, response_events)
+RESPONSES = Protocol(read_response, response_whole, response_delta, response_events)

@@ -195,7 +195,11 @@ class HttpEngine:
         for token, log_prob in zip(answer.tokens, answer.log_probs, strict=True):
             flight.tokens.append(token)
             flight.log_probs.append(log_prob)
-            if flight.row.take(token) or token in flight.row.stop_token_ids or len(flight.tokens) == flight.row.limit:
+            if (
+                flight.row.record_token(token)
+                or token in flight.row.stop_token_ids
+                or len(flight.tokens) == flight.row.limit
+            ):
                 return True
         return False
 

@@ -163,7 +163,7 @@ class VllmEngine(SteppingEngine):
             flight.tokens.append(token)
             flight.log_probs.append(log_probs[token].logprob)
             self.tokens_generated += 1
-            if flight.row.take(token) and not output.finished:
+            if flight.row.record_token(token) and not output.finished:
                 self._leave(flight)
                 return True
         if output.finished:

@@ -16,7 +16,7 @@ from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError
 from braidrl.rollout.embedded.engine import EmbeddedEngine
 from braidrl.rollout.episodes.agents import Agents
-from braidrl.rollout.episodes.endpoint import Endpoint, SpokenTurn
+from braidrl.rollout.episodes.endpoint import Endpoint, TurnStream
 from braidrl.rollout.episodes.player import Limits, episode_columns, failure_counts
 from braidrl.rollout.replica import EngineReplica
 from braidrl.rollout.requests import Request, Response, SamplingParams
@@ -331,11 +331,11 @@ def test_a_turn_is_sent_piece_by_piece_while_the_engine_draws_it() -> None:
 def test_a_piece_has_whole_characters_and_nothing_of_a_stop_text() -> None:
     decode = turn_template(tokenizer := make_chat_tokenizer("chatml")).text
     for text, told in (("né 🙂 a", "né 🙂 a"), ("né STOP x", "né "), ("a STO b S", "a STO b ")):
-        turn = SpokenTurn(decode, ["STOP"])
+        turn = TurnStream(decode, ["STOP"])
         for number, token in enumerate(tokenizer.encode(text)):
-            turn.hear(number, token)
-            turn.hear(0, token)
-            turn.has_more()
+            turn.add_token(number, token)
+            turn.add_token(0, token)
+            turn.add_piece()
         assert "".join(turn.pieces) == told and len(turn.pieces) > 1
 
 
