@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from braidrl.models.lora import Adapted, plain_names
 from braidrl.models.parallel.boxes import Box
@@ -57,6 +58,11 @@ class WeightPart:
         """The local shard of a part that has no adapter."""
         assert isinstance(self.tensor, Tensor)
         return local_shard(self.tensor)
+
+    @property
+    def is_merged_together(self) -> bool:
+        """Whether `values` merges an adapter that ranks have divided, so that all of them call it at the same time."""
+        return isinstance(self.tensor, Adapted) and isinstance(self.tensor.up, DTensor)
 
     def block(self, box: Box) -> Tensor:
         """Return a block of the global tensor as a view of this part, which contains it."""

@@ -1,4 +1,4 @@
-"""What a process writes of a checkpoint in a thread while it goes on; whoever asked for it hears how that ended.
+"""What a process writes in a thread while it goes on, as a checkpoint is written; whoever asked for it hears how that ended.
 
 driver ──copy_for_saving──▶ worker: copies ──▶ thread: writes        the worker trains on
        ──written──────────────────────────────▶ trouble, or none
@@ -6,6 +6,7 @@ driver ──copy_for_saving──▶ worker: copies ──▶ thread: writes   
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Self
 
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
@@ -16,23 +17,37 @@ from braidrl.models.checkpoint import Write
 TROUBLES = (OSError, SafetensorError, CheckpointException)
 """What a disk that is full, or gone, ends in."""
 WRITE_LIMIT_S = 3600.0
-"""How long a disk may take to write one checkpoint."""
+"""How long a disk, or memory, may take what is written at once."""
 
 
 class BackgroundWriter:
-    """One thing after the other."""
+    """One thing after the other; as a context it ends with what was begun."""
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+    def __init__(self, what: str = "the checkpoint") -> None:
+        """Begin nothing yet; `what` is written is named where that takes too long."""
+        self._what = what
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=what)
         self._begun: Future[None] | None = None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
     def begin(self, parts: Sequence[Write]) -> None:
-        """Make the calls in the thread."""
+        """Make the calls in the thread. Raises, as `wait` does, what kept from being written what was begun before."""
+        self.wait()
         self._begun = self._thread.submit(write, parts)
 
     @property
     def goes_on(self) -> bool:
         return self._begun is not None and not self._begun.done()
+
+    def check(self) -> None:
+        """Raise what kept that from being written which was begun and has ended, once."""
+        if not self.goes_on:
+            self.wait()
 
     def wait(self) -> None:
         """Wait until what was begun is written. Raises what kept it from being written, once."""
@@ -41,7 +56,7 @@ class BackgroundWriter:
             try:
                 error = self._begun.exception(WRITE_LIMIT_S)
             except TimeoutError:
-                raise TimeoutError(f"the disk has not taken the checkpoint within {WRITE_LIMIT_S:g} s") from None
+                raise TimeoutError(f"{self._what} could not be written within {WRITE_LIMIT_S:g} s") from None
             self._begun = None
             if error is not None:
                 raise error

@@ -76,8 +76,8 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raise UserError where what was begun has failed by now."""
-        if not self._writing.goes_on:
-            self.wait()
+        with self._explained():
+            self._writing.check()
 
     def wait(self) -> None:
         """Wait until what was begun is written. Raises UserError where it could not be."""

@@ -27,7 +27,7 @@ class Activity:
     drawn_again: int = 0
     """Rows that an engine had begun and that were forgotten with a trainer."""
     updates: Sums = field(default_factory=Sums)
-    """How long each of them stood still to load new weights."""
+    """How long each engine stood still to load new weights, and a rank took to write its share of them."""
     _noted: float | None = None
     _workers: list[tuple[str, bool]] = field(default_factory=list)
 

@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from braidrl.data.codec import encode
@@ -51,7 +52,7 @@ class ControlPlane(QueueController):
             stream: the training flow's.
             data: where this process writes and reads payload.
             lease_s: seconds without a sign of life after which a worker's rows are given to another.
-            exported: the trained roles that also generate, whose weights must have come before a version is published.
+            exported: the trained roles that also generate, whose weights must have come before engines load a version.
             loading: when engines load them; by default when a batch's generation is over.
             episodes: the most episodes in environments that are played at once, by whatever engines.
         """
@@ -166,8 +167,10 @@ class ControlPlane(QueueController):
         return {}, ()
 
     def on_weights(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Note in which blocks a version of a role's weights lies."""
-        self.weights.add(request["role"], request["version"], request["blocks"])
+        """Note in which blocks a rank's share of a version of a role's weights lies."""
+        role = request["role"]
+        self.weights.add(role, request["version"], request["blocks"], request["shares"])
+        self.activity.updates.add(f"weights/{role}/write_seconds", request["seconds"])
         return {}, ()
 
     def on_loaded(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
@@ -243,15 +246,16 @@ class ControlPlane(QueueController):
                 stream.schedule.fail_holder(holder)
             # Who has not said hello has written nothing.
             if gone is not None:
+                self.data.free(self.weights.lost(gone.group))
                 self.data.abandon(gone.address, holder, self._known_segments(gone.address))
 
     def train_again(self, version: int) -> bool:
         """Have what is trained towards the version after this one trained again, with all rows as they are.
 
-        Returns False, with nothing changed, where this is not the last version of which there are weights.
+        Returns False, with nothing changed, where this is not the last version of which there are weights, or not all of them have come.
         """
         with self.changed:
-            if not self.training.schedule.published == version >= self.weights.newest:
+            if not self.training.schedule.published == version == self._loadable >= self.weights.newest:
                 return False
             self.training.train_again()
             self.data.free(self.copies.blocks())
@@ -283,9 +287,9 @@ class ControlPlane(QueueController):
             while (freed := stream.close()) is not None:
                 self.data.free(freed)
         schedule = self.training.schedule
-        while (version := schedule.due_publication()) is not None and self._has_weights(version):
+        while schedule.due_publication() is not None:
             self.finished.append(self.training.publish())
-        self.loading.advance(schedule.published, schedule.is_generation_over(self.loading.target))
+        self.loading.advance(self._loadable, schedule.is_generation_over(self.loading.target))
         self._note_activity()
         super().advance()
 
@@ -375,6 +379,12 @@ class ControlPlane(QueueController):
     def _updates_of(self, role: str, iteration: int) -> list[Stage]:
         stages = self.training.flow.stages
         return [s for s in stages if s.kind is Kind.TRAIN and s.role == role and s.when.includes(iteration)]
+
+    @property
+    def _loadable(self) -> int:
+        """Return the version up to which all weights have come; ranks write those of the newest ones beside their next step."""
+        newer = range(max(self.loading.target, 0) + 1, self.training.schedule.published + 1)
+        return max(takewhile(self._has_weights, newer), default=self.loading.target)
 
     def _has_weights(self, version: int) -> bool:
         return all(self.weights.has(role, version) or not self._updates_of(role, version) for role in self.exported)

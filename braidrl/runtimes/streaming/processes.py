@@ -190,6 +190,7 @@ class Processes:
             "config": self.config.model_dump(mode="json"), "group": asdict(group), "number": number,
             "rank": number % group.ranks, "starts": starts,
             "name": f"{group.name}-{number}", "holder": f"{group.name}.{number}.{starts}", "queue": self.queue,
+            "leader": f"{group.name}.{number - number % group.ranks}.{starts}",
             "folder": str(self.folder.resolve()), "meeting": [self.launcher.ip, self._store.port],
             "secret": self.secret, "place": self.places[self.launcher.node_of(group.name, number)],
         }  # fmt: skip
@@ -236,7 +237,8 @@ def work(arguments: Mapping[str, Any]) -> None:
         progress, generating, ranks, group.trained,
     )  # fmt: skip
     trace = WorkerTrace(Path(arguments["folder"]), arguments["name"], group.role or group.name)
-    context = WorkerContext(group, config.streaming, flow, evaluation, executor, data, progress, trace)
+    leader = arguments["leader"], arguments["queue"]
+    context = WorkerContext(group, config.streaming, flow, evaluation, executor, data, progress, trace, *leader)
     try:
         run_loop(context, world, arguments)
         world.close()
@@ -273,7 +275,7 @@ def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:
 
 
 def run_loop(context: WorkerContext, world: World, arguments: Mapping[str, Any]) -> None:
-    """Run the loop of the worker's group; ranks that do not lead have no connection of their own to the queue."""
+    """Run the loop of the worker's group; ranks that do not lead take nothing from the queue themselves."""
     if not world.first:
         StageLoop(context, world, None).follow()
         return

@@ -8,7 +8,8 @@ Who writes which box follows from the same plan as a file that ranks write toget
 Whoever takes a version takes each box as it comes, and needs no room for more than one of them.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -80,8 +81,28 @@ class WeightExport:
 
     def write(self) -> list[Block]:
         """Write this rank's boxes; return the blocks that they lie in."""
+        return self.begin()()
+
+    def begin(self) -> Callable[[], list[Block]]:
+        """Return a call that writes this rank's boxes, which a thread can make while the weights are read, and not changed.
+
+        What ranks must merge together is written before this returns.
+        """
+        parts = self.parts()
+        if any(part.is_merged_together for part in parts.values()):
+            blocks = self._write(parts)
+            return lambda: blocks
+        beside = beside_computing(next((part.device for part in parts.values()), torch.device("cpu")))
+
+        def write() -> list[Block]:
+            with beside:
+                return self._write(parts)
+
+        return write
+
+    def _write(self, parts: Mapping[str, WeightPart]) -> list[Block]:
         blocks, bucket, size = [], list[WeightBox](), 0
-        for piece in self._pieces():
+        for piece in self._pieces(parts):
             if bucket and size + piece.values.nbytes > self.bucket_bytes:
                 blocks.append(self.data.write(bucket_frames(bucket)))
                 bucket, size = [], 0
@@ -90,8 +111,7 @@ class WeightExport:
         return [*blocks, self.data.write(bucket_frames(bucket))] if bucket else blocks
 
     @torch.no_grad()
-    def _pieces(self) -> Iterator[WeightBox]:
-        parts = self.parts()
+    def _pieces(self, parts: Mapping[str, WeightPart]) -> Iterator[WeightBox]:
         for name in self.boxes:
             if name in parts:
                 # Ranks that have divided a tensor with an adapter meet here, also those that write none of it.
@@ -100,9 +120,29 @@ class WeightExport:
                     yield WeightBox(name, tuple(parts[name].shape), box, values[box.within(parts[name].box)])
 
 
+def beside_computing(device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which a thread reads what a device has computed by now: on CUDA a stream beside that of what comes next."""
+    if device.type != "cuda":
+        return nullcontext()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
+
+
+def in_host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return contiguous tensors in host memory; from CUDA they come through pinned memory, as the current stream has computed them."""
+    if not any(tensor.is_cuda for tensor in tensors):
+        return [tensor.contiguous() for tensor in tensors]
+    pinned = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+    for host, tensor in zip(pinned, tensors, strict=True):
+        host.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+    return pinned
+
+
 def bucket_frames(pieces: Sequence[WeightBox]) -> list[Frame]:
     """Return a header that describes the boxes, then the bytes of each."""
-    host = [piece.values.detach().cpu().contiguous() for piece in pieces]
+    host = in_host_memory([piece.values.detach() for piece in pieces])
     header = [
         [piece.name, str(values.dtype).removeprefix("torch."), piece.shape, piece.box.offsets, piece.box.sizes]
         for piece, values in zip(pieces, host, strict=True)
@@ -215,10 +255,20 @@ class Versions:
 
     def __init__(self, roles: Collection[str]) -> None:
         self._known: dict[str, dict[int, list[Block]]] = {role: {} for role in roles}
+        self._coming: dict[tuple[str, int], list[list[Block]]] = {}
+        """Shares of versions of which others have not come."""
 
-    def add(self, role: str, version: int, blocks: Sequence[Sequence[object]]) -> None:
-        """Note where a version lies."""
-        self._known[role][version] = as_blocks(blocks)
+    def add(self, role: str, version: int, blocks: Sequence[Sequence[object]], shares: int = 1) -> None:
+        """Note where one of so many shares of a version lies, which is known once all of them have come."""
+        coming = self._coming.setdefault((role, version), [])
+        coming.append(as_blocks(blocks))
+        if len(coming) == shares:
+            self._known[role][version] = [block for share in self._coming.pop((role, version)) for block in share]
+
+    def lost(self, role: str) -> list[Block]:
+        """Note that the role's ranks are gone: what has not come of a version never will. Return the blocks that have."""
+        gone = [key for key in self._coming if key[0] == role]
+        return [block for key in gone for share in self._coming.pop(key) for block in share]
 
     def has(self, role: str, version: int) -> bool:
         """Return whether a version of a role is known."""
@@ -249,7 +299,9 @@ class Versions:
 
     def blocks(self) -> Iterator[Block]:
         """Return all blocks that are kept."""
-        return (block for known in self._known.values() for many in known.values() for block in many)
+        known = (blocks for versions in self._known.values() for blocks in versions.values())
+        coming = (share for shares in self._coming.values() for share in shares)
+        return (block for blocks in (*known, *coming) for block in blocks)
 
 
 @dataclass

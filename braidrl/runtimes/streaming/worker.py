@@ -4,7 +4,7 @@ The ranks of a role, in whatever layout, are one worker. The leader takes leases
 partition function, and what its layout computes with others; the leader acknowledges.
 
 leader: take ──▶ share ──▶ each rank: its rows ──executor──▶ columns in shared memory, loss sums ──▶ gather ──▶ leader: done, stepped
-                                      its boxes of the new weights ──▶ shared memory ─────────────▶ gather ──▶ leader: weights
+                            thread:   its boxes of the new weights ──▶ shared memory ──▶ each rank, in the leader's name: weights
 
 A worker whose role no other process shares leads nobody: its rows are the lease's, and nothing is gathered.
 """
@@ -79,6 +79,10 @@ class WorkerContext:
     data: DataPlane
     progress: LeaseProgress
     trace: WorkerTrace
+    leader: str
+    """The name of the worker at the queue."""
+    queue: str
+    """The queue's address."""
 
     def stage(self, name: str) -> Stage:
         """Return a stage of the flow, or of the evaluation's."""
@@ -97,6 +101,8 @@ class StageLoop:
         self.losses: dict[str, dict[str, float]] = {}
         """For each train stage the loss sums of the update that is being accumulated."""
         self.writing = BackgroundWriter()
+        self.exports = BackgroundWriter("new weights")
+        """Writes this rank's share of a version while the next rows are trained on; no step may change the weights meanwhile."""
         self.export: WeightExport | None = None
         self.asked: int | None = None
         """The order to tell how writing has ended."""
@@ -118,18 +124,21 @@ class StageLoop:
         whole = [name for name in stages if self._needs_whole_updates(self.context.stage(name))]
         most = settings.dispatch_rows * self.world.size
         stream = StreamLoader(self.client, stages, most, settings.wait_s, whole, self.world.size)
-        for work in stream:
-            # Also when there is nothing to do: so the others know that the leader lives.
-            self._together(work)
-            if self.asked is not None and not self.writing.goes_on:
-                self._together(WorkItem("written", self.context.data, {}, Rows({})))
-            stream.wait_s = settings.wait_s if self.asked is None else min(SOON_S, settings.wait_s)
+        with self.exports:
+            for work in stream:
+                # Also when there is nothing to do: so the others know that the leader lives.
+                self._together(work)
+                if self.asked is not None and not self.writing.goes_on:
+                    self._together(WorkItem("written", self.context.data, {}, Rows({})))
+                is_heard_soon = self.asked is not None or self.exports.goes_on
+                stream.wait_s = min(SOON_S, settings.wait_s) if is_heard_soon else settings.wait_s
         self._told(msgpack.packb([{"kind": "stop"}, []]))
 
     def follow(self) -> None:
         """Do what the leader says until the run ends."""
-        while (work := unpacked(self._told(), self.context)).kind != "stop":
-            self._do(work)
+        with self.exports:
+            while (work := unpacked(self._told(), self.context)).kind != "stop":
+                self._do(work)
 
     def _together(self, work: WorkItem) -> None:
         """Do a piece of work with all ranks."""
@@ -147,6 +156,7 @@ class StageLoop:
     def _do(self, work: WorkItem) -> None:
         place = str(work.message.get("stage", work.kind))
         self.world.at(place)
+        self.exports.check()
         with WORK.on(f"{place} ({work.kind})"):
             self._act(work)
 
@@ -246,6 +256,7 @@ class StageLoop:
         return [own for own, _ in found]
 
     def _optim_step(self, stage: Stage, work: WorkItem) -> None:
+        self.exports.wait()
         with self._busy(stage, work, ()) as span:
             if is_optimized(stage):
                 # Every rank has the sums of all: the first one tells of them.
@@ -260,7 +271,7 @@ class StageLoop:
         if self.client is not None:
             self.client.ask("stepped", stage=stage.name, report=span.report())
         if work.message["export"] is not None:
-            self._export(work.message["export"])
+            self._begin_export(work.message["export"])
 
     def _follow(self, stage: Stage, work: WorkItem) -> None:
         """Move the role's weights towards those of another role, which lie where its ranks have put them."""
@@ -284,9 +295,13 @@ class StageLoop:
         """Save or load a checkpoint, or begin to write one, with all ranks; the leader says when it is done."""
         executor, writes = self.context.executor, self.world.first
         if order["do"] == "load":
+            self.exports.wait()
             executor.load(Path(order["folder"]))
             if order["version"] is not None:
-                self._export(order["version"])
+                # Engines may be told to load it at once.
+                self._begin_export(order["version"])
+                self.exports.wait()
+                self.world.gather("weights are there", b"")
         elif order["do"] == "save":
             executor.save(Path(order["folder"]), writes)
         elif order["do"] == "copy":
@@ -307,20 +322,32 @@ class StageLoop:
             self.client.ask("ordered", order=self.asked, result={"trouble": next(filter(None, troubles), "")})
         self.asked = None
 
-    def _export(self, version: int) -> None:
-        blocks = self._written_weights()
-        if self.client is not None:
-            self.client.ask("weights", role=self.role, version=version, blocks=blocks)
+    def _begin_export(self, version: int) -> None:
+        """Have this rank's share of a version written while the next rows are trained on."""
+        export, start = self._export(), time.monotonic()
+        self.exports.begin([partial(self._write_weights, version, export.begin(), start)])
+
+    def _write_weights(self, version: int, write: Callable[[], list[Block]], start: float) -> None:
+        """Write a share and tell the queue, in the leader's name, where it lies: ranks that do other work do not meet for it."""
+        blocks = write()
+        told = {
+            "request": "weights", "holder": self.context.leader, "role": self.role, "version": version,
+            "blocks": blocks, "shares": self.world.size, "seconds": time.monotonic() - start,
+        }  # fmt: skip
+        self.context.data.connections.ask(self.context.queue, told)
 
     def _written_weights(self) -> list[Block]:
         """Return where the role's weights lie, which every rank has written its share of."""
+        parts = self.world.gather("where weights lie", msgpack.packb(self._export().write()))
+        return [block for part in parts for block in as_blocks(msgpack.unpackb(part))]
+
+    def _export(self) -> WeightExport:
         if self.export is None:
             worker = torch_worker(self.context.executor.workers[self.role])
             known = gather_weight_index(local_weight_parts(worker), worker.ranks)
             boxes = own_boxes(known, worker.ranks.rank, worker.ranks.size)
             self.export = WeightExport(partial(local_weight_parts, worker), boxes, self.context.data)
-        parts = self.world.gather("where weights lie", msgpack.packb(self.export.write()))
-        return [block for part in parts for block in as_blocks(msgpack.unpackb(part))]
+        return self.export
 
 
 def packed(work: WorkItem) -> bytes:

@@ -1,4 +1,5 @@
-"""What overlaps in real processes: rows are trained on while the longest of their batch are still generated, and nobody counts on time.
+"""What overlaps in real processes, and nobody counts on time: rows are trained on while the longest of their batch are still generated,
+and while the weights that trained the batch before are copied.
 
 The longest answer goes on only when half of its batch has been through `forward_backward`, as the trainer's trace says: where training
 waited for the end of generation, or episodes for each other, it would never end.
@@ -6,9 +7,11 @@ waited for the end of generation, or episodes for each other, it would never end
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import Span, read_trace
 from tests.tiny import Workshop, recorded, sums, write_jsonl, write_model
 
@@ -67,11 +70,84 @@ class Logged:
         self.log(-1)
 '''
 
+HELD = '''
+import os
+import threading
+from pathlib import Path
+
+import torch
+
+from braidrl.algorithms.registry import shapes
+from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.saving.background import BackgroundWriter
+from braidrl.runtimes.streaming.weights import WeightExport
+
+LIMIT_S = 60.0
+begun, trained, due = threading.Event(), threading.Event(), threading.Event()
+begin, wait = WeightExport.begin, BackgroundWriter.wait
+forward_backward, optim_step = StageExecutor.forward_backward, StageExecutor.optim_step
+
+
+def held_begin(self):
+    """The first copy goes on when rows of the next batch were trained on and their step waits for it, or was made."""
+    write = begin(self)
+    if begun.is_set():
+        return write
+    begun.set()
+    before = {name: part.values().clone() for name, part in self.parts().items()}
+
+    def held_write():
+        assert trained.wait(LIMIT_S), "training waits for the copy"
+        assert due.wait(LIMIT_S), "no step is due before the copy has ended"
+        assert all(torch.equal(part.values(), before[name]) for name, part in self.parts().items()), "a step came in"
+        Path(__file__).with_name(f"{os.getpid()}.held").touch()
+        return write()
+
+    return held_write
+
+
+def noted_wait(self):
+    if self.goes_on and trained.is_set():
+        due.set()
+    return wait(self)
+
+
+def noted_forward_backward(self, *arguments):
+    losses = forward_backward(self, *arguments)
+    if begun.is_set():
+        trained.set()
+    return losses
+
+
+def noted_step(self, *arguments, **more):
+    optim_step(self, *arguments, **more)
+    if trained.is_set():
+        due.set()
+
+
+WeightExport.begin, BackgroundWriter.wait = held_begin, noted_wait
+StageExecutor.forward_backward, StageExecutor.optim_step = noted_forward_backward, noted_step
+
+
+@shapes.register(writes=["reward"])
+def as_it_is(reward):
+    return reward
+'''
+HELD_FLOW = """flow: held
+stages:
+- {type: generate, role: actor}
+- {type: verify, role: reward}
+- {type: "held.py:as_it_is"}
+- {type: advantage.group_normalized}
+- {type: update, role: actor, params: {loss: {name: clip}, old: rollout}}
+"""
+
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     folder = tmp_path_factory.mktemp("overlap")
-    (folder / "worlds.py").write_text(ENVIRONMENTS)
+    for name, content in {"worlds.py": ENVIRONMENTS, "held.py": HELD, "held.yaml": HELD_FLOW}.items():
+        (folder / name).write_text(content)
     return Workshop(folder, write_model(folder / "model", "qwen2"), write_jsonl(folder / "train.jsonl", sums(64)))
 
 
@@ -98,6 +174,24 @@ def test_half_of_a_batch_is_trained_on_before_its_generation_ends(workshop: Work
     assert training[0].start < generation_ends
     assert sum(span.rows for span in training if span.end < generation_ends) >= ROWS // 2
     assert sum(span.rows for span in training) == ROWS
+
+
+@pytest.mark.parametrize("layout", [{"data": 2}, pytest.param({"data": 2, "shard": "full"}, marks=pytest.mark.soak)])
+def test_new_weights_are_copied_beside_the_next_batch_and_before_its_step(
+    workshop: Workshop, layout: dict[str, Any]
+) -> None:
+    """The copy of the first version would never end if training waited for it, and fails if a step changes what it reads."""
+    run = workshop.run(
+        "-".join(["held", *layout]), flow=str(workshop.folder / "held.yaml"), runtime="streaming",
+        trainer={"steps": 3, "max_staleness": 1, "layout": layout},
+    )  # fmt: skip
+    held = list(workshop.folder.glob("*.held"))
+    assert len(held) == 2, "each rank has copied its share"
+    for mark in held:
+        mark.unlink()
+    assert recorded(run, 2)["version"].unique().tolist() == [0]
+    assert recorded(run, 3)["version"].min() >= 1
+    assert max(line.get("weights/actor/write_seconds", 0.0) for line in read_metrics(run)) > 0
 
 
 def test_so_many_episodes_are_played_at_once_by_all_workers_together(workshop: Workshop) -> None:

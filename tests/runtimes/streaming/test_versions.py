@@ -34,6 +34,19 @@ def test_a_version_is_kept_as_long_as_an_engine_may_need_it() -> None:
     assert known.has("actor", 3) and not known.has("actor", 2)
 
 
+def test_a_version_is_known_when_every_ranks_share_has_come_and_shares_of_ranks_that_are_gone_are_let_go() -> None:
+    known = versions()
+    known.add("actor", 4, [block("late")], 2)
+    known.add("rival", 4, [block("whole")])
+    assert not known.has("actor", 4) and known.between(3, 4) == [("rival", 4, [block("whole")])]
+    assert block("late") in known.blocks()
+    assert known.lost("rival") == [] and known.lost("actor") == [block("late")]
+    for number in (1, 2):
+        assert not known.has("actor", 4)
+        known.add("actor", 4, [block(f"share-{number}")], 2)
+    assert known.between(3, 4)[0] == ("actor", 4, [block("share-1"), block("share-2")])
+
+
 def test_weights_for_a_role_that_follows_are_given_once_by_whoever_was_asked_last() -> None:
     copies = Copies()
     copies.ask("follow", "first")
