@@ -19,6 +19,7 @@ FUSED = "cuda/checks.py:test_fused_layers_compute_what_torch_does"
 DEFAULT = "cuda/checks.py:test_the_type_by_default_is_bfloat16_with_masters_of_float32"
 FLOAT32 = "cuda/checks.py:test_numbers_are_those_of_the_cpu"
 OFFLOADED = "cuda/checks.py:test_what_is_offloaded_leaves_the_device_and_the_host_does_not_wait"
+WEIGHTS = "cuda/checks.py:test_new_weights_leave_the_device_in_a_stream_beside_that_of_the_next_batch"
 PLANNED = "placement/plan/test_search.py:test_mixed_kinds_put_each_set_on_one_kind"
 
 COVERED = {
@@ -52,6 +53,8 @@ COVERED = {
     "rollout/embedded/engine.py:EmbeddedEngine.__init__": SETTINGS,
     "rollout/embedded/native/decoder.py:native_decoder": SETTINGS,
     "rollout/embedded/slots.py:_attend": RECIPES,
+    "runtimes/streaming/weights.py:beside_computing": WEIGHTS,
+    "runtimes/streaming/weights.py:in_host_memory": WEIGHTS,
     "runtimes/usage.py:DeviceUsage.memory_of": RECIPES,
     "runtimes/usage.py:DeviceUsage.note_memory": RECIPES,
 }

@@ -23,10 +23,12 @@ from braidrl.models.cuda import layers
 from braidrl.models.cuda.chunks import ChunkKernels, chunk_gradient, chunk_statistics
 from braidrl.models.cuda.kernels import LayerKernels, rms_norm, rotary, silu_gate
 from braidrl.models.memory.offload import OffloadableTensors, empty, occupy, storages
+from braidrl.models.parallel.boxes import Box
 from braidrl.models.roles.make import DecoderWorker
 from braidrl.observe.metrics import read_metrics
 from braidrl.rollout.embedded import states
 from braidrl.runtimes.run import TrainingRun, train
+from braidrl.runtimes.streaming.weights import WeightBox, beside_computing, bucket_frames, bucket_pieces
 from tests.cuda.allowed import DOUBLES, WAITS
 from tests.cuda.twin import CudaTwin, cuda_twin
 from tests.recipes.test_training import SETTINGS, placed
@@ -189,6 +191,17 @@ def test_what_is_offloaded_leaves_the_device_and_the_host_does_not_wait(twin: Cu
     empty(storage)
     occupy(storage, size)
     assert tensor.untyped_storage().nbytes() == size
+
+
+def test_new_weights_leave_the_device_in_a_stream_beside_that_of_the_next_batch(twin: CudaTwin) -> None:
+    weight = torch.arange(256.0).view(16, 16)
+    whole, half = Box((0, 0), (16, 16)), Box((0, 8), (16, 8))
+    there = weight.to("cuda")
+    with beside_computing(there.device):
+        frames = bucket_frames([WeightBox("a", (16, 16), whole, there), WeightBox("b", (16, 16), half, there[:, 8:])])
+    came = [piece.values for piece in bucket_pieces(frames)]
+    assert torch.equal(came[0], weight) and torch.equal(came[1], weight[:, 8:])
+    assert not twin.waits, "but for its own stream nobody is waited for"
 
 
 def test_a_tensor_on_the_wrong_device_is_found(

@@ -204,7 +204,7 @@ def cuda_twin() -> Iterator[CudaTwin]:
         yield
 
     stand_ins: dict[str, Any] = {
-        "graph_pool_handle": lambda: None, "Stream": mock.MagicMock, "current_stream": mock.MagicMock,
+        "graph_pool_handle": lambda: None, "Stream": lambda *device: mock.MagicMock(), "current_stream": lambda *device: mock.MagicMock(),
         "stream": on_stream, "CUDAGraph": _Graph, "graph": record, "synchronize": lambda: None,
         "device_count": lambda: 1, "_lazy_init": lambda: None, "get_device_name": lambda: "NVIDIA A100-SXM4-80GB",
         "reset_peak_memory_stats": lambda: None, "max_memory_allocated": lambda: 3 << 20, "max_memory_reserved": lambda: 5 << 20,
