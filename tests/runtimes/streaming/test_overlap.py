@@ -71,6 +71,7 @@ class Logged:
 '''
 
 HELD = '''
+import multiprocessing
 import os
 import threading
 from pathlib import Path
@@ -125,19 +126,21 @@ def noted_step(self, *arguments, **more):
         due.set()
 
 
-WeightExport.begin, BackgroundWriter.wait = held_begin, noted_wait
-StageExecutor.forward_backward, StageExecutor.optim_step = noted_forward_backward, noted_step
+# In workers alone: other tests run in the main process.
+if multiprocessing.parent_process() is not None:
+    WeightExport.begin, BackgroundWriter.wait = held_begin, noted_wait
+    StageExecutor.forward_backward, StageExecutor.optim_step = noted_forward_backward, noted_step
 
 
 @shapes.register(writes=["reward"])
-def as_it_is(reward):
+def while_held(reward):
     return reward
 '''
 HELD_FLOW = """flow: held
 stages:
 - {type: generate, role: actor}
 - {type: verify, role: reward}
-- {type: "held.py:as_it_is"}
+- {type: "held.py:while_held"}
 - {type: advantage.group_normalized}
 - {type: update, role: actor, params: {loss: {name: clip}, old: rollout}}
 """
