@@ -61,7 +61,7 @@ class WeightPart:
 
     @property
     def is_merged_together(self) -> bool:
-        """Whether `values` merges an adapter that ranks have divided, so that all of them call it at the same time."""
+        """Return whether `values` merges an adapter that ranks have divided, so that all of them must call it at the same time."""
         return isinstance(self.tensor, Adapted) and isinstance(self.tensor.up, DTensor)
 
     def block(self, box: Box) -> Tensor:

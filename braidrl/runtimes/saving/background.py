@@ -21,10 +21,10 @@ WRITE_LIMIT_S = 3600.0
 
 
 class BackgroundWriter:
-    """One thing after the other; as a context it ends with what was begun."""
+    """Writes one thing after the other; as a context manager it waits at its end for what was begun."""
 
     def __init__(self, what: str = "the checkpoint") -> None:
-        """Begin nothing yet; `what` is written is named where that takes too long."""
+        """Begin nothing yet. `what` says in a message what could not be written in time."""
         self._what = what
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=what)
         self._begun: Future[None] | None = None
@@ -36,7 +36,7 @@ class BackgroundWriter:
         self._thread.shutdown()
 
     def begin(self, parts: Sequence[Write]) -> None:
-        """Make the calls in the thread. Raises, as `wait` does, what kept from being written what was begun before."""
+        """Make the calls in the thread, after what was begun before. Raises as `wait` does for that."""
         self.wait()
         self._begun = self._thread.submit(write, parts)
 
@@ -45,7 +45,7 @@ class BackgroundWriter:
         return self._begun is not None and not self._begun.done()
 
     def check(self) -> None:
-        """Raise what kept that from being written which was begun and has ended, once."""
+        """Raise, once, why what was begun could not be written; return at once while the thread still writes."""
         if not self.goes_on:
             self.wait()
 
