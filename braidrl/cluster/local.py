@@ -212,7 +212,7 @@ def spawn(spec: ProcessSpec) -> Spawned:
 def from_server(spec: ProcessSpec) -> Forked:
     """Start a copy of the fork server, a process that has imported the modules of the entry; no thread or device is copied.
 
-    There is one server for a process and all that it starts, and it imports nothing after its own start.
+    A process has one server, which imports nothing after its own start; a copy that starts copies itself has its own.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(spec.modules()))

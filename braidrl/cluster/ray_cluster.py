@@ -14,15 +14,13 @@ from typing import Any
 
 from braidrl.cluster.devices import devices_each
 from braidrl.cluster.process import BEAT_S, END_LIMIT_S
-from braidrl.cluster.silence import ASLEEP_S, descendants, has_ended, mute_after, name_of
+from braidrl.cluster.silence import ASLEEP_S, NEEDED, descendants, has_ended, mute_after, name_of
 from braidrl.config import ClusterConfig
 from braidrl.errors import LostProcess, UserError, WorkerError
 from braidrl.placement.pools import Pool, check_devices
 
 BEATS = "beats"
 """The thread of every actor that says that it lives, whatever else it does."""
-NEEDED = ("gcs_server", "raylet")
-"""Without these a cluster answers no more; Ray itself says so after a minute, by ending this program without a line."""
 INLINE_BYTES = 1 << 20
 """Up to this size rows come with the message that brings them; by default Ray has more than 100 KiB fetched from its object store."""
 

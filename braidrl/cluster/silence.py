@@ -30,6 +30,10 @@ STACK_S = 2.0
 """How long a process may take to write down its stack, on a busy machine."""
 COMM_BYTES = 15
 """The kernel keeps so much of a process's name."""
+FORK_SERVER = "fork server"
+NEEDED = ("gcs_server", "raylet")
+"""Ray's processes without which a cluster answers no more. Ray says so by ending the program that waits for one, without a line, at once
+or after a minute."""
 
 
 def mute_after(silence_s: float) -> float:
@@ -39,9 +43,14 @@ def mute_after(silence_s: float) -> float:
 
 def named(name: str) -> None:
     """Give this process a name that others see, and have it write down its stack on SIGUSR1."""
+    goes_by(name)
+    faulthandler.register(signal.SIGUSR1, file=os.memfd_create(STACK), all_threads=True)
+
+
+def goes_by(name: str) -> None:
+    """Give this process a name that others see."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(name[:COMM_BYTES])
-    faulthandler.register(signal.SIGUSR1, file=os.memfd_create(STACK), all_threads=True)
 
 
 def stack_of(process: int) -> str:
@@ -119,9 +128,10 @@ def name_of(process: int) -> str:
     """Return what a process is called."""
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        if "multiprocessing.forkserver" in command and not was_named(process):
-            return "the fork server"
-        return Path(f"/proc/{process}/comm").read_text().strip()
+        name = Path(f"/proc/{process}/comm").read_text().strip()
+        if (name == FORK_SERVER or "multiprocessing.forkserver" in command) and not was_named(process):
+            return f"the {FORK_SERVER}"
+        return name
     return "a process"
 
 
@@ -152,6 +162,9 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
     def __exit__(self, *_: object) -> None:
         self._ending.set()
         self._thread.join(END_LIMIT_S)
+        for process in self._stopped():  # nobody kills it any more, and this process waits for it when it ends
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
 
     def _run(self) -> None:
         pause, looked = self.silence_s / LOOKS, time.monotonic()
@@ -164,11 +177,14 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
             self._look_here()
 
     def _look(self, now: float) -> None:
-        stopped = {process for process, state in descendants(os.getpid()).items() if state == "T"}
-        self._since = {process: self._since.get(process, now) for process in stopped}
+        self._since = {process: self._since.get(process, now) for process in self._stopped()}
         for process, since in list(self._since.items()):
             if now - since >= self.silence_s:
                 self._end(process, now - since)
+
+    def _stopped(self) -> set[int]:
+        """Return what this process has started, and what those have, that a signal has stopped."""
+        return {process for process, state in descendants(os.getpid()).items() if state == "T"}
 
     def _look_here(self) -> None:
         """Say once of each piece of work of this process, which nobody watches, that it makes no progress."""
@@ -188,8 +204,10 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
     def _end(self, process: int, seconds: float) -> None:
         name = name_of(process)
         where = keep_stack(process, name, self.folder)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+        last = "; the cluster ends with it, and the run: go on with `braid train --resume`" if name in NEEDED else ""
+        self.killed.append(f"{name} (process {process}) was stopped for {seconds:.0f} s and was killed{where}{last}")
+        self.say(self.killed[-1])  # before it is, for Ray may then end this process
+        for each in (*(descendants(process) if name in NEEDED else ()), process):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
         del self._since[process]
-        self.killed.append(f"{name} (process {process}) was stopped for {seconds:.0f} s and was killed{where}")
-        self.say(self.killed[-1])

@@ -7,6 +7,7 @@ from typing import Any
 
 from braidrl.cluster.child import at_end
 from braidrl.cluster.devices import device_count, own_devices
+from braidrl.cluster.fork_server import fork_server
 from braidrl.cluster.ray_cluster import import_ray
 from braidrl.cluster.world import World
 from braidrl.config import Config
@@ -62,6 +63,13 @@ class RunContext:
             prepared.config, self.flow, prepared.roles(self.train), prepared.tokenizer,
             prepared.rewards(), self.progress, generating, ranks,
         )  # fmt: skip
+
+
+def offer_copies(config: Config) -> None:
+    """Make this process's copy the fork server of a run, where processes of the run will be copies; see `fork_server` for when."""
+    engines = own_engines(config)
+    if config.cluster.launcher != "ray" and config.runtime != "hybrid" and (config.runtime != "eager" or engines):
+        fork_server(["braidrl.rollout.process.server"] if engines else [])
 
 
 def start_eager(context: RunContext) -> EagerBackend:

@@ -89,7 +89,7 @@ def test_a_stopped_process_is_named_and_the_run_goes_on_or_ends_in_a_line(worksh
     assert f"{name}" in said and "was stopped for" in said and f"process {stopped}" in said, said
     assert "Traceback" not in said, said
     assert process.returncode == (130 if goes_on else 1), said
-    assert goes_on or any(line.startswith("braid: ") for line in said.splitlines()), said
+    assert goes_on or any(line.startswith("braid: ") or "go on with" in line for line in said.splitlines()), said
     assert not still_there(everybody)
 
 
@@ -145,3 +145,13 @@ def test_a_stopped_process_that_can_say_where_it_was_leaves_its_stack(tmp_path: 
     (line,) = said
     assert line.startswith(f"sleeper (process {process.pid}) was stopped for ")
     assert "in deeply" in Path(line.partition("its stack is in ")[2]).read_text()
+
+
+def test_who_is_still_stopped_when_a_run_ends_goes_on_so_that_it_can_end_too() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        with FrozenWatch(3600.0, print):
+            process.send_signal(signal.SIGSTOP)
+            while descendants(os.getpid()).get(process.pid) != "T":
+                time.sleep(0.01)
+        process.communicate(b"\n", timeout=NOTICED_S)
+    assert process.returncode == 0

@@ -1,0 +1,69 @@
+"""The fork server that a command is copied into: what its copies have of the command, and what they do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from braidrl.cluster.local import from_server
+from braidrl.cluster.process import ProcessSpec
+from tests.tiny import ROOT
+
+COMMAND = """
+import json, os, sys, threading
+from braidrl.cluster.fork_server import fork_server
+from braidrl.cluster.local import from_server
+from braidrl.cluster.process import ProcessSpec
+from braidrl.cluster.silence import descendants, name_of
+
+kept = open(sys.argv[1])
+sys.modules["told_apart"] = sys  # what only the command has, and whoever was copied from it
+{before}
+made = fork_server(["json.tool"])
+names = sorted(map(name_of, descendants(os.getpid())))
+process = from_server(ProcessSpec("echo-0", "tests.cluster.test_fork_server:seen", {{"file": sys.argv[1]}}))
+process.wait(60)
+print(json.dumps([made, names, process.outcome.result]))
+process.close()
+"""
+
+
+def seen(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return what a copy finds: modules of the command, whether it holds its file, and what a copy that it starts finds."""
+    files = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    ]
+    there = [name for name in ("told_apart", "json.tool") if name in sys.modules]
+    found: dict[str, Any] = {"modules": there, "holds": arguments["file"] in files}
+    if not arguments.get("last"):
+        process = from_server(ProcessSpec("echo-1", f"{__name__}:seen", {**arguments, "last": True}))
+        assert process.wait(60) and process.outcome
+        found["next"] = process.outcome.result
+        process.close()
+    return found
+
+
+def run(before: str = "") -> list[Any]:
+    command = [sys.executable, "-c", COMMAND.format(before=before), __file__]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    found: list[Any] = json.loads(done.stdout)
+    return found
+
+
+def test_copies_have_what_the_command_imported_and_not_what_it_opened() -> None:
+    made, names, copy = run()
+    assert made and "the fork server" in names
+    assert (copy["modules"], copy["holds"]) == (["told_apart", "json.tool"], False)
+    assert copy["next"]["holds"] is False, "a copy starts its own, by a server of its own"
+
+
+def test_a_command_that_has_threads_is_not_copied() -> None:
+    made, names, copy = run("threading.Thread(target=threading.Event().wait, daemon=True).start()")
+    assert not made and "the fork server" not in names
+    assert copy["modules"] == []
