@@ -80,7 +80,9 @@ class Part:
         return self.size
 
     def uids(self) -> list[tuple[int, int, int]]:
-        return unpack_index(self.index).uids() if self.size else []
+        """Return (source, group, sample) of each row; nothing where the index has no such columns."""
+        index = unpack_index(self.index) if self.index else Rows({})
+        return index.uids() if "group" in index else []
 
 
 def packed_numbers(numbers: Numbers) -> tuple[str, bytes]:

@@ -113,6 +113,7 @@ def test_parts_and_answers_come_back_as_they_were() -> None:
     ((key, columns, workers, rows),) = part.kept
     assert (part.size, part.index, key, columns) == (3, b"index", 3, ("tokens",))
     assert workers.tolist() == [5, -1, 700] and rows.tolist() == [0, 0, 90_000]
+    assert Part(1, pack_index(Rows({"score": torch.ones(1)}))).uids() == [], "a message of a failure asks for them"
     for answer in (
         Answer(),
         Answer(result=0),
