@@ -38,7 +38,8 @@ class Command:
     """A command that runs, with what tests use of `subprocess.Popen`."""
 
     def __init__(self, arguments: Sequence[str], folder: Path | None, environment: dict[str, str]) -> None:
-        self.args, self.returncode = ["braid", *arguments], None
+        self.args = ["braid", *arguments]
+        self.returncode: int | None = None
         request = {"arguments": list(arguments), "folder": str(folder or Path.cwd()), "environment": environment}
         out, err, (self._status, theirs) = os.pipe(), os.pipe(), socket.socketpair()
         with SENDING:

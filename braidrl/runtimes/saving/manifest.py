@@ -9,19 +9,35 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from braidrl.runtimes.saving.folders import sync
+
 MANIFEST = "manifest.json"
 READERS = 4
 """How many files are read at once; hashing leaves the interpreter free."""
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of a folder that holds all that it is going to hold."""
-    (folder / MANIFEST).write_text(json.dumps({"files": digests(folder)}, indent=1))
+    """Write the manifest of a folder that holds all that it is going to hold, and have its files on disk: threads wait for
+    the disk while others hash.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    with ThreadPoolExecutor(READERS) as waiting:
+        synced = waiting.map(sync, files_of(folder))
+        found = digests(folder)
+        list(synced)
+    (folder / MANIFEST).write_text(json.dumps({"files": found}, indent=1))
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the files of a folder, without its manifest."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
 
 
 def digests(folder: Path) -> dict[str, list[Any]]:
     """Return the size in bytes and the SHA-256 of each file of a folder by its path in it."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    files = files_of(folder)
     with ThreadPoolExecutor(READERS) as readers:
         found = list(readers.map(digest, files))
     return {str(path.relative_to(folder)): [path.stat().st_size, one] for path, one in zip(files, found, strict=True)}
