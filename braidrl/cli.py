@@ -52,7 +52,7 @@ def train(
     from braidrl.config import load_config
     from braidrl.runtimes.run import train as run_training
     from braidrl.runtimes.saving.folders import run_config
-    from braidrl.runtimes.start import offer_copies
+    from braidrl.runtimes.start import start_fork_server
 
     if resume is not None:
         file, changed = split_config(config, overrides)
@@ -70,7 +70,7 @@ def train(
         return
     if newest_whole and resume is None:
         raise UserError("--newest-whole is for --resume; a new run has no checkpoint")
-    offer_copies(settings)
+    start_fork_server(settings)
     run_training(settings, resume=resume, newest_whole=newest_whole, replay=replay, rollout_only=rollout_only)
 
 
@@ -80,11 +80,11 @@ def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
     from braidrl.config import load_config
     from braidrl.runtimes.distributed.launch import is_reporting_rank
     from braidrl.runtimes.evaluation import evaluate_model
-    from braidrl.runtimes.start import offer_copies
+    from braidrl.runtimes.start import start_fork_server
 
     # Whatever trained the model: any flow that generates and verifies evaluates it.
     settings = load_config(*split_config(config, overrides), flow="grpo")
-    offer_copies(settings)
+    start_fork_server(settings)
     metrics = evaluate_model(settings)
     for name, value in metrics.items() if is_reporting_rank() else ():
         typer.echo(f"{name}\t{value:.4f}")

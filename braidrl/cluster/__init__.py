@@ -1,7 +1,7 @@
 """The processes of a run: how they are started and ended, which devices they get, and how they meet.
 
 process, child     what a process is to whoever starts it, and the process from its inside
-local              the processes of this machine and their launcher
+local, fork_server the processes of this machine and their launcher, and the process that most are copies of
 ray_cluster, ray_processes    the actors of a Ray cluster, and the launcher whose processes are there
 ranks              N processes that do one task together, supervised: the first failure is what the user sees
 devices, cores     which process gets which CUDA devices, and with how many threads it computes

@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 SPAWN = util.spawnv_passfds
 
 
-def fork_server(modules: Iterable[str]) -> bool:
+def copy_as_fork_server(modules: Iterable[str]) -> bool:
     """Make a copy of this process the fork server of all processes that it and they start from now on.
 
     Call it before this process computes, starts a thread or opens what copies must not have: threads, their locks and devices do not
@@ -60,16 +60,12 @@ def _copy(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> 
     return process
 
 
-def _go_on_without_starter() -> None:
-    """Have the kernel continue this process, should a signal have stopped it, when its starter ends: stopped, it could not end."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
-
-
 def _serve(program: str, kept: set[int]) -> NoReturn:
     """Close every descriptor that is not `kept`, run the program that a fresh interpreter would, and end with it."""
     try:
         goes_by(FORK_SERVER if "forkserver" in program else TRACKER)
-        _go_on_without_starter()
+        # When the starter ends the kernel continues this process, should a signal have stopped it: stopped, it could not end.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
         # As in a fresh interpreter: what is copied is about to start these processes, and holds the lock for that.
         util.spawnv_passfds = SPAWN
         for module in (resource_tracker, forkserver):

@@ -14,7 +14,7 @@ from typing import Any
 
 from braidrl.cluster.devices import devices_each
 from braidrl.cluster.process import BEAT_S, END_LIMIT_S
-from braidrl.cluster.silence import ASLEEP_S, NEEDED, descendants, has_ended, mute_after, name_of
+from braidrl.cluster.silence import ASLEEP_S, NEEDED_BY_RAY, descendants, has_ended, mute_after, name_of
 from braidrl.config import ClusterConfig
 from braidrl.errors import LostProcess, UserError, WorkerError
 from braidrl.placement.pools import Pool, check_devices
@@ -92,7 +92,7 @@ class RayCluster:
         if self.started:
             self._connect()
             names = {process: name_of(process) for process in descendants(os.getpid())}
-            self.needed = {process: name for process, name in names.items() if name in NEEDED}
+            self.needed = {process: name for process, name in names.items() if name in NEEDED_BY_RAY}
         resources = self.ray.cluster_resources()
         self.kind = "GPU" if device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0) else "CPU"
         self.devices = int(resources.get(self.kind, 0))

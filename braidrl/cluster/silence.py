@@ -31,7 +31,7 @@ STACK_S = 2.0
 COMM_BYTES = 15
 """The kernel keeps so much of a process's name."""
 FORK_SERVER = "fork server"
-NEEDED = ("gcs_server", "raylet")
+NEEDED_BY_RAY = ("gcs_server", "raylet")
 """Ray's processes without which a cluster answers no more. Ray says so by ending the program that waits for one, without a line, at once
 or after a minute."""
 
@@ -204,10 +204,14 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
     def _end(self, process: int, seconds: float) -> None:
         name = name_of(process)
         where = keep_stack(process, name, self.folder)
-        last = "; the cluster ends with it, and the run: go on with `braid train --resume`" if name in NEEDED else ""
+        last = (
+            "; the cluster ends with it, and the run: go on with `braid train --resume`"
+            if name in NEEDED_BY_RAY
+            else ""
+        )
         self.killed.append(f"{name} (process {process}) was stopped for {seconds:.0f} s and was killed{where}{last}")
         self.say(self.killed[-1])  # before it is, for Ray may then end this process
-        for each in (*(descendants(process) if name in NEEDED else ()), process):
+        for each in (*(descendants(process) if name in NEEDED_BY_RAY else ()), process):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)
         del self._since[process]

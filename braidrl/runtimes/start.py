@@ -7,7 +7,7 @@ from typing import Any
 
 from braidrl.cluster.child import at_end
 from braidrl.cluster.devices import device_count, own_devices
-from braidrl.cluster.fork_server import fork_server
+from braidrl.cluster.fork_server import copy_as_fork_server
 from braidrl.cluster.ray_cluster import import_ray
 from braidrl.cluster.world import World
 from braidrl.config import Config
@@ -65,11 +65,11 @@ class RunContext:
         )  # fmt: skip
 
 
-def offer_copies(config: Config) -> None:
-    """Make this process's copy the fork server of a run, where processes of the run will be copies; see `fork_server` for when."""
+def start_fork_server(config: Config) -> None:
+    """Start the fork server of a run that has ranks, workers or engines on this machine; see `copy_as_fork_server` for when to."""
     engines = own_engines(config)
     if config.cluster.launcher != "ray" and config.runtime != "hybrid" and (config.runtime != "eager" or engines):
-        fork_server(["braidrl.rollout.process.server"] if engines else [])
+        copy_as_fork_server(["braidrl.rollout.process.server"] if engines else [])
 
 
 def start_eager(context: RunContext) -> EagerBackend:

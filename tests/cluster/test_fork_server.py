@@ -14,7 +14,7 @@ from tests.tiny import ROOT
 
 COMMAND = """
 import json, os, sys, threading
-from braidrl.cluster.fork_server import fork_server
+from braidrl.cluster.fork_server import copy_as_fork_server
 from braidrl.cluster.local import from_server
 from braidrl.cluster.process import ProcessSpec
 from braidrl.cluster.silence import descendants, name_of
@@ -22,7 +22,7 @@ from braidrl.cluster.silence import descendants, name_of
 kept = open(sys.argv[1])
 sys.modules["told_apart"] = sys  # what only the command has, and whoever was copied from it
 {before}
-made = fork_server(["json.tool"])
+made = copy_as_fork_server(["json.tool"])
 names = sorted(map(name_of, descendants(os.getpid())))
 process = from_server(ProcessSpec("echo-0", "tests.cluster.test_fork_server:seen", {{"file": sys.argv[1]}}))
 process.wait(60)

@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from braidrl.cluster.silence import NEEDED, descendants, has_ended, name_of
+from braidrl.cluster.silence import NEEDED_BY_RAY, descendants, has_ended, name_of
 from braidrl.runtimes.saving.folders import checkpoints_of
 from tests.leftovers import family, open_sockets
 from tests.tiny import Workshop, braid, metrics_agree, recorded, sums, write_jsonl, write_model
@@ -265,7 +265,7 @@ def full_disk(draw: random.Random, process: subprocess.Popen[str], folder: Path)
     most = draw.choice([1 << 10, 1 << 14, 1 << 16])
     for victim in (process.pid, *descendants(process.pid)):
         # Ray's own programs do not outlive the signal that comes with it.
-        if name_of(victim) not in NEEDED:
+        if name_of(victim) not in NEEDED_BY_RAY:
             with contextlib.suppress(psutil.Error):
                 psutil.Process(victim).rlimit(psutil.RLIMIT_FSIZE, (most, psutil.RLIM_INFINITY))
     return f"files of at most {most} bytes"

@@ -17,8 +17,9 @@ READERS = 4
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of a folder that holds all that it is going to hold, and have its files on disk: threads wait for
-    the disk while others hash.
+    """Write the manifest of a folder that holds all that it is going to hold, and wait until those files are on disk.
+
+    Some threads wait for the disk while others hash.
 
     Raises:
         OSError: the disk is full.
