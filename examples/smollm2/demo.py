@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="as braid train takes them, for example trainer.steps=50")
     console, overrides = Console(), parser.parse_args().overrides
     console.print(
-        "A language model of 135 million parameters learns sums on this machine's CPU: about five minutes on two cores."
+        "A language model of 135 million parameters learns sums on this machine's CPU: five to ten minutes on two cores."
     )
     start = time.perf_counter()
     run = learn(overrides, console)
