@@ -23,6 +23,7 @@ from braidrl.transfer.queue.storage import shared_folder
 if TYPE_CHECKING:
     from tests.runtimes.hybrid.warm import WarmCluster
 
+from tests.commands import COMMAND
 from tests.redis_server import redis_server  # noqa: F401 (a fixture for every test)
 from tests.tiny import MODELS, Workshop, sums, write_jsonl, write_model
 
@@ -39,7 +40,7 @@ FORK_SERVER.set_forkserver_preload(
         "braidrl.runtimes.streaming.processes", "braidrl.runtimes.distributed.launch", "braidrl.runtimes.distributed.backend",
         # What these import when they need it.
         "braidrl.runtimes.run", "braidrl.flow.recipes.parameters", "braidrl.rewards.verifier", "pandas", "pyarrow.compute",
-        *(f"transformers.models.{name}.modeling_{name}" for name in MODELS), "tests.tiny",
+        *(f"transformers.models.{name}.modeling_{name}" for name in MODELS), "tests.tiny", *COMMAND,
     ]
 )  # fmt: skip
 # By how long they take, the longest first: where several processes share the files they begin with these, so that no process is left

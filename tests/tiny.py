@@ -30,6 +30,7 @@ from braidrl.runtimes.eager import EagerBackend
 from braidrl.runtimes.prepare.setup import prepare
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.start import RunContext, start_backend
+from tests.commands import Command
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parent.parent
@@ -185,12 +186,13 @@ def eager_backend(config: Config) -> EagerBackend:
 
 
 def braid(*arguments: Any, folder: Path | None = None, prefix: str = "") -> subprocess.Popen[str]:
-    """`braid ...` as a process of its own, in a process group of its own; `prefix` is Python that runs before it."""
-    command = f"{prefix}; from braidrl.cli import main; main()" if prefix else "from braidrl.cli import main; main()"
+    """`braid ...` as a process of its own, in a process group of its own; `prefix` is Python that a fresh interpreter runs before it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if not prefix:
+        return Command([*map(str, arguments)], folder or Path.cwd(), environment)  # type: ignore[return-value]
     return subprocess.Popen(
-        [sys.executable, "-c", command, *map(str, arguments)], cwd=folder, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        [sys.executable, "-c", f"{prefix}; from braidrl.cli import main; main()", *map(str, arguments)], cwd=folder, env=environment,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
 
 

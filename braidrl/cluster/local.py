@@ -33,6 +33,7 @@ import torch
 
 from braidrl.cluster.child import function_of
 from braidrl.cluster.devices import Devices, assign_devices, device_count
+from braidrl.cluster.fork_server import copy_as_fork_server
 from braidrl.cluster.groups import LOOPBACK
 from braidrl.cluster.process import BEAT, END_LIMIT_S, Outcome, Process, ProcessSpec, default_threads, environment_of
 from braidrl.cluster.silence import has_ended, keep_stack
@@ -54,6 +55,8 @@ BOOT_ELSEWHERE = BOOT.replace("sys.path[:] = path", "sys.path += [place for plac
 """For the interpreter of another environment, whose own packages come first."""
 STALL = b"["
 """Begins what a process says of work that does not come further; its last word is an object."""
+ENGINES = ("braidrl.rollout.process.server",)
+"""What engines of their own run that ranks and workers start."""
 LOOK_EVERY_S = 0.02
 STARTING = threading.Lock()
 """Held while a copy of the fork server starts: threads would hide the main module from each other."""
@@ -212,14 +215,17 @@ def spawn(spec: ProcessSpec) -> Spawned:
 def from_server(spec: ProcessSpec) -> Forked:
     """Start a copy of the fork server, a process that has imported the modules of the entry; no thread or device is copied.
 
-    A process has one server, which imports nothing after its own start; a copy that starts copies itself has its own.
+    A process has one server, which imports nothing after its own start; a copy that starts copies itself has its own, a copy of it as
+    it is at its start.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(spec.modules()))
     ours, theirs = context.Pipe()
     own = {name: value for name, value in environment_of(spec, os.environ).items() if os.environ.get(name) != value}
-    process = context.Process(target=_copied, args=(theirs, own, spec.threads, spec.main), name=spec.name, daemon=False)
-    with STARTING, _main_module_hidden():
+    process = context.Process(
+        target=_copied, args=(theirs, own, spec.threads, spec.starts, spec.main), name=spec.name, daemon=False
+    )
+    with STARTING, main_module_hidden():
         process.start()
     theirs.close()
     send_task(ours, spec)
@@ -247,7 +253,7 @@ def send_task(connection: Connection, spec: ProcessSpec) -> None:
 
 
 @contextlib.contextmanager
-def _main_module_hidden() -> Iterator[None]:
+def main_module_hidden() -> Iterator[None]:
     """Keep multiprocessing from running the user's main script again in the process, which asks scripts for a guard."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -257,7 +263,9 @@ def _main_module_hidden() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _copied(connection: Connection, environment: Mapping[str, str], threads: int | None, main: str) -> None:
+def _copied(
+    connection: Connection, environment: Mapping[str, str], threads: int | None, starts: Sequence[str], main: str
+) -> None:
     gc.freeze()  # What the server has imported is no garbage, and to look for some there would copy its memory.
     # As in a fresh interpreter: with the server's own method each lock of a library (tqdm's) gets a name, of which Python's resource
     # tracker keeps account, and a tracker that was killed and came back prints a traceback for each name that it does not know.
@@ -267,6 +275,8 @@ def _copied(connection: Connection, environment: Mapping[str, str], threads: int
     os.environ.update(environment)
     if threads is not None:  # OpenMP has read its variable when the fork server imported torch.
         torch.set_num_threads(threads)
+    if starts:
+        copy_as_fork_server(starts)
     descriptor = os.dup(connection.fileno())
     connection.close()
     function_of(main)(descriptor)
@@ -301,11 +311,13 @@ class LocalLauncher:
         self._devices = device_count(device)
         self._table: dict[str, Devices] = {}
         self._threads: int | None = None
+        self._start_engines: set[str] = set()
 
     def reserve(self, pools: Sequence[Pool]) -> None:
         if self._devices is not None:
             self._table = assign_devices(pools, self._devices)
         self._threads = default_threads(sum(pool.workers for pool in pools))
+        self._start_engines = {pool.name for pool in pools if pool.engines}
 
     def node_of(self, pool: str, number: int) -> str:
         return self.node
@@ -316,7 +328,8 @@ class LocalLauncher:
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
         """Start a process; one that gets devices is a fresh interpreter, as it has to know them before it imports torch."""
         given = self._table.get(f"{pool}-{number}")
-        spec = replace(spec, threads=self._threads, devices=given.every if given else None)
+        starts = ENGINES if pool in self._start_engines else ()
+        spec = replace(spec, threads=self._threads, devices=given.every if given else None, starts=starts)
         return from_server(spec) if given is None else spawn(spec)
 
     def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:

@@ -96,6 +96,9 @@ class ProcessSpec:
     also_calls: str = ""
     """`module:function` that the entry calls, so that a fork server imports its module too."""
 
+    starts: tuple[str, ...] = ()
+    """The modules of what it starts itself, on this machine, as copies of a fork server of its own."""
+
     @property
     def main(self) -> str:
         """Return the `module:function` that is called with the descriptor of the process's end of the connection."""

@@ -1,0 +1,147 @@
+"""`braid ...` for tests, as a copy of the fork server, which has imported it: a fresh interpreter takes seconds to do so, for each command.
+
+test ──arguments, folder, environment, pipes──▶ fork server ──fork──▶ command, in a session of its own
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, reduction, resource_tracker
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from braidrl.cluster.local import STARTING, main_module_hidden
+
+LOOK_S = 0.01
+COMMAND = ("braidrl.cli", "braidrl.runtimes.evaluation", "braidrl.rollout.process.server")
+"""What commands import when they need it, for the fork server to import before."""
+
+
+class Command:
+    """A command that runs, with what tests use of `subprocess.Popen`."""
+
+    def __init__(self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+        self.args = ["braid", *arguments]
+        (out, told), (err, complained) = os.pipe(), os.pipe()
+        context = multiprocessing.get_context("forkserver")
+        self._process: BaseProcess = context.Process(
+            target=become,
+            args=(list(arguments), str(folder), dict(environment), Descriptor(told), Descriptor(complained)),
+        )
+        with STARTING, main_module_hidden():
+            self._process.start()
+        for descriptor in (told, complained):
+            os.close(descriptor)
+        assert self._process.pid is not None, "it was started"
+        self.pid = self._process.pid
+        self.stdout: TextIO = os.fdopen(out)
+        self.stderr: TextIO = os.fdopen(err)
+        self._texts: dict[TextIO, str] = {}
+        self._readers: list[threading.Thread] = []
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+        for file in (self.stdout, self.stderr):
+            file.close()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Return what it has said until both its outputs were closed and it has ended."""
+        end = None if timeout is None else time.monotonic() + timeout
+        files = (self.stdout, self.stderr)
+        if not self._readers:
+            self._readers = [threading.Thread(target=self._read, args=(file,), daemon=True) for file in files]
+            for reader in self._readers:
+                reader.start()
+        for reader in self._readers:
+            reader.join(None if end is None else max(0.0, end - time.monotonic()))
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        self.wait(None if end is None else max(0.0, end - time.monotonic()))
+        return self._texts[self.stdout], self._texts[self.stderr]
+
+    def _read(self, file: TextIO) -> None:
+        self._texts[file] = file.read()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+class Descriptor:
+    """A file descriptor of the starter's, which the copy gets too."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return received, (reduction.DupFd(self.number),)
+
+
+def received(sent: Any) -> int:
+    """Return the number of a descriptor in the copy."""
+    return int(sent.detach())
+
+
+def become(arguments: list[str], folder: str, environment: dict[str, str], told: int, complained: int) -> NoReturn:
+    """Be `braid` with these arguments from now on, and end as an interpreter does."""
+    os.setsid()
+    for descriptor, standard in ((told, 1), (complained, 2)):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv, sys.path[0] = ["braid", *arguments], ""
+    # What it starts is its own: nothing of the tests' fork server, nor of the process that frees what others left.
+    multiprocessing.set_start_method(None, force=True)
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    for module in (resource_tracker, forkserver):
+        importlib.reload(module)
+    status = 0
+    try:
+        importlib.import_module("braidrl.cli").main()
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else bool(ended.code)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
