@@ -16,6 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from braidrl.placement.machine import DeviceRates, keep_rates
 from braidrl.transfer.queue.storage import shared_folder
@@ -55,6 +57,11 @@ LONGEST = (
     "runtimes/prepare/test_dry_run.py", "examples/test_smollm2.py", "runtimes/streaming/test_loading.py", "examples/test_plugins.py",
     "runtimes/distributed/test_resume.py", "cluster/test_processes.py",
 )  # fmt: skip
+# These share one Ray cluster and the workers on it, so that one process of the tests runs them all.
+ON_RAY = tuple(f"tests/{place}" for place in (
+    "cluster/test_devices.py", "cluster/test_ray_", "examples/test_placements.py", "invariants/test_one_flow_one_result.py",
+    "runtimes/generating/", "runtimes/hybrid/", "runtimes/test_numbers.py", "runtimes/test_session.py",
+))  # fmt: skip
 settings.register_profile("suite", deadline=None, max_examples=50)
 settings.load_profile("suite")
 
@@ -65,11 +72,29 @@ def pytest_configure(config: pytest.Config) -> None:
         forkserver.ensure_running()
 
 
+class Scheduling(LoadFileScheduling):
+    """A process gets all tests of a file, and of those on Ray all files."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "on Ray" if nodeid.startswith(ON_RAY) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
+    """Return who divides tests among processes."""
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the files that take longest first, in a process that shares them with others."""
+    """Put the files that take longest first, in a process that shares them with others; those on Ray before them."""
     if hasattr(config, "workerinput"):
         places = {f"tests/{file}": place for place, file in enumerate(LONGEST)}
-        items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+        items.sort(
+            key=lambda item: (
+                not item.nodeid.startswith(ON_RAY),
+                places.get(item.nodeid.partition("::")[0], len(places)),
+            )
+        )
 
 
 @pytest.fixture(scope="session")

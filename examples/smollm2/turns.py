@@ -8,7 +8,6 @@ assistant  \\boxed{4}
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from braidrl.rollout.episodes.libraries.gem import load_gem
@@ -21,24 +20,21 @@ SHOWN = 'How many times does the letter "e" appear in the text: "the day after"?
 AGAIN = r"That is not the number. Answer with another \boxed{number}."
 
 
-@cache
-def questions() -> Any:
-    """Return gem's environment with all questions, which takes a second to make; a step judges the question that it was set to."""
-    return load_gem().make("rg:letter_counting", size=QUESTIONS, seed=0)
+GYM = load_gem().make("rg:letter_counting", size=QUESTIONS, seed=0)
+"""All questions, which take a second to make: here, so that every trajectory's process begins with them. A step judges the one it was set to."""
 
 
 class LetterCounting:
     """Worth 1 for the right number at once, and a quarter less for each try before it."""
 
     async def reset(self, example: dict[str, Any]) -> Context:
-        self.tries, self.question = 0, questions().ds[example["seed"]]
+        self.tries, self.question = 0, GYM.ds[example["seed"]]
         shown = {"role": "user", "content": f"{SHOWN} {ASK}"}, {"role": "assistant", "content": r"\boxed{2}"}
         return [*shown, {"role": "user", "content": f"{self.question['question']} {ASK}"}]
 
     async def step(self, text: str) -> Observation:
         self.tries += 1
-        gym = questions()
-        gym.set_state({"idx": 0, "data": self.question})
-        if gym.step(text)[1] == 1:
+        GYM.set_state({"idx": 0, "data": self.question})
+        if GYM.step(text)[1] == 1:
             return Observation(reward=1 - (self.tries - 1) / TRIES, done=True, correct=True)
         return Observation(AGAIN, done=self.tries == TRIES, correct=False)

@@ -25,7 +25,7 @@ from braidrl.rollout.engine import ModelWeights
 from braidrl.rollout.episodes.turns import Observation, TurnTemplate
 from braidrl.rollout.requests import Request, SamplingParams
 from braidrl.runtimes.saving.export import export_model
-from examples.smollm2 import checks, preferences, tasks, turns
+from examples.smollm2 import checks, preferences, tasks
 from examples.smollm2.learn import peak_gib
 from tests.rollout.served import Served
 from tests.rollout.tiny import training_log_probs
@@ -127,13 +127,15 @@ def test_of_the_responses_to_a_question_the_shortest_is_preferred_to_the_longest
 
 
 def test_letters_are_counted_until_the_number_is_right_and_each_try_costs_a_quarter() -> None:
+    from examples.smollm2 import turns  # which makes gem's questions
+
     async def played(texts: list[str], number: int) -> list[Observation]:
         environment = turns.LetterCounting()
         context = await environment.reset({"seed": number})
-        assert turns.questions().ds[number]["question"] in context[-1]["content"]
+        assert turns.GYM.ds[number]["question"] in context[-1]["content"]
         return [await environment.step(text) for text in texts]
 
-    right = rf"\boxed{{{turns.questions().ds[5]['answer']}}}"
+    right = rf"\boxed{{{turns.GYM.ds[5]['answer']}}}"
     wrong = r"\boxed{777}"
     first, *_, last = asyncio.run(played([wrong, wrong, right], 5))
     assert (first.done, first.said) == (False, turns.AGAIN) and (last.done, last.reward, last.correct) == (
