@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.saving.export import export_model
 from examples.arithmetic.pages import Curve, curve, table, write_curves
 from examples.smollm2.fetch import fetch
 from examples.smollm2.preferences import prepare, recorded_responses
@@ -36,6 +37,8 @@ class Way:
     config: str
     changed: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)
+    exported: str = ""
+    """Where the model goes that was learned, for a way after it to begin with."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,14 @@ STUDIES = {
         {"DPO": Way("brevity_dpo"), "PPO with the reward model": Way("brevity_ppo")},
         prepare,
     ),
+    "gsm8k": Page(
+        "SmolLM2-135M-Instruct and GSM8K",
+        "Grade-school mathematics: supervised fine-tuning on the training text, once through, and DAPO from there. "
+        "Score: the share of right answers to all 1,319 test questions, the likeliest token each time; where that is 0.04 its "
+        "standard error is half a hundredth.",
+        "eval/test/avg@1",
+        {"SFT": Way("gsm8k_sft", exported="gsm8k-sft"), "then DAPO": Way("gsm8k_dapo")},
+    ),
 }
 
 
@@ -133,6 +144,8 @@ def run(way: Way, seed: int, name: str, overrides: list[str]) -> Path:
         peak = peak_gib([*command, f"name={name}", f"seed={seed}"])
         measured = {"minutes": (time.monotonic() - begun) / 60, "peak_gib": peak}
         (folder / "measured.json").write_text(json.dumps(measured))
+    if way.exported and not (FOLDER / way.exported).is_dir():
+        export_model(folder, FOLDER / way.exported)
     return folder
 
 
@@ -179,7 +192,7 @@ def row(name: str, seed: int, points: Curve, measured: dict[str, float]) -> list
 def samples(folder: Path) -> list[list[str]]:
     """Return questions with the first response to each at the first evaluation and at the last one."""
     evaluations = sorted(
-        folder.glob("rollouts/eval-held_out-step-*.parquet"), key=lambda path: int(path.stem.rsplit("-", 1)[1])
+        folder.glob("rollouts/eval-*-step-*.parquet"), key=lambda path: int(path.stem.rsplit("-", 1)[1])
     )
     before, after = (first_responses(path) for path in (evaluations[0], evaluations[-1]))
     chosen = list(before)[:: max(1, len(before) // SHOWN)][:SHOWN]

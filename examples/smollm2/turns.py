@@ -21,7 +21,7 @@ AGAIN = r"That is not the number. Answer with another \boxed{number}."
 
 
 GYM = load_gem().make("rg:letter_counting", size=QUESTIONS, seed=0)
-"""All questions, which take a second to make: here, so that every trajectory's process begins with them. A step judges the one it was set to."""
+"""All questions. To make them takes a second: here, each trajectory's process begins with them. A step judges the one that is set."""
 
 
 class LetterCounting:
