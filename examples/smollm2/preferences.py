@@ -48,9 +48,11 @@ def drawn() -> list[tuple[str, str]]:
 
 
 def recorded_responses(path: Path) -> list[tuple[str, str, int]]:
-    """Return question, response and number of the sample of each row of a file of rollouts."""
+    """Return question, the last message, response and number of the sample of each row of a file of rollouts."""
     rows = pq.read_table(path, columns=["metadata", "response_text", "sample"]).to_pylist()
-    return [(json.loads(row["metadata"])["prompt"], row["response_text"], row["sample"]) for row in rows]
+    asked = [json.loads(row["metadata"])["prompt"] for row in rows]
+    questions = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in asked]
+    return [(question, row["response_text"], row["sample"]) for question, row in zip(questions, rows, strict=True)]
 
 
 def pairs_of(answered: list[tuple[str, str]]) -> list[dict[str, str]]:
