@@ -23,7 +23,8 @@ STEPS = 2
 FEW: dict[str, Any] = merged(
     EVERY_STEP, {"trainer": {"steps": STEPS, "prompts_per_step": 2, "rows_per_update": 2}, "rollout": {"samples_per_prompt": 2}}
 )  # fmt: skip
-PPO: dict[str, Any] = merged(FEW, {"flow": "ppo", "algorithm": {"reward": "verify", "kl_target": 0.5}})
+# Whitened, no advantage is 0: whether a token counts as clipped would hang on the sign that rounding gives it.
+PPO: dict[str, Any] = merged(FEW, {"flow": "ppo", "algorithm": {"reward": "verify", "kl_target": 0.5, "whiten": True}})
 RECOMPUTED: dict[str, Any] = merged(PPO, {"algorithm": {"old": "recompute"}})
 SELECTED: dict[str, Any] = merged(FEW, {"flow": "dapo", "trainer": {"over_sampling": 2}})
 FLOW: dict[str, Any] = merged(FEW, {"flow": str(DIAMOND)})
