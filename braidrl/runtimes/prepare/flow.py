@@ -41,14 +41,15 @@ def build_flow(config: Config) -> Flow:
 
 
 def evaluation_flow(config: Config, flow: Flow) -> Flow:
-    """Return generation by the flow's first generating role at the evaluation's settings, checked or played as in the flow.
+    """Return generation at the evaluation's settings, checked or played as in the flow, by its first generating role.
 
-    Where the flow trains a model that only scores, it scores held-out pairs instead.
+    Where none generates, the first role that is trained does; where that only scores, it scores held-out pairs instead.
     """
-    if flow.trains_on_pairs and flow.roles[0] in flow.scalar_roles:
+    learner = (*flow.trained_roles, *flow.roles)[0]
+    if flow.trains_on_pairs and learner in flow.scalar_roles:
         joined = make_stage("data.join_response", None, id="evaluation.join_response")
-        return Flow("evaluation", [joined, make_stage("score", flow.roles[0], id="evaluation.score")])
-    role = next((s.role for s in flow.stages if s.kind is Kind.GENERATE), flow.roles[0])
+        return Flow("evaluation", [joined, make_stage("score", learner, id="evaluation.score")])
+    role = next((s.role for s in flow.stages if s.kind is Kind.GENERATE), learner)
     checks = next((s.params for s in flow.stages if s.type == "verify"), {})
     scores = {"correct_score": checks.get("correct_score", 1.0), "wrong_score": checks.get("wrong_score", 0.0)}
     settings = config.evaluation

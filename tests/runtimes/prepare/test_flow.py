@@ -10,9 +10,9 @@ import pytest
 from braidrl.config import parse_config
 from braidrl.errors import UserError
 from braidrl.flow import Flow, actor
-from braidrl.flow.recipes import load_flow
+from braidrl.flow.recipes import RECIPES, load_flow
 from braidrl.flow.yaml_form import to_yaml
-from braidrl.runtimes.prepare.flow import build_flow
+from braidrl.runtimes.prepare.flow import build_flow, evaluation_flow
 from tests.tiny import settings
 
 STALE = {"trainer": {"max_staleness": 1}}
@@ -49,3 +49,15 @@ def test_tokens_are_drawn_at_the_temperature_that_their_log_probs_are_computed_a
         build_flow(parse_config(tree))
     tree["rollout"] = {**tree.get("rollout", {}), "temperature": 0.7}
     assert build_flow(parse_config(tree))["actor.generate"].params["temperature"] == 0.7
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_what_is_evaluated_is_a_model_that_is_trained(name: str) -> None:
+    """DPO's first stage infers with the reference, which stays as it is."""
+    scorers = {"reward": {"model": "reward"}, "cost": {"model": "cost"}}
+    tree = settings("runs", "model", "data.jsonl", flow=name, roles=scorers)  # type: ignore[arg-type]
+    tree["rollout"]["samples_per_prompt"] = {"sft": 1, "dpo": 2, "reward_model": 2}.get(name, 4)
+    config = parse_config(tree)
+    flow = build_flow(config)
+    evaluated = {stage.role for stage in evaluation_flow(config, flow).stages if stage.type in ("generate", "score")}
+    assert evaluated and evaluated <= set(flow.trained_roles)
