@@ -215,8 +215,8 @@ def spawn(spec: ProcessSpec) -> Spawned:
 def from_server(spec: ProcessSpec) -> Forked:
     """Start a copy of the fork server, a process that has imported the modules of the entry; no thread or device is copied.
 
-    A process has one server, which imports nothing after its own start; a copy that starts copies itself has its own, a copy of it as
-    it is at its start.
+    A process has one server, which imports nothing after its own start. A copy that starts copies itself has one of its own: a copy of it
+    as it begins, where `spec.starts` says what it starts, else a fresh interpreter.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(spec.modules()))

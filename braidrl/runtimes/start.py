@@ -8,6 +8,7 @@ from typing import Any
 from braidrl.cluster.child import at_end
 from braidrl.cluster.devices import device_count, own_devices
 from braidrl.cluster.fork_server import copy_as_fork_server
+from braidrl.cluster.local import ENGINES
 from braidrl.cluster.ray_cluster import import_ray
 from braidrl.cluster.world import World
 from braidrl.config import Config
@@ -69,7 +70,7 @@ def start_fork_server(config: Config) -> None:
     """Start the fork server of a run that has ranks, workers or engines on this machine; see `copy_as_fork_server` for when to."""
     engines = own_engines(config)
     if config.cluster.launcher != "ray" and config.runtime != "hybrid" and (config.runtime != "eager" or engines):
-        copy_as_fork_server(["braidrl.rollout.process.server"] if engines else [])
+        copy_as_fork_server(ENGINES if engines else ())
 
 
 def start_eager(context: RunContext) -> EagerBackend:

@@ -15,17 +15,20 @@ from tests.tiny import ROOT
 COMMAND = """
 import json, os, sys, threading
 from braidrl.cluster.fork_server import copy_as_fork_server
-from braidrl.cluster.local import from_server
+from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import ProcessSpec
 from braidrl.cluster.silence import descendants, name_of
+from braidrl.placement.pools import Pool
 
 kept = open(sys.argv[1])
 sys.modules["told_apart"] = sys  # what only the command has, and whoever was copied from it
 {before}
 made = copy_as_fork_server(["json.tool"])
-names = sorted(map(name_of, descendants(os.getpid())))
-process = from_server(ProcessSpec("echo-0", "tests.cluster.test_fork_server:seen", {{"file": sys.argv[1]}}))
+launcher = LocalLauncher()
+launcher.reserve([Pool(("echo",), 1, engines={engines})])
+process = launcher.start("echo", 0, ProcessSpec("echo-0", "tests.cluster.test_fork_server:seen", {{"file": sys.argv[1]}}))
 process.wait(60)
+names = sorted(map(name_of, descendants(os.getpid())))  # now that it has started a process it has its name
 print(json.dumps([made, names, process.outcome.result]))
 process.close()
 """
@@ -48,8 +51,8 @@ def seen(arguments: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def run(before: str = "") -> list[Any]:
-    command = [sys.executable, "-c", COMMAND.format(before=before), __file__]
+def run(before: str = "", engines: int = 0) -> list[Any]:
+    command = [sys.executable, "-c", COMMAND.format(before=before, engines=engines), __file__]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and not done.stderr, done.stderr
     found: list[Any] = json.loads(done.stdout)
@@ -60,10 +63,15 @@ def test_copies_have_what_the_command_imported_and_not_what_it_opened() -> None:
     made, names, copy = run()
     assert made and "the fork server" in names
     assert (copy["modules"], copy["holds"]) == (["told_apart", "json.tool"], False)
-    assert copy["next"]["holds"] is False, "a copy starts its own, by a server of its own"
+    assert (copy["next"]["modules"], copy["next"]["holds"]) == ([], False), "its own server is a fresh interpreter"
+
+
+def test_the_fork_server_of_a_copy_that_starts_engines_is_a_copy_too() -> None:
+    _, _, copy = run(engines=1)
+    assert (copy["next"]["modules"], copy["next"]["holds"]) == (["told_apart", "json.tool"], False)
 
 
 def test_a_command_that_has_threads_is_not_copied() -> None:
-    made, names, copy = run("threading.Thread(target=threading.Event().wait, daemon=True).start()")
-    assert not made and "the fork server" not in names
+    made, _, copy = run("threading.Thread(target=threading.Event().wait, daemon=True).start()")
+    assert not made
     assert copy["modules"] == []
