@@ -45,7 +45,7 @@ COVERED = {
     "models/memory/offload.py:empty": OFFLOADED,
     "models/memory/offload.py:occupy": OFFLOADED,
     "models/role_settings.py:merges_adapters": SETTINGS,
-    "models/cuda/chunks.py:chunk_kernels": FUSED,
+    "models/compute/chunks.py:chunk_kernels": FUSED,
     "placement/machine.py:own_rates": RECIPES,
     "placement/plan/devices.py:Cluster.device": PLANNED,
     "placement/plan/devices.py:_group": PLANNED,

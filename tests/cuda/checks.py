@@ -19,8 +19,8 @@ from braidrl.config import load_config
 from braidrl.errors import UserError
 from braidrl.flow.recipes import RECIPES
 from braidrl.models.compute import log_probs
+from braidrl.models.compute.chunks import ChunkKernels, chunk_gradient, chunk_statistics
 from braidrl.models.cuda import layers
-from braidrl.models.cuda.chunks import ChunkKernels, chunk_gradient, chunk_statistics
 from braidrl.models.cuda.kernels import LayerKernels, rms_norm, rotary, silu_gate
 from braidrl.models.memory.offload import OffloadableTensors, empty, occupy, storages
 from braidrl.models.parallel.boxes import Box

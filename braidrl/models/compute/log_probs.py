@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from braidrl.models.compute.chunks import ChunkKernels, chunk_kernels
 from braidrl.models.cpu.linear import add_weight_gradient, product
-from braidrl.models.cuda.chunks import ChunkKernels, chunk_kernels
 
-CHUNK_ELEMENTS = 1 << 24
-"""Logits held at once: 64 MiB in float32 for any vocabulary."""
+CHUNK_BYTES = 64 << 20
+"""Logits held at once, for any vocabulary."""
 
 
 def linear_log_probs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy_grad: bool = False,
-    chunk_elements: int = CHUNK_ELEMENTS, compiled: bool = False,
+    chunk_elements: int | None = None, compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return log_softmax(hidden @ weight.T / temperature) at `targets`, and the entropy of that distribution.
 
@@ -36,7 +36,7 @@ def linear_log_probs(
         targets: (N,) int64 token ids.
         temperature: Divides the logits.
         with_entropy_grad: Let the entropy carry a gradient, at the cost of one more pass over the logits in the backward.
-        chunk_elements: Logits held at once.
+        chunk_elements: Logits held at once; None are those that CHUNK_BYTES hold.
         compiled: Compute a chunk by compiled kernels where there are any for the weight's device.
 
     Returns:
@@ -45,8 +45,10 @@ def linear_log_probs(
     vocabulary = Vocabulary()
     if isinstance(weight, DTensor):
         vocabulary, weight = Vocabulary.of(weight), weight.to_local()
-    parts = chunks(len(hidden), len(weight), chunk_elements)
     kernels = chunk_kernels(weight, compiled and vocabulary.group is None)
+    if chunk_elements is None:
+        chunk_elements = CHUNK_BYTES // (weight if kernels else weight.float()).element_size()
+    parts = chunks(len(hidden), len(weight), chunk_elements)
     log_probs, entropy = _LinearLogProbs.apply(
         hidden, weight, targets, temperature, with_entropy_grad, parts, vocabulary, kernels
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from braidrl.models.cpu.chunks import accumulate, has_kernels
 from braidrl.models.cpu.native.building import in_memory
 
 GRADIENT_ROWS = 512
@@ -79,7 +80,11 @@ def _outer(first: Tensor, second: Tensor) -> Tensor:
 
 def add_weight_gradient(total: Tensor, grads: Tensor, x: Tensor) -> None:
     """Add grads (M, N).T @ x (M, K) to `total` (N, K), which may be of a higher precision."""
-    if total.dtype != grads.dtype or (total.device.type == "cpu" and total.dtype == torch.float32 and prefers_onednn()):
+    if total.dtype == torch.float32 != grads.dtype and has_kernels(grads, total):
+        accumulate(total, weight_gradient(grads, x))
+    elif total.dtype != grads.dtype or (
+        total.device.type == "cpu" and total.dtype == torch.float32 and prefers_onednn()
+    ):
         total += weight_gradient(grads, x)
     else:
         total.addmm_(grads.t(), x)

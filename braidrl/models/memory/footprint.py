@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from braidrl.config import LoraConfig
 from braidrl.models.compute.attention import ATTENTION
-from braidrl.models.compute.log_probs import CHUNK_ELEMENTS
+from braidrl.models.compute.log_probs import CHUNK_BYTES
 from braidrl.models.four_bit import BYTES_PER_WEIGHT
 from braidrl.models.loading import read_model_config
 from braidrl.models.lora import add_adapters
@@ -174,9 +174,9 @@ def head_width(config: Any) -> int:
 
 
 def logits_bytes(shape: Shape, tokens: int, layout: ParallelLayout = ALONE) -> int:
-    """Return the bytes of the logits that exist at once, in at least float32: a chunk of the tokens, with its copy in the weights' type."""
-    held = min(CHUNK_ELEMENTS, tokens * shape.sizes.vocab_size // layout.tensor)
-    return held * (max(MASTER_BYTES, shape.element_bytes) + shape.element_bytes)
+    """Return the bytes of the logits that exist at once: a chunk of the tokens, with its copy in at least float32 or its gradient."""
+    logits = tokens * shape.sizes.vocab_size // layout.tensor
+    return min(2 * CHUNK_BYTES, logits * (max(MASTER_BYTES, shape.element_bytes) + shape.element_bytes))
 
 
 def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: ParallelLayout = ALONE) -> int:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from braidrl.models.compute.attention import PackedSequences
-from braidrl.models.compute.log_probs import Vocabulary, _LinearLogProbs, chunks, linear_log_probs
-from braidrl.models.cuda.chunks import ChunkKernels, chunk_gradient, chunk_statistics
+from braidrl.models.compute.chunks import chunk_gradient, chunk_statistics
 from braidrl.models.cuda.kernels import KERNELS, NOTICES, LayerKernels, choice, rms_norm, rotary, silu_gate
 from braidrl.models.cuda.layers import use_kernels
 from tests.models.compute.test_attention import CONFIGS, LENGTHS, models
@@ -71,35 +70,6 @@ def test_kernels_leave_what_they_do_not_compute_to_the_modules(dtype: torch.dtyp
     plain, _ = outputs("qwen3", dtype, None)
     found, _ = outputs("qwen3", dtype, LayerKernels(device, never, never, never))  # type: ignore[arg-type]
     assert torch.equal(found, plain)
-
-
-@pytest.mark.parametrize("with_entropy_grad", [False, True])
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_log_probs_by_chunks_of_one_kernel_are_those_of_the_plain_ones(
-    dtype: torch.dtype, close: float, with_entropy_grad: bool
-) -> None:
-    torch.manual_seed(0)
-    targets, found = torch.randint(0, 97, (50,)), []
-    drawn, factors = (torch.randn(50, 24), torch.randn(97, 24)), (torch.randn(50), torch.randn(50))
-    for kernels in (None, ChunkKernels(chunk_statistics, chunk_gradient)):
-        hidden, weight = (t.to(dtype).requires_grad_() for t in drawn)
-        parts = chunks(len(hidden), len(weight), 97 * 17)
-        log_probs, entropy = _LinearLogProbs.apply(
-            hidden, weight, targets, 0.7, with_entropy_grad, parts, Vocabulary(), kernels
-        )
-        loss = (log_probs * factors[0]).sum()
-        (loss + (entropy * factors[1]).sum() if with_entropy_grad else loss).backward()
-        found.append((log_probs, entropy, hidden.grad, weight.grad))
-    for plain, fused in zip(*found, strict=True):
-        torch.testing.assert_close(fused, plain, rtol=close, atol=10 * close)
-    assert torch.equal(
-        found[0][0], linear_log_probs(*drawn_as(drawn, dtype), targets, 0.7, compiled=True, chunk_elements=97 * 17)[0]
-    )
-
-
-def drawn_as(drawn: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    hidden, weight = drawn
-    return hidden.to(dtype), weight.to(dtype)
 
 
 @pytest.mark.soak

@@ -1,9 +1,10 @@
-"""Log-probs of a chunk of tokens, and their gradient, each as one kernel that torch.compile makes: the logits are read, not copied.
+"""Log-probs of a chunk of tokens, and their gradient, each as one kernel: the logits are read, not copied.
 
 logits_CV, as the output layer gives them ──▶ log_prob_C, log_sum_C, entropy_C
                                           ──▶ their gradient, (C, V)
 
-What `log_probs` computes elsewhere in place, an operation at a time.
+On CUDA torch.compile makes the kernels, on a CPU they are compiled C. Where there are none `log_probs` computes the same an operation at
+a time.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
+
+from braidrl.models.cpu.chunks import gradient, has_kernels, statistics
 
 Statistics = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
 
@@ -65,6 +68,9 @@ def compiled_chunks() -> ChunkKernels:
 
 
 def chunk_kernels(weight: Tensor, wanted: bool) -> ChunkKernels | None:
-    """Return the kernels for a plain output layer on CUDA in at most float32, where they are wanted and Triton works, else None."""
-    fits = wanted and weight.is_cuda and weight.dtype != torch.float64
-    return compiled_chunks() if fits and has_triton() else None
+    """Return the kernels for a plain output layer in at most float32, where they are wanted and something compiles them, else None."""
+    if not wanted or weight.dtype == torch.float64:
+        return None
+    if weight.is_cuda:
+        return compiled_chunks() if has_triton() else None
+    return ChunkKernels(statistics, gradient) if has_kernels(weight) else None
