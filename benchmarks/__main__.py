@@ -1,4 +1,7 @@
-"""`make bench`: runs the named benchmarks, or all, prints a table each, and writes benchmarks/results/NAME.json."""
+"""`make bench`: runs the named benchmarks, or all, prints a table each, and writes benchmarks/results/NAME.json.
+
+Another kind of processor than that file's has a file of its own, NAME-PROCESSOR.json.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import argparse
 import datetime
 import json
 import os
+import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +62,21 @@ def run(name: str, threads: int, rounds: int | None) -> None:
         print(f"\n{case.name}\n{case.table(summary)}", flush=True)
         cases.append({"case": case.name, "threads": count, "rounds": turns, "load_before": round(load, 1), **summary})
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{name}.json").write_text(json.dumps({**head, "cases": cases}, indent=1) + "\n")
+        result_file(name, head["machine"]).write_text(json.dumps({**head, "cases": cases}, indent=1) + "\n")
+
+
+def result_file(name: str, machine: Mapping[str, Any], folder: Path = RESULTS) -> Path:
+    """Return where a benchmark's results of this machine go: results of another kind of processor are not written over."""
+    file = folder / f"{name}.json"
+    if not file.is_file() or kind(json.loads(file.read_text())["machine"]) == kind(machine):
+        return file
+    return folder / f"{name}-{kind(machine)}.json"
+
+
+def kind(machine: Mapping[str, Any]) -> str:
+    """Return a processor's name, family and widest units as a part of a file's name."""
+    words = re.sub(r"\(\w+\)", "", machine["processor"]).lower().split()
+    return "-".join([*words, str(machine["family"]), *machine["vector_units"][-1:]])
 
 
 def measured_machine(threads: int) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from math import inf, sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 WIDTH, HEIGHT = 520, 240
@@ -71,6 +73,29 @@ def mean_curve(runs: Sequence[Lines], key: str) -> Curve:
     """The mean of runs that were measured at the same steps."""
     points = zip(*(curve(lines, key) for lines in runs), strict=True)
     return [(at[0][0], fmean(value for _, value in at)) for at in points]
+
+
+STUDENTS_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""How many standard errors on each side of a mean hold 95%, by degrees of freedom."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over seeds, and half of its 95% interval; infinite where there is one seed."""
+
+    mean: float
+    half: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Mean:
+        """The mean of up to ten values, with Student's t."""
+        count = len(values)
+        half = STUDENTS_T[count - 1] * stdev(values) / sqrt(count) if count > 1 else inf
+        return Mean(fmean(values), half)
+
+    def text(self, form: str) -> str:
+        """As a cell of a table, like 0.712 ± 0.031."""
+        return format(self.mean, form) + (f" ± {self.half:.3f}" if self.half < inf else "")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -3,7 +3,7 @@
 reward-model    a reward model from preference pairs, then PPO with a critic and that reward model
 safe-rlhf       a task whose best answer breaks the cost limit
 algorithms      seven recipes from the same start, over three seeds
-ablation        GRPO, and DAPO's techniques added to it one after the other
+ablation        GRPO, and DAPO's techniques added to it one after the other, over three seeds
 runtimes        DAPO under every runtime, over three seeds
 staleness       DAPO with rows of a version before, in five ways, over three seeds
 

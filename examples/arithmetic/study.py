@@ -5,10 +5,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from pages import Curve, Lines, curve, write_curves
+from pages import Curve, Lines, Mean, curve, write_curves
 from task import demonstrations, problems, questions, write_jsonl, write_model
 
 from braidrl.config import Config, parse_config
@@ -66,6 +65,8 @@ class Study:
         """Write a page that begins with the command that writes it."""
         self.pages.mkdir(parents=True, exist_ok=True)
         command = f"    python examples/arithmetic/studies.py {name}"
+        if tuple(self.seeds) != SEEDS:
+            command += f" --seeds {' '.join(map(str, self.seeds))}"
         (self.pages / f"{name}.md").write_text(f"# {title}\n\n{command}\n\n{text}")
 
     def curves(self, name: str, title: str, curves: Mapping[str, Curve], limit: float | None = None) -> str:
@@ -125,6 +126,6 @@ def over_seeds(study: Study, name: str, tree: Callable[[int], Tree]) -> list[Lin
 
 
 def final_scores(runs: Sequence[Lines]) -> list[str]:
-    """Two cells of a table: the mean of the last held-out scores, and each of them."""
+    """Two cells of a table: the mean of the last held-out scores with its interval, and each of them."""
     finals = [curve(lines, SCORE)[-1][1] for lines in runs]
-    return [f"{fmean(finals):.3f}", " ".join(f"{final:.2f}" for final in finals)]
+    return [Mean.of(finals).text(".3f"), " ".join(f"{final:.2f}" for final in finals)]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 
-from pages import Lines, curve, generated, mean_curve, seconds, table
+from pages import Lines, Mean, curve, generated, mean_curve, seconds, table
 from study import RESPONSE_TOKENS, SCORE, STEPS, Numbers, Study, Tree, final_scores, over_seeds
-
-from braidrl.observe.metrics import read_metrics
 
 RECIPES: dict[str, tuple[str, Tree]] = {
     "ReMax": ("remax", {"kl_coef": 0.0}),
@@ -48,7 +46,8 @@ def algorithms(study: Study) -> Numbers:
         + table(header, rows)
         + "\n"
         + study.curves("algorithms", "Held-out avg@4, mean of the seeds", curves)
-        + "\nA step is one update but in the last row, so that GSPO's ratios are 1 and its gradient is GRPO's; clipping tells them apart "
+        + "\n± is half of a 95% interval of the mean (Student's t). "
+        "A step is one update but in the last row, so that GSPO's ratios are 1 and its gradient is GRPO's; clipping tells them apart "
         "only where a batch makes several updates. DAPO samples until every group teaches something, which costs it the tokens. Seconds "
         "are those of one thread, and grow with what else the machine does.\n"
     )
@@ -63,8 +62,6 @@ def updated_twice(tree: Tree) -> Tree:
 
 
 RAMBLING = 0.4
-SEED_SPREAD = 0.05
-"""Of the final accuracies of one recipe in the table of seven."""
 PLAIN: Tree = {
     "aggregate": "seq-mean-token-mean", "clip_high": 0.2, "overlong_cache": 0, "dynamic_sampling": False,
 }  # fmt: skip
@@ -79,50 +76,84 @@ ADDED: tuple[tuple[str, Tree], ...] = (
 
 
 def ablation(study: Study) -> Numbers:
-    """DAPO's table: each row adds a technique to the one above it."""
+    """DAPO's table: each row adds a technique to the one above it, over the seeds."""
     algorithm, found = dict(PLAIN), {}
-    trainer = {
-        "steps": STEPS, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 2e-4, "checkpoint_every": 20,
-    }  # fmt: skip
     for number, (name, technique) in enumerate(ADDED):
         algorithm = {**algorithm, **technique}
-        tree = study.policy("dapo", algorithm, rambling=RAMBLING, trainer=trainer)
-        tree["evaluation"] = {"every": 5, "samples": 4, "top_p": 1.0}
-        found[name] = read_metrics(study.run(f"ablation-{number}", tree))
-    goal = curve(found["GRPO"], SCORE)[-1][1]
-    rows = []
-    for name, lines in found.items():
-        reached = next((step for step, score in curve(lines, SCORE) if score >= goal), None)
-        until = [line for line in lines if reached is not None and line["step"] <= reached]
-        rows.append([
-            name, f"{curve(lines, SCORE)[-1][1]:.3f}", f"{lines[-1]['actor/entropy']:.3f}",
-            f"{lines[-1]['response/length_mean']:.1f}", f"{lines[-1]['response/truncated_fraction']:.0%}",
-            *([reached, int(sum(line.get("rows/generated") or 0 for line in until)), f"{seconds(until):.0f}"] if until else ["never"] * 3),
-        ])  # fmt: skip
-    header = ["", "held-out avg@4", "entropy", "length", "cut off", "steps to GRPO's accuracy", "responses", "seconds"]
+        found[name] = over_seeds(study, f"ablation-{number}", partial(ablated, study, algorithm))
+    curves = {name: mean_curve(runs, SCORE) for name, runs in found.items()}
+    goals = [curve(lines, SCORE)[-1][1] for lines in found["GRPO"]]
+    gained = gains(found)
+    rows = [
+        [name, *final_scores(runs), gained[name].text("+.3f") if name in gained else "", *middle(runs), *reached(runs, goals)]
+        for name, runs in found.items()
+    ]  # fmt: skip
+    header = [
+        "", "held-out avg@4, mean of seeds", "each seed", "gained over the row above", "entropy", "length", "cut off",
+        "seeds that reached GRPO's accuracy", "steps to it", "responses",
+    ]  # fmt: skip
     text = (
         "The model imitates a teacher who writes its working down several times in "
         f"{RAMBLING:.0%} of its answers, so that some do not end within the limit of {RESPONSE_TOKENS} tokens. Each row adds a technique "
-        "to the one above it; four updates per step. The last "
-        f"three columns say what each needed to reach plain GRPO's final accuracy of {goal:.3f} for the first time; responses are "
-        "counted up to a batch's last group.\n\n"
+        "to the one above it; four updates per step. Gains are paired by seed, and ± is half of a 95% interval of the mean (Student's t). "
+        "The last three columns say how many seeds came to plain GRPO's final accuracy with the same seed, and the median of what those "
+        "needed; responses are counted up to a batch's last group.\n\n"
         + table(header, rows)
         + "\n"
-        + study.curves("ablation", "Held-out avg@4", {name: curve(lines, SCORE) for name, lines in found.items()})
-        + f"\n{what_reproduces(found)}\n"
+        + study.curves("ablation", "Held-out avg@4, mean of the seeds", curves)
+        + f"\n{what_reproduces(gained, len(study.seeds))}\n"
     )
     study.page("ablation", "DAPO's techniques, added one after the other", text)
-    return {name: curve(lines, SCORE)[-1][1] for name, lines in found.items()}
+    return {name: points[-1][1] for name, points in curves.items()}
 
 
-def what_reproduces(found: Mapping[str, Lines]) -> str:
-    """Which techniques raised the accuracy by more than a seed does."""
-    finals = [(name, curve(lines, SCORE)[-1][1]) for name, lines in found.items()]
-    gains = {name: final - before for (_, before), (name, final) in pairwise(finals)}
-    shown = [name for name, gain in gains.items() if gain > SEED_SPREAD]
-    others = [name for name in gains if name not in shown]
+def ablated(study: Study, algorithm: Tree, seed: int) -> Tree:
+    """A run of the ablation."""
+    trainer = {
+        "steps": STEPS, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 2e-4, "checkpoint_every": 20,
+    }  # fmt: skip
+    evaluation = {"every": 5, "samples": 4, "top_p": 1.0}
+    return study.policy("dapo", algorithm, seed, RAMBLING, trainer=trainer, evaluation=evaluation)
+
+
+def gains(found: Mapping[str, Sequence[Lines]]) -> dict[str, Mean]:
+    """What each row's final score is above that of the row before it, seed by seed."""
+    finals = {name: [curve(lines, SCORE)[-1][1] for lines in runs] for name, runs in found.items()}
+    return {
+        name: Mean.of([after - before for before, after in zip(finals[above], finals[name], strict=True)])
+        for above, name in pairwise(finals)
+    }
+
+
+def middle(runs: Sequence[Lines]) -> list[str]:
+    """Three cells of a table, means over the seeds at the last step: entropy, length, and the share of responses that were cut off."""
+    entropy, length, cut = (
+        fmean(lines[-1][key] for lines in runs)
+        for key in ("actor/entropy", "response/length_mean", "response/truncated_fraction")
+    )
+    return [f"{entropy:.3f}", f"{length:.1f}", f"{cut:.0%}"]
+
+
+def reached(runs: Sequence[Lines], goals: Sequence[float]) -> list[str]:
+    """Three cells of a table: how many runs came to the goal of their seed, and the medians of the steps and responses until then."""
+    steps, responses = [], []
+    for lines, goal in zip(runs, goals, strict=True):
+        first = next((step for step, score in curve(lines, SCORE) if score >= goal), None)
+        if first is not None:
+            steps.append(first)
+            responses.append(sum(line.get("rows/generated") or 0 for line in lines if line["step"] <= first))
+    cells = [f"{median(steps):.0f}", f"{median(responses):,.0f}"] if steps else ["", ""]
+    return [f"{len(steps)} of {len(runs)}", *cells]
+
+
+def what_reproduces(gained: Mapping[str, Mean], seeds: int) -> str:
+    """Which techniques raised or lowered the accuracy by more than seeds explain."""
+    ways: dict[str, list[str]] = {"raises": [], "lowers": [], "does not show": []}
+    for name, gain in gained.items():
+        way = "does not show" if abs(gain.mean) <= gain.half else "raises" if gain.mean > 0 else "lowers"
+        ways[way].append(name)
     return (
-        f"A seed changes the accuracy by about {SEED_SPREAD:g} here. More than that comes from: {', '.join(shown) or 'none of them'}. "
-        "What does not reproduce at this size, with one seed, 0.6 million weights and answers of twenty tokens: "
-        f"{', '.join(others) or 'nothing'}."
+        f"The accuracy is raised, with a 95% interval above 0, by: {', '.join(ways['raises']) or 'none of them'}; lowered, with one "
+        f"below 0, by: {', '.join(ways['lowers']) or 'none'}. What does not show at this size, with {seeds} seeds, 0.6 million weights "
+        f"and answers of twenty tokens: {', '.join(ways['does not show']) or 'nothing'}."
     )

@@ -31,3 +31,35 @@ def test_a_reward_model_and_ppo_with_it_end_in_a_page(studies: ModuleType, tmp_p
     found = studies.reward_model(studies.Study(tmp_path / "runs", tmp_path / "pages", quick=True))
     assert 0 <= found["pair accuracy"] <= 1 and found["score after"] >= 0
     assert "held-out pairs told apart" in (tmp_path / "pages" / "reward-model.md").read_text()
+
+
+def test_a_mean_over_seeds_has_students_interval(studies: ModuleType) -> None:
+    pages = load_module(ARITHMETIC / "pages.py")
+    found = pages.Mean.of([1.0, 2.0, 3.0, 4.0, 5.0])
+    # 2.776 standard errors for four degrees of freedom; the standard deviation of 1 to 5 is the root of 2.5.
+    assert found.mean == 3 and found.half == pytest.approx(2.776 * (2.5 / 5) ** 0.5)
+    assert found.text("+.1f") == "+3.0 ± 1.963" and pages.Mean.of([0.25]).text(".2f") == "0.25"
+
+
+def test_techniques_are_compared_seed_by_seed(studies: ModuleType) -> None:
+    recipes, study = load_module(ARITHMETIC / "study_recipes.py"), load_module(ARITHMETIC / "study.py")
+
+    def runs(*finals: float) -> list[list[dict[str, float]]]:
+        return [
+            [{"step": 0, study.SCORE: 0.1}, {"step": 5, study.SCORE: final, "rows/generated": 40}] for final in finals
+        ]
+
+    found = {
+        "plain": runs(0.2, 0.6, 0.9),
+        "+ a little": runs(0.3, 0.7, 1.0),
+        "+ noise": runs(0.1, 0.9, 0.9),
+        "- a little": runs(0.0, 0.8, 0.8),
+    }
+    gained = recipes.gains(found)
+    assert gained["+ a little"].mean == pytest.approx(0.1) and gained["+ a little"].half < 1e-9
+    told = recipes.what_reproduces(gained, 3)
+    assert (
+        "interval above 0, by: + a little;" in told and "below 0, by: - a little." in told and told.endswith("+ noise.")
+    )
+    assert recipes.reached(found["+ a little"], [0.3, 0.8, 1.0]) == ["2 of 3", "5", "40"]
+    assert recipes.reached(found["- a little"], [0.9, 0.9, 0.9]) == ["0 of 3", "", ""]
