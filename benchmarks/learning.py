@@ -97,13 +97,13 @@ def write(found: dict[int, dict[str, Lines]], config: Config, threads: int) -> N
             points = curves[f"{name}, seed {seed}"] = curve(lines, SCORE)
             speed = [f"{seconds_each(lines):.1f}", f"{tokens_each_second(lines, per_step):.1f}"]
             rows.append([name, seed, f"{points[0][1]:.3f}", f"{points[-1][1]:.3f}", *speed])
-    sides = {name: [each[name] for each in found.values()] for name in ("Braid", "TRL")}
-    finals = {name: Mean.of([curve(lines, SCORE)[-1][1] for lines in runs]) for name, runs in sides.items()}
-    speeds = {name: fmean(tokens_each_second(lines, per_step) for lines in runs) for name, runs in sides.items()}
+    by_name = {name: [each[name] for each in found.values()] for name in ("Braid", "TRL")}
+    finals = {name: Mean.of([curve(lines, SCORE)[-1][1] for lines in runs]) for name, runs in by_name.items()}
+    speeds = {name: fmean(tokens_each_second(lines, per_step) for lines in runs) for name, runs in by_name.items()}
     ratio = speeds["Braid"] / speeds["TRL"]
     RESULT.write_text(json.dumps({
         "benchmark": "learning", "date": datetime.date.today().isoformat(), "machine": describe(threads), "steps": last,
-        "seconds_per_step": {name: fmean(map(seconds_each, runs)) for name, runs in sides.items()},
+        "seconds_per_step": {name: fmean(map(seconds_each, runs)) for name, runs in by_name.items()},
         "response_tokens_per_second": speeds, "ratio": round(ratio, 2),
         "runs": {str(seed): {name: curve(lines, SCORE) for name, lines in sides.items()} for seed, sides in found.items()},
     }, indent=1) + "\n")  # fmt: skip
