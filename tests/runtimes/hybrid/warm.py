@@ -9,6 +9,8 @@ from typing import Any
 
 import ray
 import torch
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.ray_cluster import BEATS, RayCluster
@@ -64,11 +66,10 @@ class RehearsingWorker(HybridWorker):
     def close(self) -> None:
         super().close()
         self.orders, self.rows_given = {}, []
-
-    def can_be_reused(self) -> bool:
-        """False once a model was divided: DTensor's caches know the process groups, which end with the backend."""
-        executor = getattr(self, "executor", None)
-        return executor is None or not any(worker.ranks.forward_is_collective for worker in executor.workers.values())
+        # DTensor's caches know the process groups, which end with the backend.
+        _clear_sharding_prop_cache()
+        clear_redistribute_planner_cache()
+        _gen_transform_infos.cache_clear()
 
     def held(self) -> int:
         """Return how many calls' rows are kept here."""
@@ -126,11 +127,7 @@ class WarmCluster(RayCluster):
         for actor in given:
             name = self.called.pop(actor)
             try:
-                reusable = ray.get(actor.can_be_reused.remote(), timeout=60)
                 ray.get(actor.close.remote(), timeout=60)
-                if reusable:
-                    self.spare[name] = actor
-                else:
-                    ray.kill(actor)
+                self.spare[name] = actor
             except ray.exceptions.RayError:
                 ray.kill(actor)
