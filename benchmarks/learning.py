@@ -75,7 +75,7 @@ def task(config: Config, seed: int, threads: int, metrics: Path) -> dict[str, An
     """Return what TRL is given: the settings of the run, by names of ours."""
     trainer, rollout = config.trainer, config.rollout
     return {
-        "model": config.model, "train": "build/smollm2/sums.jsonl", "held_out": "build/smollm2/sums_held_out.jsonl",
+        "model": str(config.model), "train": "build/smollm2/sums.jsonl", "held_out": "build/smollm2/sums_held_out.jsonl",
         "metrics": str(metrics), "seed": seed, "threads": threads, "evaluate_every": config.evaluation.every, "steps": trainer.steps,
         "group": rollout.samples_per_prompt, "rows": trainer.prompts_per_step * rollout.samples_per_prompt, "batch_rows": BATCH_ROWS,
         "response_tokens": rollout.max_response_tokens, "learning_rate": trainer.learning_rate, "warmup_steps": trainer.warmup_steps,
