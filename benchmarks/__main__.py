@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; all by default")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, help="turns of each side; by default the case's")
-    parser.add_argument("--profile", action="store_true", help="say where Braid's time goes instead of comparing")
+    parser.add_argument("--profile", action="store_true", help="say where each side's time goes instead of comparing")
     arguments = parser.parse_args()
     names = arguments.names or list(BENCHMARKS)
     unknown = [name for name in names if name not in BENCHMARKS]
@@ -81,25 +81,27 @@ def kind(machine: Mapping[str, Any]) -> str:
 
 def measured_machine(threads: int) -> dict[str, Any]:
     """What the machine is and can do, found by a process that has the threads that the sides have."""
-    done = ours("benchmarks.machine", str(threads), threads=threads, stdout=subprocess.PIPE, text=True)
+    done = start(OURS, "benchmarks.machine", str(threads), threads=threads, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
 def profile(name: str, threads: int) -> None:
-    """Operators and functions by their own time, of Braid's sides."""
+    """Operators and functions by their own time, of Braid's sides and of the peers'."""
     for case in BENCHMARKS[name]():
         for side in case.sides:
-            if side.python == OURS:
-                print(f"\n{case.name}: {side.name}", flush=True)
-                count = case.threads or threads
-                ours("benchmarks.profiling", side.module, json.dumps({**side.case, "threads": count}), threads=count)
+            print(f"\n{case.name}: {side.name}", flush=True)
+            count = case.threads or threads
+            task = json.dumps({**side.case, "threads": count})
+            start(side.python, "benchmarks.profiling", side.module, task, threads=count)
 
 
-def ours(module: str, *arguments: str, threads: int, **settings: Any) -> subprocess.CompletedProcess[str]:
-    """Runs a module in Braid's own environment."""
+def start(
+    python: Path, module: str, *arguments: str, threads: int, **settings: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs a module in the environment of `python`."""
     environment = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": str(threads)}
-    return subprocess.run([str(OURS), "-m", module, *arguments], check=True, env=environment, **settings)
+    return subprocess.run([str(python), "-m", module, *arguments], check=True, env=environment, **settings)
 
 
 if __name__ == "__main__":
